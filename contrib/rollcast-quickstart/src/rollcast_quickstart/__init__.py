@@ -1,0 +1,1 @@
+"""rollcast's quick start: a tiny model learns to sort digits by reinforcement learning."""

@@ -1,0 +1,1 @@
+"""The quick start's recipes."""

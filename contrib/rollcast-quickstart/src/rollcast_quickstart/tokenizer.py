@@ -1,0 +1,47 @@
+"""A tokenizer of single characters, for models that are small enough to train on a CPU."""
+
+from __future__ import annotations
+
+import string
+
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+__all__ = ["SPECIAL_TOKENS", "VOCABULARY", "build_tokenizer"]
+
+SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
+"""Ids 0, 1 and 2."""
+
+VOCABULARY = (*SPECIAL_TOKENS, *"0123456789+-*/=()<>#?.,: \n", *string.ascii_letters, *"'$")
+"""All 83 tokens, by id."""
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """A tokenizer with one token a character; it leaves others out, and adds no special tokens.
+
+    It is a byte-level BPE without merges, because that is what transformers 5 makes of the
+    vocabulary in any folder with a Qwen2 model, whatever else its tokenizer.json says.
+    """
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ids = {_byte_form(token, byte_level): index for index, token in enumerate(VOCABULARY)}
+    tokenizer = Tokenizer(models.BPE(ids, merges=[]))
+    tokenizer.pre_tokenizer = byte_level
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        bos_token="<bos>",
+        eos_token="<eos>",
+        # Never produced; without it the Qwen2 tokenizer would add an 84th token for it.
+        unk_token="<pad>",
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def _byte_form(token: str, byte_level: pre_tokenizers.ByteLevel) -> str:
+    # A byte-level vocabulary writes a space as "Ġ" and a line break as "Ċ".
+    if token in SPECIAL_TOKENS:
+        return token
+    [(form, _)] = byte_level.pre_tokenize_str(token)
+    return str(form)

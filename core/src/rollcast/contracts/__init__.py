@@ -1,0 +1,1 @@
+"""The contracts between the core and its plugins: one module each, none of which imports torch."""

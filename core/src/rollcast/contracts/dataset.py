@@ -1,0 +1,77 @@
+"""The contracts of datasets and of the preprocessors behind ``rollcast preprocess``.
+
+Example of a preprocessor::
+
+    class Squares(BasePreprocessor):
+        '''Squares of small numbers.'''
+
+        def run(self, source, output, seed=0):
+            rows = [{"prompt": f"{n}*{n}=", "ground_truth": str(n * n)} for n in range(100)]
+            return PreprocessReport({"train.jsonl": write_jsonl(output / "train.jsonl", rows)})
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.plugins.registry import Registry, subclass_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from rollcast.protocol import DataProto
+
+__all__ = ["BaseDataset", "BasePreprocessor", "PreprocessReport", "datasets", "preprocessors"]
+
+
+class BaseDataset(ABC):
+    """Rows of a task, tokenised and collated into batches.
+
+    Args:
+        files: the data files, in order; their rows are concatenated.
+        tokenizer: the model's tokenizer.
+        config: the config's ``data`` section, as the dataset's own dataclass or a mapping.
+    """
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Number of rows that are left after filtering."""
+
+    @abstractmethod
+    def __getitem__(self, index: int) -> Any:
+        """One row, tokenised."""
+
+    @abstractmethod
+    def collate(self, rows: list[Any]) -> DataProto:
+        """Rows to one batch. Prompts are left-padded: ``input_ids``, ``attention_mask`` and
+        ``position_ids`` int64 ``[B, P]``."""
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """Rows written by file name, and notes for the person who ran it."""
+
+    rows: Mapping[str, int]
+    notes: list[str] = field(default_factory=list)
+
+
+class BasePreprocessor(ABC):
+    """Turns a raw source into the files that a dataset reads; its docstring is its help text."""
+
+    @abstractmethod
+    def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
+        """Read ``source`` (None if the task is generated) and write into ``output``.
+
+        Raises:
+            DataError: the source is missing or malformed; names file and row.
+        """
+
+
+datasets: Registry[type[BaseDataset]] = Registry("rollcast.datasets", subclass_of(BaseDataset), "data.dataset")
+preprocessors: Registry[type[BasePreprocessor]] = Registry(
+    "rollcast.preprocessors", subclass_of(BasePreprocessor), "preprocess"
+)

@@ -1,0 +1,127 @@
+"""The contract of rewards: a function of one sample, or a class that scores many at once.
+
+Example::
+
+    from rollcast.contracts.reward import RewardSample
+
+    def short_answer(sample: RewardSample) -> float:
+        return 1.0 if sample.finished and len(sample.response) < 20 else 0.0
+
+Announce it in the group ``rollcast.rewards``; the config names it as ``reward.name``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollcast.plugins.registry import Registry, any_of, is_callable, subclass_of
+
+__all__ = ["BaseReward", "BaseRewardManager", "RewardFunction", "RewardResult", "RewardSample", "build_reward", "reward_managers", "rewards"]
+
+
+@dataclass(frozen=True)
+class RewardSample:
+    """One finished generation, as text and ids, with what the dataset says of its prompt.
+
+    Attributes:
+        prompt, response: decoded text, special tokens left out.
+        ground_truth: the row's reference answer as it stands in the dataset.
+        data_source: the row's source name, for rewards that differ by source.
+        finished: the response ended by itself (stop token), it was not cut at the length limit.
+        response_ids: token ids of the response, without padding.
+        extra_info: the row's further columns.
+    """
+
+    prompt: str
+    response: str
+    ground_truth: Any = None
+    data_source: str = ""
+    finished: bool = True
+    response_ids: Sequence[int] = ()
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """A score with named further numbers (each becomes the metric ``reward/<name>``).
+
+    ``correct`` feeds ``val/accuracy``; without it a sample counts as correct if its score is the
+    reward's ``max_score``.
+    """
+
+    score: float
+    correct: bool | None = None
+    extra: Mapping[str, float] = field(default_factory=dict)
+
+
+RewardFunction = Callable[[RewardSample], float | RewardResult]
+
+
+class BaseReward(ABC):
+    """A reward with settings or state; built once per run with the config's ``reward`` options.
+
+    Args:
+        options: the config's ``reward.reward_kwargs``, as keyword arguments.
+    """
+
+    #: The score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is not given.
+    max_score: float = 1.0
+
+    @abstractmethod
+    def score(self, sample: RewardSample) -> float | RewardResult:
+        """Score one sample."""
+
+    def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[float | RewardResult]:
+        """Score many samples, one result each, in order; override where a batch is cheaper."""
+        return [self.score(sample) for sample in samples]
+
+
+class _FunctionReward(BaseReward):
+    def __init__(self, function: RewardFunction) -> None:
+        self._function = function
+
+    def score(self, sample: RewardSample) -> float | RewardResult:
+        return self._function(sample)
+
+
+class BaseRewardManager(ABC):
+    """Applies a reward to a batch of samples and owns the policy for bad ones."""
+
+    def __init__(self, reward: BaseReward) -> None:
+        self.reward = reward
+
+    @abstractmethod
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        """One finite result a sample, in order.
+
+        Raises:
+            RewardError: the reward raised, gave a non-finite score, or the wrong number of them;
+                the message shows the sample.
+        """
+
+
+RewardPart = type[BaseReward] | RewardFunction
+
+rewards: Registry[Any] = Registry("rollcast.rewards", any_of(subclass_of(BaseReward), is_callable(1)), "reward.name")
+reward_managers: Registry[type[BaseRewardManager]] = Registry(
+    "rollcast.reward_managers", subclass_of(BaseRewardManager), "reward.reward_manager"
+)
+
+
+def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseReward:
+    """The reward called ``name``, ready to score.
+
+    Raises:
+        PluginError: no such reward, or it does not load.
+        TypeError: a function reward was given options, or a class does not take them.
+    """
+    part = rewards.get(name)
+    options = dict(options or {})
+    if isinstance(part, type) and issubclass(part, BaseReward):
+        return part(**options)
+    if options:
+        raise TypeError(f"reward {name!r} is a plain function and takes no options, got {sorted(options)}")
+    return _FunctionReward(part)

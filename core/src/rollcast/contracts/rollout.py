@@ -1,0 +1,213 @@
+"""The contract of rollout engines: token ids in, token ids out, asynchronous.
+
+Example::
+
+    output = await rollout.generate(RolloutRequest("r0", prompt_ids, SamplingParams(max_tokens=8)))
+    output.sequences[0].token_ids, output.sequences[0].log_probs
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
+
+from rollcast.plugins.registry import Registry, subclass_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.contracts.engine import BaseEngine
+
+__all__ = [
+    "BaseRollout",
+    "RolloutCapabilities",
+    "RolloutMode",
+    "RolloutOutput",
+    "RolloutRequest",
+    "RolloutSequence",
+    "RolloutSetup",
+    "SamplingParams",
+    "WeightReport",
+    "rollouts",
+]
+
+
+class RolloutMode(Enum):
+    """Where a rollout runs with respect to the trainer."""
+
+    HYBRID = "hybrid"
+    """In the trainer's own process or on its own devices, taking turns."""
+    COLOCATED = "colocated"
+    """In another process on the trainer's placement group."""
+    STANDALONE = "standalone"
+    """On a resource pool of its own."""
+
+
+@dataclass(frozen=True)
+class RolloutCapabilities:
+    """What a rollout can do; compared with the engine's and the sync's before anything starts."""
+
+    modes: frozenset[RolloutMode] = frozenset()
+    in_process: bool = False
+    abort: bool = False
+    prefix_caching: bool = False
+    lora: bool = False
+    tensor_parallel: bool = False
+    releases_memory: bool = False
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to sample.
+
+    Attributes:
+        temperature: 0 for greedy.
+        top_p: nucleus mass, 1 for all.
+        top_k: number of candidates; -1 or 0 for all (verl's key).
+        max_tokens: largest number of new tokens.
+        stop_token_ids: generation ends after one of these, which stays in the output.
+        n: sequences for the one prompt.
+        ignore_eos: do not stop at the tokenizer's EOS.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 16
+    stop_token_ids: tuple[int, ...] = ()
+    n: int = 1
+    ignore_eos: bool = False
+
+
+@dataclass(frozen=True)
+class RolloutRequest:
+    """One prompt to continue; ``request_id`` is the caller's and comes back with the output."""
+
+    request_id: str
+    prompt_ids: Sequence[int]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class RolloutSequence:
+    """One continuation.
+
+    Attributes:
+        token_ids: the new tokens, with the stop token if there was one.
+        log_probs: of each token under the distribution that it was sampled from (after
+            temperature, top-k and top-p; for greedy, under the plain softmax at temperature 1).
+        finish_reason: ``stop``, ``length`` or ``abort``.
+        weight_versions: the version of the weights that each token came from.
+    """
+
+    token_ids: Sequence[int]
+    log_probs: Sequence[float]
+    finish_reason: Literal["stop", "length", "abort"]
+    weight_versions: Sequence[int]
+
+
+@dataclass(frozen=True)
+class RolloutOutput:
+    """The ``n`` sequences of a request, and the sampling that their log-probs refer to."""
+
+    request_id: str
+    sequences: Sequence[RolloutSequence]
+    sampling: SamplingParams
+
+
+@dataclass(frozen=True)
+class WeightReport:
+    """What arrived in a weight update: the replica's side of the attestation."""
+
+    version: int
+    tensors: int
+    bytes: int
+    seconds: float
+    checksums: Mapping[str, str]
+
+
+@dataclass(frozen=True)
+class RolloutSetup:
+    """Everything a rollout is built from.
+
+    Attributes:
+        config: the config's ``rollout`` section, an instance of its ``config_schema``.
+        model_path: Hugging Face folder of the model and tokenizer.
+        seed: of the sampler; differs from rank to rank.
+        pad_token_id, eos_token_id: the tokenizer's.
+    """
+
+    config: Any
+    model_path: str
+    seed: int
+    pad_token_id: int
+    eos_token_id: int
+
+
+class BaseRollout(ABC):
+    """One engine that generates."""
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
+    #: Dataclass of the ``rollout`` config section; importable without torch.
+    config_schema: ClassVar[type]
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        self.setup = setup
+
+    @abstractmethod
+    async def generate(self, request: RolloutRequest) -> RolloutOutput:
+        """Continue one prompt; many calls may be under way at once.
+
+        Raises:
+            RollcastError: the request cannot be served (empty prompt, no room, unknown token id).
+        """
+
+    @abstractmethod
+    async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        """Load new weights, bucket by bucket; tokens from now on carry ``version``."""
+
+    def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
+        """Generate with the engine's own module from now on (HYBRID without a copy).
+
+        Raises:
+            CapabilityError: the rollout cannot (``capabilities.in_process`` is False).
+        """
+        from rollcast.errors import CapabilityError
+
+        raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
+
+    async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Give the named memory back; a rollout without any of its own does nothing."""
+        return None
+
+    async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take the named memory again."""
+        return None
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests (all for None) now; they come back with what they have.
+
+        Raises:
+            CapabilityError: the rollout cannot (``capabilities.abort`` is False).
+        """
+        from rollcast.errors import CapabilityError
+
+        raise CapabilityError(f"{type(self).__name__} cannot abort requests")
+
+    def state_dict(self) -> dict[str, Any]:
+        """What must come back after a restart to sample the same tokens (RNG state)."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+        return None
+
+    def close(self) -> None:
+        """Stop what was started; called once."""
+        return None
+
+
+rollouts: Registry[type[BaseRollout]] = Registry("rollcast.rollouts", subclass_of(BaseRollout), "rollout.name")

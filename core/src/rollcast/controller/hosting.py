@@ -1,0 +1,181 @@
+"""The one hosting mechanism: a process holds a dict role → Worker, a call names (role, method)."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import inspect
+import logging
+import os
+import pickle
+import socket
+import time
+import traceback
+from collections.abc import Coroutine, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
+from rollcast.errors import DispatchError, RollcastError
+
+__all__ = ["CallFailure", "HostInfo", "WorkerHost", "WorkerRaised"]
+
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class HostInfo:
+    """Where a host runs: node address, process id, and a port that was free for a rendezvous."""
+
+    node: str
+    pid: int
+    free_port: int
+
+
+@dataclass(frozen=True)
+class CallFailure:
+    """A failed call as it left the worker: all text, so that it always travels.
+
+    Attributes:
+        when: wall-clock seconds, to tell the first failure of a group from its consequences.
+        cause: the exception itself if it can be pickled, else None.
+    """
+
+    role: str
+    method: str
+    rank: int
+    node: str
+    when: float
+    cause_type: str
+    message: str
+    traceback: str
+    log_lines: tuple[str, ...]
+    cause: BaseException | None = None
+
+
+class WorkerRaised(RollcastError):
+    """Carries a :class:`CallFailure` from a worker's process to the controller."""
+
+    def __init__(self, failure: CallFailure) -> None:
+        super().__init__(failure)
+        self.failure = failure
+
+    def __str__(self) -> str:
+        return f"{self.failure.cause_type}: {self.failure.message}\n{self.failure.traceback}"
+
+
+class _RecentLog(logging.Handler):
+    """Keeps the last lines logged in this process, for error messages."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.lines: collections.deque[str] = collections.deque(maxlen=_LOG_LINES)
+        self.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.lines.append(self.format(record))
+
+
+def _picklable(error: BaseException) -> BaseException | None:
+    try:
+        return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
+    except Exception:
+        # Whatever is wrong with it, its text travels anyway.
+        return None
+
+
+class WorkerHost:
+    """Holds one process's workers and runs calls on them."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+        self._context = WorkerContext()
+        self._recent = _RecentLog()
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @staticmethod
+    def describe(node: str) -> HostInfo:
+        """Node, process id and a free port of this process."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return HostInfo(node, os.getpid(), int(probe.getsockname()[1]))
+
+    def build(self, context: WorkerContext, roles: Mapping[str, ClassWithInitArgs[Any]]) -> None:
+        """Build a worker for each role; they see each other from the start.
+
+        Raises:
+            WorkerRaised: a constructor raised.
+        """
+        self._context = context
+        logging.getLogger().addHandler(self._recent)
+        for role, cls_with_init in roles.items():
+            here = replace(context, role=role)
+            try:
+                with hosting(here, self.workers):
+                    worker = cls_with_init()
+                if not isinstance(worker, Worker):
+                    raise DispatchError(f"role {role!r}: {type(worker).__name__} does not derive from rollcast.Worker")
+            except Exception as error:
+                raise self._failure(role, "__init__", error) from None
+            self.workers[role] = worker
+
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        """Run ``method`` of the role's worker; a coroutine runs to its end in the host's event loop.
+
+        Raises:
+            WorkerRaised: the method raised, or does not exist.
+        """
+        try:
+            worker = self.workers.get(role)
+            if worker is None:
+                raise DispatchError(f"no role {role!r} here; roles: {', '.join(self.workers) or 'none'}")
+            result = getattr(worker, method)(*args, **kwargs)
+            if inspect.iscoroutine(result):
+                result = self._run(result)
+            return result
+        except Exception as error:
+            raise self._failure(role, method, error) from None
+
+    def close(self) -> None:
+        """Call ``close()`` of each worker that has one, and stop the event loop."""
+        for worker in self.workers.values():
+            close = getattr(worker, "close", None)
+            if callable(close):
+                close()
+        self.workers.clear()
+        logging.getLogger().removeHandler(self._recent)
+        if self._loop is not None:
+            self._loop.close()
+            self._loop = None
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        """Run a coroutine in this thread, in a loop that keeps its tasks between calls.
+
+        A second thread would bring a second team of OpenMP threads, which slows torch down; it is
+        used only where this thread already runs a loop, as in a notebook.
+        """
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return self._loop.run_until_complete(coroutine)
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(self._loop.run_until_complete, coroutine).result()
+
+    def _failure(self, role: str, method: str, error: Exception) -> WorkerRaised:
+        return WorkerRaised(
+            CallFailure(
+                role=role,
+                method=method,
+                rank=self._context.rank,
+                node=self._context.node,
+                when=time.time(),
+                cause_type=type(error).__name__,
+                message=str(error),
+                traceback="".join(traceback.format_exception(error)),
+                log_lines=tuple(self._recent.lines),
+                cause=_picklable(error),
+            )
+        )

@@ -1,0 +1,335 @@
+"""Worker groups: call a method once, and it runs on every rank."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+from rollcast.controller.decorator import Registered, iter_registered
+from rollcast.controller.dispatch import Calls, RankCall, RankOutputs
+from rollcast.controller.resource_pool import ResourcePool
+from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
+from rollcast.controller.worker import ClassWithInitArgs, MeshInfo
+from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
+from rollcast.plugins.inprocess import generation, snapshot
+
+__all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
+
+#: Deadline of a blocking call where nothing else is said, in seconds.
+DEFAULT_TIMEOUT_S = 3600.0
+_counter = itertools.count()
+
+
+class _Hosts:
+    """The processes that all views of one group share."""
+
+    def __init__(self, runtime: Runtime, pool: ResourcePool, spec: LaunchSpec, launch_timeout: float) -> None:
+        self.runtime = runtime
+        self.pool = pool
+        self.name = spec.name
+        self.roles = dict(spec.roles)
+        self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
+        self.closed = False
+        self.parts_generation = generation()
+        try:
+            self.hosts: list[Host] = runtime.launch(pool, spec, launch_timeout)
+        except CallFailed as failed:
+            error = explain_failure(failed, self.name, "", "__init__", failed.index, None)
+            raise error from error.__cause__
+
+    def install_new_parts(self) -> None:
+        """Send what was registered in-process since the last call."""
+        if self.parts_generation != generation():
+            parts = snapshot()
+            if parts is not None:
+                self.runtime.install_parts(self.hosts, parts, DEFAULT_TIMEOUT_S)
+            self.parts_generation = generation()
+
+
+def explain_failure(
+    failed: CallFailed, group: str, role: str, method: str, rank: int, host: Host | None
+) -> WorkerError:
+    """The one error for a failed group call: where it failed first, why, and the last log lines."""
+    failure = failed.failure
+    node = failure.node if failure else (host.info.node if host else "unknown node")
+    rank = failure.rank if failure else rank
+    role = failure.role if failure else role
+    where = f"{group}.{role}.{method} failed on rank {rank} (node {node})"
+    if failed.timed_out:
+        error: WorkerError = WorkerTimeoutError(f"{where}: {failed.detail}")
+    elif failure is not None:
+        lines = "".join(f"\n    {line}" for line in failure.log_lines)
+        log = f"\n  last log lines of the worker:{lines}" if lines else ""
+        error = WorkerError(f"{where}: {failure.cause_type}: {failure.message}{log}")
+        error.cause_type = failure.cause_type
+        error.remote_traceback = failure.traceback
+        error.__cause__ = failure.cause
+    else:
+        error = WorkerError(f"{where}: {failed.detail}")
+        error.cause_type = "ProcessDied"
+    error.group, error.role, error.method, error.rank, error.node = group, role, method, rank, node
+    return error
+
+
+class PendingCall:
+    """A non-blocking call under way; fetched among another call's arguments, or with :meth:`get`."""
+
+    def __init__(self, finish: Callable[[float | None], Any], refs: Sequence[Any]) -> None:
+        self._finish = finish
+        self._done = False
+        self._result: Any = None
+        self.refs = tuple(refs)
+
+    def get(self, timeout: float | None = None) -> Any:
+        """The collected result; waits for it at most ``timeout`` seconds.
+
+        Raises:
+            WorkerError: the call failed, or the deadline passed.
+        """
+        if not self._done:
+            self._result = self._finish(timeout)
+            self._done = True
+        return self._result
+
+
+def _materialize(value: Any) -> Any:
+    return value.get() if isinstance(value, PendingCall) else value
+
+
+class GroupMethod:
+    """A registered method as the controller calls it: dispatch, execute, collect."""
+
+    def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
+        self._group = group
+        self._entry = entry
+        self.__name__ = name
+        functools.update_wrapper(self, function, updated=())
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        entry, group = self._entry, self._group
+        if entry.materialize_futures:
+            args = tuple(_materialize(value) for value in args)
+            kwargs = {key: _materialize(value) for key, value in kwargs.items()}
+        calls = entry.dispatch_mode.dispatch(group, *args, **kwargs)
+        self._check(calls)
+        ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
+        refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks])
+
+        def finish(timeout: float | None) -> Any:
+            outputs = group.receive(self.__name__, ranks, refs, timeout)
+            return entry.dispatch_mode.collect(group, RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name))
+
+        return finish(None) if entry.blocking else PendingCall(finish, refs)
+
+    def _check(self, calls: Calls) -> None:
+        mode = self._entry.dispatch_mode.name
+        if not isinstance(calls, Calls) or len(calls.per_rank) != self._group.world_size:
+            got = f"{len(calls.per_rank)} calls" if isinstance(calls, Calls) else type(calls).__name__
+            raise DispatchError(
+                f"dispatch mode {mode!r} of {self.__name__} must give Calls with one entry for each of the "
+                f"{self._group.world_size} ranks, it gave {got}"
+            )
+
+    def __repr__(self) -> str:
+        return f"<method {self.__name__} of {self._group!r}>"
+
+
+class WorkerGroup:
+    """One role's workers on all ranks of a pool; registered methods are called on the group.
+
+    Args:
+        resource_pool: how many processes, where.
+        roles: what lives in each process: one class, or role → class for colocated workers.
+        runtime: what starts the processes.
+        name: for messages; made up if empty.
+        timeout: deadline of each blocking call, in seconds.
+        launch_timeout: deadline of the start, in seconds.
+        env: environment variables of the processes.
+        threads: CPU threads a process; by default the node's cores are shared evenly.
+
+    A group of several roles is called through the views that :meth:`spawn` gives.
+
+    Raises:
+        ResourceError: the pool cannot be placed.
+        WorkerError: a constructor raised.
+    """
+
+    def __init__(
+        self,
+        resource_pool: ResourcePool,
+        roles: ClassWithInitArgs[Any] | Mapping[str, ClassWithInitArgs[Any]],
+        *,
+        runtime: Runtime,
+        name: str = "",
+        timeout: float = DEFAULT_TIMEOUT_S,
+        launch_timeout: float = 300.0,
+        env: Mapping[str, str] | None = None,
+        threads: int | None = None,
+    ) -> None:
+        by_role = dict(roles) if isinstance(roles, Mapping) else {"worker": roles}
+        if not by_role:
+            raise ResourceError("a worker group needs at least one role")
+        spec = LaunchSpec(name or f"group{next(_counter)}", by_role, dict(env or {}), threads)
+        self._shared = _Hosts(runtime, resource_pool, spec, launch_timeout)
+        self._role = next(iter(by_role)) if len(by_role) == 1 else None
+        self._timeout = timeout
+        self._methods = self._bind()
+
+    # -- what it is ---------------------------------------------------------------------------
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return len(self._shared.hosts)
+
+    @property
+    def name(self) -> str:
+        """The group's name."""
+        return self._shared.name
+
+    @property
+    def role(self) -> str:
+        """The role that this view calls.
+
+        Raises:
+            DispatchError: the group has several; take a view with :meth:`spawn`.
+        """
+        if self._role is None:
+            raise DispatchError(
+                f"{self.name} hosts several roles ({', '.join(self._shared.roles)}): "
+                "call methods through the views of spawn()"
+            )
+        return self._role
+
+    @property
+    def workers(self) -> Sequence[Host]:
+        """The processes, by rank."""
+        return tuple(self._shared.hosts)
+
+    def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
+        """Each rank's place in the mesh, asked of the workers once.
+
+        Raises:
+            WorkerError: a worker has registered no such mesh.
+        """
+        key = (self.role, mesh_name)
+        if key not in self._shared.meshes:
+            self._shared.meshes[key] = self.execute_all("query_mesh", mesh_name)
+        return self._shared.meshes[key]
+
+    def __repr__(self) -> str:
+        role = self._role or "+".join(self._shared.roles)
+        return f"{type(self).__name__}({self.name!r}, role={role!r}, world_size={self.world_size})"
+
+    # -- views --------------------------------------------------------------------------------
+
+    def spawn(self, roles: Iterable[str] | None = None) -> dict[str, WorkerGroup]:
+        """A view for each role (all by default); the processes stay the same.
+
+        Raises:
+            DispatchError: the group does not host such a role.
+        """
+        wanted = list(self._shared.roles) if roles is None else list(roles)
+        for role in wanted:
+            if role not in self._shared.roles:
+                raise DispatchError(f"{self.name} hosts no role {role!r}; it hosts {', '.join(self._shared.roles)}")
+        return {role: self._view(role, self._timeout) for role in wanted}
+
+    def with_timeout(self, seconds: float) -> WorkerGroup:
+        """The same group with another deadline for blocking calls."""
+        return self._view(self._role, seconds)
+
+    def _view(self, role: str | None, timeout: float) -> WorkerGroup:
+        view = object.__new__(type(self))
+        view._shared, view._role, view._timeout = self._shared, role, timeout
+        view._methods = view._bind()
+        return view
+
+    def _bind(self) -> dict[str, GroupMethod]:
+        if self._role is None:
+            return {}
+        cls = self._shared.roles[self._role].cls
+        return {name: GroupMethod(self, name, function, entry) for name, function, entry in iter_registered(cls)}
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        methods = self.__dict__.get("_methods", {})
+        if name in methods:
+            return methods[name]
+        if self._role is None:
+            known = f"call it on a view: spawn()[{next(iter(self._shared.roles))!r}].{name}"
+        else:
+            known = f"registered: {', '.join(methods)}"
+        raise AttributeError(f"{self!r} has no method {name!r}; {known}")
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self._methods})
+
+    # -- calls --------------------------------------------------------------------------------
+
+    def send(self, method: str, calls: Sequence[tuple[int, RankCall | None]]) -> list[Any]:
+        """Start calls on the given ranks; an object that several ranks get is stored once."""
+        shared = self._shared
+        if shared.closed:
+            raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
+        shared.install_new_parts()
+        present = [(rank, call) for rank, call in calls if call is not None]
+        stored = self._store_shared([call for _, call in present])
+        return [
+            shared.runtime.call(shared.hosts[rank], self.role, method, _replace(call, stored))
+            for rank, call in present
+        ]
+
+    def receive(self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+        """Wait for the results of :meth:`send`.
+
+        Raises:
+            WorkerError: a rank failed; the calls of the others are cancelled.
+        """
+        shared = self._shared
+        try:
+            return shared.runtime.gather(refs, self._timeout if timeout is None else timeout)
+        except CallFailed as failed:
+            shared.runtime.cancel(refs)
+            rank = ranks[failed.index]
+            error = explain_failure(failed, self.name, self.role, method, rank, shared.hosts[rank])
+            raise error from error.__cause__
+
+    def _store_shared(self, calls: Sequence[RankCall]) -> dict[int, Any]:
+        seen: dict[int, int] = {}
+        values: dict[int, Any] = {}
+        for call in calls:
+            for value in (*call.args, *call.kwargs.values()):
+                if getattr(value, "nbytes", 0):
+                    seen[id(value)] = seen.get(id(value), 0) + 1
+                    values[id(value)] = value
+        return {key: self._shared.runtime.put(values[key]) for key, count in seen.items() if count > 1}
+
+    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method (registered or not) with the same arguments on all ranks; outputs by rank."""
+        ranks = list(range(self.world_size))
+        return self.receive(method, ranks, self.send(method, [(rank, RankCall(args, kwargs)) for rank in ranks]))
+
+    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0."""
+        return self.receive(method, [0], self.send(method, [(0, RankCall(args, kwargs))]))[0]
+
+    # -- end ----------------------------------------------------------------------------------
+
+    def shutdown(self) -> None:
+        """End the group's processes; may be called twice, from any view."""
+        if not self._shared.closed:
+            self._shared.closed = True
+            self._shared.runtime.stop(self._shared.hosts)
+
+
+def _replace(call: RankCall, stored: Mapping[int, Any]) -> RankCall:
+    if not stored:
+        return call
+    return RankCall(
+        tuple(stored.get(id(value), value) for value in call.args),
+        {key: stored.get(id(value), value) for key, value in call.kwargs.items()},
+    )

@@ -1,0 +1,282 @@
+"""The three kinds of columns, and each operation on a row or column once for all of them.
+
+A column is a ``torch.Tensor`` whose first dimension is the row:
+
+- dense: strided, ``[B, ...]``, any dtype and device;
+- jagged: ``torch.nested`` with ``layout=torch.jagged``, ``[B, ragged, ...]``;
+- object: an :class:`~rollcast.protocol.objects.ObjectColumn`, ``[B]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import deepcopy
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
+
+from rollcast.errors import ColumnError, DataProtoError
+from rollcast.protocol import jagged
+from rollcast.protocol.objects import ObjectColumn, join_tables
+from rollcast.protocol.rows import Pick
+from rollcast.protocol.values import same_tensor, same_value
+
+Columns = dict[str, torch.Tensor]
+
+_NUMERIC_KINDS = "biufc"
+
+
+class MissingColumnError(ColumnError, KeyError):
+    """The column is not there; also a ``KeyError``, which mappings are expected to raise."""
+
+    __str__ = Exception.__str__  # KeyError's would put the message in quotes
+
+
+def missing(name: object, columns: Iterable[str], what: str = "column") -> MissingColumnError:
+    """The error for a key that is not there, naming those that are."""
+    return MissingColumnError(f"no {what} {name!r}; there are {sorted(columns)}")
+
+
+def kind_of(column: torch.Tensor) -> str:
+    """``"object"``, ``"jagged"`` or ``"dense"``."""
+    if isinstance(column, ObjectColumn):
+        return "object"
+    return "jagged" if column.is_nested else "dense"
+
+
+def _check_name(name: object) -> str:
+    if not isinstance(name, str) or not name:
+        raise DataProtoError(f"a column name is a non-empty string, not {name!r}")
+    return name
+
+
+def _from_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
+    if value.is_nested:
+        try:
+            return jagged.canonical(value)
+        except ValueError as error:
+            raise DataProtoError(f"column {name!r} is a nested tensor, but {error}") from error
+    if value.layout != torch.strided:
+        raise DataProtoError(f"column {name!r} has layout {value.layout}; call to_dense() on it")
+    if value.dim() == 0:
+        raise DataProtoError(
+            f"column {name!r} is a tensor without dimensions; the first dimension is the row:"
+            " expand it to one value per row, or put it in meta_info"
+        )
+    return value
+
+
+def _from_numeric(name: str, value: np.ndarray) -> torch.Tensor:
+    if not value.flags.writeable or any(stride < 0 for stride in value.strides):
+        value = value.copy()  # torch takes neither
+    try:
+        return _from_tensor(name, torch.from_numpy(value))
+    except TypeError as error:
+        raise DataProtoError(f"column {name!r}: torch has no dtype for {value.dtype}") from error
+
+
+def as_column(name: str, value: Any) -> torch.Tensor:
+    """The column that ``value`` is meant to be.
+
+    Tensors, nested tensors and numeric arrays become tensor columns; lists, tuples and all other
+    arrays become object columns with one object per item. Storage is shared where it can be.
+
+    Raises:
+        DataProtoError: the value has no rows; the message names the column.
+    """
+    _check_name(name)
+    if isinstance(value, ObjectColumn):
+        if value.dim() != 1:
+            raise DataProtoError(
+                f"object column {name!r} has shape {tuple(value.shape)}; it needs one dimension"
+            )
+        return value if value.device.type == "cpu" else value.cpu()
+    if isinstance(value, torch.Tensor):
+        return _from_tensor(name, value)
+    if isinstance(value, np.ndarray) and value.dtype.kind in _NUMERIC_KINDS:
+        return _from_numeric(name, value)
+    return as_object_column(name, value)
+
+
+def as_object_column(name: str, value: Any) -> ObjectColumn:
+    """An object column with one object per item of a list, a tuple or an array.
+
+    Raises:
+        DataProtoError: the value is a tensor, a mapping or no sequence; names the column.
+    """
+    _check_name(name)
+    if isinstance(value, ObjectColumn):
+        return value
+    if is_non_tensor(value):
+        return _from_non_tensor(name, value)
+    if isinstance(value, torch.Tensor):
+        raise DataProtoError(f"column {name!r} is a tensor; give it among the tensors")
+    if is_tensor_collection(value):
+        raise DataProtoError(
+            f"column {name!r} is a {type(value).__name__}; columns do not nest: call"
+            " flatten_keys() first"
+        )
+    if isinstance(value, np.ndarray) and value.ndim:
+        return ObjectColumn.of(value)
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes | bytearray):
+        return ObjectColumn.of(value)
+    raise DataProtoError(
+        f"column {name!r} is a {type(value).__name__}; a column is a tensor, an array or a list"
+        " with one item per row (a single value belongs in meta_info)"
+    )
+
+
+def _from_non_tensor(name: str, value: Any) -> ObjectColumn:
+    # tensordict keeps an array that is assigned to a key whole, beside the batch size.
+    data = getattr(value, "data", None)
+    if isinstance(data, np.ndarray) and data.ndim and list(value.batch_size) == [len(data)]:
+        return ObjectColumn.of(data)
+    if len(value.batch_size) != 1:
+        raise DataProtoError(f"column {name!r} has batch size {tuple(value.batch_size)}, not one")
+    return ObjectColumn.of(value.tolist())
+
+
+def from_tensordict(batch: TensorDictBase) -> Columns:
+    """All columns of a TensorDict, also those that were written to it as lists."""
+    return {str(name): as_column(str(name), batch.get(name)) for name in batch.keys()}  # noqa: SIM118
+
+
+def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None) -> int:
+    """How many rows the columns have; ``length``, or 0, if there are none.
+
+    Raises:
+        DataProtoError: two columns, or a column and ``length``, differ; names it and both.
+    """
+    first = ""
+    for name, column in columns.items():
+        rows = int(column.shape[0])
+        if length is None:
+            first, length = name, rows
+        elif rows != length:
+            than = f"column {first!r} has {length}" if first else f"the DataProto has {length}"
+            raise DataProtoError(
+                f"column {name!r} has {rows} rows but {than}; all columns need one length"
+            )
+    return length or 0
+
+
+def take_rows(columns: Mapping[str, torch.Tensor], pick: Pick) -> Columns:
+    """The picked rows of each column: views for a span, copies for an index."""
+    return {name: _take(column, pick) for name, column in columns.items()}
+
+
+def _take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
+    if column.is_nested:
+        return jagged.take(column, pick)
+    if pick.span is not None:
+        return column[pick.span]
+    return column.index_select(0, pick.as_index(column.device))
+
+
+def concat_columns(members: Sequence[Mapping[str, torch.Tensor]]) -> Columns:
+    """Join the rows of the members, which have the same keys.
+
+    Raises:
+        DataProtoError: a column differs between members in kind, dtype, row shape or device.
+    """
+    ragged: dict[tuple[int, ...], torch.Tensor] = {}
+    joined: Columns = {}
+    for name in members[0]:
+        columns = [member[name] for member in members]
+        _check_joinable(name, columns)
+        kind = kind_of(columns[0])
+        if kind == "object":
+            rows, table = join_tables([c for c in columns if isinstance(c, ObjectColumn)])
+            joined[name] = ObjectColumn.wrap(torch.cat(rows), table)
+        elif kind == "jagged":
+            joined[name] = jagged.concat(columns, ragged)
+        else:
+            joined[name] = torch.cat(columns)
+    return joined
+
+
+def _traits(column: torch.Tensor) -> dict[str, object]:
+    # The first size of a jagged column that is fixed belongs to dimension 2.
+    fixed = tuple(column.shape[2 if column.is_nested else 1 :])
+    return {
+        "kind": kind_of(column),
+        "dtype": column.dtype,
+        "row shape": fixed,
+        "device": column.device,
+    }
+
+
+def _check_joinable(name: str, columns: Sequence[torch.Tensor]) -> None:
+    expected = _traits(columns[0])
+    for position, column in enumerate(columns):
+        for trait, found in _traits(column).items():
+            if found != expected[trait]:
+                raise DataProtoError(
+                    f"concat: column {name!r} has {trait} {found} in member {position} but"
+                    f" {expected[trait]} in member 0; convert it before joining"
+                )
+
+
+def same_column(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether kind, dtype, row shapes and all values are equal; NaN equals NaN."""
+    if left is right:
+        return True
+    kind = kind_of(left)
+    if kind != kind_of(right) or len(left) != len(right):
+        return False
+    if isinstance(left, ObjectColumn) and isinstance(right, ObjectColumn):
+        pairs = zip(left.objects().tolist(), right.objects().tolist(), strict=True)
+        return all(same_value(a, b) for a, b in pairs)
+    if kind == "jagged":
+        values = jagged.trimmed(left)[0], jagged.trimmed(right)[0]
+        return jagged.same(left, right) and same_tensor(*values)
+    return same_tensor(left, right)
+
+
+def column_nbytes(column: torch.Tensor) -> int:
+    """Bytes of the rows: values and offsets of a jagged column, positions of an object column."""
+    if isinstance(column, ObjectColumn):
+        return column.rows.nbytes
+    if column.is_nested:
+        values, offsets = jagged.trimmed(column)
+        return values.nbytes + offsets.nbytes
+    return column.nbytes
+
+
+def move(columns: Mapping[str, torch.Tensor], device: torch.device | str) -> Columns:
+    """Every tensor on ``device``; object columns stay on the CPU."""
+    return _map_tensors(columns, lambda tensor: tensor.to(device), lambda column: column)
+
+
+def clone(columns: Mapping[str, torch.Tensor]) -> Columns:
+    """Tensors with storage of their own; the objects of object columns are shared."""
+    return _map_tensors(columns, torch.clone, lambda column: column)
+
+
+def deep_clone(columns: Mapping[str, torch.Tensor], memo: dict[int, Any]) -> Columns:
+    """Tensors with storage of their own, and copies of all objects."""
+    return _map_tensors(
+        columns, lambda tensor: tensor.detach().clone(), lambda column: deepcopy(column, memo)
+    )
+
+
+def _map_tensors(
+    columns: Mapping[str, torch.Tensor],
+    on_tensor: Callable[[torch.Tensor], torch.Tensor],
+    on_objects: Callable[[ObjectColumn], ObjectColumn],
+) -> Columns:
+    ragged: dict[int, torch.Tensor] = {}
+    mapped: Columns = {}
+    for name, column in columns.items():
+        if isinstance(column, ObjectColumn):
+            mapped[name] = on_objects(column)
+        elif column.is_nested:
+            values, offsets = jagged.parts(column)
+            if id(offsets) not in ragged:
+                ragged[id(offsets)] = on_tensor(offsets)
+            mapped[name] = jagged.build(on_tensor(values), ragged[id(offsets)])
+        else:
+            mapped[name] = on_tensor(column)
+    return mapped

@@ -1,0 +1,97 @@
+"""Copying and comparing plain Python values: meta entries and the objects in object columns."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollcast.errors import DataProtoError
+
+
+def copy_value(value: Any) -> Any:
+    """A copy with its own dicts, lists, sets and tuples; everything else is shared.
+
+    A full deep copy would also copy tensors and clients that live in a meta dict; a shallow one
+    would let an ``append`` to a list in one batch appear in another.
+    """
+    kind = type(value)
+    if kind is dict:
+        return {key: copy_value(item) for key, item in value.items()}
+    if kind is list:
+        return [copy_value(item) for item in value]
+    if kind is tuple:
+        return tuple(copy_value(item) for item in value)
+    if kind is set:
+        return set(value)
+    return value
+
+
+def copy_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
+    """A dict that shares no container with ``meta``; empty for ``None``."""
+    return {} if meta is None else {key: copy_value(item) for key, item in meta.items()}
+
+
+def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Whether two dense tensors have one dtype, one shape and equal values; NaN equals NaN."""
+    if left is right:
+        return True
+    if left.dtype != right.dtype or left.shape != right.shape:
+        return False
+    if right.device != left.device:
+        right = right.to(left.device)
+    if torch.equal(left, right):
+        return True
+    if not (left.is_floating_point() or left.is_complex()):
+        return False
+    return bool(((left == right) | ((left != left) & (right != right))).all())
+
+
+def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
+    if left.shape != right.shape or left.dtype != right.dtype:
+        return False
+    if left.dtype == object:
+        pairs = zip(left.ravel().tolist(), right.ravel().tolist(), strict=True)
+        return all(same_value(a, b) for a, b in pairs)
+    return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
+
+
+def same_value(left: Any, right: Any) -> bool:
+    """Equality that also decides for arrays, tensors and NaN, at any depth of containers."""
+    if left is right:
+        return True
+    if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
+        both = isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor)
+        return both and same_tensor(left, right)
+    if isinstance(left, np.ndarray) or isinstance(right, np.ndarray):
+        both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
+        return both and _same_array(left, right)
+    if isinstance(left, dict) and isinstance(right, dict):
+        return left.keys() == right.keys() and all(same_value(left[k], right[k]) for k in left)
+    if isinstance(left, (list, tuple)) and type(left) is type(right):
+        return len(left) == len(right) and all(map(same_value, left, right))
+    if isinstance(left, float) and isinstance(right, float) and left != left:
+        return right != right
+    return bool(left == right)
+
+
+def merge_meta(
+    metas: list[dict[str, Any]], operation: str, *, overwrite: bool = False
+) -> dict[str, Any]:
+    """One dict with the keys of all.
+
+    Raises:
+        DataProtoError: a key has different values in two of them and ``overwrite`` is off.
+    """
+    merged: dict[str, Any] = {}
+    for meta in metas:
+        for key, item in meta.items():
+            if key in merged and not overwrite and not same_value(merged[key], item):
+                raise DataProtoError(
+                    f"{operation}: meta_info key {key!r} is {merged[key]!r:.100} in one DataProto"
+                    f" and {item!r:.100} in another; make them equal or delete the key first"
+                )
+            merged[key] = item
+    return copy_meta(merged)

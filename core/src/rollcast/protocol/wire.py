@@ -1,0 +1,195 @@
+"""The bytes of a DataProto: a small header, and buffers that are the tensors' own memory.
+
+A buffer holds exactly the bytes of the rows of one tensor, in C order. What is contiguous, row
+slices included, is not copied; everything else is copied once. A reader's tensors lie in the
+buffers that it is given, so they are read-only where those are: under Ray, received columns are
+shared memory, and have to be cloned before they are written to in place.
+"""
+
+from __future__ import annotations
+
+import pickle
+import warnings
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from rollcast.errors import DataProtoError
+from rollcast.protocol import jagged
+from rollcast.protocol.columns import Columns, kind_of
+from rollcast.protocol.objects import ObjectColumn, object_array
+
+WIRE_VERSION = 1
+
+
+class TensorSpec(NamedTuple):
+    """How one tensor lies in one buffer; ``buffer`` is -1 for a tensor without elements."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    buffer: int
+
+
+class ColumnSpec(NamedTuple):
+    """One column: its kind, and one tensor (dense), two (jagged), or none or one (object)."""
+
+    name: str
+    kind: str
+    tensors: tuple[TensorSpec, ...]
+
+
+class Packed(NamedTuple):
+    """The parts of a set of columns.
+
+    Attributes:
+        specs: one per column, in order.
+        buffers: one-dimensional uint8 CPU tensors, none of them empty.
+        objects: per object column the objects in use, each once.
+    """
+
+    specs: tuple[ColumnSpec, ...]
+    buffers: list[torch.Tensor]
+    objects: dict[str, list[Any]]
+
+
+class _Packer:
+    def __init__(self) -> None:
+        self.buffers: list[torch.Tensor] = []
+        self._seen: dict[int, tuple[torch.Tensor, TensorSpec]] = {}
+
+    def add(self, name: str, tensor: torch.Tensor) -> TensorSpec:
+        if id(tensor) in self._seen:
+            return self._seen[id(tensor)][1]
+        spec = TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), -1)
+        if tensor.numel():
+            spec = spec._replace(buffer=len(self.buffers))
+            self.buffers.append(_bytes_of(name, tensor))
+        # The tensor is kept so that its id is not given to another one.
+        self._seen[id(tensor)] = (tensor, spec)
+        return spec
+
+
+def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
+    if tensor.is_meta or tensor.is_quantized:
+        raise DataProtoError(
+            f"column {name!r} cannot be sent: it is a {'meta' if tensor.is_meta else 'quantized'}"
+            " tensor, which has no plain bytes"
+        )
+    plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+    return plain.reshape(-1).view(torch.uint8)
+
+
+def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
+    """Split columns into specs, buffers and objects; copies only what is not contiguous on CPU.
+
+    Raises:
+        DataProtoError: a column has no plain bytes (meta, quantized); names it.
+    """
+    packer = _Packer()
+    specs: list[ColumnSpec] = []
+    objects: dict[str, list[Any]] = {}
+    shifted: dict[int, torch.Tensor] = {}
+    for name, column in columns.items():
+        tensors: tuple[TensorSpec, ...]
+        if isinstance(column, ObjectColumn):
+            positions, used = column.compact()
+            objects[name] = used.tolist()
+            each_once = np.array_equal(positions, np.arange(len(used)))
+            tensors = () if each_once else (packer.add(name, torch.from_numpy(positions)),)
+        elif column.is_nested:
+            values, offsets = jagged.trimmed(column)
+            # Columns that share offsets share them on the other side too.
+            offsets = shifted.setdefault(id(jagged.offsets_of(column)), offsets)
+            tensors = (packer.add(name, values), packer.add(name, offsets))
+        else:
+            tensors = (packer.add(name, column),)
+        specs.append(ColumnSpec(name, kind_of(column), tensors))
+    return Packed(tuple(specs), packer.buffers, objects)
+
+
+@cache
+def _silence_read_only_warning() -> None:
+    # Torch warns once per process when a tensor is made over read-only memory, which is what a
+    # reader of shared memory always does. Using that one warning up here leaves every other
+    # filter alone, unlike catching warnings on each read in a process with threads.
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+        torch.frombuffer(b"\0", dtype=torch.uint8)
+
+
+def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
+    dtype = getattr(torch, spec.dtype, None)
+    if not isinstance(dtype, torch.dtype):
+        raise DataProtoError(f"this torch has no dtype {spec.dtype!r}")
+    if spec.buffer < 0:
+        return torch.empty(spec.shape, dtype=dtype)
+    return torch.frombuffer(buffers[spec.buffer], dtype=dtype).reshape(spec.shape)
+
+
+def unpack(
+    specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]
+) -> Columns:
+    """The columns over ``buffers`` (anything with the buffer protocol); no bytes are copied.
+
+    Raises:
+        DataProtoError: a spec does not fit this torch or its buffer.
+    """
+    _silence_read_only_warning()
+    offsets: dict[int, torch.Tensor] = {}
+    columns: Columns = {}
+    for spec in specs:
+        try:
+            tensors = [_unpack_tensor(tensor, buffers) for tensor in spec.tensors]
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            raise DataProtoError(
+                f"column {spec.name!r} does not fit its buffer: {error}"
+            ) from error
+        if spec.kind == "object":
+            used = objects[spec.name]
+            rows = tensors[0] if tensors else torch.arange(len(used))
+            columns[spec.name] = ObjectColumn.wrap(rows, object_array(used, len(used)))
+        elif spec.kind == "jagged":
+            shared = offsets.setdefault(spec.tensors[1].buffer, tensors[1])
+            columns[spec.name] = jagged.build(tensors[0], shared)
+        else:
+            columns[spec.name] = tensors[0]
+    return columns
+
+
+class Header(NamedTuple):
+    """What travels in band: everything of a DataProto but its buffers."""
+
+    version: int
+    length: int
+    specs: tuple[ColumnSpec, ...]
+    objects: dict[str, list[Any]]
+    meta_info: dict[str, Any]
+
+
+def encode(
+    columns: Mapping[str, torch.Tensor], length: int, meta_info: dict[str, Any], protocol: int
+) -> tuple[Header, list[Any]]:
+    """Header and buffers for pickle: ``PickleBuffer`` from protocol 5 on, ``bytes`` before."""
+    packed = pack(columns)
+    header = Header(WIRE_VERSION, length, packed.specs, packed.objects, meta_info)
+    arrays = [buffer.numpy() for buffer in packed.buffers]
+    if protocol >= 5:
+        return header, [pickle.PickleBuffer(array.data) for array in arrays]
+    return header, [array.tobytes() for array in arrays]
+
+
+def decode(header: Header, buffers: Sequence[Any]) -> Columns:
+    """The columns of :func:`encode`, over the given buffers.
+
+    Raises:
+        DataProtoError: the sender speaks another version of the format.
+    """
+    if header.version != WIRE_VERSION:
+        raise DataProtoError(
+            f"a DataProto arrived in wire version {header.version}, but this rollcast reads"
+            f" {WIRE_VERSION}; install one version on all nodes"
+        )
+    return unpack(header.specs, buffers, header.objects)

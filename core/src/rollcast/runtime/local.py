@@ -1,0 +1,106 @@
+"""Runtime ``local``: the group in this process, one rank, without Ray.
+
+A breakpoint in a worker's method stops right there, and a machine without Ray can run a job.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from rollcast.controller.dispatch import RankCall
+from rollcast.controller.hosting import HostInfo, WorkerHost, WorkerRaised
+from rollcast.controller.resource_pool import NodeResources, ResourcePool
+from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import ResourceError
+
+__all__ = ["LocalRuntime"]
+
+
+class LocalRuntime(Runtime):
+    """Calls run at once, in the caller's thread; a deadline cannot interrupt them.
+
+    Args:
+        num_cpus: CPU threads for torch in this process; None leaves them alone.
+    """
+
+    def __init__(self, num_cpus: int | None = None) -> None:
+        self._num_cpus = num_cpus
+        self._hosts: list[Host] = []
+        self._saved_env: dict[str, str | None] = {}
+
+    def nodes(self) -> list[NodeResources]:
+        return [NodeResources("localhost", float(os.cpu_count() or 1), 0.0)]
+
+    def launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
+        if pool.world_size != 1:
+            raise ResourceError(
+                f"runtime 'local' runs one process, pool {pool.name!r} asks for {pool.world_size}; "
+                "use runtime=ray, or placement.n_gpus_per_node=1 and placement.nnodes=1"
+            )
+        threads = spec.threads or self._num_cpus
+        if threads is not None:
+            import torch
+
+            torch.set_num_threads(threads)
+        info = WorkerHost.describe("localhost")
+        context = WorkerContext(
+            master_port=info.free_port, node="localhost", group=spec.name, threads=threads or os.cpu_count() or 1
+        )
+        self._set_env({**context.environment(), **spec.env})
+        worker_host = WorkerHost()
+        try:
+            worker_host.build(context, spec.roles)
+        except WorkerRaised as raised:
+            raise CallFailed(0, raised.failure) from raised
+        host = Host(worker_host, info)
+        self._hosts.append(host)
+        return [host]
+
+    def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
+        try:
+            return host.handle.call(role, method, call.args, call.kwargs)
+        except WorkerRaised as raised:
+            return raised
+
+    def put(self, value: Any) -> Any:
+        return value
+
+    def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        for index, value in enumerate(refs):
+            if isinstance(value, WorkerRaised):
+                raise CallFailed(index, value.failure)
+        return list(refs)
+
+    def install_parts(self, hosts: Sequence[Host], parts: bytes, timeout: float) -> None:
+        """Nothing to do: the workers share this process's registries."""
+
+    def cancel(self, refs: Sequence[Any]) -> None:
+        """Nothing to do: every call has ended."""
+
+    def stop(self, hosts: Sequence[Host]) -> None:
+        for host in hosts:
+            host.handle.close()
+            self._hosts = [kept for kept in self._hosts if kept is not host]
+        if not self._hosts:
+            self._restore_env()
+
+    def shutdown(self) -> None:
+        self.stop(list(self._hosts))
+
+    def _set_env(self, variables: dict[str, str]) -> None:
+        for key, value in variables.items():
+            self._saved_env.setdefault(key, os.environ.get(key))
+            os.environ[key] = value
+
+    def _restore_env(self) -> None:
+        for key, value in self._saved_env.items():
+            if value is None:
+                os.environ.pop(key, None)
+            else:
+                os.environ[key] = value
+        self._saved_env.clear()
+
+

@@ -1,0 +1,51 @@
+"""Conformance suites for authors of parts; they need the extra ``rollcast[testing]``.
+
+A suite is a class of pytest tests. Derive from it in a test module, say which part is meant, and
+pytest finds the tests it inherits::
+
+    from rollcast.testing import AdvantageSuite
+
+    class TestMyEstimator(AdvantageSuite):
+        name = "my_estimator"
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from rollcast.testing.advantage import AdvantageSuite
+    from rollcast.testing.dispatch import DispatchSuite
+    from rollcast.testing.engine import EngineSuite
+    from rollcast.testing.policy_loss import PolicyLossSuite
+    from rollcast.testing.reward import RewardSuite
+    from rollcast.testing.rollout import RolloutSuite
+
+_EXPORTS = {
+    "AdvantageSuite": "rollcast.testing.advantage",
+    "DispatchSuite": "rollcast.testing.dispatch",
+    "EngineSuite": "rollcast.testing.engine",
+    "PolicyLossSuite": "rollcast.testing.policy_loss",
+    "RewardSuite": "rollcast.testing.reward",
+    "RolloutSuite": "rollcast.testing.rollout",
+}
+
+__all__ = [
+    "AdvantageSuite",
+    "DispatchSuite",
+    "EngineSuite",
+    "PolicyLossSuite",
+    "RewardSuite",
+    "RolloutSuite",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _EXPORTS:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_EXPORTS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

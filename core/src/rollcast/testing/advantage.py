@@ -1,0 +1,245 @@
+"""The laws that every advantage estimator keeps, as pytest tests to inherit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollcast.contracts.algorithm import (
+    AdvantageEstimator,
+    AdvantageInputs,
+    AdvantageOutputs,
+    advantage_needs,
+    advantages,
+)
+
+__all__ = ["AdvantageSuite"]
+
+_OUTPUTS = ("advantages", "returns")
+
+
+class AdvantageSuite:
+    """Conformance tests of one advantage estimator.
+
+    Set :attr:`name`, or override the fixture :meth:`estimator` with the function itself::
+
+        class TestMyEstimator(AdvantageSuite):
+            name = "my_estimator"
+
+    Every law holds within :attr:`rtol` and :attr:`atol`, because a sum may be taken in any order.
+    To try the laws on inputs of your own, override :meth:`inputs`.
+    """
+
+    #: Name of the estimator in ``rollcast.advantages``.
+    name: ClassVar[str] = ""
+    #: Keys of ``algorithm.adv_kwargs`` that the estimator is tested with.
+    options: ClassVar[Mapping[str, Any]] = {}
+    #: Whether it gives numbers for a prompt with only one sample; if not, it must raise
+    #: a ValueError that speaks of the group.
+    single_row_groups: ClassVar[bool] = True
+    rtol: ClassVar[float] = 1e-4
+    atol: ClassVar[float] = 1e-5
+
+    @pytest.fixture
+    def estimator(self) -> AdvantageEstimator:
+        """The estimator under test; by default the part that :attr:`name` names."""
+        if not self.name:
+            raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `estimator`")
+        return advantages.get(self.name, requested_by=f"{type(self).__name__}.name")
+
+    def inputs(self, estimator: AdvantageEstimator, seed: int = 0) -> AdvantageInputs:
+        """Three prompts with two samples each; ragged responses, one with a gap, one full."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.tensor([7, 3, 5, 1, 6, 2])
+        mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
+        mask[2, 1:3] = 0  # a tool's answer inside a response
+        values = torch.randn(6, 7, generator=generator) if advantage_needs(estimator).values else None
+        return AdvantageInputs(
+            token_level_rewards=torch.randn(6, 7, generator=generator) * mask,
+            response_mask=mask,
+            group_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
+            values=values,
+            gamma=0.9,
+            lam=0.8,
+            options=copy.deepcopy(dict(self.options)),
+        )
+
+    def test_gives_float32_of_the_masks_shape(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        out = estimator(inputs)
+        _require(isinstance(out, AdvantageOutputs), f"gives AdvantageOutputs, not {type(out).__name__}")
+        for name, tensor in _outputs(out).items():
+            _require(tensor.shape == inputs.response_mask.shape, f"{name} has the mask's shape, not {tensor.shape}")
+            _require(tensor.dtype == torch.float32, f"{name} are float32, not {tensor.dtype}")
+            _require(not tensor.requires_grad, f"{name} carry no gradient")
+
+    def test_gives_finite_numbers(self, estimator: AdvantageEstimator) -> None:
+        _require_finite(estimator(self.inputs(estimator)), "on ordinary inputs")
+
+    def test_is_zero_under_the_mask(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        for name, tensor in _outputs(estimator(inputs)).items():
+            _require(bool((tensor[inputs.response_mask == 0] == 0).all()), f"{name} are zero where the mask is zero")
+
+    def test_ignores_what_is_under_the_mask(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        expected = estimator(inputs)
+        for garbage in (1e30, float("inf"), float("nan")):
+            dirty = _fill_masked(inputs, garbage)
+            self._require_close(estimator(dirty), expected, f"{garbage} under the mask changes nothing")
+
+    def test_ignores_right_padding(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        out = estimator(_map_tokens(inputs, lambda tensor: torch.nn.functional.pad(tensor, (0, 5))))
+        width = inputs.response_mask.shape[1]
+        cut = AdvantageOutputs(out.advantages[:, :width], out.returns[:, :width])
+        self._require_close(cut, estimator(inputs), "further padding on the right changes nothing")
+
+    def test_ignores_the_masks_dtype(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        expected = estimator(inputs)
+        for dtype in (torch.bool, torch.float32):
+            other = replace(inputs, response_mask=inputs.response_mask.to(dtype))
+            self._require_close(estimator(other), expected, f"a {dtype} mask means the same as an int64 one")
+
+    def test_follows_a_permutation_of_rows(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        order = torch.tensor([4, 0, 3, 5, 1, 2])
+        out = estimator(_map_tokens(replace(inputs, group_ids=inputs.group_ids[order]), lambda tensor: tensor[order]))
+        expected = estimator(inputs)
+        moved = AdvantageOutputs(expected.advantages[order], expected.returns[order])
+        self._require_close(out, moved, "permuted rows give permuted results")
+
+    def test_ignores_the_order_of_group_ids(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        renamed = replace(inputs, group_ids=torch.tensor([2, 0, 1])[inputs.group_ids])
+        self._require_close(estimator(renamed), estimator(inputs), "a group's number means nothing")
+
+    def test_is_deterministic(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        first, second = _outputs(estimator(inputs)), _outputs(estimator(inputs))
+        _require(all(torch.equal(first[name], second[name]) for name in _OUTPUTS), "the same inputs give the same bits")
+
+    def test_leaves_its_inputs_alone(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        before = copy.deepcopy(inputs)
+        estimator(inputs)
+        for item in fields(AdvantageInputs):
+            old, new = getattr(before, item.name), getattr(inputs, item.name)
+            same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
+            _require(same, f"inputs.{item.name} is not modified")
+
+    def test_is_finite_for_constant_rewards(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        for reward in (0.0, 0.1, 10.1, -3.0):
+            constant = torch.full_like(inputs.token_level_rewards, reward) * inputs.response_mask
+            _require_finite(
+                estimator(replace(inputs, token_level_rewards=constant)), f"for the reward {reward} everywhere"
+            )
+
+    def test_takes_groups_of_one_row(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        alone = replace(inputs, group_ids=torch.arange(len(inputs.group_ids)))
+        if self.single_row_groups:
+            _require_finite(estimator(alone), "for groups of one row")
+        else:
+            with pytest.raises(ValueError, match="group"):
+                estimator(alone)
+
+    def test_takes_rows_without_tokens(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        mask = inputs.response_mask.clone()
+        mask[1] = 0
+        for name, empty in (("one row", mask), ("any row", torch.zeros_like(mask))):
+            out = estimator(replace(inputs, response_mask=empty))
+            _require_finite(out, f"with no token in {name}")
+            for tensor in _outputs(out).values():
+                _require(bool((tensor[empty == 0] == 0).all()), f"with no token in {name}, zero where the mask is zero")
+
+    def test_takes_an_empty_batch(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        empty = _map_tokens(replace(inputs, group_ids=inputs.group_ids[:0]), lambda tensor: tensor[:0])
+        for name, tensor in _outputs(estimator(empty)).items():
+            _require(tensor.shape == empty.response_mask.shape, f"{name} of no rows are {empty.response_mask.shape}")
+
+    def test_says_honestly_whether_it_needs_values(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        one, other = (torch.randn(inputs.response_mask.shape, generator=_seeded(seed)) for seed in (1, 2))
+        with_one = estimator(replace(inputs, values=one))
+        if not advantage_needs(estimator).values:
+            law = "declared without needs_values, so values change nothing"
+            self._require_close(with_one, estimator(replace(inputs, values=None)), law)
+            return
+        with_other = estimator(replace(inputs, values=other))
+        _require(not self._close(with_one, with_other), "declared with needs_values, so values change something")
+        with pytest.raises(ValueError, match="values"):
+            estimator(replace(inputs, values=None))
+
+    def test_says_honestly_whether_it_needs_groups(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
+        if advantage_needs(estimator).groups:
+            changed = not self._close(estimator(regrouped), estimator(inputs))
+            _require(changed, "declared with needs_groups, so another grouping changes something")
+        else:
+            law = "declared without needs_groups, so group_ids change nothing"
+            self._require_close(estimator(regrouped), estimator(inputs), law)
+
+    def _close(self, actual: AdvantageOutputs, expected: AdvantageOutputs) -> bool:
+        pairs = [(_outputs(actual)[name], _outputs(expected)[name]) for name in _OUTPUTS]
+        return all(torch.allclose(one, other, rtol=self.rtol, atol=self.atol) for one, other in pairs)
+
+    def _require_close(self, actual: AdvantageOutputs, expected: AdvantageOutputs, law: str) -> None:
+        __tracebackhide__ = True
+        for name in _OUTPUTS:
+            torch.testing.assert_close(
+                _outputs(actual)[name],
+                _outputs(expected)[name],
+                rtol=self.rtol,
+                atol=self.atol,
+                check_dtype=False,
+                msg=lambda text, name=name: f"broken law: {law}; {name} differ.\n{text}",  # type: ignore[misc]
+            )
+
+
+def _require(condition: bool, law: str) -> None:
+    __tracebackhide__ = True
+    if not condition:
+        raise AssertionError(f"broken law: {law}")
+
+
+def _require_finite(out: AdvantageOutputs, when: str) -> None:
+    __tracebackhide__ = True
+    for name, tensor in _outputs(out).items():
+        _require(bool(tensor.isfinite().all()), f"{name} are finite {when}")
+
+
+def _outputs(out: AdvantageOutputs) -> dict[str, Tensor]:
+    return {"advantages": out.advantages, "returns": out.returns}
+
+
+def _seeded(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _map_tokens(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:
+    """``change`` applied to every ``[B, T]`` tensor."""
+    return replace(
+        inputs,
+        token_level_rewards=change(inputs.token_level_rewards),
+        response_mask=change(inputs.response_mask),
+        values=None if inputs.values is None else change(inputs.values),
+    )
+
+
+def _fill_masked(inputs: AdvantageInputs, garbage: float) -> AdvantageInputs:
+    hidden = inputs.response_mask == 0
+    values = None if inputs.values is None else inputs.values.masked_fill(hidden, garbage)
+    rewards = inputs.token_level_rewards.masked_fill(hidden, garbage)
+    return replace(inputs, token_level_rewards=rewards, values=values)

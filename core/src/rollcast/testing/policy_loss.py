@@ -1,0 +1,214 @@
+"""The laws that every policy loss keeps, as pytest tests to inherit."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import operator
+from collections.abc import Callable, Mapping
+from dataclasses import fields, replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollcast.contracts.algorithm import PolicyLoss, PolicyLossInputs, PolicyLossOutput, policy_losses
+
+__all__ = ["PolicyLossSuite"]
+
+_TENSORS = ("log_probs", "old_log_probs", "advantages", "response_mask")
+
+
+class PolicyLossSuite:
+    """Conformance tests of one policy loss.
+
+    Set :attr:`name`, or override the fixture :meth:`policy_loss` with the function itself::
+
+        class TestMyLoss(PolicyLossSuite):
+            name = "my_loss"
+
+    The gradients are those of the sum of the losses under the mask, with respect to the log-probs.
+    """
+
+    #: Name of the loss in ``rollcast.policy_losses``.
+    name: ClassVar[str] = ""
+    #: Keys of ``actor.policy_loss_kwargs`` that the loss is tested with.
+    options: ClassVar[Mapping[str, Any]] = {}
+    #: Whether the gradient of an on-policy token is minus its advantage: true of every loss that is
+    #: the policy gradient at ratio 1.
+    on_policy_gradient: ClassVar[bool] = True
+    rtol: ClassVar[float] = 1e-4
+    atol: ClassVar[float] = 1e-5
+
+    @pytest.fixture
+    def policy_loss(self) -> PolicyLoss:
+        """The loss under test; by default the part that :attr:`name` names."""
+        if not self.name:
+            raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `policy_loss`")
+        return policy_losses.get(self.name, requested_by=f"{type(self).__name__}.name")
+
+    def inputs(self, seed: int = 0) -> PolicyLossInputs:
+        """Five rows with ragged masks; log-ratios on both sides of a usual clip range."""
+        generator = torch.Generator().manual_seed(seed)
+        lengths = torch.tensor([7, 3, 5, 1, 6])
+        mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
+        mask[2, 1:3] = 0  # a tool's answer inside a response
+        old = -3 * torch.rand(5, 7, generator=generator) - 0.5
+        return PolicyLossInputs(
+            log_probs=(old + 0.3 * torch.randn(5, 7, generator=generator)).requires_grad_(),
+            old_log_probs=old,
+            advantages=torch.randn(5, 7, generator=generator),
+            response_mask=mask,
+            options=copy.deepcopy(dict(self.options)),
+        )
+
+    def test_gives_a_float32_loss_per_token(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        out = policy_loss(inputs)
+        shape = inputs.response_mask.shape
+        _require(isinstance(out, PolicyLossOutput), f"gives PolicyLossOutput, not {type(out).__name__}")
+        _require(out.losses.shape == shape, f"losses have the mask's shape, not {out.losses.shape}")
+        _require(out.losses.dtype == torch.float32, f"losses are float32, not {out.losses.dtype}")
+        _require(out.losses.requires_grad, "losses depend on the log-probs")
+
+    def test_gives_metrics_per_token_without_gradient(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        for name, metric in policy_loss(inputs).metrics.items():
+            shape = inputs.response_mask.shape
+            _require(metric.shape == shape, f"metric {name} has the mask's shape, not {metric.shape}")
+            _require(not metric.requires_grad, f"metric {name} carries no gradient")
+            _require(metric.is_floating_point(), f"metric {name} can be averaged, but is {metric.dtype}")
+            _require(bool(metric[inputs.response_mask != 0].isfinite().all()), f"metric {name} is finite")
+
+    def test_ignores_what_is_under_the_mask(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        expected, hidden = _evaluate(policy_loss, inputs), inputs.response_mask == 0
+        for garbage in (1e30, float("inf"), float("-inf"), float("nan")):
+            # One column at a time as well: inf - inf hides what inf alone would show.
+            for dirty_names in (_TENSORS[:3], *((name,) for name in _TENSORS[:3])):
+                filled: dict[str, Any] = {
+                    name: getattr(inputs, name).detach().masked_fill(hidden, garbage) for name in dirty_names
+                }
+                actual = _evaluate(policy_loss, replace(inputs, **filled))
+                law = f"{garbage} in {', '.join(dirty_names)} under the mask changes nothing"
+                self._require_close(actual, expected, law)
+
+    def test_sends_no_gradient_under_the_mask(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        gradient = _evaluate(policy_loss, inputs)["gradient"]
+        _require(bool((gradient[inputs.response_mask == 0] == 0).all()), "no gradient where the mask is zero")
+
+    def test_ignores_right_padding(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        padded = _evaluate(policy_loss, _map(inputs, lambda tensor: torch.nn.functional.pad(tensor, (0, 5))))
+        cut = {name: tensor[:, : inputs.response_mask.shape[1]] for name, tensor in padded.items()}
+        self._require_close(cut, _evaluate(policy_loss, inputs), "further padding on the right changes nothing")
+
+    def test_ignores_the_masks_dtype(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        expected = _evaluate(policy_loss, inputs)
+        for dtype in (torch.bool, torch.float32):
+            actual = _evaluate(policy_loss, replace(inputs, response_mask=inputs.response_mask.to(dtype)))
+            self._require_close(actual, expected, f"a {dtype} mask means the same as an int64 one")
+
+    def test_does_not_mix_rows(self, policy_loss: PolicyLoss) -> None:
+        # What makes an update the same however the engine cuts a batch into micro-batches.
+        inputs = self.inputs()
+        alone = [_map(inputs, operator.itemgetter(slice(row, row + 1))) for row in range(len(inputs.response_mask))]
+        parts = [_evaluate(policy_loss, row) for row in alone]
+        joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+        self._require_close(joined, _evaluate(policy_loss, inputs), "rows alone give what they give in a batch")
+
+    def test_has_the_policy_gradient_on_policy(self, policy_loss: PolicyLoss) -> None:
+        if not self.on_policy_gradient:
+            pytest.skip("on_policy_gradient is False")
+        inputs = self.inputs()
+        gradient = _evaluate(policy_loss, replace(inputs, log_probs=inputs.old_log_probs))["gradient"]
+        expected = {"gradient": torch.where(inputs.response_mask != 0, -inputs.advantages, 0.0)}
+        self._require_close({"gradient": gradient}, expected, "at ratio 1 the gradient is minus the advantage")
+
+    def test_is_finite_at_extreme_ratios(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        for log_ratio in (30.0, 100.0, 1e4, -30.0, -100.0, -1e4):
+            for sign in (1.0, -1.0):
+                extreme = replace(
+                    inputs,
+                    log_probs=inputs.old_log_probs + log_ratio,
+                    advantages=sign * (inputs.advantages.abs() + 0.1),
+                )
+                for name, tensor in _evaluate(policy_loss, extreme).items():
+                    law = f"{name} are finite at the log-ratio {log_ratio}, advantage of sign {sign:+.0f}"
+                    _require(bool(tensor.isfinite().all()), law)
+
+    def test_takes_half_precision(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        for dtype in (torch.bfloat16, torch.float16):
+            half = _map(inputs, functools.partial(_cast, dtype=dtype))
+            wide = _map(half, functools.partial(_cast, dtype=torch.float32))
+            actual, expected = _evaluate(policy_loss, half), _evaluate(policy_loss, wide)
+            for name in ("losses", "gradient"):
+                close = torch.allclose(actual[name].float(), expected[name], rtol=0.02, atol=0.02)
+                _require(close, f"{name} for {dtype} are those of the same numbers in float32")
+
+    def test_takes_rows_without_tokens(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        mask = inputs.response_mask.clone()
+        mask[1] = 0
+        for where, empty in (("one row", mask), ("any row", torch.zeros_like(mask))):
+            for name, tensor in _evaluate(policy_loss, replace(inputs, response_mask=empty)).items():
+                _require(bool(tensor.isfinite().all()), f"{name} are finite with no token in {where}")
+                _require(bool((tensor[empty == 0] == 0).all()), f"{name} are zero there, with no token in {where}")
+
+    def test_is_deterministic(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        first, second = _evaluate(policy_loss, inputs), _evaluate(policy_loss, inputs)
+        _require(all(torch.equal(first[name], second[name]) for name in first), "the same inputs give the same bits")
+
+    def test_leaves_its_inputs_alone(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs()
+        before = copy.deepcopy(inputs)
+        policy_loss(inputs)
+        for item in fields(PolicyLossInputs):
+            old, new = getattr(before, item.name), getattr(inputs, item.name)
+            same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
+            _require(same, f"inputs.{item.name} is not modified")
+
+    def _require_close(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], law: str) -> None:
+        __tracebackhide__ = True
+        _require(actual.keys() == expected.keys(), f"{law}; the metrics are {sorted(actual)}, not {sorted(expected)}")
+        for name in expected:
+            torch.testing.assert_close(
+                actual[name],
+                expected[name],
+                rtol=self.rtol,
+                atol=self.atol,
+                msg=lambda text, name=name: f"broken law: {law}; {name} differ.\n{text}",  # type: ignore[misc]
+            )
+
+
+def _require(condition: bool, law: str) -> None:
+    __tracebackhide__ = True
+    if not condition:
+        raise AssertionError(f"broken law: {law}")
+
+
+def _map(inputs: PolicyLossInputs, change: Callable[[Tensor], Tensor]) -> PolicyLossInputs:
+    """``change`` applied to every tensor."""
+    changed: dict[str, Any] = {name: change(getattr(inputs, name).detach()) for name in _TENSORS}
+    return replace(inputs, **changed)
+
+
+def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _evaluate(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    """Losses and metrics with zeros under the mask, and the gradient as it is, all ``[B, T]``."""
+    leaf = inputs.log_probs.detach().clone().requires_grad_()
+    out = policy_loss(replace(inputs, log_probs=leaf))
+    chosen = inputs.response_mask != 0
+    losses = torch.where(chosen, out.losses, 0.0)
+    (gradient,) = torch.autograd.grad(losses.sum(), leaf)
+    metrics = {f"metric {name}": torch.where(chosen, metric, 0.0) for name, metric in out.metrics.items()}
+    return {"losses": losses.detach(), "gradient": gradient, **metrics}

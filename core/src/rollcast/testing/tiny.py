@@ -1,0 +1,205 @@
+"""Tiny models, batches and losses for tests, and plain transformers to compare engines with.
+
+Nothing is downloaded, everything is made on the spot. Needs transformers and tokenizers, which the
+core itself does not depend on.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollcast.contracts.engine import LossInputs, LossOutput
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.protocol import DataProto
+
+__all__ = [
+    "CHARACTERS",
+    "distance_loss",
+    "nan_loss",
+    "nll_loss",
+    "plain_log_probs",
+    "plain_model",
+    "plain_weights",
+    "random_batch",
+    "tiny_model_folder",
+]
+
+#: What the tokenizer knows, one token a character, after its special tokens.
+CHARACTERS = "0123456789 abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!+-*/=<>()[]#$%&'\"\n"
+SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+
+
+def tiny_model_folder(
+    path: Path,
+    vocab: int | None = None,
+    hidden: int = 64,
+    layers: int = 2,
+    tied: bool = True,
+    weights: bool = True,
+    seed: int = 0,
+) -> Path:
+    """Write a random Qwen2 as a Hugging Face folder, with a tokenizer of one token a character.
+
+    Args:
+        path: folder to make.
+        vocab: size of the vocabulary; None for just what the tokenizer needs.
+        hidden, layers: size of the model; heads have 16 dimensions.
+        tied: share the embedding with the vocabulary head.
+        weights: write weights too; without them the folder is for ``model.random_init``.
+        seed: of the weights; the caller's random state is left alone.
+
+    Returns:
+        ``path``.
+
+    Raises:
+        ValueError: a vocabulary smaller than the tokenizer's.
+    """
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    tokenizer = _tokenizer()
+    size = len(tokenizer) if vocab is None else vocab
+    if size < len(tokenizer):
+        raise ValueError(f"vocab={size} is smaller than the tokenizer's {len(tokenizer)} tokens")
+    heads = max(1, hidden // 16)
+    config = Qwen2Config(
+        vocab_size=size,
+        hidden_size=hidden,
+        intermediate_size=2 * hidden,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=heads,
+        max_position_embeddings=512,
+        tie_word_embeddings=tied,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        architectures=["Qwen2ForCausalLM"],
+    )
+    path.mkdir(parents=True, exist_ok=True)
+    tokenizer.save_pretrained(path)
+    if weights:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            Qwen2ForCausalLM(config).save_pretrained(path)
+    else:
+        config.save_pretrained(path)
+    return path
+
+
+def _tokenizer() -> Any:
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer_class: Any = PreTrainedTokenizerFast
+    ids = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    backend.decoder = decoders.Fuse()
+    pad, bos, eos, unknown = SPECIAL
+    return tokenizer_class(
+        tokenizer_object=backend,
+        pad_token=pad,
+        bos_token=bos,
+        eos_token=eos,
+        unk_token=unknown,
+        padding_side="left",
+        clean_up_tokenization_spaces=False,
+    )
+
+
+def random_batch(
+    rows: int, prompt_len: int, response_len: int, vocab: int = len(SPECIAL) + len(CHARACTERS), seed: int = 0
+) -> DataProto:
+    """A padded batch as engines get it, with ragged lengths drawn from ``seed``.
+
+    Columns: ``prompts``, ``responses``, ``input_ids``, ``attention_mask``, ``position_ids`` and
+    ``response_mask``, int64, ``P = prompt_len`` and ``T = response_len``. Prompts have at least one
+    token and are padded on the left, responses too and on the right; token 0 pads. One row is as
+    long as allowed. Some response tokens in the middle are under a zero mask, as a tool's would be.
+    """
+    from rollcast.protocol import DataProto
+
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(len(SPECIAL), vocab, (rows, prompt_len + response_len), generator=generator)
+    prompts = torch.randint(1, prompt_len + 1, (rows, 1), generator=generator)
+    responses = torch.randint(1, response_len + 1, (rows, 1), generator=generator)
+    prompts[:1], responses[:1] = prompt_len, response_len
+    column = torch.arange(prompt_len + response_len)
+    attention = ((column >= prompt_len - prompts) & (column < prompt_len + responses)).long()
+    input_ids = tokens * attention
+    foreign = torch.rand((rows, response_len), generator=generator) < 0.15
+    foreign[:, 0] = False
+    return DataProto.from_dict(
+        tensors={
+            "prompts": input_ids[:, :prompt_len],
+            "responses": input_ids[:, prompt_len:],
+            "input_ids": input_ids,
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": attention[:, prompt_len:] * (~foreign).long(),
+        }
+    )
+
+
+def nll_loss(inputs: LossInputs) -> LossOutput:
+    """Token-mean negative log-likelihood; metrics ``nll`` and, of one token, ``worst``."""
+    if inputs.log_probs is None:
+        raise TypeError("nll_loss needs log_probs")
+    losses = -inputs.log_probs * inputs.response_mask
+    loss = losses.sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"nll": loss.detach()}, {"worst": losses.detach().max()})
+
+
+def distance_loss(inputs: LossInputs) -> LossOutput:
+    """Token-mean squared distance of values from 1; metric ``distance``."""
+    if inputs.values is None:
+        raise TypeError("distance_loss needs values")
+    loss = ((inputs.values - 1.0) ** 2 * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"distance": loss.detach()})
+
+
+def nan_loss(inputs: LossInputs) -> LossOutput:
+    """A loss that is not a number, and whose gradient is not either."""
+    if inputs.log_probs is None:
+        raise TypeError("nan_loss needs log_probs")
+    return LossOutput(inputs.log_probs.sum() * float("nan"))
+
+
+def plain_model(path: Path) -> Any:
+    """The folder's causal LM as transformers loads it, float32, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    module: Any = AutoModelForCausalLM.from_pretrained(path)
+    return module.float().eval()
+
+
+def plain_log_probs(module: Any, batch: DataProto, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
+    """Log-probs of the response tokens and entropies, each ``[B, T]``, zero under the mask.
+
+    Row by row and without any padding, so that nothing of a batch's layout can matter; with gradient.
+    """
+    attention, mask = batch["attention_mask"] > 0, batch["response_mask"]
+    prompt_width = attention.size(1) - mask.size(1)
+    log_probs, entropies = [], []
+    for row, present in enumerate(attention):
+        tokens = batch["input_ids"][row][present]
+        length = int(present[prompt_width:].sum())
+        logits = module(input_ids=tokens.unsqueeze(0)).logits[0, -length - 1 : -1].float() / temperature
+        scores = torch.log_softmax(logits, dim=-1)
+        chosen = scores.gather(-1, tokens[-length:].unsqueeze(-1)).squeeze(-1)
+        entropy = -(scores.exp() * scores).sum(-1)
+        padding = (0, mask.size(1) - length)
+        log_probs.append(torch.nn.functional.pad(chosen, padding) * mask[row])
+        entropies.append(torch.nn.functional.pad(entropy, padding) * mask[row])
+    return torch.stack(log_probs), torch.stack(entropies)
+
+
+def plain_weights(module: Any) -> dict[str, Tensor]:
+    """Copies of a transformers model's parameters by name; tied ones once."""
+    return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -1,0 +1,109 @@
+"use strict";
+(() => {
+  document.documentElement.classList.add("js");
+
+  const make = (svg, name, css) => {
+    const node = document.createElementNS(svg.namespaceURI, name);
+    node.setAttribute("class", css);
+    node.style.visibility = "hidden";
+    return node;
+  };
+
+  // Tooltips: the nearest point by x, with the pointer, a finger or the arrow keys.
+  for (const svg of document.querySelectorAll("svg[data-points]")) {
+    const points = JSON.parse(svg.dataset.points);
+    const width = svg.viewBox.baseVal.width;
+    const rule = make(svg, "line", "rule");
+    const cursor = make(svg, "circle", "cursor");
+    const tip = document.createElement("div");
+    let index = points.length;
+    svg.querySelector("title").remove(); // the browser would show it on top; aria-label says the same
+    rule.setAttribute("y1", svg.dataset.top);
+    rule.setAttribute("y2", svg.dataset.bottom);
+    cursor.setAttribute("r", "4.5");
+    svg.append(rule, cursor);
+    tip.className = "tip";
+    tip.hidden = true;
+    svg.parentNode.append(tip);
+
+    const show = (next) => {
+      index = Math.max(0, Math.min(points.length - 1, next));
+      const [x, y, step, text] = points[index];
+      const box = svg.getBoundingClientRect();
+      const card = svg.parentNode.getBoundingClientRect();
+      const scale = box.width / width;
+      rule.setAttribute("x1", x);
+      rule.setAttribute("x2", x);
+      cursor.setAttribute("cx", x);
+      cursor.setAttribute("cy", y);
+      rule.style.visibility = cursor.style.visibility = "visible";
+      tip.textContent = "";
+      const label = document.createElement("span");
+      label.textContent = "step " + step + " · ";
+      tip.append(label, text);
+      tip.hidden = false;
+      const half = tip.offsetWidth / 2;
+      const left = box.left - card.left + x * scale;
+      tip.style.left = Math.max(half, Math.min(card.width - half, left)) + "px";
+      tip.style.top = box.top - card.top + y * scale - 12 + "px";
+    };
+    const hide = () => {
+      rule.style.visibility = cursor.style.visibility = "hidden";
+      tip.hidden = true;
+    };
+    svg.addEventListener("pointermove", (event) => {
+      const box = svg.getBoundingClientRect();
+      const x = ((event.clientX - box.left) / box.width) * width;
+      let low = 0;
+      let high = points.length - 1;
+      while (high - low > 1) {
+        const middle = (low + high) >> 1;
+        if (points[middle][0] < x) low = middle;
+        else high = middle;
+      }
+      show(Math.abs(points[low][0] - x) <= Math.abs(points[high][0] - x) ? low : high);
+    });
+    svg.addEventListener("pointerleave", hide);
+    svg.addEventListener("blur", hide);
+    svg.addEventListener("keydown", (event) => {
+      const move = { ArrowLeft: -1, ArrowRight: 1, Home: -points.length, End: points.length }[event.key];
+      if (move === undefined) return;
+      event.preventDefault();
+      show(index + move);
+    });
+  }
+
+  // Long texts: clipped, with a button.
+  const clip = () => {
+    for (const text of document.querySelectorAll(".clip:not(.done)")) {
+      if (text.clientHeight === 0) continue;
+      text.classList.add("done");
+      if (text.scrollHeight <= text.clientHeight + 4) continue;
+      const button = document.createElement("button");
+      button.className = "more";
+      button.textContent = "Show all";
+      button.setAttribute("aria-expanded", "false");
+      text.classList.add("long");
+      button.addEventListener("click", () => {
+        const open = text.classList.toggle("open");
+        button.textContent = open ? "Show less" : "Show all";
+        button.setAttribute("aria-expanded", String(open));
+      });
+      text.after(button);
+    }
+  };
+  clip();
+
+  // Filters of the sample table.
+  const buttons = [...document.querySelectorAll(".filters button")];
+  for (const button of buttons) {
+    button.addEventListener("click", () => {
+      for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
+      const kind = button.dataset.kind;
+      for (const row of document.querySelectorAll("tr[data-kind]")) {
+        row.hidden = kind !== "all" && row.dataset.kind !== kind;
+      }
+      clip();
+    });
+  }
+})();

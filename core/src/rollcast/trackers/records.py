@@ -1,0 +1,171 @@
+"""Files of one JSON object a line, each with a ``step``, that survive a kill at any moment."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import DataError
+
+__all__ = ["RecordWriter", "Unreadable", "drop_after", "encode_record", "read_records", "replace_file"]
+
+
+@dataclass(frozen=True)
+class Unreadable:
+    """A line that is not a JSON object with an integer ``step``.
+
+    Attributes:
+        line: its number, from 1.
+        torn: whether it is the last line and lacks its newline, as a kill leaves it.
+    """
+
+    line: int
+    torn: bool
+
+
+def encode_record(step: int, values: Mapping[str, Any]) -> bytes:
+    """One line: ``step`` first, then ``values``; numbers that are not finite become null.
+
+    Raises:
+        TypeError: if a value has no JSON form.
+    """
+    record = {"step": int(step), **{key: _plain(value) for key, value in values.items() if key != "step"}}
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False)
+    # A lone surrogate has no UTF-8 form; its backslash form is the JSON escape of the same character.
+    return text.encode("utf-8", "backslashreplace") + b"\n"
+
+
+def _plain(value: Any) -> Any:
+    """``value`` as the json module takes it."""
+    if value is None or isinstance(value, str | bool):
+        return value
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if callable(getattr(value, "tolist", None)):  # arrays and their scalars, without importing numpy or torch
+        return _plain(value.tolist())
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    raise TypeError(f"{type(value).__name__} has no JSON form; got {value!r:.200}")
+
+
+def _parse(raw: bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(raw)
+    except ValueError:  # also UnicodeDecodeError: the caller reports the line
+        return None
+    if not isinstance(record, dict) or type(record.get("step")) is not int:
+        return None
+    return record
+
+
+def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadable]]:
+    """Each line of ``path`` with what it holds; nothing if the file does not exist.
+
+    A last line without newline is never a record, even where it parses: it may be cut within a number.
+    """
+    if not path.exists():
+        return
+    with path.open("rb") as file:
+        for number, raw in enumerate(file, start=1):
+            if not raw.endswith(b"\n"):
+                yield raw, Unreadable(number, torn=True)
+                continue
+            record = _parse(raw)
+            yield raw, Unreadable(number, torn=False) if record is None else record
+
+
+def drop_after(path: Path, start_step: int) -> int:
+    """Drop, atomically, what a run that continues from ``start_step`` will write again.
+
+    That is every record of a later step, and a torn last line. A run that starts afresh (0) writes
+    everything again, the validation before training included, so it keeps nothing.
+
+    Returns:
+        The number of lines dropped.
+
+    Raises:
+        DataError: if another line cannot be read, because what to do about it is the user's choice.
+        OSError: if the file cannot be written; the old one is then untouched.
+    """
+    if not path.exists():
+        return 0
+    dropped = 0
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        with temporary.open("wb") as file:
+            for raw, record in read_records(path):
+                if isinstance(record, Unreadable) and not record.torn and start_step > 0:
+                    raise DataError(
+                        f"{path}, line {record.line}: not a JSON object with an integer 'step'; "
+                        f"remove the line, then resume again"
+                    )
+                if isinstance(record, Unreadable) or start_step <= 0 or record["step"] > start_step:
+                    dropped += 1
+                else:
+                    file.write(raw)
+            file.flush()
+            os.fsync(file.fileno())
+        if dropped:
+            os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return dropped
+
+
+def replace_file(path: Path, text: str) -> None:
+    """Write ``text`` to ``path`` so that a reader sees the old file or the new one, never a part."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+class RecordWriter:
+    """Appends records to one file; each line is with the operating system when a call returns.
+
+    Args:
+        path: the file; made if it does not exist.
+        start_step: the step that the run continues from, see :func:`drop_after`.
+    """
+
+    def __init__(self, path: Path, start_step: int) -> None:
+        self.path = path
+        self.dropped = drop_after(path, start_step)
+        self._file = path.open("ab", buffering=0)
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Append one record.
+
+        Raises:
+            OSError: naming the file, for example when the disk is full; no part of the line stays.
+        """
+        line = encode_record(step, values)
+        start = os.fstat(self._file.fileno()).st_size
+        try:
+            rest = memoryview(line)
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError as error:
+            self._file.truncate(start)
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
+
+    def sync(self) -> None:
+        """Wait until everything is on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        self._file.close()

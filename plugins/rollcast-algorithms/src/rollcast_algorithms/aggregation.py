@@ -1,0 +1,59 @@
+"""Loss aggregations: from per-token losses to a micro-batch's share of the mini-batch's loss.
+
+All divide by :class:`~rollcast.contracts.algorithm.Denominators`, which count the whole
+mini-batch, and so the shares of its micro-batches and ranks add up to exactly the loss of the
+mini-batch in one piece. With ``l_it`` the losses under the mask, ``N`` the tokens, ``S`` the
+sequences, ``M`` the longest allowed response and ``n_i`` the tokens of row i:
+
+========================= =============================
+token-mean                Σ l_it / N
+token-sum                 Σ l_it
+seq-mean-token-sum        Σ l_it / S
+seq-mean-token-sum-norm   Σ l_it / (S · M)
+seq-mean-token-mean       Σ_i (Σ_t l_it / n_i) / S
+========================= =============================
+
+Every function takes ``losses`` and ``mask`` ``[B, T]`` and returns a scalar, float32 or wider. A
+row without tokens gives 0, a denominator of 0 gives 0, and mismatched shapes raise ValueError.
+The names are verl's.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from rollcast.contracts.algorithm import Denominators
+from rollcast_algorithms._masking import masked
+
+__all__ = ["seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm", "token_mean", "token_sum"]
+
+
+def token_mean(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """The mean over all tokens, ``Σ l_it / N``: long responses weigh more (DAPO, arXiv:2503.14476)."""
+    return _share(masked("losses", losses, mask).sum(), denominators.tokens)
+
+
+def token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """The sum over all tokens, ``Σ l_it``; the denominators are not used."""
+    return masked("losses", losses, mask).sum()
+
+
+def seq_mean_token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """The mean over sequences of their sums, ``Σ l_it / S``."""
+    return _share(masked("losses", losses, mask).sum(), denominators.sequences)
+
+
+def seq_mean_token_sum_norm(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """The mean over sequences of sums over a constant, ``Σ l_it / (S · M)`` (Dr. GRPO, arXiv:2503.20783)."""
+    return _share(masked("losses", losses, mask).sum(), denominators.sequences * denominators.max_tokens)
+
+
+def seq_mean_token_mean(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+    """The mean over sequences of their means, ``Σ_i (Σ_t l_it / n_i) / S`` (GRPO, arXiv:2402.03300)."""
+    tokens = (mask != 0).sum(-1).clamp(min=1)
+    return _share((masked("losses", losses, mask).sum(-1) / tokens).sum(), denominators.sequences)
+
+
+def _share(total: Tensor, denominator: float) -> Tensor:
+    # The product keeps the graph: a share of nothing can still be sent backward.
+    return total / denominator if denominator > 0 else total * 0.0

@@ -1,0 +1,156 @@
+"""Loss functions that engines run: the chosen parts put together, picklable, one call a micro-batch.
+
+Metrics are shares that add up over micro-batches and ranks, as the engine contract asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import Tensor
+
+from rollcast.contracts.algorithm import KlPenalty, LossAggregation, PolicyLoss, PolicyLossInputs
+from rollcast.contracts.engine import LossInputs, LossOutput
+from rollcast.errors import ColumnError
+from rollcast_algorithms._masking import masked
+from rollcast_algorithms.aggregation import token_mean
+
+__all__ = ["PpoLoss", "SftLoss", "make_ppo_loss"]
+
+
+@dataclass(frozen=True)
+class PpoLoss:
+    """The actor's loss: a policy loss, less an entropy bonus, plus a KL penalty.
+
+    ::
+
+        loss = agg(policy_loss) - entropy_coeff · agg(entropy) + kl_loss_coef · agg(KL(π ‖ π_ref))
+
+    Reads the columns ``old_log_probs`` and ``advantages``, and ``ref_log_prob`` if there is a KL
+    penalty. Metrics: ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine gave the entropy),
+    ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for every metric of the policy
+    loss, averaged over the mini-batch's tokens.
+
+    Attributes:
+        policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
+        clip_ratio_low, clip_ratio_high, clip_ratio_c: see :class:`PolicyLossInputs`.
+        entropy_coeff: weight of the entropy bonus; not 0 only if the engine calculates the entropy.
+        kl_loss_coef: weight of the KL penalty.
+        options: for the policy loss.
+
+    Raises:
+        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``; when called, no log-probs,
+            no entropy though it has a weight, or shapes that do not fit together.
+        ColumnError: when called, the batch lacks a column.
+    """
+
+    policy_loss: PolicyLoss
+    aggregation: LossAggregation
+    clip_ratio_low: float = 0.2
+    clip_ratio_high: float = 0.2
+    clip_ratio_c: float = 3.0
+    entropy_coeff: float = 0.0
+    kl_penalty: KlPenalty | None = None
+    kl_loss_coef: float = 0.0
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if self.kl_loss_coef and self.kl_penalty is None:
+            raise ValueError(f"kl_loss_coef is {self.kl_loss_coef}, but there is no kl_penalty to weigh")
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        mask, counts = inputs.response_mask, inputs.denominators
+        log_probs = _log_probs(inputs)
+        policy = self.policy_loss(
+            PolicyLossInputs(
+                log_probs=log_probs,
+                old_log_probs=_column(inputs, "old_log_probs"),
+                advantages=_column(inputs, "advantages"),
+                response_mask=mask,
+                clip_ratio_low=self.clip_ratio_low,
+                clip_ratio_high=self.clip_ratio_high,
+                clip_ratio_c=self.clip_ratio_c,
+                options=self.options,
+            )
+        )
+        loss = self.aggregation(policy.losses, mask, counts)
+        metrics = {"actor/pg_loss": loss.detach()}
+        for name, values in policy.metrics.items():
+            metrics[f"actor/{name}"] = token_mean(values.detach(), mask, counts)
+        if inputs.entropy is not None:
+            entropy = self.aggregation(inputs.entropy, mask, counts)
+            metrics["actor/entropy_loss"] = entropy.detach()
+            if self.entropy_coeff:
+                loss = loss - self.entropy_coeff * entropy
+        elif self.entropy_coeff:
+            raise ValueError(f"entropy_coeff is {self.entropy_coeff}, but the engine gave no entropy")
+        if self.kl_penalty is not None:
+            # A KL penalty knows no mask, so nothing wild may stand under its zeros.
+            ref_log_probs = masked("ref_log_prob", _column(inputs, "ref_log_prob"), mask)
+            kl = self.kl_penalty(masked("log_probs", log_probs, mask), ref_log_probs)
+            kl_loss = self.aggregation(kl, mask, counts)
+            metrics["actor/kl_loss"] = kl_loss.detach()
+            if self.kl_loss_coef:
+                loss = loss + self.kl_loss_coef * kl_loss
+        return LossOutput(loss, metrics)
+
+
+def make_ppo_loss(
+    policy_loss: PolicyLoss,
+    aggregation: LossAggregation,
+    *,
+    clip_ratio_low: float = 0.2,
+    clip_ratio_high: float = 0.2,
+    clip_ratio_c: float = 3.0,
+    entropy_coeff: float = 0.0,
+    kl_penalty: KlPenalty | None = None,
+    kl_loss_coef: float = 0.0,
+    options: Mapping[str, Any] | None = None,
+) -> PpoLoss:
+    """The actor's loss function from its parts; see :class:`PpoLoss`.
+
+    Raises:
+        ValueError: a ``kl_loss_coef`` without ``kl_penalty``.
+    """
+    return PpoLoss(
+        policy_loss,
+        aggregation,
+        clip_ratio_low=clip_ratio_low,
+        clip_ratio_high=clip_ratio_high,
+        clip_ratio_c=clip_ratio_c,
+        entropy_coeff=entropy_coeff,
+        kl_penalty=kl_penalty,
+        kl_loss_coef=kl_loss_coef,
+        options=dict(options or {}),
+    )
+
+
+@dataclass(frozen=True)
+class SftLoss:
+    """The mean negative log-likelihood of the response's tokens, ``-Σ log π / N``.
+
+    Metric: ``sft/loss``, the same number.
+
+    Raises:
+        ValueError: when called, there are no log-probs.
+    """
+
+    def __call__(self, inputs: LossInputs) -> LossOutput:
+        loss = token_mean(-_log_probs(inputs), inputs.response_mask, inputs.denominators)
+        return LossOutput(loss, {"sft/loss": loss.detach()})
+
+
+def _log_probs(inputs: LossInputs) -> Tensor:
+    if inputs.log_probs is None:
+        raise ValueError("the loss needs log_probs, which a value model does not give")
+    return inputs.log_probs
+
+
+def _column(inputs: LossInputs, name: str) -> Tensor:
+    try:
+        return inputs.columns[name]
+    except KeyError:
+        present = ", ".join(sorted(inputs.columns)) or "none"
+        raise ColumnError(f"the PPO loss needs the column {name!r}; the batch has: {present}") from None

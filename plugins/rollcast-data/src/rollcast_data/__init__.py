@@ -1,0 +1,11 @@
+"""Datasets of rollcast: prompts for reinforcement learning, supervised samples, and preprocessing.
+
+Importing this package costs nothing; the parts live in its modules:
+
+- :mod:`rollcast_data.schemas`: the config's ``data`` section.
+- :mod:`rollcast_data.files`: rows of JSONL and Parquet files, read and written.
+- :mod:`rollcast_data.prompts`, :mod:`rollcast_data.supervised`: the two datasets.
+- :mod:`rollcast_data.loader`: batches in a seeded order that resumes exactly.
+- :mod:`rollcast_data.tokenizer`: a Hugging Face tokenizer, checked.
+- :mod:`rollcast_data.preprocess`: public data sets turned into files for the datasets.
+"""

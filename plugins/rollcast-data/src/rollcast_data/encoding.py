@@ -1,0 +1,165 @@
+"""Prompts to token ids, and ids to padded tensors; shared by the datasets.
+
+Axes: ``B`` rows, ``P`` prompt positions.
+"""
+
+from __future__ import annotations
+
+import logging
+from array import array
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rollcast.errors import ConfigError, DataError
+from rollcast_data.files import Row
+from rollcast_data.schemas import DataConfig
+
+__all__ = ["Ids", "encode_prompts", "encode_texts", "fit_prompts", "pad", "position_ids", "raw_prompt"]
+
+_log = logging.getLogger("rollcast.data")
+
+Ids = Sequence[int]
+_CHUNK = 1024
+
+
+def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
+    """A row's prompt: its string, or its messages without the keys that are null in this row.
+
+    A Parquet column has one set of keys for all messages; those that a message lacks are read as
+    null, and a chat template would take them as given.
+
+    Raises:
+        DataError: no prompt column, or it is neither a string nor a list of messages with a role
+            and a content.
+    """
+    value = row.get(config.prompt_key, "data.prompt_key")
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.location}: a prompt is a string or a list of messages, this is {_describe(value)}")
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping):
+            raise DataError(f"{row.location}: message {number} of the prompt is {_describe(message)}, not an object")
+        given = {key: item for key, item in message.items() if item is not None}
+        for key in ("role", "content"):
+            if not isinstance(given.get(key), str):
+                raise DataError(f"{row.location}: message {number} of the prompt has no {key!r} that is a string")
+        messages.append(given)
+    return messages
+
+
+def _describe(value: Any) -> str:
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
+
+
+def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Ids]:
+    """The token ids of each row's prompt, of any length.
+
+    A string is tokenised with the special tokens that the tokenizer puts around a text. Messages go
+    through the chat template, which brings its own, with the opening of the assistant's turn added.
+    Without a template their contents are joined by newlines, and that is logged once.
+
+    Raises:
+        DataError: a prompt is malformed, empty, or refused by the template; names file and row.
+        ConfigError: ``apply_chat_template`` is ``always`` and the tokenizer has no template.
+    """
+    has_template = tokenizer.chat_template is not None
+    if config.apply_chat_template == "always" and not has_template:
+        raise ConfigError("data.apply_chat_template is 'always', but the tokenizer has no chat template")
+    plain: dict[int, str] = {}
+    templated: dict[int, str] = {}
+    joined = 0
+    for number, row in enumerate(rows):
+        prompt = raw_prompt(row, config)
+        if isinstance(prompt, str) and config.apply_chat_template == "always":
+            prompt = [{"role": "user", "content": prompt}]
+        if isinstance(prompt, str):
+            plain[number] = prompt
+        elif config.apply_chat_template == "never" or not has_template:
+            joined += 1
+            plain[number] = "\n".join(message["content"] for message in prompt)
+        else:
+            templated[number] = _render(row, prompt, tokenizer)
+    if joined and config.apply_chat_template != "never":
+        _log.warning("the tokenizer has no chat template: the messages of %d prompts are joined by newlines", joined)
+    encoded = dict(zip(plain, encode_texts(list(plain.values()), tokenizer, special=True), strict=True))
+    encoded |= zip(templated, encode_texts(list(templated.values()), tokenizer, special=False), strict=True)
+    for number, row in enumerate(rows):
+        if not encoded[number]:
+            raise DataError(f"{row.location}: the prompt has no tokens: {_describe(row.get(config.prompt_key))}")
+    return [encoded[number] for number in range(len(rows))]
+
+
+def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
+    try:
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
+    except Exception as error:  # a template is a program: it raises what it likes
+        raise DataError(
+            f"{row.location}: the chat template refuses this prompt: {type(error).__name__}: {error}"
+        ) from error
+
+
+def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special: bool) -> list[Ids]:
+    """Token ids of each text, with or without the special tokens that the tokenizer adds."""
+    encoded: list[Ids] = []
+    for start in range(0, len(texts), _CHUNK):
+        chunk = list(texts[start : start + _CHUNK])
+        ids = tokenizer(chunk, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
+        # A quarter of the memory of lists: all prompts stay in memory.
+        encoded += [array("i", row) for row in ids]
+    return encoded
+
+
+def fit_prompts(rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig) -> list[tuple[Row, Ids]]:
+    """Rows with prompts of at most ``max_prompt_length`` tokens, by leaving out or by cutting.
+
+    Raises:
+        DataError: a prompt is too long and ``truncation`` is ``error``, or no row is left.
+    """
+    limit = config.max_prompt_length
+    kept: list[tuple[Row, Ids]] = []
+    overlong = 0
+    for row, ids in zip(rows, prompts, strict=True):
+        if len(ids) > limit:
+            overlong += 1
+            if config.filter_overlong_prompts:
+                continue
+            if config.truncation == "error":
+                raise DataError(
+                    f"{row.location}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
+                    "raise it, set data.truncation to left or right, or set data.filter_overlong_prompts=true"
+                )
+            ids = ids[-limit:] if config.truncation == "left" else ids[:limit]
+        kept.append((row, ids))
+    if overlong:
+        what = "left out" if config.filter_overlong_prompts else f"cut at the {config.truncation}"
+        _log.info("%d of %d prompts have more than %d tokens and are %s", overlong, len(rows), limit, what)
+    if not kept:
+        shortest = min(map(len, prompts), default=0)
+        raise DataError(
+            f"no row is left: all {len(rows)} prompts have more than data.max_prompt_length={limit} tokens "
+            f"(the shortest has {shortest})"
+        )
+    return kept
+
+
+def pad(sequences: Sequence[Ids], value: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids and mask, int64 ``[B, L]``, with L the longest of ``sequences``, padded at ``side``."""
+    longest = max(map(len, sequences), default=0)
+    ids = torch.full((len(sequences), longest), value, dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, sequence in enumerate(sequences):
+        start = longest - len(sequence) if side == "left" else 0
+        ids[row, start : start + len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
+        mask[row, start : start + len(sequence)] = 1
+    return ids, mask
+
+
+def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
+    """Positions counted from each row's first token, int64 ``[B, L]``; padding before it has 0."""
+    return (attention_mask.cumsum(-1) - 1).clamp(min=0)

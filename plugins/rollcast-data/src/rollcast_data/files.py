@@ -1,0 +1,216 @@
+"""Rows of JSONL and Parquet files: read with errors that name file and row, written atomically."""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import DataError
+
+__all__ = ["Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
+
+_MISSING: Any = object()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row and where it stands: a line of a JSONL file, or a row of a Parquet file, from 1."""
+
+    values: Mapping[str, Any]
+    path: Path
+    number: int
+
+    @property
+    def location(self) -> str:
+        """``file:row``, for messages."""
+        return f"{self.path}:{self.number}"
+
+    def find(self, key: str, default: Any = None) -> Any:
+        """The column ``key``, or what the dotted ``key`` reaches in nested columns, or ``default``."""
+        if key in self.values:
+            return self.values[key]
+        value: Any = self.values
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                return default
+            value = value[part]
+        return value
+
+    def get(self, key: str, config_key: str = "") -> Any:
+        """The value of a column that has to be there.
+
+        Args:
+            config_key: the config key that names the column, for the message.
+
+        Raises:
+            DataError: no such column, or it is null in this row; lists the columns that exist.
+        """
+        value = self.find(key, _MISSING)
+        if value is _MISSING or value is None:
+            state = "has no column" if value is _MISSING else "is null in column"
+            hint = f" ({config_key})" if config_key else ""
+            columns = ", ".join(self.values) or "none"
+            raise DataError(f"{self.location}: the row {state} {key!r}{hint}; its columns: {columns}")
+        return value
+
+
+def expand_files(patterns: Sequence[str | Path]) -> list[Path]:
+    """The files that names and globs stand for; the order of ``patterns``, globs sorted within.
+
+    Raises:
+        DataError: nothing was given, a file is missing (the nearest name in its folder is shown),
+            a glob matches nothing, or a name is a folder.
+    """
+    if not patterns:
+        raise DataError("no data files are given; set data.train_files or data.val_files")
+    files: list[Path] = []
+    for pattern in patterns:
+        path = Path(pattern).expanduser()
+        if path.is_file():
+            files.append(path)
+        elif path.is_dir():
+            raise DataError(f"{path} is a folder; name its files, or write a glob such as {path / '*.parquet'}")
+        elif glob.has_magic(str(path)):
+            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+            if not matches:
+                raise DataError(f"no file matches {path}")
+            files += matches
+        else:
+            raise DataError(_missing_file(path))
+    return files
+
+
+def _missing_file(path: Path) -> str:
+    folder = path.parent
+    if not folder.is_dir():
+        return f"{path} does not exist: there is no folder {folder.absolute()}"
+    names = sorted(each.name for each in folder.iterdir() if each.is_file())
+    near = difflib.get_close_matches(path.name, names, n=1, cutoff=0.4)
+    if near:
+        return f"{path} does not exist; the nearest name in {folder.absolute()} is {near[0]}"
+    return f"{path} does not exist; files in {folder.absolute()}: {', '.join(names[:10]) or 'none'}"
+
+
+def read_files(patterns: Sequence[str | Path]) -> list[Row]:
+    """The rows of all files, in order.
+
+    Raises:
+        DataError: see :func:`expand_files` and :func:`read_rows`.
+    """
+    return [row for path in expand_files(patterns) for row in read_rows(path)]
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of one file; its extension says how it is read.
+
+    Raises:
+        DataError: unknown extension, empty file, a line that is not a JSON object (with its
+            number), or a Parquet file that does not open.
+    """
+    readers: dict[str, Callable[[Path], list[Row]]] = {".jsonl": _read_jsonl, ".parquet": _read_parquet}
+    reader = readers.get(path.suffix.lower())
+    if reader is None:
+        raise DataError(f"{path} has the extension {path.suffix!r}; known ones: {', '.join(readers)}")
+    if not path.is_file():
+        raise DataError(_missing_file(path))
+    rows = reader(path)
+    if not rows:
+        raise DataError(f"{path} holds no rows")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[Row]:
+    rows: list[Row] = []
+    # Bytes, so that a line that is not UTF-8 can still be named by its number.
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise DataError(f"{path}:{number}: not JSON: {error}; the line is {_excerpt(line)}") from error
+            if not isinstance(value, dict):
+                raise DataError(
+                    f"{path}:{number}: a row has to be a JSON object, this is {type(value).__name__}: {_excerpt(line)}"
+                )
+            rows.append(Row(value, path, number))
+    return rows
+
+
+def _excerpt(line: bytes) -> str:
+    text = line.strip().decode("utf-8", errors="replace")
+    return repr(text if len(text) <= 80 else text[:77] + "...")
+
+
+def _read_parquet(path: Path) -> list[Row]:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        table = parquet.read_table(path)
+    except (pa.ArrowException, OSError) as error:
+        raise DataError(f"{path} does not open as Parquet: {error}") from error
+    return [Row(values, path, number) for number, values in enumerate(table.to_pylist(), 1)]
+
+
+def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows as JSON lines (UTF-8) and give their number; the file appears whole or not at all.
+
+    Raises:
+        DataError: a row holds a value that JSON has no form for.
+    """
+    count = 0
+    with _replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
+        for row in rows:
+            try:
+                line = json.dumps(dict(row), ensure_ascii=False, allow_nan=False)
+            except (TypeError, ValueError) as error:
+                raise DataError(f"row {count + 1} for {path} cannot be written as JSON: {error}") from error
+            file.write(line + "\n")
+            count += 1
+    return count
+
+
+def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
+    """Write rows as Parquet and give their number; the file appears whole or not at all.
+
+    Column types are inferred over all rows.
+
+    Raises:
+        DataError: a column has values of different types.
+    """
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        table = pa.Table.from_pylist([dict(row) for row in rows])
+    except (pa.ArrowException, TypeError) as error:
+        raise DataError(f"the rows for {path} do not fit one table: {error}") from error
+    with _replacing(path) as temporary:
+        parquet.write_table(table, temporary)
+    return int(table.num_rows)
+
+
+@contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` that takes its place once the block ends well."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        # mkstemp makes files that only their owner reads; a data set is shared like any other file.
+        temporary.chmod(0o644)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

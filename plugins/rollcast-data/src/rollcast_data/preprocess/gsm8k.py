@@ -1,0 +1,58 @@
+"""GSM8K: grade-school word problems, 7,473 to train on and 1,319 to test on."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.dataset import BasePreprocessor, PreprocessReport
+from rollcast.errors import DataError
+from rollcast_data.files import read_files, write_parquet
+
+__all__ = ["INSTRUCTION", "Gsm8k"]
+
+INSTRUCTION = 'Think step by step and write the final answer on the last line as "#### <answer>".'
+"""What is appended to every question."""
+
+_ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
+
+
+class Gsm8k(BasePreprocessor):
+    """GSM8K from the folder with train.jsonl and test.jsonl (columns question and answer).
+
+    Writes train.parquet and test.parquet with the columns data_source, prompt (chat messages),
+    ability, ground_truth (the number after ####, without commas), extra_info, split and index.
+    """
+
+    def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
+        """Read ``source`` and write into ``output``; nothing is drawn, so ``seed`` is not used.
+
+        Raises:
+            DataError: no source, one of its files is missing, or a row lacks a question or a
+                final answer.
+        """
+        if source is None:
+            raise DataError("gsm8k needs a source: the folder that holds train.jsonl and test.jsonl")
+        # Both are read before either is written: a bad row leaves no half of a data set behind.
+        splits = {split: list(_rows(source / f"{split}.jsonl", split)) for split in ("train", "test")}
+        names = {f"{split}.parquet": rows for split, rows in splits.items()}
+        return PreprocessReport({name: write_parquet(output / name, rows) for name, rows in names.items()})
+
+
+def _rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
+    for index, row in enumerate(read_files([path])):
+        question, answer = str(row.get("question")), str(row.get("answer"))
+        match = _ANSWER.search(answer)
+        if match is None:
+            raise DataError(f"{row.location}: the answer does not end with '#### <number>': {answer[-80:]!r}")
+        yield {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+            "ability": "math",
+            "ground_truth": match[1].replace(",", ""),
+            "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+            "split": split,
+            "index": index,
+        }

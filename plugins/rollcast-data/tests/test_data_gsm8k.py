@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rollcast.errors import DataError
+from rollcast_data.files import read_rows
+from rollcast_data.preprocess.gsm8k import INSTRUCTION, Gsm8k
+from rollcast_data.prompts import PromptDataset
+from rollcast_data.schemas import DataConfig
+
+Write = Callable[..., Path]
+TRAIN = [
+    {"question": "1+1?", "answer": "It is <<1+1=2>>2.\n#### 2"},
+    {"question": "600*1.8?", "answer": "#### 1,080"},
+    {"question": "0.5-2?", "answer": "#### -1.5 "},
+]
+
+
+def test_sample(write_rows: Write, tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    write_rows(TRAIN, "train.jsonl")
+    write_rows(TRAIN[:1], "test.jsonl")
+    report = Gsm8k().run(tmp_path, tmp_path / "out")
+    assert report.rows == {"train.parquet": 3, "test.parquet": 1}
+    rows = [row.values for row in read_rows(tmp_path / "out" / "train.parquet")]
+    assert rows[0] == {
+        "data_source": "openai/gsm8k",
+        "prompt": [{"role": "user", "content": f"1+1?\n{INSTRUCTION}"}],
+        "ability": "math",
+        "ground_truth": "2",
+        "extra_info": {"split": "train", "index": 0, "answer": TRAIN[0]["answer"], "question": "1+1?"},
+        "split": "train",
+        "index": 0,
+    }
+    assert [row["ground_truth"] for row in rows] == ["2", "1080", "-1.5"]
+    dataset = PromptDataset([tmp_path / "out" / "test.parquet"], chat_tokenizer, DataConfig())
+    assert dataset[0].data_source == "openai/gsm8k"
+    assert dataset[0].extra_info["question"] == "1+1?"
+
+
+def test_bad_sources(write_rows: Write, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="gsm8k needs a source"):
+        Gsm8k().run(None, tmp_path / "out")
+    with pytest.raises(DataError, match=r"train\.jsonl does not exist"):
+        Gsm8k().run(tmp_path, tmp_path / "out")
+    write_rows(TRAIN, "train.jsonl")
+    write_rows([*TRAIN, {"question": "?", "answer": "no end"}], "test.jsonl")
+    with pytest.raises(DataError, match=r"test\.jsonl:4: the answer does not end with '#### <number>': 'no end'"):
+        Gsm8k().run(tmp_path, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+    write_rows([{"question": "?"}], "test.jsonl")
+    with pytest.raises(DataError, match=r"test\.jsonl:1: .*no column 'answer'"):
+        Gsm8k().run(tmp_path, tmp_path / "out")
+
+
+def test_the_real_data_set(gsm8k_dir: Path, tmp_path: Path, chat_tokenizer: PreTrainedTokenizerFast) -> None:
+    report = Gsm8k().run(gsm8k_dir, tmp_path)
+    assert report.rows == {"train.parquet": 7473, "test.parquet": 1319}
+    for split in ("train", "test"):
+        rows = read_rows(tmp_path / f"{split}.parquet")
+        lines = (gsm8k_dir / f"{split}.jsonl").read_text(encoding="utf-8").splitlines()
+        for row, line in zip(rows, lines, strict=True):
+            raw = json.loads(line)
+            assert row.values["ground_truth"] == raw["answer"].split("####")[-1].strip().replace(",", "")
+            assert row.values["prompt"][0]["content"].startswith(raw["question"])
+    dataset = PromptDataset([str(tmp_path / "t*.parquet")], chat_tokenizer, DataConfig(max_prompt_length=2000))
+    assert len(dataset) == 7473 + 1319

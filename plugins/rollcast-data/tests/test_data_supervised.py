@@ -1,0 +1,63 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from rollcast.errors import ConfigError, DataError
+from rollcast_data.schemas import DataConfig
+from rollcast_data.supervised import SupervisedDataset
+
+Write = Callable[..., Path]
+Make = Callable[..., PreTrainedTokenizerFast]
+PAD, EOS = 0, 1
+
+
+def test_layout(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_rows([{"prompt": "a", "response": "bcd"}, {"prompt": "ab", "response": "c"}])
+    dataset = SupervisedDataset([path], tokenizer, DataConfig())
+    batch = dataset.collate([dataset[0], dataset[1]])
+    a, b, c, d = tokenizer("abcd")["input_ids"]
+    assert batch["prompts"].tolist() == [[PAD, a], [a, b]]
+    assert batch["responses"].tolist() == [[b, c, d, EOS], [c, EOS, PAD, PAD]]
+    assert batch["response_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
+    assert batch["input_ids"].tolist() == [[PAD, a, b, c, d, EOS], [a, b, c, EOS, PAD, PAD]]
+    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
+    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 3]]
+    assert batch["index"].tolist() == [0, 1]
+
+
+def test_an_empty_response_is_its_end_token(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = SupervisedDataset([write_rows([{"prompt": "a", "response": ""}])], tokenizer, DataConfig())
+    assert dataset.collate([dataset[0]])["responses"].tolist() == [[EOS]]
+
+
+def test_overlong_responses(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_rows([{"prompt": "a", "response": "bc"}, {"prompt": "a", "response": "bcd"}])
+    with pytest.raises(DataError, match=r"rows\.jsonl:2: the response has 4 tokens .*max_response_length=3"):
+        SupervisedDataset([path], tokenizer, {"max_response_length": 3})
+    cut = SupervisedDataset([path], tokenizer, {"max_response_length": 3, "truncation": "right"})
+    assert [tokenizer.decode(list(cut[i].response_ids)) for i in (0, 1)] == ["bc<eos>", "bcd"]
+
+
+def test_filtered_rows_keep_prompt_and_response_together(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write_rows([{"prompt": "aaaa", "response": "x"}, {"prompt": "b", "response": "y"}])
+    dataset = SupervisedDataset([path], tokenizer, {"max_prompt_length": 2})
+    assert len(dataset) == 1
+    assert tokenizer.decode(list(dataset[0].response_ids)) == "y<eos>"
+
+
+def test_bad_rows(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: .*no column 'response' \(data\.response_key\)"):
+        SupervisedDataset([write_rows([{"prompt": "a"}])], tokenizer, DataConfig())
+    with pytest.raises(DataError, match="a response is a string, this is int"):
+        SupervisedDataset([write_rows([{"prompt": "a", "response": 3}])], tokenizer, DataConfig())
+
+
+@pytest.mark.parametrize("missing", ["pad", "eos"])
+def test_tokenizers_that_lack_a_token(write_rows: Write, make_tokenizer: Make, missing: str) -> None:
+    tokenizer = make_tokenizer(pad=missing != "pad", eos=missing != "eos")
+    with pytest.raises(ConfigError, match=f"no {'pad' if missing == 'pad' else 'end'} token"):
+        SupervisedDataset([write_rows([{"prompt": "a", "response": "b"}])], tokenizer, DataConfig())

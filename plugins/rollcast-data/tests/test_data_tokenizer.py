@@ -1,0 +1,60 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from transformers import PreTrainedTokenizerFast, Qwen2Config
+
+from rollcast.errors import ConfigError
+from rollcast_data.tokenizer import load_tokenizer
+
+Make = Callable[..., PreTrainedTokenizerFast]
+
+
+def test_loads_and_pads_on_the_left(tmp_path: Path, make_tokenizer: Make) -> None:
+    made = make_tokenizer()
+    made.padding_side = "right"
+    made.save_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(tmp_path)
+    assert tokenizer.padding_side == "left"
+    assert tokenizer.pad_token == "<pad>"
+    assert tokenizer("ab")["input_ids"] == made("ab")["input_ids"]
+
+
+def test_tokenizer_json_is_taken_as_it_stands(tmp_path: Path, make_tokenizer: Make) -> None:
+    Qwen2Config().save_pretrained(str(tmp_path))
+    made = make_tokenizer()
+    made.save_pretrained(str(tmp_path))
+    assert load_tokenizer(tmp_path)("a b\n")["input_ids"] == made("a b\n")["input_ids"]
+    assert len(made("a b\n")["input_ids"]) == 4
+
+
+def test_pads_with_the_end_token_if_there_is_no_other(
+    tmp_path: Path, make_tokenizer: Make, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "rollcast.data")
+    make_tokenizer(pad=False).save_pretrained(str(tmp_path))
+    tokenizer = load_tokenizer(str(tmp_path))
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+    assert "has no pad token; padding with its end token '<eos>'" in caplog.text
+
+
+def test_folders_that_hold_no_tokenizer(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model\.path: .*nowhere does not exist"):
+        load_tokenizer(tmp_path / "nowhere")
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ConfigError, match="is a file"):
+        load_tokenizer(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match=r"has no tokenizer .*it holds: config\.json"):
+        load_tokenizer(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match="does not load"):
+        load_tokenizer(tmp_path)
+
+
+def test_a_tokenizer_without_an_end_token(tmp_path: Path, make_tokenizer: Make) -> None:
+    make_tokenizer(eos=False).save_pretrained(str(tmp_path))
+    with pytest.raises(ConfigError, match="has no eos_token"):
+        load_tokenizer(tmp_path)

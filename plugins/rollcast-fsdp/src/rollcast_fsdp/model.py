@@ -1,0 +1,144 @@
+"""Loading a Hugging Face folder as the module that the engine trains."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.contracts.engine import EngineSetup, ModelConfig
+
+__all__ = ["DTYPES", "ValueModel", "build_module", "enable_checkpointing", "load_hf_config"]
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
+
+
+class ValueModel(nn.Module):
+    """A body and a linear head that starts at zero: one value a position.
+
+    Parameters are named as in transformers' ``...ForTokenClassification`` with one label
+    (``model.*``, ``score.*``), so an export opens with that class where the architecture has one.
+    """
+
+    def __init__(self, body: Any) -> None:
+        super().__init__()
+        self.config = body.config
+        self.body_name: str = body.base_model_prefix or "model"
+        self.add_module(self.body_name, body)
+        self.score = nn.Linear(self.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.score.weight)
+        nn.init.zeros_(self.score.bias)
+
+    @property
+    def body(self) -> Any:
+        """The transformer without its vocabulary head."""
+        return self.get_submodule(self.body_name)
+
+    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
+        """Values ``[B, S]`` of the states after each of ``S`` positions (inputs int64 ``[B, S]``)."""
+        hidden = self.body(
+            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
+        values: Tensor = self.score(hidden).squeeze(-1)
+        return values
+
+
+def load_hf_config(model: ModelConfig) -> Any:
+    """The folder's ``config.json`` as a transformers config.
+
+    Raises:
+        ConfigError: there is no such folder or file, or its architecture is unknown.
+    """
+    from transformers import AutoConfig
+
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise ConfigError(f"model.path is {model.path!r}, which is not a folder; give a Hugging Face model folder")
+    if not (folder / "config.json").is_file():
+        raise ConfigError(f"model.path {folder} has no config.json; give a Hugging Face model folder")
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"{folder / 'config.json'} names no model that transformers knows: {error}") from error
+
+
+def build_module(setup: EngineSetup, dtype: torch.dtype) -> nn.Module:
+    """The whole model in host memory, the same on every rank; the caller's RNG is left as it was.
+
+    Raises:
+        ConfigError: the folder is missing or incomplete, or its architecture is no causal LM.
+    """
+    config = load_hf_config(setup.model)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(setup.seed)
+        if setup.model_type == "language_model":
+            return _load(setup.model, config, dtype, "AutoModelForCausalLM")
+        module = ValueModel(_load(setup.model, config, dtype, "AutoModel")).to(dtype)
+        if not setup.model.random_init:
+            _load_value_head(module, Path(setup.model.path))
+        return module
+
+
+def enable_checkpointing(module: nn.Module) -> None:
+    """Have the layers recompute their activations in the backward pass."""
+    body: Any = module.body if isinstance(module, ValueModel) else module
+    options = {"use_reentrant": False}
+    if hasattr(body, "activation_checkpointing_enable"):  # the name in newer versions of transformers
+        body.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _load(model: ModelConfig, config: Any, dtype: torch.dtype, auto_class: str) -> nn.Module:
+    import transformers
+
+    auto = getattr(transformers, auto_class)
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
+    }
+    folder = Path(model.path)
+    if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
+        raise ConfigError(
+            f"model.path {folder} holds no weights (*.safetensors or pytorch_model*.bin); "
+            "set model.random_init=true to start from random ones"
+        )
+    try:
+        if model.random_init:
+            module: nn.Module = auto.from_config(config, **options)
+            return module
+        module, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"model.path {folder} does not load with {auto_class}: {error}") from error
+    missing = sorted(info["missing_keys"])
+    if missing:
+        # transformers would go on with random numbers in their place.
+        raise ConfigError(f"the weights in {folder} lack {len(missing)} parameters, such as {', '.join(missing[:3])}")
+    return module
+
+
+def _load_value_head(module: ValueModel, folder: Path) -> None:
+    """Take ``score.*`` from the folder if it is an exported value model; else it stays zero."""
+    from safetensors import safe_open
+
+    for file in sorted(folder.glob("*.safetensors")):
+        with safe_open(file, framework="pt") as tensors:
+            if not {"score.weight", "score.bias"} <= set(tensors.keys()):
+                continue
+            head = {name: tensors.get_tensor(f"score.{name}") for name in ("weight", "bias")}
+        if head["weight"].shape == module.score.weight.shape:
+            module.score.load_state_dict(head)
+            log.info("value head read from %s", file)
+        return

@@ -1,0 +1,91 @@
+"""What the data-parallel ranks have to agree on: counts before, metrics after a mini-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast.contracts.algorithm import Denominators
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.contracts.engine import ForwardSettings
+    from rollcast_fsdp.batching import BatchPlan
+
+__all__ = ["AgreedCounts", "MetricSums", "agree_on_counts"]
+
+
+@dataclass(frozen=True)
+class AgreedCounts:
+    """Counts over all ranks: how many micro-batches each runs, what losses divide by, and the
+    longest row's tokens."""
+
+    micro_batches: int
+    denominators: Denominators
+    longest: int
+
+
+def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, device: torch.device) -> AgreedCounts:
+    """Exchange counts, in one collective; ``group`` None stands for a single rank.
+
+    Counts of tokens and sequences are at least 1, so that a mini-batch without a single token
+    under the mask has the loss 0 rather than 0/0.
+    """
+    mask = plan.columns["response_mask"] > 0
+    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    mine = torch.tensor(
+        [tokens, sequences, len(plan), plan.longest, plan.response_width], dtype=torch.float64, device=device
+    )
+    table = mine.unsqueeze(0)
+    if group is not None:
+        rows = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(rows, mine, group=group)
+        table = torch.stack(rows)
+    sums, maxima = table.sum(0).tolist(), table.amax(0).tolist()
+    denominators = Denominators(
+        tokens=max(sums[0], 1.0),
+        sequences=max(sums[1], 1.0),
+        max_tokens=float(settings.max_response_length or maxima[4]),
+    )
+    return AgreedCounts(int(maxima[2]), denominators, int(maxima[3]))
+
+
+@dataclass
+class MetricSums:
+    """Metrics of the micro-batches so far; on the device until :meth:`reduce` asks for numbers."""
+
+    sums: dict[str, Tensor] = field(default_factory=dict)
+    maxima: dict[str, Tensor] = field(default_factory=dict)
+
+    def add(self, metrics: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
+        """Count in one micro-batch's share: scalars, as tensors or numbers."""
+        for name, value in metrics.items():
+            number = torch.as_tensor(value).detach().double()
+            self.sums[name] = self.sums[name] + number if name in self.sums else number
+        for name, value in maxima.items():
+            number = torch.as_tensor(value).detach().double()
+            self.maxima[name] = torch.maximum(self.maxima[name], number) if name in self.maxima else number
+
+    def reduce(self, group: Any) -> dict[str, float]:
+        """The same numbers on every rank; a rank that saw no rows may lack some names."""
+        mine = (
+            {name: float(value) for name, value in self.sums.items()},
+            {name: float(value) for name, value in self.maxima.items()},
+        )
+        everyone: list[Any] = [mine]
+        if group is not None:
+            everyone = [None] * dist.get_world_size(group)
+            dist.all_gather_object(everyone, mine, group=group)
+        total: dict[str, float] = {}
+        for sums, _ in everyone:
+            for name, value in sums.items():
+                total[name] = total.get(name, 0.0) + value
+        for _, maxima in everyone:
+            for name, value in maxima.items():
+                total[name] = max(total.get(name, value), value)
+        return dict(sorted(total.items()))

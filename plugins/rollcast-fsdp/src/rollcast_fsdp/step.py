@@ -1,0 +1,76 @@
+"""One micro-batch: from its tokens to per-token quantities, and from those to its share of the loss."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollcast.contracts.engine import LossInputs
+from rollcast_fsdp.logprobs import response_logits, response_values, token_entropy, token_log_probs
+from rollcast_fsdp.model import ValueModel
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rollcast.contracts.algorithm import Denominators
+    from rollcast.contracts.engine import ForwardSettings, LossFunction
+    from rollcast.protocol import DataProto
+    from rollcast_fsdp.batching import MicroBatch
+    from rollcast_fsdp.reduce import MetricSums
+
+__all__ = ["run_micro_batch", "tensor_columns"]
+
+
+def tensor_columns(data: DataProto) -> dict[str, Tensor]:
+    """The batch's dense tensor columns, by name."""
+    columns = {name: data[name] for name in data.keys()}  # noqa: SIM118 (len and iteration are over rows)
+    return {
+        name: column for name, column in columns.items() if isinstance(column, torch.Tensor) and not column.is_nested
+    }
+
+
+def run_micro_batch(
+    module: nn.Module,
+    micro: MicroBatch,
+    denominators: Denominators,
+    loss_function: LossFunction | None,
+    settings: ForwardSettings,
+    sums: MetricSums,
+) -> tuple[dict[str, Tensor], Tensor | None]:
+    """Per-token quantities ``[b, t]`` of the micro-batch, and its share of the loss if one is asked for.
+
+    A dummy's loss is zero, but hangs on the model's output: its backward meets the other ranks'.
+    """
+    given = _forward(module, micro, settings)
+    if loss_function is None:
+        return given, None
+    nothing = 0.0 * sum(quantity.sum() for quantity in given.values())
+    if micro.is_dummy:
+        return given, torch.as_tensor(nothing)
+    inputs = LossInputs(
+        log_probs=given.get("log_probs"),
+        entropy=given.get("entropy"),
+        values=given.get("values"),
+        response_mask=micro.response_mask,
+        columns=micro.columns,
+        denominators=denominators,
+    )
+    output = loss_function(inputs)
+    sums.add(output.metrics, output.maxima)
+    loss = output.loss
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        loss = loss + nothing
+    return given, loss
+
+
+def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings) -> dict[str, Tensor]:
+    length = micro.responses.size(1)
+    chosen = micro.response_mask > 0
+    if isinstance(module, ValueModel):
+        return {"values": response_values(module, micro.model_inputs, length).where(chosen, 0.0)}
+    logits = response_logits(module, micro.model_inputs, length, settings.temperature)
+    given = {"log_probs": token_log_probs(logits, micro.responses).where(chosen, 0.0)}
+    if settings.calculate_entropy:
+        given["entropy"] = token_entropy(logits).where(chosen, 0.0)
+    return given

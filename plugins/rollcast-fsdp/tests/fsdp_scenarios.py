@@ -1,0 +1,208 @@
+"""What the tests do on each rank; importable by the spawned processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.engine import (
+    EngineSetup,
+    ForwardSettings,
+    LossInputs,
+    LossOutput,
+    ModelConfig,
+    ModelType,
+    OptimConfig,
+)
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import RollcastError
+from rollcast.protocol import DataProto
+from rollcast.testing.tiny import random_batch
+from rollcast_fsdp.engine import FsdpEngine
+from rollcast_fsdp.rng import capture_rng
+from rollcast_fsdp.schemas import FsdpConfig
+
+ALONE = WorkerContext()
+#: A larger eps than usual: the gradient of a key's bias is next to nothing, and Adam would turn its
+#: rounding into whole steps.
+EPS = 1e-4
+
+
+def nll(inputs: LossInputs) -> LossOutput:
+    """Token-mean negative log-likelihood, with metrics that add up and one that does not."""
+    assert inputs.log_probs is not None
+    losses = -inputs.log_probs * inputs.response_mask
+    loss = losses.sum() / inputs.denominators.tokens
+    rows = (inputs.response_mask.sum(-1) > 0).sum() / inputs.denominators.sequences
+    return LossOutput(loss, {"nll": loss.detach(), "rows": rows}, {"worst": losses.max().detach()})
+
+
+def value_loss(inputs: LossInputs) -> LossOutput:
+    """Distance of the values from 1."""
+    assert inputs.values is not None
+    loss = ((inputs.values - 1.0) ** 2 * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"value": loss.detach()})
+
+
+def broken(inputs: LossInputs) -> LossOutput:
+    """A loss that is not a number."""
+    assert inputs.log_probs is not None
+    return LossOutput(inputs.log_probs.sum() * float("nan"))
+
+
+def build(
+    context: WorkerContext,
+    folder: Path,
+    model_type: ModelType = "language_model",
+    optim: OptimConfig | None = None,
+    random_init: bool = False,
+    trained: bool = True,
+    **keys: Any,
+) -> FsdpEngine:
+    optim = (optim or OptimConfig(lr=1e-2, clip_grad=0.5, eps=EPS)) if trained else None
+    model = ModelConfig(path=str(folder), random_init=random_init)
+    engine = FsdpEngine(EngineSetup(model_type, model, FsdpConfig(**keys), optim, context, seed=3))
+    engine.initialize()
+    return engine
+
+
+def weights(engine: FsdpEngine) -> dict[str, Tensor]:
+    return {name: tensor.cpu().clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+def share(context: WorkerContext, splits: list[int], seed: int = 5) -> DataProto:
+    """This rank's rows of a batch, of which rank r gets ``splits[r]``."""
+    batch = random_batch(sum(splits), 6, 8, seed=seed)
+    if context.world_size == 1:
+        return batch
+    start = sum(splits[: context.rank])
+    return batch.select_idxs(list(range(start, start + splits[context.rank])))
+
+
+def train(
+    context: WorkerContext,
+    folder: Path,
+    splits: list[int],
+    steps: int = 4,
+    settings: ForwardSettings | None = None,
+    **options: Any,
+) -> dict[str, Any]:
+    """Some optimizer steps on this rank's share, with inference before each."""
+    settings = settings or ForwardSettings(micro_batch_size_per_gpu=2)
+    value_model = options.get("model_type") == "value_model"
+    engine = build(context, folder, **options)
+    history = []
+    for step in range(steps):
+        data = share(context, splits, seed=step)
+        with engine.eval_mode():
+            output, _ = engine.infer_batch(data, settings)
+        with engine.train_mode():
+            history.append(engine.train_batch(data, value_loss if value_model else nll, settings))
+        engine.lr_scheduler_step()
+    return {"history": history, "weights": weights(engine), "output": dict_of(output)}
+
+
+def dict_of(data: DataProto) -> dict[str, Tensor]:
+    return {name: data[name] for name in data.keys()}  # noqa: SIM118
+
+
+def refused(context: WorkerContext, folder: Path, splits: list[int], settings: ForwardSettings) -> str:
+    """The error's text of an inference that must fail on every rank, and then one that works."""
+    engine = build(context, folder)
+    data = share(context, splits)
+    try:
+        engine.infer_batch(data, settings)
+    except RollcastError as error:
+        engine.infer_batch(data, ForwardSettings())
+        return str(error)
+    return ""
+
+
+def skip(context: WorkerContext, folder: Path) -> dict[str, Any]:
+    """A step that must be skipped, and the next that must not."""
+    engine = build(context, folder)
+    data = share(context, [2, 2])
+    before = weights(engine)
+    with engine.train_mode():
+        bad = engine.train_batch(data, broken, ForwardSettings())
+        same = all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
+        good = engine.train_batch(data, nll, ForwardSettings())
+    return {"bad": bad, "same": same, "good": good}
+
+
+def step_once(engine: FsdpEngine, context: WorkerContext, seed: int) -> None:
+    with engine.train_mode():
+        engine.train_batch(share(context, [2, 2], seed=seed), nll, ForwardSettings())
+    engine.lr_scheduler_step()
+
+
+def save_and_go_on(context: WorkerContext, folder: Path, checkpoint: Path, **options: Any) -> dict[str, Any]:
+    """Train, save, train on."""
+    torch.manual_seed(100 + context.rank)
+    engine = build(context, folder, optim=OptimConfig(lr=1e-2, lr_warmup_steps=9, eps=EPS), **options)
+    step_once(engine, context, 0)
+    engine.save_checkpoint(checkpoint)
+    return snapshot(engine, context)
+
+
+def load_and_go_on(context: WorkerContext, folder: Path, checkpoint: Path, **options: Any) -> dict[str, Any]:
+    """Load into a fresh engine, train on."""
+    torch.manual_seed(999)
+    engine = build(context, folder, optim=OptimConfig(lr=1e-2, lr_warmup_steps=9, eps=EPS), **options)
+    engine.load_checkpoint(checkpoint)
+    return snapshot(engine, context)
+
+
+def snapshot(engine: FsdpEngine, context: WorkerContext) -> dict[str, Any]:
+    saved = weights(engine)
+    noise = torch.rand(4)
+    rng = capture_rng()["numpy"]["keys"]
+    step_once(engine, context, 1)
+    return {"saved": saved, "noise": noise, "numpy": rng, "lr": engine.current_lr(), "after": weights(engine)}
+
+
+def generate(context: WorkerContext, folder: Path) -> dict[str, Any]:
+    """Each rank generates prompts of its own, of another number of tokens, then trains on."""
+    engine = build(context, folder)
+    step_once(engine, context, 0)
+    prompt = torch.tensor([[7, 8, 9 + context.rank]])
+    with engine.in_process_module() as module:
+        tokens = [
+            module.generate(  # type: ignore[operator]
+                input_ids=prompt,
+                attention_mask=torch.ones_like(prompt),
+                max_new_tokens=5 + 7 * context.rank,
+                min_new_tokens=5 + 7 * context.rank,
+                do_sample=False,
+            )
+            for _ in range(1 + context.rank)
+        ]
+    step_once(engine, context, 1)
+    return {"tokens": tokens[0], "after": weights(engine)}
+
+
+def export(context: WorkerContext, folder: Path, output: Path, checkpoint: Path, **options: Any) -> dict[str, Tensor]:
+    """Train a step, then export the live model and save a checkpoint."""
+    engine = build(context, folder, **options)
+    if options.get("model_type") == "value_model":
+        with engine.train_mode():
+            engine.train_batch(share(context, [2, 2]), value_loss, ForwardSettings())
+    else:
+        step_once(engine, context, 0)
+    engine.export(output)
+    engine.save_checkpoint(checkpoint)
+    data, _ = engine.infer_batch(share(context, [2, 2]), ForwardSettings())
+    return dict_of(data)
+
+
+def move(context: WorkerContext, folder: Path) -> dict[str, Any]:
+    """Keys and calls that move state, on a machine where it stays in place."""
+    engine = build(context, folder, param_offload=True, optimizer_offload=True, gradient_checkpointing=True)
+    step_once(engine, context, 0)
+    engine.to("cpu")
+    engine.to("device", optimizer=False)
+    step_once(engine, context, 1)
+    return weights(engine)

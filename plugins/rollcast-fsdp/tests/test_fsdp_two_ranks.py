@@ -1,0 +1,139 @@
+"""Two gloo ranks against one unsharded: same gradients, weights, outputs; no rank waits in vain."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import fsdp_scenarios as scenarios
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from rollcast.contracts.engine import ForwardSettings
+
+
+def assert_same_training(alone: dict[str, Any], sharded: list[dict[str, Any]]) -> None:
+    for result in sharded:
+        for expected, step in zip(alone["history"], result["history"], strict=True):
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+            assert step.lr == expected.lr
+            assert not step.skipped
+            assert step.metrics == pytest.approx(expected.metrics, rel=1e-5)
+        assert result["weights"].keys() == alone["weights"].keys()
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=2e-6, msg=name)
+    assert sharded[0]["history"] == sharded[1]["history"]
+    for name, whole in alone["output"].items():
+        parts = torch.cat([result["output"][name] for result in sharded])
+        torch.testing.assert_close(parts, whole, rtol=1e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("splits", [[4, 4], [3, 5], [0, 4]])
+def test_training_is_that_of_one_rank(ranks: Any, model_folder: Path, splits: list[int]) -> None:
+    alone = scenarios.train(scenarios.ALONE, model_folder, splits)
+    assert_same_training(alone, ranks.run(scenarios.train, folder=model_folder, splits=splits))
+
+
+@pytest.mark.parametrize("keys", [{"reshard_after_forward": False}, {"gradient_checkpointing": True}])
+def test_keys_that_trade_memory_change_no_number(ranks: Any, untied_folder: Path, keys: dict[str, bool]) -> None:
+    settings = ForwardSettings(max_token_len_per_gpu=30, temperature=0.7, calculate_entropy=True)
+    options = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}
+    alone = scenarios.train(scenarios.ALONE, **options)
+    assert_same_training(alone, ranks.run(scenarios.train, **options, **keys))
+
+
+def test_value_model(ranks: Any, model_folder: Path) -> None:
+    options: dict[str, Any] = {"folder": model_folder, "splits": [3, 1], "model_type": "value_model"}
+    alone = scenarios.train(scenarios.ALONE, **options)
+    assert_same_training(alone, ranks.run(scenarios.train, **options))
+    assert "score.weight" in alone["weights"]
+
+
+def test_random_weights_are_the_same_on_all_ranks(ranks: Any, model_folder: Path) -> None:
+    options: dict[str, Any] = {"folder": model_folder, "splits": [2, 2], "random_init": True, "steps": 1}
+    assert_same_training(scenarios.train(scenarios.ALONE, **options), ranks.run(scenarios.train, **options))
+
+
+def test_bf16_compute_keeps_fp32_weights(ranks: Any, model_folder: Path) -> None:
+    options: dict[str, Any] = {"folder": model_folder, "splits": [2, 2], "steps": 2}
+    exact = scenarios.train(scenarios.ALONE, **options)
+    for result in ranks.run(scenarios.train, **options, mixed_precision="bf16"):
+        assert {tensor.dtype for tensor in result["weights"].values()} == {torch.float32}
+        norm, expected = result["history"][0].grad_norm, exact["history"][0].grad_norm
+        assert norm == pytest.approx(expected, rel=0.03)
+        assert norm != pytest.approx(expected, rel=1e-6)
+
+
+def test_a_row_over_the_budget_fails_on_every_rank(ranks: Any, model_folder: Path) -> None:
+    # The first row, on rank 0, is the longest of all; rank 1 alone would have had no reason to fail.
+    settings = ForwardSettings(max_token_len_per_gpu=13)
+    for message in ranks.run(scenarios.refused, folder=model_folder, splits=[1, 1], settings=settings):
+        assert "14 tokens" in message
+        assert "max_token_len_per_gpu=13" in message
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_on_every_rank(ranks: Any, model_folder: Path) -> None:
+    for result in ranks.run(scenarios.skip, folder=model_folder):
+        assert result["bad"].skipped
+        assert result["same"]
+        assert not result["good"].skipped
+
+
+def test_checkpoint_resumes_bitwise_and_on_one_rank(ranks: Any, model_folder: Path, tmp_path: Path) -> None:
+    options = {"folder": model_folder, "checkpoint": tmp_path / "checkpoint"}
+    before, after = ranks.run(scenarios.save_and_go_on, **options), ranks.run(scenarios.load_and_go_on, **options)
+    for expected, result in zip(before, after, strict=True):
+        assert torch.equal(result["noise"], expected["noise"])
+        assert torch.equal(result["numpy"], expected["numpy"])
+        assert result["lr"] == expected["lr"]
+        for key in ("saved", "after"):
+            for name, tensor in expected[key].items():
+                assert torch.equal(result[key][name], tensor), name
+    assert not torch.equal(before[0]["noise"], before[1]["noise"])
+    alone = scenarios.load_and_go_on(scenarios.ALONE, **options)
+    for name, tensor in before[0]["saved"].items():
+        assert torch.equal(alone["saved"][name], tensor), name
+        torch.testing.assert_close(alone["after"][name], before[0]["after"][name], rtol=1e-5, atol=2e-6)
+
+
+def test_one_ranks_checkpoint_loads_on_two(ranks: Any, model_folder: Path, tmp_path: Path) -> None:
+    options = {"folder": model_folder, "checkpoint": tmp_path / "checkpoint"}
+    alone = scenarios.save_and_go_on(scenarios.ALONE, **options)
+    first, second = ranks.run(scenarios.load_and_go_on, **options)
+    assert not torch.equal(first["noise"], second["noise"])
+    for name, tensor in alone["saved"].items():
+        assert torch.equal(first["saved"][name], tensor), name
+        torch.testing.assert_close(second["after"][name], alone["after"][name], rtol=1e-5, atol=2e-6)
+
+
+def test_generation_needs_no_lock_step(ranks: Any, model_folder: Path) -> None:
+    results = ranks.run(scenarios.generate, folder=model_folder)
+    assert [result["tokens"].shape for result in results] == [(1, 8), (1, 15)]
+    alone = scenarios.generate(scenarios.ALONE, model_folder)
+    assert torch.equal(results[0]["tokens"], alone["tokens"])
+    for name, tensor in alone["after"].items():
+        torch.testing.assert_close(results[1]["after"][name], tensor, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize("folder", ["model_folder", "untied_folder"])
+def test_export_opens_in_transformers(ranks: Any, folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    source = request.getfixturevalue(folder)
+    outputs = ranks.run(scenarios.export, folder=source, output=tmp_path / "hf", checkpoint=tmp_path / "checkpoint")
+    scenarios.FsdpEngine.export_checkpoint(
+        tmp_path / "checkpoint", scenarios.ModelConfig(str(source)), tmp_path / "from_checkpoint"
+    )
+    live = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "from_checkpoint").state_dict()
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in live.items())
+    again = scenarios.build(scenarios.ALONE, tmp_path / "hf")
+    data, _ = again.infer_batch(scenarios.share(scenarios.ALONE, [2, 2]), ForwardSettings())
+    parts = torch.cat([output["log_probs"] for output in outputs])
+    torch.testing.assert_close(parts, data["log_probs"], rtol=1e-5, atol=2e-5)
+
+
+def test_offload_keys_change_no_number(ranks: Any, model_folder: Path) -> None:
+    alone = scenarios.move(scenarios.ALONE, model_folder)
+    for result in ranks.run(scenarios.move, folder=model_folder):
+        for name, tensor in alone.items():
+            torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=2e-6)

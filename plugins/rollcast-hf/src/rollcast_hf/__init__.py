@@ -1,0 +1,1 @@
+"""Generation with transformers in the trainer's own process."""

@@ -1,0 +1,237 @@
+"""One batch of rows through a transformers causal LM with a KV cache, token by token.
+
+Axes: ``B`` rows, ``U`` distinct prompts, ``P`` prompt positions (left-padded), ``T`` new tokens,
+``V`` vocabulary, ``S`` stop ids of a row.
+"""
+
+from __future__ import annotations
+
+import inspect
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from rollcast.contracts.rollout import SamplingParams
+from torch import Tensor, nn
+
+from rollcast_hf.sampling import TokenSampler
+
+__all__ = ["DecodeRow", "DecodedRow", "Decoding"]
+
+Reason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeRow:
+    """One sequence to generate: the prompt (signed 64-bit ids), how to sample, and what ends it."""
+
+    prompt: array[int]
+    sampling: SamplingParams
+    stop_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class DecodedRow:
+    """One generated sequence; the three lists are equally long."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    versions: list[int]
+    finish_reason: Reason
+
+
+class Decoding:
+    """The state of a batch between two steps.
+
+    Each :meth:`step` is one forward pass and one new token for every row that is not done, so
+    that a caller can do other things, or end rows, between steps. Run it without gradient.
+
+    Args:
+        rows: at least one.
+        device: of the module.
+        vocab_size: ``V`` of the module's logits.
+        generator: on ``device``.
+    """
+
+    def __init__(
+        self, rows: Sequence[DecodeRow], device: torch.device, vocab_size: int, generator: torch.Generator
+    ) -> None:
+        self._device = device
+        ids, mask, source = _pad_prompts(rows, device)
+        self._source = source
+        self._next_ids = ids
+        self._prompt_width = ids.shape[1]
+        limits = [row.sampling.max_tokens for row in rows]
+        limit, count = max(limits), len(rows)
+        # Without padding the model derives the same mask and positions by itself, and faster.
+        padded = not bool(mask.all())
+        self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
+        self._lengths = mask.sum(-1)
+        self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, generator)
+        self._cache: Any = None
+        self._takes: dict[str, bool] = {}
+        self._step = 0
+        self._versions: list[int] = []
+        self._all_stops = _pad_stops(rows, device)
+        self._tokens = torch.zeros(limit, count, dtype=torch.int64, device=device)
+        self._log_probs = torch.zeros(limit, count, device=device)
+        self._all_ends = torch.zeros(count, dtype=torch.int64, device=device)
+        self._aborted = torch.zeros(count, dtype=torch.bool, device=device)
+        # The rows that still take part, and per such row: limit, stops, length so far, done or not.
+        self._active = torch.arange(count, device=device)
+        self._limits = torch.tensor(limits, device=device)
+        self._stops = self._all_stops
+        self._ends = self._all_ends.clone()
+        self._done = torch.zeros(count, dtype=torch.bool, device=device)
+        self._remaining = count
+
+    @property
+    def done(self) -> bool:
+        """Whether no row needs another token."""
+        return self._remaining == 0
+
+    def step(self, module: nn.Module, version: int) -> None:
+        """Add one token to every row that is not done.
+
+        Args:
+            module: a causal LM in evaluation mode, the same in every step.
+            version: of the weights that it has at the moment.
+        """
+        logits = self._forward(module) if self._step else self._prefill(module)
+        tokens, log_probs = self._sampler(logits)
+        self._versions.append(version)
+        if len(self._active) == self._tokens.shape[1]:
+            self._tokens[self._step] = tokens
+            self._log_probs[self._step] = log_probs
+        else:
+            self._tokens[self._step, self._active] = tokens
+            self._log_probs[self._step, self._active] = log_probs
+        self._step += 1
+        self._next_ids = tokens[:, None]
+        self._end((self._next_ids == self._stops).any(1) | (self._limits <= self._step))
+        if 0 < self._remaining * 2 <= len(self._active):
+            self._drop_done()
+
+    def abort(self, rows: Iterable[int]) -> None:
+        """End these rows (numbers in the batch) with what they have; a row that is done stays as it is."""
+        chosen = torch.isin(self._active, torch.tensor(list(rows), dtype=torch.int64, device=self._device))
+        self._aborted[self._active[chosen & ~self._done]] = True
+        self._end(chosen)
+
+    def results(self) -> list[DecodedRow]:
+        """What every row has, in the order given; call it once, after the last step.
+
+        Raises:
+            FloatingPointError: the model gave logits that are not finite.
+        """
+        self._all_ends[self._active] = self._ends
+        log_probs = self._log_probs[: self._step]
+        used = torch.arange(self._step, device=self._device)[:, None] < self._all_ends
+        broken = ~log_probs.isfinite() & used
+        if bool(broken.any()):
+            position, row = broken.nonzero()[0].tolist()
+            raise FloatingPointError(f"the model's logits are not finite at row {row}, new token {position}")
+        tokens_by_row = self._tokens[: self._step].T.tolist()
+        log_probs_by_row = log_probs.T.tolist()
+        reasons = self._find_reasons()
+        return [
+            DecodedRow(tokens[:end], values[:end], self._versions[:end], reason)
+            for tokens, values, end, reason in zip(
+                tokens_by_row, log_probs_by_row, self._all_ends.tolist(), reasons, strict=True
+            )
+        ]
+
+    def _find_reasons(self) -> list[Reason]:
+        last = self._tokens.gather(0, (self._all_ends - 1).clamp(min=0)[None])[0]
+        codes = (last[:, None] == self._all_stops).any(1).int()
+        codes[self._aborted] = 2
+        names: tuple[Reason, ...] = ("length", "stop", "abort")
+        return [names[code] for code in codes.tolist()]
+
+    def _end(self, ended: Tensor) -> None:
+        self._ends = torch.where(ended & ~self._done, self._step, self._ends)
+        self._done |= ended
+        self._remaining = len(self._active) - int(self._done.sum())
+
+    def _prefill(self, module: nn.Module) -> Tensor:
+        """Logits ``[B, V]`` after the prompts, each distinct prompt computed once."""
+        # Positions and the cut to the last logits are optional in transformers' models.
+        accepted = inspect.signature(module.forward).parameters
+        self._takes = {name: name in accepted for name in ("position_ids", "logits_to_keep")}
+        positions = None if self._mask is None else self._mask[:, : self._prompt_width].cumsum(-1).sub_(1).clamp_(min=0)
+        logits = self._call(module, positions)
+        if len(self._source) != len(logits):
+            self._cache.reorder_cache(self._source)
+            self._keep_context(self._source)
+            logits = logits[self._source]
+        return logits
+
+    def _forward(self, module: nn.Module) -> Tensor:
+        """Logits ``[b, V]`` after the newest token of the rows that take part."""
+        positions = None
+        if self._mask is not None:
+            # A done row runs along in its place: it must not leave the model's position table.
+            positions = (self._lengths + torch.minimum(self._limits, self._limits.new_tensor(self._step)) - 1)[:, None]
+        return self._call(module, positions)
+
+    def _call(self, module: nn.Module, positions: Tensor | None) -> Tensor:
+        inputs: dict[str, Any] = {"input_ids": self._next_ids, "past_key_values": self._cache, "use_cache": True}
+        if self._mask is not None:
+            inputs["attention_mask"] = self._mask[:, : self._prompt_width + self._step]
+            if self._takes["position_ids"]:
+                inputs["position_ids"] = positions
+        if self._takes["logits_to_keep"]:
+            inputs["logits_to_keep"] = 1
+        output = module(**inputs)
+        self._cache = output.past_key_values
+        logits: Tensor = output.logits[:, -1]
+        return logits
+
+    def _drop_done(self) -> None:
+        """Go on with the rows that are not done: attention's cost is proportional to the rows."""
+        keep = (~self._done).nonzero()[:, 0]
+        self._all_ends[self._active] = self._ends
+        self._cache.reorder_cache(keep)
+        self._keep_context(keep)
+        self._sampler.keep(keep)
+        self._next_ids = self._next_ids[keep]
+        self._active, self._limits, self._stops = self._active[keep], self._limits[keep], self._stops[keep]
+        self._ends, self._done = self._ends[keep], self._done[keep]
+
+    def _keep_context(self, rows: Tensor) -> None:
+        self._lengths = self._lengths[rows]
+        if self._mask is not None:
+            self._mask = self._mask[rows]
+
+
+def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Distinct prompts and their mask, int64 ``[U, P]`` left-padded, and each row's prompt, int64 ``[B]``."""
+    numbers: dict[bytes, int] = {}
+    known: dict[int, int] = {}
+    distinct: list[array[int]] = []
+    source: list[int] = []
+    for row in rows:
+        number = known.get(id(row))
+        if number is None:
+            number = known[id(row)] = numbers.setdefault(row.prompt.tobytes(), len(numbers))
+            if number == len(distinct):
+                distinct.append(row.prompt)
+        source.append(number)
+    flat: array[int] = array("q")
+    for prompt in distinct:
+        flat.extend(prompt)
+    lengths = torch.tensor([len(prompt) for prompt in distinct])
+    width = int(lengths.max())
+    mask = torch.arange(width) >= width - lengths[:, None]
+    ids = torch.zeros(mask.shape, dtype=torch.int64)  # what stands under a zero mask is never looked at
+    ids[mask] = torch.frombuffer(flat, dtype=torch.int64)
+    return ids.to(device), mask.long().to(device), torch.tensor(source, device=device)
+
+
+def _pad_stops(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:
+    """Stop ids int64 ``[B, S]``, filled up with -1, which is no token."""
+    width = max(len(row.stop_ids) for row in rows)
+    filled = [(*row.stop_ids, *([-1] * (width - len(row.stop_ids)))) for row in rows]
+    return torch.tensor(filled, dtype=torch.int64, device=device).view(len(rows), width)

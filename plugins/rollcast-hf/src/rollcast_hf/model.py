@@ -1,0 +1,61 @@
+"""The rollout's own copy of a model, for when it has no engine."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+from rollcast.errors import CheckpointError
+from rollcast.runtime.device import local_device
+from torch import nn
+
+from rollcast_hf.requests import ModelLimits
+
+__all__ = ["build_model", "load_model", "read_limits"]
+
+
+def read_limits(path: str) -> ModelLimits:
+    """What the model in a Hugging Face folder can take.
+
+    Raises:
+        CheckpointError: there is no readable ``config.json``.
+    """
+    return ModelLimits.of(_read_config(path))
+
+
+def build_model(path: str) -> nn.Module:
+    """The folder's architecture in evaluation mode, with weights that mean nothing yet.
+
+    Raises:
+        CheckpointError: there is no readable ``config.json``.
+    """
+    config = _read_config(path)
+    with torch.random.fork_rng(devices=[]):  # the random initial weights are nobody's business
+        model: nn.Module = _auto_class().from_config(config)
+    return model.to(local_device(0)).eval()
+
+
+def load_model(path: str) -> nn.Module:
+    """The folder's model in evaluation mode, in the dtype that it was saved in.
+
+    Raises:
+        CheckpointError: config or weights are missing or unreadable.
+    """
+    try:
+        model: nn.Module = _auto_class().from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
+    return model.to(local_device(0)).eval()
+
+
+def _read_config(path: str) -> Any:
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"no model config could be read from {path}: {error}") from error
+
+
+def _auto_class() -> Any:
+    # Any: transformers types some of its methods and leaves others untyped.
+    return transformers.AutoModelForCausalLM

@@ -1,0 +1,284 @@
+"""Generation with transformers, in the trainer's own process.
+
+Everything runs in the event loop's thread, one decoding step at a time: between two steps the
+loop is free, so that other coroutines go on and an abort comes through. A thread would buy
+nothing, because generation and training take turns, and would cost the order of events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+from rollcast.contracts.rollout import (
+    BaseRollout,
+    RolloutCapabilities,
+    RolloutMode,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSetup,
+    WeightReport,
+)
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
+from torch import Tensor, nn
+
+from rollcast_hf.decoding import DecodedRow, Decoding
+from rollcast_hf.errors import GenerationError, WeightUpdateError
+from rollcast_hf.model import build_model, load_model, read_limits
+from rollcast_hf.requests import Job, ModelLimits, admit
+from rollcast_hf.schemas import HfRolloutConfig
+from rollcast_hf.weights import count_weights, load_buckets
+
+if TYPE_CHECKING:
+    from rollcast.contracts.engine import BaseEngine
+
+__all__ = ["HfRollout"]
+
+
+class HfRollout(BaseRollout):
+    """Generates with an engine's module (:meth:`bind_engine`), or else with its own copy of the model.
+
+    Requests that are queued when the loop comes round to it make up one batch, in the order in
+    which they came; the tokens depend on that order and on the sampler's state, and on nothing else.
+
+    Raises:
+        ConfigError: ``max_batch_size`` is not at least 1, or ``mode`` is not ``hybrid``.
+    """
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        modes=frozenset({RolloutMode.HYBRID}), in_process=True, abort=True
+    )
+    config_schema: ClassVar[type] = HfRolloutConfig
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        super().__init__(setup)
+        config = cast(HfRolloutConfig, setup.config)
+        if config.max_batch_size < 1:
+            raise ConfigError(f"rollout.max_batch_size is {config.max_batch_size}, which is not at least 1")
+        if config.mode != RolloutMode.HYBRID.value:
+            raise ConfigError(f"rollout.mode is {config.mode!r}; the hf rollout has only 'hybrid'")
+        self._max_rows = config.max_batch_size
+        # On the CPU whatever the device: each batch draws one seed from it, so that what a batch
+        # samples does not depend on how many numbers the batches before it needed.
+        self._seeds = torch.Generator().manual_seed(setup.seed)
+        self._version = 0
+        self._engine: BaseEngine | None = None
+        self._engine_size = (0, 0)
+        self._limits: ModelLimits | None = None
+        self._own: nn.Module | None = None
+        self._unusable: RollcastError | None = None
+        self._queue: deque[Job] = deque()
+        self._batch: list[Job] = []
+        self._decoding: Decoding | None = None
+        self._first_row = 0
+        self._server: asyncio.Task[None] | None = None
+
+    def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
+        """Generate with ``engine``'s module from now on, as ``version``.
+
+        The module is looked at on the first call only; with the same engine again, only the
+        version moves. A copy of the rollout's own is given up.
+
+        Raises:
+            CapabilityError: the engine's module cannot be had.
+        """
+        start = time.perf_counter()
+        if self._engine is not engine:
+            with engine.in_process_module() as module:
+                limits, size = ModelLimits.of(module.config), count_weights(module)
+            self._engine, self._limits, self._engine_size = engine, limits, size
+            self._own, self._unusable = None, None
+        self._version = version
+        tensors, size_bytes = self._engine_size
+        return WeightReport(version, tensors, size_bytes, time.perf_counter() - start, {})
+
+    async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        """Load full tensors by Hugging Face name into the rollout's own copy of the model.
+
+        Returns:
+            The number and bytes of the tensors that came, and
+            :func:`~rollcast_hf.weights.bucket_checksum` of each bucket under its number.
+
+        Raises:
+            CapabilityError: an engine is bound, whose weights these would be.
+            WeightUpdateError: the tensors are not the model's; names one. Until an update succeeds,
+                nothing is generated.
+        """
+        if self._engine is not None:
+            raise CapabilityError("the rollout generates with an engine's own module, so its weights come from there")
+        if self._own is None:
+            self._own = build_model(self.setup.model_path)
+        try:
+            report = load_buckets(self._own, buckets, version)
+        except Exception as error:
+            self._unusable = WeightUpdateError(f"the update of the weights to version {version} failed: {error}")
+            raise
+        self._version, self._unusable = version, None
+        return report
+
+    async def generate(self, request: RolloutRequest) -> RolloutOutput:
+        """Continue one prompt, together with whatever else is queued.
+
+        Raises:
+            RequestError: the request cannot be served by this model.
+            GenerationError: the run of its batch failed; the cause is chained.
+            CheckpointError: there is no engine, and ``setup.model_path`` holds no model.
+            WeightUpdateError: the last weight update failed.
+
+        After :meth:`close` it raises GenerationError.
+        """
+        if self._unusable is not None:
+            raise copy.copy(self._unusable)
+        if self._limits is None:
+            self._limits = read_limits(self.setup.model_path)
+        row = admit(request, self._limits, self.setup.eos_token_id)
+        loop = asyncio.get_running_loop()
+        job = Job(request, row, loop.create_future())
+        self._queue.append(job)
+        if self._server is None or self._server.done():
+            self._server = loop.create_task(self._serve())
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            self._abort([job])
+            raise
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests (all for None): queued ones come back empty, running ones after the present step."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        jobs = [*self._queue, *self._batch]
+        self._abort([job for job in jobs if wanted is None or job.request.request_id in wanted])
+
+    def state_dict(self) -> dict[str, Any]:
+        """``generator``: the sampler's state, uint8 ``[N]``; ``version``: of the weights."""
+        return {"generator": self._seeds.get_state(), "version": self._version}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sample on from the state.
+
+        Raises:
+            CheckpointError: it is not what :meth:`state_dict` gives.
+        """
+        try:
+            generator, version = state["generator"], int(state["version"])
+            self._seeds.set_state(generator)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            raise CheckpointError(f"this is no state of the hf rollout: {error!r}") from error
+        self._version = version
+
+    def close(self) -> None:
+        """Let go of engine and model; requests under way are aborted."""
+        self._unusable = GenerationError("the rollout is closed")
+        self._abort([*self._queue, *self._batch])
+        self._engine = self._own = None
+
+    def _abort(self, jobs: Sequence[Job]) -> None:
+        chosen = set(jobs)
+        for job in [each for each in self._queue if each in chosen]:
+            self._queue.remove(job)
+            job.abort()
+        rows: list[int] = []
+        first = -self._first_row  # in the numbering of the part that is being decoded
+        for job in self._batch:
+            if job in chosen:
+                job.is_aborted = True
+                rows.extend(range(first, first + job.rows))
+            first += job.rows
+        if self._decoding is not None:
+            self._decoding.abort(rows)
+
+    async def _serve(self) -> None:
+        """Run batches until the queue is empty."""
+        try:
+            # Tasks that were created together with the first one get to queue their requests too.
+            await asyncio.sleep(0)
+            while self._queue:
+                self._batch = self._take_batch()
+                await self._run_batch(self._batch)
+        finally:
+            # Only a cancelled loop leaves anything here.
+            for job in [*self._batch, *self._queue]:
+                job.future.cancel()
+            self._queue.clear()
+            self._batch = []
+
+    def _take_batch(self) -> list[Job]:
+        """The longest beginning of the queue that fits into a batch, at least one request."""
+        batch = [self._queue.popleft()]
+        rows = batch[0].rows
+        while self._queue and rows + self._queue[0].rows <= self._max_rows:
+            rows += self._queue[0].rows
+            batch.append(self._queue.popleft())
+        return batch
+
+    async def _run_batch(self, batch: Sequence[Job]) -> None:
+        try:
+            decoded = await self._decode(batch)
+        except RollcastError as error:
+            for job in batch:
+                failure: RollcastError = copy.copy(error)  # raised in many places: one traceback each
+                failure.__cause__ = error
+                job.fail(failure)
+        except Exception as error:
+            for job in batch:
+                failure = GenerationError(
+                    f"generating for request {job.request.request_id!r}, in a batch of {len(batch)} requests, "
+                    f"failed: {type(error).__name__}: {error}"
+                )
+                failure.__cause__ = error
+                job.fail(failure)
+        else:
+            first = 0
+            for job in batch:
+                job.finish(decoded[first : first + job.rows])
+                first += job.rows
+
+    async def _decode(self, batch: Sequence[Job]) -> list[DecodedRow]:
+        rows = [job.row for job in batch for _ in range(job.rows)]
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        results: list[DecodedRow] = []
+        try:
+            with self._module() as module:
+                device = next(module.parameters()).device
+                generator = torch.Generator(device).manual_seed(seed)
+                vocab_size = ModelLimits.of(module.config).vocab_size
+                # More than one part only if a single request is larger than a batch may be.
+                for start in range(0, len(rows), self._max_rows):
+                    part = rows[start : start + self._max_rows]
+                    self._first_row = start
+                    self._decoding = Decoding(part, device, vocab_size, generator)
+                    if start and batch[0].is_aborted:
+                        self._decoding.abort(range(len(part)))
+                    while not self._decoding.done:
+                        # Not inference_mode: a model that keeps a tensor from its forward pass, such
+                        # as rescaled rotary frequencies, could not be trained with it afterwards.
+                        with torch.no_grad():
+                            self._decoding.step(module, self._version)
+                        await asyncio.sleep(0)
+                    results += self._decoding.results()
+        finally:
+            self._decoding = None
+        return results
+
+    @contextmanager
+    def _module(self) -> Iterator[nn.Module]:
+        """The module to generate with, in evaluation mode; afterwards every part trains again that did."""
+        if self._engine is None:
+            if self._own is None:
+                self._own = load_model(self.setup.model_path)
+            yield self._own
+            return
+        with self._engine.in_process_module() as module:
+            training = [part for part in module.modules() if part.training]
+            module.eval()
+            try:
+                yield module
+            finally:
+                for part in training:
+                    part.training = True

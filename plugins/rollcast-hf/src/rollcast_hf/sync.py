@@ -1,0 +1,42 @@
+"""Weights that never move: the rollout generates with the engine's own module."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollcast.contracts.engine import BaseEngine
+from rollcast.contracts.rollout import BaseRollout, RolloutMode, WeightReport
+from rollcast.contracts.weight_sync import BaseWeightSync, WeightSyncCapabilities
+from rollcast.errors import CapabilityError
+
+__all__ = ["InProcessSync"]
+
+
+class InProcessSync(BaseWeightSync):
+    """Binds a rollout to an engine in the same process, and tells it each new version.
+
+    Raises:
+        CapabilityError: the rollout cannot generate in the trainer's process, or the engine has no
+            module for it.
+    """
+
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
+        modes=frozenset({RolloutMode.HYBRID}), same_process=True
+    )
+
+    def __init__(self, engine: BaseEngine, rollout: BaseRollout) -> None:
+        if not rollout.capabilities.in_process:
+            raise CapabilityError(
+                f"weight_sync=in_process needs a rollout that generates in the trainer's process, "
+                f"and {type(rollout).__name__} does not (capabilities.in_process)"
+            )
+        if not engine.capabilities.in_process_module:
+            raise CapabilityError(
+                f"weight_sync=in_process needs an engine whose module can generate, "
+                f"and {type(engine).__name__} has none (capabilities.in_process_module)"
+            )
+        super().__init__(engine, rollout)
+
+    async def sync(self, version: int) -> WeightReport:
+        """Say that the engine's present weights are ``version``; nothing is copied."""
+        return self.rollout.bind_engine(self.engine, version)

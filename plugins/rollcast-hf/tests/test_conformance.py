@@ -1,0 +1,7 @@
+from __future__ import annotations
+
+from rollcast.testing.rollout import RolloutSuite
+
+
+class TestHf(RolloutSuite):
+    name = "hf"

@@ -1,0 +1,71 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_prompts, run_all, tokens_of
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.testing.tiny import tiny_model_folder
+from rollcast_hf.errors import WeightUpdateError
+from rollcast_hf.rollout import HfRollout
+from rollcast_hf.weights import bucket_checksum, load_buckets
+from transformers import AutoModelForCausalLM
+
+
+def test_a_folder_without_weights_is_enough(make_rollout: Callable[..., HfRollout], model: Any, tmp_path: Path) -> None:
+    rollout = make_rollout(path=tiny_model_folder(tmp_path / "bare", weights=False))
+    before = torch.get_rng_state()
+    report = asyncio.run(rollout.update_weights([list(model.named_parameters())], 4))
+    assert torch.equal(torch.get_rng_state(), before)
+    assert report.checksums == {"0": bucket_checksum(list(model.named_parameters()))}
+    sampling = SamplingParams(temperature=0, max_tokens=8)
+    rows = tokens_of(run_all(rollout, make_prompts(3), sampling))
+    assert rows == tokens_of(run_all(make_rollout(), make_prompts(3), sampling))
+
+
+def test_a_tied_head_may_come_once_or_twice(model: Any) -> None:
+    assert load_buckets(model, [list(model.named_parameters())], 1).tensors == len(list(model.parameters()))
+    assert load_buckets(model, [list(model.state_dict().items())], 1).tensors == len(model.state_dict())
+    head_only = [("lm_head.weight", model.lm_head.weight)]
+    rest = [(name, value) for name, value in model.named_parameters() if "embed" not in name]
+    load_buckets(model, [rest, head_only], 1)
+    other = [*model.named_parameters(), ("lm_head.weight", model.lm_head.weight + 1)]
+    with pytest.raises(WeightUpdateError, match=r"embed_tokens.*lm_head\.weight"):
+        load_buckets(model, [other], 1)
+
+
+def test_an_untied_head_must_come(tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_folder(tmp_path / "untied", tied=False))
+    named = [(name, value) for name, value in model.named_parameters() if "lm_head" not in name]
+    with pytest.raises(WeightUpdateError, match=r"without lm_head\.weight"):
+        load_buckets(model, [named], 2)
+
+
+def test_wrong_shape_names_the_tensor_and_stops_generation(make_rollout: Callable[..., HfRollout], model: Any) -> None:
+    rollout = make_rollout()
+    bucket = [("model.norm.weight", torch.zeros(3))]
+    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight.*\(3,\).*\(64,\)"):
+        asyncio.run(rollout.update_weights([bucket], 2))
+    with pytest.raises(WeightUpdateError, match="version 2 failed"):
+        run_all(rollout, [[5]], SamplingParams())
+    asyncio.run(rollout.update_weights([list(model.named_parameters())], 3))
+    (output,) = run_all(rollout, [[5]], SamplingParams())
+    assert set(output.sequences[0].weight_versions) == {3}
+
+
+def test_checksum_sees_name_dtype_shape_and_bytes() -> None:
+    tensor = torch.arange(6.0)
+    variants = [
+        [("a", tensor)],
+        [("b", tensor)],
+        [("a", tensor.view(2, 3))],
+        [("a", tensor + 1)],
+        [("a", tensor.bfloat16())],
+        [("a", torch.tensor(1.0))],
+    ]
+    assert len({bucket_checksum(bucket) for bucket in variants}) == len(variants)
+    assert bucket_checksum([("a", tensor.view(2, 3).T)]) == bucket_checksum([("a", tensor.view(2, 3).T.contiguous())])

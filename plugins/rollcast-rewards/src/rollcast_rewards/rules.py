@@ -1,0 +1,51 @@
+"""Rewards that compare a response with the reference answer."""
+
+from __future__ import annotations
+
+import re
+from decimal import Decimal, InvalidOperation
+
+from rollcast.contracts.reward import RewardSample
+from rollcast.errors import RewardError
+
+__all__ = ["exact_match", "extract_gsm8k_answer", "gsm8k"]
+
+# One run of white space only: two would make long blanks quadratic to reject.
+_ANSWER = re.compile(r"####\s*([-$]{0,2}(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
+
+
+def exact_match(sample: RewardSample) -> float:
+    """1 if the response ended by itself and is the ground truth, white space around it aside; else 0.
+
+    Raises:
+        RewardError: the sample has no ground truth.
+    """
+    if sample.ground_truth is None:
+        raise RewardError("exact_match needs a ground truth, and the sample has none")
+    return float(sample.finished and sample.response.strip() == str(sample.ground_truth).strip())
+
+
+def gsm8k(sample: RewardSample) -> float:
+    """1 if the number after the last ``####`` of the response equals the ground truth; else 0.
+
+    Numbers are compared by value, so "1,080", "$1080." and "1080.00" are the same. A response
+    without ``####`` and a number behind it scores 0, whatever else it says. It may go on after its
+    answer, and need not have ended by itself.
+
+    Raises:
+        RewardError: the ground truth is not a number.
+    """
+    try:
+        expected = Decimal(str(sample.ground_truth).replace(",", "").replace("$", "").strip())
+    except InvalidOperation as error:
+        raise RewardError(f"gsm8k needs a number as ground truth, this is {sample.ground_truth!r}") from error
+    answer = extract_gsm8k_answer(sample.response)
+    return float(answer is not None and answer == expected)
+
+
+def extract_gsm8k_answer(response: str) -> Decimal | None:
+    """The last number that directly follows a ``####``, or None if there is none."""
+    found = _ANSWER.findall(response)
+    if not found:
+        return None
+    return Decimal(found[-1].replace(",", "").replace("$", ""))

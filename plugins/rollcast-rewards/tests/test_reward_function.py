@@ -1,0 +1,160 @@
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
+from rollcast.errors import ConfigError, RewardError
+from rollcast.testing.reward import RewardSuite
+from rollcast_rewards.function import FunctionReward
+
+SOURCE = """
+from dataclasses import dataclass
+
+@dataclass
+class State:
+    calls: int = 0
+
+def by_sample(sample):
+    return 1.0 if sample.response == sample.ground_truth else 0.0
+
+def with_option(sample, *, bonus, scale=1):
+    return bonus * scale
+
+def verl(data_source, solution_str, ground_truth, extra_info=None):
+    return {"score": float(solution_str == ground_truth), "acc": True, "level": extra_info["level"], "why": data_source}
+
+def verl_short(data_source, solution_str, ground_truth, scale=1.0):
+    return scale * (solution_str == ground_truth)
+
+def verl_open(data_source, solution_str, ground_truth, **others):
+    return float(len(others))
+
+def no_score(sample):
+    return {"value": 1}
+
+def two(sample, other):
+    return 0.0
+
+async def waits(sample):
+    return 0.0
+
+def _hidden(sample):
+    return 0.0
+
+number = 3
+"""
+SAMPLE = RewardSample("?", "4", ground_truth="4", data_source="here", extra_info={"level": 2})
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write_file(source: str = SOURCE, name: str = "mine.py") -> Path:
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(source)
+        return path
+
+    return write_file
+
+
+class TestFunction(RewardSuite):
+    name = "function"
+    cases = ((SAMPLE, 1.0), (RewardSample("?", "5", ground_truth="4", extra_info={"level": 1}), 0.0))
+
+    @pytest.fixture(autouse=True, params=["by_sample", "verl", "verl_short"])
+    def _point_to_the_file(self, request: pytest.FixtureRequest, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(type(self), "options", {"path": f"{write()}:{request.param}"})
+
+    @pytest.fixture
+    def reward(self, _point_to_the_file: None) -> BaseReward:
+        return FunctionReward(**self.options)
+
+
+def test_options_reach_the_function(write: Write) -> None:
+    path = write()
+    assert FunctionReward(f"{path}:with_option", bonus=2, scale=3).score(SAMPLE) == 6
+    assert FunctionReward(f"{path}:verl_short", scale=0.5).score(SAMPLE) == 0.5
+    assert FunctionReward(f"{path}:verl_open", more=1).score(SAMPLE) == 2
+
+
+def test_verl_mappings(write: Write) -> None:
+    path = write()
+    assert FunctionReward(f"{path}:verl").score(SAMPLE) == RewardResult(1.0, True, {"level": 2.0})
+    with pytest.raises(RewardError, match="without 'score'; its keys: value"):
+        FunctionReward(f"{path}:no_score").score(SAMPLE)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("by_smple", r"has no 'by_smple'; its functions: by_sample, no_score, two, verl, .*with_option"),
+        ("number", "'number' in .* is of type int and cannot be called"),
+        ("two", r"mine\.py:two\(sample, other\) cannot be called: missing a required argument: 'other'"),
+        ("with_option", "missing a required .*'bonus'"),
+        ("waits", "is async"),
+    ],
+)
+def test_functions_that_do_not_fit(write: Write, name: str, complaint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"reward\.reward_kwargs\.path: .*{complaint}"):
+        FunctionReward(f"{write()}:{name}")
+
+
+def test_options_that_the_function_does_not_take(write: Write) -> None:
+    for name in ("by_sample", "verl"):
+        with pytest.raises(ConfigError, match="with the options bonsu: got an unexpected keyword argument 'bonsu'"):
+            FunctionReward(f"{write()}:{name}", bonsu=1)
+
+
+def test_files_that_do_not_fit(write: Write, tmp_path: Path) -> None:
+    write()
+    with pytest.raises(ConfigError, match=r"mien\.py does not exist; did you mean mine\.py\?"):
+        FunctionReward(f"{tmp_path}/mien.py:f")
+    with pytest.raises(ConfigError, match=r"does not exist; Python files there: mine\.py"):
+        FunctionReward(f"{tmp_path}/zzzz:f")
+    with pytest.raises(ConfigError, match=r"does not exist; Python files there: none"):
+        FunctionReward(f"{tmp_path}/nowhere/zzzz.py:f")
+    for path in ("mine.py", ":f", "mine.py:", "mine.py:a b"):
+        with pytest.raises(ConfigError, match=r"it has to be 'file\.py:function'"):
+            FunctionReward(path)
+    with pytest.raises(ConfigError, match="is not a Python file"):
+        FunctionReward(f"{write(name='mine.txt')}:by_sample")
+    with pytest.raises(ConfigError, match="does not import: ZeroDivisionError") as caught:
+        FunctionReward(f"{write('1 / 0', 'broken.py')}:f")
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
+    with pytest.raises(ConfigError, match="does not import: SyntaxError"):
+        FunctionReward(f"{write('def', 'broken2.py')}:f")
+    assert not [name for name in sys.modules if "_rollcast_reward_broken" in name]
+
+
+def test_a_file_hides_no_module_and_two_of_one_name_differ(write: Write) -> None:
+    first = FunctionReward(f"{write('def f(sample): return 1', 'json.py')}:f")
+    second = FunctionReward(f"{write('def f(sample): return 2', 'other/json.py')}:f")
+    assert (first.score(SAMPLE), second.score(SAMPLE)) == (1, 2)
+    import json
+
+    assert json.dumps(1) == "1"
+
+
+def test_relative_paths_survive_a_change_of_folder(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write()
+    monkeypatch.chdir(path.parent)
+    reward = FunctionReward("mine.py:by_sample")
+    monkeypatch.chdir("/")
+    assert pickle.loads(pickle.dumps(reward)).score(SAMPLE) == 1.0
+
+
+def test_another_process_scores_too(write: Write, tmp_path: Path) -> None:
+    reward = FunctionReward(f"{write()}:with_option", bonus=2)
+    (tmp_path / "reward.pkl").write_bytes(pickle.dumps((reward, SAMPLE)))
+    code = "import pickle, sys; reward, sample = pickle.load(open(sys.argv[1], 'rb')); print(reward.score(sample))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path / "reward.pkl")], capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "2"

@@ -1,0 +1,70 @@
+"""``generate_sequences``: a batch of prompts through any rollout, built once for all of them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import torch
+
+from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
+from rollcast.protocol import DataProto
+
+__all__ = ["generate_sequences"]
+
+
+async def generate_sequences(
+    rollout: BaseRollout, prompts: DataProto, sampling: SamplingParams, pad_token_id: int
+) -> DataProto:
+    """One response for each row.
+
+    Args:
+        prompts: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded.
+        sampling: for every row; ``max_tokens`` is the width ``T`` of the responses.
+        pad_token_id: fills the responses up to ``T``.
+
+    Returns:
+        ``prompts`` ``[B, P]``, ``responses`` ``[B, T]``, ``input_ids``, ``attention_mask`` and
+        ``position_ids`` ``[B, P + T]`` int64, ``response_mask`` int64 ``[B, T]``,
+        ``rollout_log_probs`` float32 ``[B, T]`` (zero under a zero mask), ``finished`` bool ``[B]``,
+        ``rollout_weight_version`` int64 ``[B]`` (of the last token).
+    """
+    ids, mask = prompts["input_ids"], prompts["attention_mask"]
+    rows, width = ids.tolist(), ids.shape[1]
+    lengths = mask.sum(-1).tolist()
+    requests = [
+        RolloutRequest(str(index), row[width - length :], sampling)
+        for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
+    ]
+    outputs = await asyncio.gather(*(rollout.generate(request) for request in requests))
+    return _assemble(prompts, outputs, sampling.max_tokens, pad_token_id)
+
+
+def _assemble(prompts: DataProto, outputs: Sequence[RolloutOutput], width: int, pad_token_id: int) -> DataProto:
+    sequences = [output.sequences[0] for output in outputs]
+    count = len(sequences)
+    lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
+    response_mask = (torch.arange(width).unsqueeze(0) < lengths.reshape(count, 1)).long()
+    responses = torch.full((count, width), pad_token_id, dtype=torch.int64)
+    log_probs = torch.zeros(count, width)
+    # One flat fill instead of one a row: boolean masks are filled in row order.
+    where = response_mask.bool()
+    responses[where] = torch.tensor([t for sequence in sequences for t in sequence.token_ids], dtype=torch.int64)
+    log_probs[where] = torch.tensor([p for sequence in sequences for p in sequence.log_probs], dtype=torch.float32)
+    mask = torch.cat([prompts["attention_mask"], response_mask], 1)
+    return DataProto.from_dict(
+        {
+            "prompts": prompts["input_ids"],
+            "responses": responses,
+            "input_ids": torch.cat([prompts["input_ids"], responses], 1),
+            "attention_mask": mask,
+            "position_ids": (mask.cumsum(-1) - 1).clamp(min=0),
+            "response_mask": response_mask,
+            "rollout_log_probs": log_probs,
+            "finished": torch.tensor([sequence.finish_reason == "stop" for sequence in sequences], dtype=torch.bool),
+            "rollout_weight_version": torch.tensor(
+                [sequence.weight_versions[-1] if sequence.weight_versions else -1 for sequence in sequences],
+                dtype=torch.int64,
+            ),
+        }
+    )

@@ -1,0 +1,127 @@
+"""From generated rows to samples, and from samples to scores."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, build_reward, reward_managers
+from rollcast.errors import ConfigError
+from rollcast.protocol import DataProto
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["RewardScorer", "Scored"]
+
+
+class Scored:
+    """The results of a batch, in row order."""
+
+    def __init__(self, samples: Sequence[RewardSample], results: Sequence[RewardResult], max_score: float) -> None:
+        self.samples = samples
+        self.results = results
+        self.scores = torch.tensor([result.score for result in results], dtype=torch.float32)
+        self.correct = [
+            result.correct if result.correct is not None else result.score >= max_score for result in results
+        ]
+
+    @property
+    def accuracy(self) -> float:
+        """Share of correct samples."""
+        return sum(self.correct) / max(len(self.correct), 1)
+
+    def token_level_scores(self, response_mask: torch.Tensor) -> torch.Tensor:
+        """The scores at each row's last token, float32 ``[B, T]``."""
+        scores = torch.zeros(response_mask.shape, dtype=torch.float32)
+        last = (response_mask.sum(-1) - 1).clamp(min=0)
+        scores[torch.arange(len(scores)), last] = self.scores
+        return scores
+
+    def metrics(self, prefix: str) -> dict[str, float]:
+        """Mean, largest and smallest score, and the mean of every extra number."""
+        if not len(self.scores):
+            return {}
+        values = {
+            f"{prefix}/mean": float(self.scores.mean()),
+            f"{prefix}/max": float(self.scores.max()),
+            f"{prefix}/min": float(self.scores.min()),
+        }
+        for name in sorted({name for result in self.results for name in result.extra}):
+            given = [result.extra[name] for result in self.results if name in result.extra]
+            values[f"{prefix}/{name}"] = sum(given) / len(given)
+        return values
+
+    def as_rows(self) -> list[dict[str, Any]]:
+        """Samples for ``samples.jsonl``."""
+        return [
+            {
+                "prompt": sample.prompt,
+                "response": sample.response,
+                "ground_truth": sample.ground_truth,
+                "data_source": sample.data_source,
+                "finished": sample.finished,
+                "score": result.score,
+                "correct": bool(correct),
+                **{str(name): value for name, value in result.extra.items()},
+            }
+            for sample, result, correct in zip(self.samples, self.results, self.correct, strict=True)
+        ]
+
+
+class RewardScorer:
+    """Decodes responses and applies the run's reward.
+
+    Args:
+        name, options: of the reward.
+        manager: of the reward manager.
+    """
+
+    def __init__(
+        self, name: str, manager: str, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
+    ) -> None:
+        try:
+            self.reward: BaseReward = build_reward(name, options)
+        except TypeError as error:
+            raise ConfigError(f"reward.reward_kwargs do not fit reward {name!r}: {error}") from error
+        self._manager: BaseRewardManager = reward_managers.get(manager)(self.reward)
+        self._tokenizer = tokenizer
+
+    def score(self, batch: DataProto) -> Scored:
+        """Score every row of a generated batch.
+
+        Raises:
+            RewardError: the reward failed on a sample.
+        """
+        samples = self._samples(batch)
+        return Scored(samples, self._manager(samples), self.reward.max_score)
+
+    def _samples(self, batch: DataProto) -> list[RewardSample]:
+        def text(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]], list[str]]:
+            kept = [
+                [token for token, keep in zip(row, flags, strict=True) if keep]
+                for row, flags in zip(ids.tolist(), mask.tolist(), strict=True)
+            ]
+            return kept, self._tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+        width = batch["prompts"].shape[1]
+        _, prompts = text(batch["prompts"], batch["attention_mask"][:, :width])
+        ids, responses = text(batch["responses"], batch["response_mask"])
+        finished = batch["finished"].tolist()
+        columns = batch.non_tensor_batch
+        count = len(batch)
+
+        def column(name: str, default: Any) -> Sequence[Any]:
+            return list(columns[name]) if name in columns else [default] * count
+
+        rows = zip(
+            prompts, responses, ids, finished,
+            column("ground_truth", None), column("data_source", ""), column("extra_info", None),
+            strict=True,
+        )
+        return [
+            RewardSample(prompt, response, truth, source or "", bool(done), tokens, extra or {})
+            for prompt, response, tokens, done, truth, source, extra in rows
+        ]

@@ -1,0 +1,47 @@
+"""Trainer ``sft``: supervised fine-tuning on prompts and responses, validated by generation."""
+
+from __future__ import annotations
+
+import torch
+
+from rollcast.controller.worker_group import WorkerGroup
+from rollcast.protocol import DataProto
+from rollcast_algorithms.losses import SftLoss
+from rollcast_trainer.batching import plan_update
+from rollcast_trainer.loop import LoopTrainer, Timer
+from rollcast_trainer.roles import Role
+from rollcast_trainer.schemas import SftTrainerConfig
+
+__all__ = ["SftTrainer"]
+
+_COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
+
+
+class SftTrainer(LoopTrainer):
+    """One optimizer step a batch; may stop at an accuracy on the validation files."""
+
+    schema = SftTrainerConfig
+
+    def start_workers(self) -> WorkerGroup:
+        train, infer = self.forward_settings()
+        setup = self.task.worker_setup(loss_function=SftLoss(), has_reference=False, forward=train, infer=infer)
+        return self.task.start_actor(Role.ACTOR_ROLLOUT, setup)
+
+    def val_changes(self) -> dict[str, object]:
+        """The response of a supervised row is what a generated one is compared with."""
+        return {"ground_truth_key": self.task.data.response_key}
+
+    def should_stop(self) -> bool:
+        goal = self.task.trainer.stop_at_accuracy
+        return goal is not None and self.best_accuracy >= goal
+
+    def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
+        rows = batch.select(_COLUMNS)
+        with timer.phase("update_actor"):
+            dp_size = max(place.dp_rank for place in self.group.mesh("actor")) + 1
+            everything = [torch.arange(len(rows))]
+            arranged, plan = plan_update(rows, everything, dp_size, 1, self.task.data.max_response_length)
+            metrics = dict(self.group.update_actor(arranged, plan)[0])
+        tokens = float(rows["response_mask"].sum())
+        renamed = {key.replace("actor/", "sft/"): value for key, value in metrics.items()}
+        return {**renamed, "sft/tokens": tokens, "sft/tokens_per_s": tokens / max(timer.seconds["update_actor"], 1e-9)}

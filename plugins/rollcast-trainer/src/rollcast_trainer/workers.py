@@ -1,0 +1,227 @@
+"""The worker classes: an engine alone, and the fused actor, rollout and reference."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcast.contracts.algorithm import Denominators
+from rollcast.contracts.engine import BaseEngine, EngineSetup, ForwardSettings, LossFunction, ModelConfig, OptimConfig, engines
+from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
+from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
+from rollcast.controller.decorator import register
+from rollcast.controller.worker import Worker
+from rollcast.errors import CapabilityError
+from rollcast.protocol import DataProto
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_trainer.generation import generate_sequences
+
+__all__ = ["ActorRolloutRefWorker", "TrainingWorker", "UpdatePlan", "WorkerSetup"]
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What the workers of a run are built from; everything in it can be pickled.
+
+    Attributes:
+        engine: the engine's own config, an instance of its schema, whose ``name`` is its registry name.
+        optim: None for a worker that never trains.
+        rollout: the rollout's config, or None for a worker that never generates.
+        loss_function: what ``update_actor`` minimises.
+        has_reference: keep a frozen copy of the initial model.
+        forward, infer: how batches go through the model when training, and when only computing.
+    """
+
+    model: ModelConfig
+    engine: Any
+    optim: OptimConfig | None
+    rollout: Any
+    loss_function: LossFunction | None
+    has_reference: bool
+    seed: int
+    pad_token_id: int
+    eos_token_id: int
+    forward: ForwardSettings
+    infer: ForwardSettings
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """How a rank's rows form mini-batches: contiguous, the same number of rows on every rank.
+
+    Attributes:
+        rows_per_rank: rows of each mini-batch on each rank.
+        denominators: counts of each whole mini-batch, rows that were left out included.
+        epochs: passes over all mini-batches.
+    """
+
+    rows_per_rank: Sequence[int]
+    denominators: Sequence[Denominators]
+    epochs: int = 1
+
+
+class TrainingWorker(Worker):
+    """An engine behind registered methods; the mesh is called ``train``."""
+
+    def __init__(self, setup: WorkerSetup, frozen: bool = False) -> None:
+        self.setup = setup
+        engine_class = engines.get(setup.engine.name, requested_by="actor.engine.name")
+        self.engine: BaseEngine = engine_class(
+            EngineSetup(
+                model_type="language_model",
+                model=setup.model,
+                engine=setup.engine,
+                optim=None if frozen else setup.optim,
+                context=self.context,
+                seed=setup.seed,
+            )
+        )
+
+    @register(dispatch_mode="one_to_all")
+    def init_model(self) -> None:
+        """Build the model; after it the workers know their data-parallel ranks."""
+        self.engine.initialize()
+        self.register_mesh(
+            "train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
+        )
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def train_mini_batches(
+        self, data: DataProto, plan: UpdatePlan, loss_function: LossFunction, settings: ForwardSettings
+    ) -> list[dict[str, float]]:
+        """Optimizer steps over the plan's mini-batches; the mean of their metrics, one dict a rank."""
+        steps: list[dict[str, float]] = []
+        pieces: list[DataProto] = []
+        start = 0
+        for rows in plan.rows_per_rank:
+            pieces.append(data.slice(start, start + rows))
+            start += rows
+        with self.engine.train_mode():
+            for _ in range(plan.epochs):
+                for piece, denominators in zip(pieces, plan.denominators, strict=True):
+                    output = self.engine.train_batch(piece, loss_function, _with(settings, denominators))
+                    steps.append(
+                        {
+                            **output.metrics,
+                            "actor/grad_norm": output.grad_norm,
+                            "actor/lr": output.lr,
+                            "actor/skipped_steps": float(output.skipped),
+                        }
+                    )
+            self.engine.lr_scheduler_step()
+        return [{key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}]
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
+        """``log_probs`` (and ``entropy``) of the responses, float32 ``[B, T]``."""
+        with self.engine.eval_mode():
+            return self.engine.infer_batch(data, settings)[0]
+
+
+def _with(settings: ForwardSettings, denominators: Denominators) -> ForwardSettings:
+    from dataclasses import replace
+
+    return replace(settings, denominators=denominators)
+
+
+class ActorRolloutRefWorker(Worker):
+    """Actor, rollout and (if asked for) reference policy in one process; the mesh is ``actor``."""
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.actor = TrainingWorker(setup)
+        self.ref = TrainingWorker(setup, frozen=True) if setup.has_reference else None
+        self.rollout: BaseRollout | None = None
+        self.weight_sync: BaseWeightSync | None = None
+
+    @register(dispatch_mode="one_to_all")
+    def init_model(self) -> None:
+        """Build actor, reference and rollout, and register the mesh."""
+        for part in (self.actor, self.ref):
+            if part is not None:
+                part.init_model()
+        engine = self.actor.engine
+        self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        config = self.setup.rollout
+        if config is not None:
+            rollout_class = rollouts.get(config.name, requested_by="rollout.name")
+            self.rollout = rollout_class(
+                RolloutSetup(
+                    config=config,
+                    model_path=self.setup.model.path,
+                    seed=self.setup.seed * 1_000_003 + engine.get_data_parallel_rank(),
+                    pad_token_id=self.setup.pad_token_id,
+                    eos_token_id=self.setup.eos_token_id,
+                )
+            )
+            sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
+            self.weight_sync = sync_class(engine, self.rollout)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """A response for each prompt; see :func:`rollcast_trainer.generation.generate_sequences`."""
+        if self.rollout is None:
+            raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
+        return await generate_sequences(self.rollout, prompts, sampling, self.setup.pad_token_id)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """``old_log_probs`` and ``entropy`` under the actor, float32 ``[B, T]``."""
+        return self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
+        if self.ref is None:
+            raise CapabilityError("this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward")
+        output = self.ref.infer_batch(data, self.setup.infer)
+        return output.select(["log_probs"]).rename({"log_probs": "ref_log_prob"})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def update_actor(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
+        """Optimizer steps over the plan's mini-batches; metrics, the same on every rank."""
+        if self.setup.loss_function is None:
+            raise CapabilityError("this worker was built without a loss function and cannot train")
+        return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
+
+    @register(dispatch_mode="one_to_all")
+    async def update_weights(self, version: int) -> dict[str, float]:
+        """Make the rollout generate with the actor's present weights, as ``version``."""
+        if self.weight_sync is None:
+            return {}
+        report = await self.weight_sync.sync(version)
+        return {"sync/seconds": report.seconds, "sync/tensors": float(report.tensors), "rollout/weight_version": float(report.version)}
+
+    @register(dispatch_mode="one_to_all")
+    def save_checkpoint(self, path: str) -> None:
+        """Write the actor's state and the rollout's sampler under ``path``."""
+        folder = Path(path)
+        folder.mkdir(parents=True, exist_ok=True)
+        self.actor.engine.save_checkpoint(folder / "actor")
+        if self.rollout is not None:
+            torch.save(self.rollout.state_dict(), folder / f"rollout_rank_{self.rank}.pt")
+
+    @register(dispatch_mode="one_to_all")
+    def load_checkpoint(self, path: str) -> None:
+        """Take back what :meth:`save_checkpoint` wrote; another number of ranks samples anew."""
+        folder = Path(path)
+        self.actor.engine.load_checkpoint(folder / "actor")
+        state = folder / f"rollout_rank_{self.rank}.pt"
+        if self.rollout is not None and state.exists():
+            self.rollout.load_state_dict(torch.load(state, weights_only=True))
+
+    @register(dispatch_mode="one_to_all")
+    def export(self, path: str) -> None:
+        """Write the actor as a Hugging Face folder."""
+        self.actor.engine.export(Path(path))
+
+    def close(self) -> None:
+        """Stop the rollout and leave the process group."""
+        if self.rollout is not None:
+            self.rollout.close()
+        if torch.distributed.is_available() and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
