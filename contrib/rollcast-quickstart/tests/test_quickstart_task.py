@@ -88,7 +88,7 @@ def test_the_model_config_builds_the_model(made: Path) -> None:
     assert raw["architectures"] == ["Qwen2ForCausalLM"]
     model = Qwen2ForCausalLM(config)
     assert sum(parameter.numel() for parameter in model.parameters()) == pytest.approx(0.54e6, rel=0.02)
-    assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    assert model.lm_head.weight is model.model.embed_tokens.weight
     assert (config.num_hidden_layers, config.max_position_embeddings, config.vocab_size) == (2, 256, 83)
     assert not list((made / "model").glob("*.safetensors"))
 

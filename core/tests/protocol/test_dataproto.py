@@ -6,7 +6,7 @@ import pickle
 import re
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -121,6 +121,8 @@ def test_non_tensor_batch_is_a_live_mapping() -> None:
     assert "who" not in dp
     with pytest.raises(ValueError, match="read-only"):
         view["uid"][0] = "z"
+    with pytest.raises(ValueError, match="read-only"):
+        cast(Any, dp.batch["uid"]).table[0] = "z"
     with pytest.raises(DataProtoError, match="'ids' is a tensor"):
         view["ids"] = [1, 2]
     with pytest.raises(DataProtoError, match="'who' has 3 rows but the DataProto has 2"):
@@ -229,6 +231,12 @@ def test_equal_takes_nan_for_nan_and_any_key_order() -> None:
     data = {"x": torch.tensor([nan, 1.0]), "o": [{"a": np.array([nan])}, torch.tensor(nan)]}
     copied = pickle.loads(pickle.dumps(DataProto(data), 4))
     assert copied.select(["o", "x"]).equal(DataProto(data))
+
+
+def test_nan_is_equal_to_nothing_but_nan() -> None:
+    left, right = (DataProto({"x": torch.tensor([float("nan"), x])}) for x in (1.0, float("nan")))
+    assert not left.equal(right)
+    assert not right.equal(left)
 
 
 def test_union_keeps_equal_columns_and_can_overwrite() -> None:

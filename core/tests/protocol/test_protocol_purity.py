@@ -79,6 +79,7 @@ def test_clone_owns_its_storage_and_slices_do_not() -> None:
     dp.clone().batch["ragged"].values().fill_(-1)
     assert dp["ids"].min() == 0
     assert dp["ragged"].values().min() == 0
+    assert dp.clone()["ragged"].offsets().data_ptr() != dp["ragged"].offsets().data_ptr()
     assert dp[1:3]["ids"].data_ptr() == dp["ids"][1:].data_ptr()
 
 

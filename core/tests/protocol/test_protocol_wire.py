@@ -54,6 +54,19 @@ def test_jagged_slices_ship_their_own_values_and_offsets_once() -> None:
     assert pickle.loads(header, buffers=buffers)["ids"].values().data_ptr() == address(buffers[0])
 
 
+def test_values_outside_the_offsets_stay_at_home() -> None:
+    offsets = torch.tensor([2, 4, 4, 7])
+    ids = torch.nested.nested_tensor_from_jagged(torch.arange(10), offsets)
+    dp = DataProto.from_dict({"ids": ids, "more": ids * 2})
+    header, buffers = out_of_band(dp)
+    assert [buffer.nbytes for buffer in buffers] == [5 * 8, 4 * 8, 5 * 8]
+    received = pickle.loads(header, buffers=buffers)
+    assert received.equal(dp)
+    assert [row.tolist() for row in received["ids"].unbind()] == [[2, 3], [], [4, 5, 6]]
+    assert (received["ids"] + received["more"]).values().tolist() == [6, 9, 12, 15, 18]
+    assert DataProto.concat([dp, received])["ids"].values().tolist() == [2, 3, 4, 5, 6] * 2
+
+
 def test_what_is_not_contiguous_ships_only_its_rows() -> None:
     wide = torch.arange(40).reshape(10, 4)
     _, buffers = out_of_band(DataProto.from_dict({"x": wide[:, 1:2]}))

@@ -24,7 +24,7 @@ def build_tokenizer(chat_template: str | None = None, pad: bool = True, eos: boo
     tokenizer.decoder = decoders.Fuse()
     special = {"pad_token": "<pad>"} if pad else {}
     special |= {"eos_token": "<eos>"} if eos else {}
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", padding_side="left", **special)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", padding_side="left", **special)  # type: ignore[no-untyped-call]
     fast.chat_template = chat_template
     return fast
 

@@ -47,7 +47,7 @@ def test_many_files_and_globs_keep_their_order(write_rows: Callable[..., Path], 
     for name in ("b", "a", "c"):
         write_rows([{"name": name}], f"{name}.jsonl")
     (tmp_path / "d.jsonl").mkdir()
-    files = [tmp_path / "c.jsonl", str(tmp_path / "[ab].jsonl")]
+    files: list[str | Path] = [tmp_path / "c.jsonl", str(tmp_path / "[ab].jsonl")]
     assert [row.values["name"] for row in read_files(files)] == ["c", "a", "b"]
     assert len(expand_files([tmp_path / "*.jsonl"])) == 3
 

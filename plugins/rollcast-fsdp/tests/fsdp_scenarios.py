@@ -206,3 +206,31 @@ def move(context: WorkerContext, folder: Path) -> dict[str, Any]:
     engine.to("device", optimizer=False)
     step_once(engine, context, 1)
     return weights(engine)
+
+
+def recover(context: WorkerContext, folder: Path) -> dict[str, Any]:
+    """A loss that raises in the second micro-batch, on every rank, and then a step like any other."""
+    calls: list[int] = []
+
+    def fails(inputs: LossInputs) -> LossOutput:
+        calls.append(1)
+        if len(calls) > 1:
+            raise ZeroDivisionError("in a loss function")
+        return nll(inputs)
+
+    engine = build(context, folder)
+    caught = False
+    try:
+        with engine.train_mode():
+            engine.train_batch(share(context, [2, 2], seed=9), fails, ForwardSettings(micro_batch_size_per_gpu=1))
+    except ZeroDivisionError:
+        caught = True
+    step_once(engine, context, 0)
+    return {"caught": caught, "weights": weights(engine)}
+
+
+def compute_in_bf16(context: WorkerContext, folder: Path) -> float:
+    """The first gradient's norm under mixed precision, on however many ranks."""
+    engine = build(context, folder, mixed_precision="bf16")
+    with engine.train_mode():
+        return engine.train_batch(share(context, [2, 2]), nll, ForwardSettings()).grad_norm

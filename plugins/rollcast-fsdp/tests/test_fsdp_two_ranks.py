@@ -8,9 +8,11 @@ from typing import Any
 import fsdp_scenarios as scenarios
 import pytest
 import torch
+from fsdp_ranks import Ranks
 from transformers import AutoModelForCausalLM
 
-from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast_fsdp.engine import FsdpEngine
 
 
 def assert_same_training(alone: dict[str, Any], sharded: list[dict[str, Any]]) -> None:
@@ -38,7 +40,7 @@ def test_training_is_that_of_one_rank(ranks: Any, model_folder: Path, splits: li
 @pytest.mark.parametrize("keys", [{"reshard_after_forward": False}, {"gradient_checkpointing": True}])
 def test_keys_that_trade_memory_change_no_number(ranks: Any, untied_folder: Path, keys: dict[str, bool]) -> None:
     settings = ForwardSettings(max_token_len_per_gpu=30, temperature=0.7, calculate_entropy=True)
-    options = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}
+    options: dict[str, Any] = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}
     alone = scenarios.train(scenarios.ALONE, **options)
     assert_same_training(alone, ranks.run(scenarios.train, **options, **keys))
 
@@ -120,9 +122,7 @@ def test_generation_needs_no_lock_step(ranks: Any, model_folder: Path) -> None:
 def test_export_opens_in_transformers(ranks: Any, folder: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     source = request.getfixturevalue(folder)
     outputs = ranks.run(scenarios.export, folder=source, output=tmp_path / "hf", checkpoint=tmp_path / "checkpoint")
-    scenarios.FsdpEngine.export_checkpoint(
-        tmp_path / "checkpoint", scenarios.ModelConfig(str(source)), tmp_path / "from_checkpoint"
-    )
+    FsdpEngine.export_checkpoint(tmp_path / "checkpoint", ModelConfig(str(source)), tmp_path / "from_checkpoint")
     live = AutoModelForCausalLM.from_pretrained(tmp_path / "hf").state_dict()
     saved = AutoModelForCausalLM.from_pretrained(tmp_path / "from_checkpoint").state_dict()
     assert all(torch.equal(tensor, saved[name]) for name, tensor in live.items())
@@ -137,3 +137,22 @@ def test_offload_keys_change_no_number(ranks: Any, model_folder: Path) -> None:
     for result in ranks.run(scenarios.move, folder=model_folder):
         for name, tensor in alone.items():
             torch.testing.assert_close(result[name], tensor, rtol=1e-5, atol=2e-6)
+
+
+def test_an_exception_in_a_loss_leaves_the_engine_usable(ranks: Any, model_folder: Path) -> None:
+    alone = scenarios.recover(scenarios.ALONE, model_folder)
+    for result in ranks.run(scenarios.recover, folder=model_folder):
+        assert result["caught"]
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=2e-6)
+
+
+def test_one_rank_computes_in_bf16_too(ranks: Any, model_folder: Path) -> None:
+    # In a process of its own: it joins a process group of one, which no later engine here could leave.
+    alone = Ranks(1)
+    try:
+        norm = alone.run(scenarios.compute_in_bf16, folder=model_folder)[0]
+    finally:
+        alone.close()
+    both = ranks.run(scenarios.compute_in_bf16, folder=model_folder)
+    assert both[0] == both[1] == pytest.approx(norm, rel=1e-3)

@@ -19,7 +19,8 @@ CONF = Path(rollcast_rewards.__file__).parent / "conf" / "reward"
 def test_each_option_names_every_key(name: str, options: dict[str, str]) -> None:
     text = (CONF / f"{name}.yaml").read_text()
     assert text.startswith("# @package reward\n")
-    assert OmegaConf.to_container(OmegaConf.create(text)) == {
+    given = OmegaConf.to_container(OmegaConf.create(text))
+    assert given == {
         **dataclasses.asdict(RewardConfig()),
         "name": name,
         "reward_kwargs": options,

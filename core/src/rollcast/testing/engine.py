@@ -17,6 +17,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.engine import (
     BaseEngine,
     EngineSetup,
@@ -98,8 +99,6 @@ class EngineSuite:
         """Seven rows of ragged prompts and responses."""
         return random_batch(7, 6, 9, seed=1)
 
-    # What an engine computes
-
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
     def test_log_probs_and_entropy(self, build: Build, folder: Path, batch: DataProto, temperature: float) -> None:
         output = _infer(build(), batch, ForwardSettings(temperature=temperature, calculate_entropy=True))
@@ -175,8 +174,6 @@ class EngineSuite:
         with pytest.raises(ConfigError, match=r"max_token_len_per_gpu"):
             _infer(engine, batch, ForwardSettings(max_token_len_per_gpu=14))
 
-    # What a loss function sees
-
     def test_loss_inputs_fit_together(self, build: Build, batch: DataProto) -> None:
         """Columns belong to the rows of the log-probs; denominators count the whole mini-batch."""
         engine = build()
@@ -189,17 +186,14 @@ class EngineSuite:
             return nll_loss(inputs)
 
         _train(engine, data, ForwardSettings(micro_batch_size_per_gpu=2, max_response_length=50), look)
-        mask = batch["response_mask"]
+        counts = Denominators(tokens=float(batch["response_mask"].sum()), sequences=7.0, max_tokens=50.0)
         for inputs in seen:
             if inputs.log_probs is None or inputs.entropy is not None or inputs.values is not None:
                 raise AssertionError("a language model gives log_probs, no values, and no entropy unless asked for")
             chosen = inputs.response_mask > 0
             given = inputs.columns["advantages"].where(chosen, 0.0)
             self._close(inputs.log_probs.detach().where(chosen, 0.0), given, "columns belong to the log-probs' rows")
-            counts = inputs.denominators
-            _require(counts.tokens == float(mask.sum()), "denominators.tokens counts the mini-batch")
-            _require(counts.sequences == 7.0, "denominators.sequences counts the mini-batch")
-            _require(counts.max_tokens == 50.0, "denominators.max_tokens is the settings' max_response_length")
+            _require(inputs.denominators == counts, f"{inputs.denominators} counts the mini-batch: {counts}")
         rows = torch.cat([inputs.columns["weight"][inputs.response_mask.sum(-1) > 0] for inputs in seen])
         _require(sorted(rows.tolist()) == list(range(7)), "every row is seen once")
 
@@ -212,8 +206,6 @@ class EngineSuite:
         expected = {"nll": float(losses.sum() / batch["response_mask"].sum()), "worst": float(losses.max())}
         _require(one == pytest.approx(expected, rel=self.rtol), f"metrics {one} are {expected}")
         _require(many == pytest.approx(expected, rel=self.rtol), f"metrics of micro-batches {many} are {expected}")
-
-    # Batches at the edge
 
     def test_rows_without_a_token_count_for_nothing(self, build: Build, batch: DataProto) -> None:
         mask = batch["response_mask"].clone()
@@ -277,8 +269,6 @@ class EngineSuite:
         engine = build(optim=optim)
         rates = [engine.current_lr(), *(engine.lr_scheduler_step() for _ in range(7))]
         _require(rates == pytest.approx([*expected, expected[-1]]), f"learning rates {rates} are {expected}")
-
-    # What an engine hands out
 
     def test_checkpoint_resumes_bitwise(self, build: Build, batch: DataProto, tmp_path: Path) -> None:
         optim = replace(_OPTIM, lr_warmup_steps=9)

@@ -140,7 +140,7 @@ def check_budget(longest: int, settings: ForwardSettings) -> None:
         )
 
 
-def dummy_micro_batch(columns: Mapping[str, Tensor], device: torch.device) -> MicroBatch:
+def dummy_micro_batch(device: torch.device) -> MicroBatch:
     """One row of two tokens under no mask, for a rank that ran out of rows.
 
     Ranks that share a model gather its weights together in each forward and backward, so all of
@@ -151,7 +151,7 @@ def dummy_micro_batch(columns: Mapping[str, Tensor], device: torch.device) -> Mi
         "attention_mask": torch.ones((1, 2), dtype=torch.int64, device=device),
         "position_ids": torch.arange(2, device=device).unsqueeze(0),
     }
-    mask = torch.zeros((1, 1), dtype=columns["response_mask"].dtype, device=device)
+    mask = torch.zeros((1, 1), dtype=torch.int64, device=device)
     return MicroBatch(torch.zeros(0, dtype=torch.int64), inputs, inputs["input_ids"][:, 1:], mask, {}, is_dummy=True)
 
 

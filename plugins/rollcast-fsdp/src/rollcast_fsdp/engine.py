@@ -23,7 +23,7 @@ from rollcast_fsdp.optim import build_optimizer, check_optim, learning_rate
 from rollcast_fsdp.reduce import MetricSums, agree_on_counts
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, full_tensor, join_process_group, parameters_by_name, shard_module
-from rollcast_fsdp.step import run_micro_batch, tensor_columns
+from rollcast_fsdp.step import dummy_loss, run_micro_batch, tensor_columns
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -63,6 +63,7 @@ class FsdpEngine(BaseEngine):
         self.sharding: Sharding | None = None
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_step = 0
+        self._has_stale_gradients = False
 
     def initialize(self) -> None:
         """Load the model on this rank, shard it if there are more, and build the optimizer.
@@ -113,6 +114,11 @@ class FsdpEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Forget all gradients."""
+        if self._has_stale_gradients:
+            # FSDP2 keeps what was accumulated but not reduced out of reach: reduce it, then drop it.
+            with torch.enable_grad():
+                torch.autograd.backward(dummy_loss(self.module, self.device))
+            self._has_stale_gradients = False
         self._trained().zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -211,7 +217,7 @@ class FsdpEngine(BaseEngine):
     def _micro_batch(self, plan: BatchPlan, index: int) -> MicroBatch:
         if index < len(plan):
             return plan.micro_batch(index, self.device)
-        return dummy_micro_batch(plan.columns, self.device)
+        return dummy_micro_batch(self.device)
 
     def _after_run(self, training: bool, finished: bool) -> None:
         if self.sharding is None:
@@ -220,6 +226,7 @@ class FsdpEngine(BaseEngine):
             self.sharding.set_gradient_sync(True)
         if not finished:
             self.sharding.reset()
+            self._has_stale_gradients = self._has_stale_gradients or training
         self.sharding.reshard()
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:

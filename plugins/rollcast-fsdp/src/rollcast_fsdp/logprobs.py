@@ -48,7 +48,7 @@ def response_logits(
 def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
     """Values of the states in which the response tokens were chosen, float32 ``[B, T]``."""
     values: Tensor = module(**model_inputs)
-    return values[:, -(response_length + 1) : -1].float()
+    return values[:, -(response_length + 1) : -1, 0].float()
 
 
 def _keeps_logits(module: nn.Module) -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from rollcast.errors import ConfigError
@@ -46,11 +47,11 @@ class ValueModel(nn.Module):
         return self.get_submodule(self.body_name)
 
     def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Values ``[B, S]`` of the states after each of ``S`` positions (inputs int64 ``[B, S]``)."""
+        """Values ``[B, S, 1]`` of the states after each of ``S`` positions (inputs int64 ``[B, S]``)."""
         hidden = self.body(
             input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
         ).last_hidden_state
-        values: Tensor = self.score(hidden).squeeze(-1)
+        values: Tensor = self.score(hidden)
         return values
 
 
@@ -120,7 +121,7 @@ def _load(model: ModelConfig, config: Any, dtype: torch.dtype, auto_class: str) 
             module: nn.Module = auto.from_config(config, **options)
             return module
         module, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
-    except (ValueError, KeyError, OSError) as error:
+    except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.path {folder} does not load with {auto_class}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:

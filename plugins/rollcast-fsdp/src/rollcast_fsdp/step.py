@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast.contracts.engine import LossInputs
+from rollcast.contracts.engine import ForwardSettings, LossInputs
+from rollcast_fsdp.batching import dummy_micro_batch
 from rollcast_fsdp.logprobs import response_logits, response_values, token_entropy, token_log_probs
 from rollcast_fsdp.model import ValueModel
 
@@ -14,12 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.algorithm import Denominators
-    from rollcast.contracts.engine import ForwardSettings, LossFunction
+    from rollcast.contracts.engine import LossFunction
     from rollcast.protocol import DataProto
     from rollcast_fsdp.batching import MicroBatch
     from rollcast_fsdp.reduce import MetricSums
 
-__all__ = ["run_micro_batch", "tensor_columns"]
+__all__ = ["dummy_loss", "run_micro_batch", "tensor_columns"]
 
 
 def tensor_columns(data: DataProto) -> dict[str, Tensor]:
@@ -45,9 +46,8 @@ def run_micro_batch(
     given = _forward(module, micro, settings)
     if loss_function is None:
         return given, None
-    nothing = 0.0 * sum(quantity.sum() for quantity in given.values())
     if micro.is_dummy:
-        return given, torch.as_tensor(nothing)
+        return given, _nothing(given)
     inputs = LossInputs(
         log_probs=given.get("log_probs"),
         entropy=given.get("entropy"),
@@ -60,8 +60,17 @@ def run_micro_batch(
     sums.add(output.metrics, output.maxima)
     loss = output.loss
     if torch.is_grad_enabled() and not loss.requires_grad:
-        loss = loss + nothing
+        loss = loss + _nothing(given)
     return given, loss
+
+
+def dummy_loss(module: nn.Module, device: torch.device) -> Tensor:
+    """The zero loss of a dummy micro-batch; its backward takes part in the ranks' reduction."""
+    return _nothing(_forward(module, dummy_micro_batch(device), ForwardSettings()))
+
+
+def _nothing(given: dict[str, Tensor]) -> Tensor:
+    return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0
 
 
 def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings) -> dict[str, Tensor]:

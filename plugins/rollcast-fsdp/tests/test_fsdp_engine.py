@@ -1,0 +1,253 @@
+"""One rank: what the conformance suite does not ask."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import fsdp_scenarios as scenarios
+import pytest
+import torch
+import yaml  # type: ignore[import-untyped]
+from safetensors.torch import load_file
+from transformers import AutoModelForTokenClassification
+
+from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, LossOutput, ModelConfig, OptimConfig
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import CheckpointError, ConfigError
+from rollcast.testing.tiny import random_batch, tiny_model_folder
+from rollcast_fsdp.batching import plan_batch
+from rollcast_fsdp.conf import SCHEMAS
+from rollcast_fsdp.engine import FsdpEngine
+from rollcast_fsdp.optim import learning_rate
+from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_fsdp.step import tensor_columns
+
+ALONE = scenarios.ALONE
+
+
+def test_schemas_and_conf_need_no_torch() -> None:
+    code = (
+        "import sys, rollcast_fsdp, rollcast_fsdp.schemas, rollcast_fsdp.conf; "
+        "sys.exit(len({'torch', 'transformers', 'ray'} & set(sys.modules)))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert answer.returncode == 0, answer.stderr
+
+
+def test_yaml_has_every_key_with_its_default() -> None:
+    text = (Path(sys.modules["rollcast_fsdp.conf"].__file__ or "").parent / "engine" / "fsdp.yaml").read_text()
+    assert text.startswith("# @package actor.engine\n")
+    defaults = FsdpConfig()
+    assert yaml.safe_load(text) == {f.name: getattr(defaults, f.name) for f in fields(FsdpConfig)}
+    assert SCHEMAS[0].schema is FsdpConfig
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"fsdp_size": 2}, "fsdp_size is 2"),
+        ({"model_dtype": "float32"}, "model_dtype is 'float32'; valid: fp32, bf16"),
+        ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; valid: none, bf16"),
+    ],
+)
+def test_wrong_engine_keys_are_named(keys: dict[str, object], message: str) -> None:
+    setup = EngineSetup("language_model", ModelConfig("x"), FsdpConfig(**keys), None, ALONE)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=message):
+        FsdpEngine(setup)
+
+
+@pytest.mark.parametrize(
+    ("optim", "message"),
+    [
+        (OptimConfig(lr_scheduler_type="step"), "lr_scheduler_type is 'step'; valid: constant, linear, cosine"),
+        (OptimConfig(lr_scheduler_type="cosine"), "needs optim.total_training_steps"),
+        (OptimConfig(clip_grad=0.0), "clip_grad is 0.0"),
+        (OptimConfig(betas=[0.9]), "betas"),
+    ],
+)
+def test_wrong_optimizer_keys_are_named(optim: OptimConfig, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        FsdpEngine(EngineSetup("language_model", ModelConfig("x"), FsdpConfig(), optim, ALONE))
+
+
+def test_a_group_without_a_port_is_refused(model_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="no master_port"):
+        scenarios.build(WorkerContext(rank=0, world_size=2), model_folder)
+
+
+def test_bad_model_folders_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="is not a folder"):
+        scenarios.build(ALONE, tmp_path / "absent")
+    with pytest.raises(ConfigError, match=r"has no config\.json"):
+        scenarios.build(ALONE, tmp_path)
+    (tmp_path / "config.json").write_text('{"model_type": "unheard_of"}')
+    with pytest.raises(ConfigError, match="unheard_of"):
+        scenarios.build(ALONE, tmp_path)
+    empty = tiny_model_folder(tmp_path / "empty", weights=False)
+    with pytest.raises(ConfigError, match="random_init=true"):
+        scenarios.build(ALONE, empty)
+    (empty / "model.safetensors").write_bytes(b"")
+    with pytest.raises(ConfigError, match="does not load"):
+        scenarios.build(ALONE, empty)
+    bert = tmp_path / "bert"
+    bert.mkdir()
+    (bert / "config.json").write_text('{"model_type": "vit"}')
+    with pytest.raises(ConfigError, match="AutoModelForCausalLM"):
+        scenarios.build(ALONE, bert, random_init=True)
+
+
+def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    config["num_hidden_layers"] = 3
+    config["layer_types"] = ["full_attention"] * 3
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"lack \d+ parameters, such as model\.layers\.2"):
+        scenarios.build(ALONE, folder)
+
+
+def test_random_weights_come_from_the_seed_alone(tmp_path: Path) -> None:
+    folder = tiny_model_folder(tmp_path / "model", weights=False)
+    before = torch.get_rng_state()
+    first = scenarios.weights(scenarios.build(ALONE, folder, random_init=True))
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.rand(5)
+    second = scenarios.weights(scenarios.build(ALONE, folder, random_init=True))
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+
+
+def test_bf16_weights(model_folder: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder, model_dtype="bf16")
+    assert {tensor.dtype for tensor in scenarios.weights(engine).values()} == {torch.bfloat16}
+    output, _ = engine.infer_batch(random_batch(3, 4, 5), ForwardSettings())
+    assert output["log_probs"].dtype == torch.float32
+
+
+def test_a_token_budget_bounds_padded_tokens() -> None:
+    batch = random_batch(40, 12, 20, seed=4)
+    plan = plan_batch(tensor_columns(batch), ForwardSettings(max_token_len_per_gpu=70))
+    parts = [plan.micro_batch(index, torch.device("cpu")) for index in range(len(plan))]
+    assert max(part.model_inputs["input_ids"].numel() for part in parts) <= 70
+    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(40))
+    assert len(parts) <= 16  # 40 rows of 17 tokens on average
+    for part in parts:
+        ids, mask = part.model_inputs["input_ids"], part.model_inputs["attention_mask"]
+        assert mask[:, 0].any()
+        assert mask[:, -1].any()
+        kept = batch["input_ids"][part.rows][batch["attention_mask"][part.rows] > 0]
+        assert torch.equal(ids[mask > 0], kept)
+        assert torch.equal(part.columns["prompts"], ids[:, : -part.responses.size(1)])
+
+
+def test_a_micro_batch_has_at_least_one_row(model_folder: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder)
+    with pytest.raises(ConfigError, match="micro_batch_size_per_gpu is 0"):
+        engine.infer_batch(random_batch(2, 3, 4), ForwardSettings(micro_batch_size_per_gpu=0))
+
+
+def test_training_needs_a_loss_and_an_optimizer(model_folder: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder, trained=False)
+    with pytest.raises(TypeError, match="loss_function"):
+        engine.forward_backward_batch(random_batch(2, 3, 4), None, ForwardSettings())
+    with pytest.raises(TypeError, match="without optim"):
+        engine.optimizer_step()
+
+
+def test_a_loss_without_gradient_is_no_error(model_folder: Path) -> None:
+    def constant(inputs: LossInputs) -> LossOutput:
+        return LossOutput(torch.zeros(()), {"answer": torch.tensor(21.0)})
+
+    engine = scenarios.build(ALONE, model_folder)
+    with engine.train_mode():
+        result = engine.train_batch(random_batch(4, 3, 4), constant, ForwardSettings(micro_batch_size_per_gpu=2))
+    assert result.grad_norm == 0.0
+    assert result.metrics == {"answer": 42.0}
+
+
+def test_modes_are_put_back(model_folder: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder)
+    assert not engine.module.training
+    with engine.train_mode():
+        assert engine.module.training
+        with engine.eval_mode():
+            assert not engine.module.training
+            assert not torch.is_grad_enabled()
+        assert engine.module.training
+        assert torch.is_grad_enabled()
+    assert not engine.module.training
+
+
+def test_schedule_ends_at_its_floor() -> None:
+    optim = OptimConfig(lr=2.0, lr_scheduler_type="linear", total_training_steps=4, min_lr_ratio=0.25)
+    assert [learning_rate(optim, step) for step in (0, 2, 4, 9)] == [2.0, 1.25, 0.5, 0.5]
+
+
+def test_value_model_exports_as_token_classification(model_folder: Path, tmp_path: Path) -> None:
+    output = scenarios.export(ALONE, model_folder, tmp_path / "hf", tmp_path / "checkpoint", model_type="value_model")
+    FsdpEngine.export_checkpoint(tmp_path / "checkpoint", ModelConfig(str(model_folder)), tmp_path / "saved")
+    first, second = (
+        load_file(tmp_path / "hf" / "model.safetensors"),
+        load_file(tmp_path / "saved" / "model.safetensors"),
+    )
+    assert first.keys() == second.keys()
+    assert all(torch.equal(tensor, second[name]) for name, tensor in first.items())
+    data = scenarios.share(ALONE, [2, 2])
+    module = AutoModelForTokenClassification.from_pretrained(tmp_path / "hf").eval()
+    logits = module(data["input_ids"], data["attention_mask"], data["position_ids"]).logits
+    values = logits[:, 5:-1, 0].where(data["response_mask"] > 0, 0.0)
+    torch.testing.assert_close(output["values"], values.detach(), rtol=1e-5, atol=1e-5)
+    again = scenarios.build(ALONE, tmp_path / "hf", model_type="value_model")
+    torch.testing.assert_close(again.infer_batch(data, ForwardSettings())[0]["values"], output["values"])
+
+
+def test_fresh_values_are_zero(model_folder: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder, model_type="value_model")
+    assert not engine.infer_batch(random_batch(3, 4, 5), ForwardSettings())[0]["values"].any()
+
+
+def test_incomplete_checkpoints_name_what_is_missing(model_folder: Path, tmp_path: Path) -> None:
+    engine = scenarios.build(ALONE, model_folder)
+    checkpoint = tmp_path / "checkpoint"
+    engine.save_checkpoint(checkpoint)
+    (checkpoint / "rng" / "rank_0.pt").rename(tmp_path / "rng")
+    with pytest.raises(CheckpointError, match=r"lacks .*rank_0\.pt"):
+        engine.load_checkpoint(checkpoint)
+    (tmp_path / "rng").rename(checkpoint / "rng" / "rank_0.pt")
+    shard = next((checkpoint / "shards").glob("*.distcp"))
+    shard.rename(tmp_path / "shard")
+    with pytest.raises(CheckpointError, match="cannot be read"):
+        engine.load_checkpoint(checkpoint)
+    (tmp_path / "shard").rename(shard)
+    metadata = checkpoint / "shards" / ".metadata"
+    metadata.rename(tmp_path / "metadata")
+    with pytest.raises(CheckpointError, match=r"lacks shards/\.metadata"):
+        FsdpEngine.export_checkpoint(checkpoint, ModelConfig(str(model_folder)), tmp_path / "hf")
+    (tmp_path / "metadata").rename(metadata)
+    critic = scenarios.build(ALONE, model_folder, model_type="value_model")
+    with pytest.raises(CheckpointError, match="holds a language_model, the engine a value_model; "):
+        critic.load_checkpoint(checkpoint)
+    engine.load_checkpoint(checkpoint)
+
+
+def test_a_reference_policys_checkpoint_does_not_resume_training(model_folder: Path, tmp_path: Path) -> None:
+    scenarios.build(ALONE, model_folder, trained=False).save_checkpoint(tmp_path / "reference")
+    with pytest.raises(CheckpointError, match="no optimizer state"):
+        scenarios.build(ALONE, model_folder).load_checkpoint(tmp_path / "reference")
+    scenarios.build(ALONE, model_folder, trained=False).load_checkpoint(tmp_path / "reference")
+
+
+def test_a_checkpoint_that_cannot_be_written_is_an_error(model_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(CheckpointError, match="could not be written"):
+        scenarios.build(ALONE, model_folder).save_checkpoint(tmp_path / "file" / "checkpoint")
+
+
+def test_exporting_onto_another_model_is_refused(model_folder: Path, tmp_path: Path) -> None:
+    scenarios.build(ALONE, model_folder).save_checkpoint(tmp_path / "checkpoint")
+    other = tiny_model_folder(tmp_path / "other", hidden=32)
+    with pytest.raises(CheckpointError, match="parameters differ"):
+        FsdpEngine.export_checkpoint(tmp_path / "checkpoint", ModelConfig(str(other)), tmp_path / "hf")
