@@ -9,6 +9,7 @@ from pathlib import Path
 from textwrap import dedent
 
 import pytest
+
 from rollcast.plugins import inprocess, metadata, registry
 
 MakeDist = Callable[..., Path]

@@ -7,6 +7,7 @@ import logging
 from typing import Any
 
 import pytest
+
 from rollcast.errors import PluginError, PluginTypeError
 from rollcast.plugins import hookspecs
 from rollcast.plugins.hookspecs import hookimpl

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from rollcast.plugins.groups import FIRST_PARTY, GROUPS, find_provider
 from rollcast.plugins.metadata import PartInfo, find_claims, find_groups, find_parts, refresh
 

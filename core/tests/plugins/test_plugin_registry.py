@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
+
 from rollcast.errors import (
     PluginConflictError,
     PluginError,
@@ -58,8 +59,7 @@ def test_names_find_and_contains_import_nothing(make_dist, parts) -> None:
 
 def test_get_imports_only_what_was_asked_for_and_only_once(make_dist, parts) -> None:
     files = {
-        "tp_a.py": "import builtins\nbuiltins.tp_count = getattr(builtins, 'tp_count', 0) + 1\n"
-        "def f(): return 'a'\n",
+        "tp_a.py": "import builtins\nbuiltins.tp_count = getattr(builtins, 'tp_count', 0) + 1\ndef f(): return 'a'\n",
         "tp_b.py": "raise RuntimeError('nobody asked for me')",
     }
     make_dist("p", {GROUP: {"a": "tp_a:f", "b": "tp_b:f"}}, files)
@@ -106,9 +106,7 @@ def test_not_found_says_which_first_party_distribution_would_help() -> None:
     find_registry("rollcast.rollouts")
     with pytest.raises(PluginNotFoundError, match=r"pip install rollcast-vllm"):
         rollouts.get("vllm")
-    with pytest.raises(
-        PluginNotFoundError, match=r"mean 'sglang'\?\n.*pip install rollcast-sglang"
-    ):
+    with pytest.raises(PluginNotFoundError, match=r"mean 'sglang'\?\n.*pip install rollcast-sglang"):
         rollouts.get("sgland")
     with pytest.raises(PluginNotFoundError) as caught:
         rollouts.get("zzz")
@@ -172,13 +170,9 @@ def test_a_missing_third_party_module_comes_with_a_hint(make_dist, parts, requir
         parts.get("a")
 
 
-def test_a_missing_submodule_of_an_installed_package_is_not_answered_with_pip(
-    make_dist, parts
-) -> None:
+def test_a_missing_submodule_of_an_installed_package_is_not_answered_with_pip(make_dist, parts) -> None:
     make_dist("p", {GROUP: {"a": "tp_mod:f"}}, {"tp_mod.py": "import json.nothing"})
-    with pytest.raises(
-        PluginLoadError, match=r"json is installed, but has no module json\.nothing"
-    ):
+    with pytest.raises(PluginLoadError, match=r"json is installed, but has no module json\.nothing"):
         parts.get("a")
 
 

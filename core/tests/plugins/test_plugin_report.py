@@ -9,6 +9,7 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+
 import rollcast.errors
 from rollcast.plugins.diagnose import Diagnosis
 from rollcast.plugins.metadata import PartInfo
@@ -256,9 +257,7 @@ def test_report_tells_every_state(make_dist, core_version, monkeypatch) -> None:
         "tp_m:f",
         "",
     )
-    assert [row.name for row in rows if row.group == GROUP] == sorted(
-        row.name for row in rows if row.group == GROUP
-    )
+    assert [row.name for row in rows if row.group == GROUP] == sorted(row.name for row in rows if row.group == GROUP)
     assert "tp_m" not in sys.modules
 
 
@@ -353,8 +352,7 @@ def test_check_is_not_held_up_by_what_a_plugin_leaves_running(make_dist) -> None
     files = {
         "tp_fork.py": "import os, time\nif os.fork() == 0:\n    time.sleep(300)\nos._exit(3)",
         "tp_close.py": "import os, time\nos.closerange(1, 99)\ntime.sleep(300)",
-        "tp_thread.py": "import threading, time\n"
-        "threading.Thread(target=time.sleep, args=(300,)).start()\nf = len",
+        "tp_thread.py": "import threading, time\nthreading.Thread(target=time.sleep, args=(300,)).start()\nf = len",
     }
     points = {"a_fork": "tp_fork:f", "b_close": "tp_close:f", "c_thread": "tp_thread:f"}
     make_dist("p", {GROUP: points}, files)
@@ -427,9 +425,7 @@ def test_importing_the_package_is_light() -> None:
             print(error)
         """
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.splitlines() == [
         "[]",
         "[]",

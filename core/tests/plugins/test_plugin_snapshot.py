@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 import rollcast.errors
 from rollcast.errors import PluginError, PluginLoadError
 from rollcast.plugins import inprocess
@@ -110,9 +111,7 @@ def test_an_unpicklable_part_is_named_with_advice(parts) -> None:
 
 def test_without_cloudpickle_main_is_refused_and_modules_travel(parts, monkeypatch) -> None:
     monkeypatch.setitem(sys.modules, "cloudpickle", None)
-    monkeypatch.setattr(
-        inprocess.importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else name
-    )
+    monkeypatch.setattr(inprocess.importlib.util, "find_spec", lambda name: None if name == "cloudpickle" else name)
     parts.register("fine", textwrap.dedent)
     data = snapshot()
     assert data is not None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
+
 from rollcast.protocol import DataProto
 
 # The machines of a test run differ in speed; what is tested here is not time.
@@ -25,9 +26,7 @@ DTYPES = [
 inner_shapes: st.SearchStrategy[tuple[int, ...]] = st.sampled_from([(), (3,), (2, 2), (0,)])
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: (
-        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3)
-    ),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
     max_leaves=5,
 )
 
@@ -48,9 +47,7 @@ def jagged(lengths: list[int], dtype: torch.dtype = torch.int64, *, inner: int =
 @st.composite
 def batches(draw: st.DrawFn, max_rows: int = 9, min_columns: int = 0) -> DataProto:
     rows = draw(st.integers(0, max_rows))
-    kinds = draw(
-        st.lists(st.sampled_from(["dense", "jagged", "object"]), min_size=min_columns, max_size=4)
-    )
+    kinds = draw(st.lists(st.sampled_from(["dense", "jagged", "object"]), min_size=min_columns, max_size=4))
     data: dict[str, Any] = {}
     for number, kind in enumerate(kinds):
         dtype = draw(st.sampled_from(DTYPES))

@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 import torch
 from protocol_batches import jagged, sample
+from tensordict import TensorDict
+
 from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import DataProto
-from tensordict import TensorDict
 
 
 def test_single_dict_sorts_values_by_kind() -> None:

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 
 import pytest
 from protocol_batches import sample
+
 from rollcast.errors import DataProtoError
 from rollcast.protocol import DataProto, DataProtoFuture
 

@@ -12,6 +12,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from protocol_batches import batches, law, rows_of, snapshot
+
 from rollcast.errors import DataProtoError
 from rollcast.protocol import DataProto
 
@@ -92,9 +93,7 @@ def test_pop_is_select_and_drop_and_union_joins_them(dp: DataProto, data: st.Dat
 
 
 selectors = st.one_of(
-    st.builds(
-        slice, *[st.none() | st.integers(-12, 12)] * 2, st.sampled_from([None, 1, 2, -1, -3])
-    ),
+    st.builds(slice, *[st.none() | st.integers(-12, 12)] * 2, st.sampled_from([None, 1, 2, -1, -3])),
     st.lists(st.integers(-9, 8), max_size=6),
     st.integers(-9, 8),
 )
@@ -104,9 +103,7 @@ selectors = st.one_of(
 @given(batches(), selectors)
 @example(DataProto(length=1), slice(-2, 0, -1))
 @example(DataProto(length=3), slice(2, 1))
-def test_indexing_is_that_of_a_list_of_rows(
-    dp: DataProto, selector: slice | list[int] | int
-) -> None:
+def test_indexing_is_that_of_a_list_of_rows(dp: DataProto, selector: slice | list[int] | int) -> None:
     rows = rows_of(dp)
     before = snapshot(dp)
     wanted = [selector] if isinstance(selector, int) else selector
@@ -177,9 +174,7 @@ def test_a_row_slice_ships_exactly_its_bytes(dp: DataProto, data: st.DataObject)
 
 @law
 @given(batches(max_rows=6), counts, counts, st.booleans())
-def test_every_epoch_has_every_row_once(
-    dp: DataProto, size: int, epochs: int, shuffle: bool
-) -> None:
+def test_every_epoch_has_every_row_once(dp: DataProto, size: int, epochs: int, shuffle: bool) -> None:
     if len(dp) % size:
         with pytest.raises(DataProtoError, match="make_iterator"):
             dp.make_iterator(size, epochs)

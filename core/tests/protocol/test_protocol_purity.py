@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from protocol_batches import sample, snapshot
+
 from rollcast.protocol import DataProto
 
 OPERATIONS: dict[str, Callable[[DataProto], Any]] = {

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 from protocol_batches import DTYPES, numbered, sample, snapshot
+
 from rollcast.errors import DataProtoError
 from rollcast.protocol import DataProto
 

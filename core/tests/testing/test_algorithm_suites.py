@@ -160,7 +160,7 @@ def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
             with_outputs(lambda i, adv: torch.where(i.response_mask == 1, adv, 0) * ~i.response_mask),
             "ignores_the_masks_dtype",
         ),
-        (with_outputs(lambda _, adv: adv * random.random()), "is_deterministic"),  # noqa: S311
+        (with_outputs(lambda _, adv: adv * random.random()), "is_deterministic"),
         (with_outputs(normalised_without_epsilon), "is_finite_for_constant_rewards"),
         (with_outputs(normalised_without_epsilon), "takes_rows_without_tokens"),
         (with_outputs(lambda _, adv: adv / adv.abs().max()), "takes_an_empty_batch"),
@@ -289,7 +289,7 @@ def test_a_right_loss_passes() -> None:
         (unbounded, "is_finite_at_extreme_ratios"),
         (in_the_inputs_precision, "takes_half_precision"),
         (length_normalised, "takes_rows_without_tokens"),
-        (with_losses(lambda _, losses: losses * random.random()), "is_deterministic"),  # noqa: S311
+        (with_losses(lambda _, losses: losses * random.random()), "is_deterministic"),
         (changing_its_inputs, "leaves_its_inputs_alone"),
     ],
 )
@@ -366,7 +366,7 @@ def test_importing_the_kit_imports_nothing_heavy() -> None:
         "import rollcast.testing\n"
         "assert 'AdvantageSuite' in dir(rollcast.testing)\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 

@@ -145,7 +145,7 @@ def test_ppo_reports_what_has_no_weight() -> None:
 
 def test_ppo_survives_pickling() -> None:
     loss = full_loss()
-    again = pickle.loads(pickle.dumps(loss))  # noqa: S301
+    again = pickle.loads(pickle.dumps(loss))
     assert again == loss
     torch.testing.assert_close(again(batch()).loss, loss(batch()).loss)
 

@@ -56,7 +56,7 @@ def test_the_package_schemas_and_configs_import_without_torch_or_ray() -> None:
         "import rollcast_algorithms, rollcast_algorithms.schemas, rollcast_algorithms.conf\n"
         "rollcast_algorithms.AlgorithmConfig\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)  # noqa: S603
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -75,7 +75,7 @@ def test_the_readme_names_every_part() -> None:
 
 def test_the_readmes_usage_runs(capsys: pytest.CaptureFixture[str]) -> None:
     namespace: dict[str, Any] = {}
-    exec(readme_blocks()[0], namespace)  # noqa: S102
+    exec(readme_blocks()[0], namespace)
     assert "0.7071" in capsys.readouterr().out
     assert callable(namespace["loss_function"])
 
@@ -84,7 +84,7 @@ class TestTheReadmesEstimator(AdvantageSuite):
     @pytest.fixture
     def estimator(self) -> AdvantageEstimator:
         namespace: dict[str, Any] = {}
-        exec(readme_blocks()[1], namespace)  # noqa: S102
+        exec(readme_blocks()[1], namespace)
         part: AdvantageEstimator = namespace["centred"]
         return part
 

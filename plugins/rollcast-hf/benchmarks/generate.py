@@ -10,10 +10,11 @@ import tempfile
 import time
 
 import torch
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
 from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.schemas import HfRolloutConfig
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 #: label, distinct prompts, shortest and longest prompt, new tokens, sequences per prompt
 CASES = (

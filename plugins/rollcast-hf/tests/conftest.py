@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
+
 from rollcast.contracts.engine import EngineCapabilities
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSetup, SamplingParams, rollouts
 from rollcast.testing.tiny import tiny_model_folder
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.schemas import HfRolloutConfig
-from transformers import AutoModelForCausalLM
 
 # Changes nothing where the distribution is installed; from a source tree it stands in for that.
 rollouts.register("hf", HfRollout)

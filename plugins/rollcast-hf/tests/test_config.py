@@ -5,8 +5,9 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import rollcast_hf.conf
 from omegaconf import OmegaConf
+
+import rollcast_hf.conf
 from rollcast_hf.schemas import HfRolloutConfig
 
 

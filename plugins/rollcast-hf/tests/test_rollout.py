@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import EOS, ModuleEngine, make_prompts, roughen, run_all, tokens_of
+from transformers import GPT2Config, GPT2LMHeadModel
+
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast_hf.errors import GenerationError, RequestError
 from rollcast_hf.rollout import HfRollout
-from transformers import GPT2Config, GPT2LMHeadModel
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 FREE = SamplingParams(max_tokens=10, ignore_eos=True)

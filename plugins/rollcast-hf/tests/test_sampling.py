@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
 from rollcast.contracts.rollout import SamplingParams
 from rollcast_hf.sampling import Recipe, TokenSampler, choose_tokens
 

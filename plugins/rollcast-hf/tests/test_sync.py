@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 from conftest import ModuleEngine, run_all
+
 from rollcast.contracts.engine import EngineCapabilities
 from rollcast.contracts.rollout import RolloutCapabilities, SamplingParams
 from rollcast.errors import CapabilityError

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_prompts, run_all, tokens_of
+from transformers import AutoModelForCausalLM
+
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.testing.tiny import tiny_model_folder
 from rollcast_hf.errors import WeightUpdateError
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.weights import bucket_checksum, load_buckets
-from transformers import AutoModelForCausalLM
 
 
 def test_a_folder_without_weights_is_enough(make_rollout: Callable[..., HfRollout], model: Any, tmp_path: Path) -> None:

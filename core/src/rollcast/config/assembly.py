@@ -177,5 +177,5 @@ def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[
         if isinstance(tree, dict):
             tree.pop("defaults", None)
             leaves: dict[str, Any] = flatten(tree, entry.package or "")
-            origins |= {key: f"{source.provider}: {path}.yaml" for key in leaves}
+            origins |= dict.fromkeys(leaves, f"{source.provider}: {path}.yaml")
     return origins

@@ -31,7 +31,8 @@ def active_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str]) 
     return [
         schema
         for schema in schemas
-        if not schema.group or (choices.get(schema.group) not in (None, "None") and schema.option in ("", choices[schema.group]))
+        if not schema.group
+        or (choices.get(schema.group) not in (None, "None") and schema.option in ("", choices[schema.group]))
     ]
 
 

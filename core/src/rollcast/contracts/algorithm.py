@@ -10,7 +10,7 @@ Example::
 
     @advantage(needs_groups=True)
     def centred(inputs: AdvantageInputs) -> AdvantageOutputs:
-        score = inputs.token_level_rewards.sum(-1)
+        score = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).sum(-1)
         score = score - inputs.group_mean(score)
         return AdvantageOutputs.from_scores(score, inputs.response_mask)
 """
@@ -191,9 +191,7 @@ class PolicyLossOutput:
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutput]
 
-advantages: Registry[AdvantageEstimator] = Registry(
-    "rollcast.advantages", is_callable(1), "algorithm.adv_estimator"
-)
+advantages: Registry[AdvantageEstimator] = Registry("rollcast.advantages", is_callable(1), "algorithm.adv_estimator")
 policy_losses: Registry[PolicyLoss] = Registry("rollcast.policy_losses", is_callable(1), "actor.policy_loss")
 loss_aggregations: Registry[LossAggregation] = Registry(
     "rollcast.loss_aggregations", is_callable(3), "actor.loss_agg_mode"

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Any
 from rollcast.plugins.registry import Registry, subclass_of
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
     from rollcast.protocol import DataProto
 
 __all__ = ["BaseDataset", "BasePreprocessor", "PreprocessReport", "datasets", "preprocessors"]
@@ -48,7 +46,8 @@ class BaseDataset(ABC):
     @abstractmethod
     def collate(self, rows: list[Any]) -> DataProto:
         """Rows to one batch. Prompts are left-padded: ``input_ids``, ``attention_mask`` and
-        ``position_ids`` int64 ``[B, P]``."""
+        ``position_ids`` int64 ``[B, P]``.
+        """
 
 
 @dataclass(frozen=True)

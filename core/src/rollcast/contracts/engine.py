@@ -140,7 +140,8 @@ class ForwardSettings:
         max_response_length: the constant of the ``seq-mean-token-sum-norm`` aggregation; None
             stands for the batch's own ``T``.
         denominators: counts of the whole mini-batch, given by a caller who has left rows out of
-            the batch that would add nothing; None counts them over the batch and all ranks.
+            the batch that would add nothing; None counts them over the batch and all ranks, each
+            at least 1.
     """
 
     temperature: float = 1.0
@@ -195,7 +196,8 @@ class LossFunction(Protocol):
 class TrainOutput:
     """One optimizer step, the same on every rank: the norm of the gradient before clipping, the
     learning rate used, whether the step was skipped because the gradient was not finite, and the
-    loss function's metrics over the whole mini-batch."""
+    loss function's metrics over the whole mini-batch.
+    """
 
     grad_norm: float
     lr: float
@@ -235,7 +237,8 @@ class BaseEngine(ABC):
     @abstractmethod
     def optimizer_step(self) -> tuple[float, bool]:
         """Clip and step; gives the gradient's global norm before clipping, and whether the step
-        was skipped because that norm is not finite."""
+        was skipped because that norm is not finite.
+        """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:

@@ -19,7 +19,16 @@ from typing import Any
 
 from rollcast.plugins.registry import Registry, any_of, is_callable, subclass_of
 
-__all__ = ["BaseReward", "BaseRewardManager", "RewardFunction", "RewardResult", "RewardSample", "build_reward", "reward_managers", "rewards"]
+__all__ = [
+    "BaseReward",
+    "BaseRewardManager",
+    "RewardFunction",
+    "RewardResult",
+    "RewardSample",
+    "build_reward",
+    "reward_managers",
+    "rewards",
+]
 
 
 @dataclass(frozen=True)
@@ -69,6 +78,8 @@ class BaseReward(ABC):
 
     #: The score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is not given.
     max_score: float = 1.0
+    #: The name that it was asked for by; set by :func:`build_reward`, for messages.
+    name: str = ""
 
     @abstractmethod
     def score(self, sample: RewardSample) -> float | RewardResult:
@@ -121,7 +132,10 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseRew
     part = rewards.get(name)
     options = dict(options or {})
     if isinstance(part, type) and issubclass(part, BaseReward):
-        return part(**options)
-    if options:
+        built: BaseReward = part(**options)
+    elif options:
         raise TypeError(f"reward {name!r} is a plain function and takes no options, got {sorted(options)}")
-    return _FunctionReward(part)
+    else:
+        built = _FunctionReward(part)
+    built.name = name
+    return built

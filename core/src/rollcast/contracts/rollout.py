@@ -181,11 +181,11 @@ class BaseRollout(ABC):
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Give the named memory back; a rollout without any of its own does nothing."""
-        return None
+        return
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Take the named memory again."""
-        return None
+        return
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the requests (all for None) now; they come back with what they have.
@@ -203,11 +203,11 @@ class BaseRollout(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
-        return None
+        return
 
     def close(self) -> None:
         """Stop what was started; called once."""
-        return None
+        return
 
 
 rollouts: Registry[type[BaseRollout]] = Registry("rollcast.rollouts", subclass_of(BaseRollout), "rollout.name")

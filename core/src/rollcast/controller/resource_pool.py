@@ -81,9 +81,7 @@ def check_resources(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources
         ResourceError: with what each pool asks for and what each node has.
     """
     left = [[node.cpus, node.gpus] for node in nodes]
-    wanted = sorted(
-        ((count, pool) for pool in pools for count in pool.process_on_nodes), key=lambda entry: -entry[0]
-    )
+    wanted = sorted(((count, pool) for pool in pools for count in pool.process_on_nodes), key=lambda entry: -entry[0])
     for count, pool in wanted:
         cpus, gpus = count * pool.cpus_per_process, float(count if pool.use_gpu else 0)
         fits = [i for i, (c, g) in enumerate(left) if c >= cpus and g >= gpus]

@@ -279,11 +279,12 @@ class WorkerGroup:
         present = [(rank, call) for rank, call in calls if call is not None]
         stored = self._store_shared([call for _, call in present])
         return [
-            shared.runtime.call(shared.hosts[rank], self.role, method, _replace(call, stored))
-            for rank, call in present
+            shared.runtime.call(shared.hosts[rank], self.role, method, _replace(call, stored)) for rank, call in present
         ]
 
-    def receive(self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None) -> list[Any]:
+    def receive(
+        self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None
+    ) -> list[Any]:
         """Wait for the results of :meth:`send`.
 
         Raises:

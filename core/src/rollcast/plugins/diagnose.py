@@ -35,9 +35,7 @@ class _Module:
     @property
     def is_open(self) -> bool:
         """Whether names may exist in it that its source does not show."""
-        return (
-            self.problem is None and (self.top is None or self.top.is_dynamic) and self.path != ""
-        )
+        return self.problem is None and (self.top is None or self.top.is_dynamic) and self.path != ""
 
 
 class Diagnosis:
@@ -105,9 +103,7 @@ class Diagnosis:
             base = base[: len(base) - level + 1]
             yield line, (".".join([*base, *([name] if name else [])]), attribute)
 
-    def _import_problem(
-        self, part: PartInfo, target: tuple[str, str], owned: set[str]
-    ) -> str | None:
+    def _import_problem(self, part: PartInfo, target: tuple[str, str], owned: set[str]) -> str | None:
         name, attribute = target
         top = name.split(".")[0]
         if not name:

@@ -148,9 +148,7 @@ def snapshot() -> bytes | None:
     """
     with _lock:
         entries = [
-            (group, name, entry.obj)
-            for group, names in sorted(_table.items())
-            for name, entry in sorted(names.items())
+            (group, name, entry.obj) for group, names in sorted(_table.items()) for name, entry in sorted(names.items())
         ]
     if not entries:
         return None
@@ -180,9 +178,7 @@ def install_snapshot(data: bytes | None) -> None:
             for name in [name for name, entry in names.items() if entry.arrived]:
                 del names[name]
         for group, arrived in parts.items():
-            entries = {
-                name: _Entry(_Pickled(*each), arrived=True) for name, each in arrived.items()
-            }
+            entries = {name: _Entry(_Pickled(*each), arrived=True) for name, each in arrived.items()}
             _table.setdefault(group, {}).update(entries)
         _installed = data
         _advance()

@@ -81,9 +81,7 @@ def report(
         if problem is not None:
             reports[part] = _report(part, "broken", problem)
     local = [row for row in _in_process() if wanted is None or row.group in wanted]
-    return sorted(
-        [*reports.values(), *local], key=lambda row: (row.group, row.name, row.distribution)
-    )
+    return sorted([*reports.values(), *local], key=lambda row: (row.group, row.name, row.distribution))
 
 
 def _find_rollcast_parts() -> list[PartInfo]:
@@ -114,9 +112,7 @@ def _judge(part: PartInfo) -> PartReport:
 
 
 def _report(part: PartInfo, state: State, cause: str = "") -> PartReport:
-    return PartReport(
-        part.group, part.name, part.distribution, part.version, part.value, state, cause
-    )
+    return PartReport(part.group, part.name, part.distribution, part.version, part.value, state, cause)
 
 
 def _in_process() -> list[PartReport]:

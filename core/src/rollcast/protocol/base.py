@@ -77,22 +77,17 @@ class BatchBase:
         for name, value in (tensors or {}).items():
             if isinstance(ops.as_column(name, value), ObjectColumn):
                 raise DataProtoError(
-                    f"column {name!r} is a {type(value).__name__}, not a tensor; give it as"
-                    " non_tensors"
+                    f"column {name!r} is a {type(value).__name__}, not a tensor; give it as non_tensors"
                 )
         return cls(tensors, non_tensors, meta_info, length=length)
 
     @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None
-    ) -> Self:
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
         """From columns of any kind: tensors and numeric arrays become tensors, the rest objects."""
         return cls(data, None, meta_info)
 
     @classmethod
-    def from_tensordict(
-        cls, td: TensorDictBase, meta_info: Mapping[str, Any] | None = None
-    ) -> Self:
+    def from_tensordict(cls, td: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> Self:
         """From a TensorDict, whose tensors are shared and whose structure is not."""
         return cls(td, None, meta_info)
 

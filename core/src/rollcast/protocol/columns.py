@@ -89,9 +89,7 @@ def as_column(name: str, value: Any) -> torch.Tensor:
     _check_name(name)
     if isinstance(value, ObjectColumn):
         if value.dim() != 1:
-            raise DataProtoError(
-                f"object column {name!r} has shape {tuple(value.shape)}; it needs one dimension"
-            )
+            raise DataProtoError(f"object column {name!r} has shape {tuple(value.shape)}; it needs one dimension")
         return value if value.device.type == "cpu" else value.cpu()
     if isinstance(value, torch.Tensor):
         return _from_tensor(name, value)
@@ -115,8 +113,7 @@ def as_object_column(name: str, value: Any) -> ObjectColumn:
         raise DataProtoError(f"column {name!r} is a tensor; give it among the tensors")
     if is_tensor_collection(value):
         raise DataProtoError(
-            f"column {name!r} is a {type(value).__name__}; columns do not nest: call"
-            " flatten_keys() first"
+            f"column {name!r} is a {type(value).__name__}; columns do not nest: call flatten_keys() first"
         )
     if isinstance(value, np.ndarray) and value.ndim:
         return ObjectColumn.of(value)
@@ -156,9 +153,7 @@ def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None
             first, length = name, rows
         elif rows != length:
             than = f"column {first!r} has {length}" if first else f"the DataProto has {length}"
-            raise DataProtoError(
-                f"column {name!r} has {rows} rows but {than}; all columns need one length"
-            )
+            raise DataProtoError(f"column {name!r} has {rows} rows but {than}; all columns need one length")
     return length or 0
 
 
@@ -257,9 +252,7 @@ def clone(columns: Mapping[str, torch.Tensor]) -> Columns:
 
 def deep_clone(columns: Mapping[str, torch.Tensor], memo: dict[int, Any]) -> Columns:
     """Tensors with storage of their own, and copies of all objects."""
-    return _map_tensors(
-        columns, lambda tensor: tensor.detach().clone(), lambda column: deepcopy(column, memo)
-    )
+    return _map_tensors(columns, lambda tensor: tensor.detach().clone(), lambda column: deepcopy(column, memo))
 
 
 def _map_tensors(

@@ -54,9 +54,7 @@ class DataProto(BatchBase):
                 raise ops.missing(name, self.keys())
         return names
 
-    def select(
-        self, keys: Keys | str | None = None, meta_info_keys: Iterable[str] | None = None
-    ) -> Self:
+    def select(self, keys: Keys | str | None = None, meta_info_keys: Iterable[str] | None = None) -> Self:
         """Only these columns, of any kind, and these meta keys; ``None`` keeps all of them.
 
         Raises:
@@ -139,9 +137,7 @@ class DataProto(BatchBase):
         """The rows of these numbers, in this order, or where a mask ``[len]`` is true."""
         return self._take(pick_index(idxs, len(self)))
 
-    def slice(
-        self, start: int | None = None, end: int | None = None, step: int | None = None
-    ) -> Self:
+    def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
         """The rows of a Python slice; views of this one's storage for a positive step."""
         return self._take(pick_slice(slice(start, end, step), len(self)))
 
@@ -211,9 +207,7 @@ class DataProto(BatchBase):
             )
         return self._take(pick)
 
-    def pad_to_divisor(
-        self, divisor: int, mode: Literal["last", "first", "cycle"] = "last"
-    ) -> tuple[Self, int]:
+    def pad_to_divisor(self, divisor: int, mode: Literal["last", "first", "cycle"] = "last") -> tuple[Self, int]:
         """``(padded, pad_size)``: rows added at the end until ``divisor`` divides the length.
 
         Args:

@@ -68,9 +68,7 @@ class DataProtoFuture:
         if not self._results:
             values = self._fetch(self.refs, timeout)
             if len(values) != len(self.refs):
-                raise DataProtoError(
-                    f"{len(self.refs)} shards were fetched but {len(values)} values came back"
-                )
+                raise DataProtoError(f"{len(self.refs)} shards were fetched but {len(values)} values came back")
             self._results.append(self._collect(values))
         return self._results[0]
 

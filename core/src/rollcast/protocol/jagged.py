@@ -101,9 +101,7 @@ def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return values[start:stop], offsets
 
 
-def concat(
-    columns: Sequence[torch.Tensor], ragged: dict[tuple[int, ...], torch.Tensor]
-) -> torch.Tensor:
+def concat(columns: Sequence[torch.Tensor], ragged: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
     """The rows of all columns, in order.
 
     Args:

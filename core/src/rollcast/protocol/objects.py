@@ -236,9 +236,7 @@ def _equal_elements(left: Any, right: Any, negate: bool) -> torch.Tensor:
     mine = column.objects().ravel().tolist()
     if isinstance(other, ObjectColumn):
         if other.shape != column.shape:
-            raise TypeError(
-                f"object columns of {tuple(column.shape)} and {tuple(other.shape)} rows"
-            )
+            raise TypeError(f"object columns of {tuple(column.shape)} and {tuple(other.shape)} rows")
         others = other.objects().ravel().tolist()
     else:
         others = [other] * len(mine)

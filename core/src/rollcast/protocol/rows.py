@@ -67,8 +67,7 @@ def pick_slice(selector: slice, length: int) -> Pick:
 def _mask_to_index(mask: torch.Tensor, length: int) -> torch.Tensor:
     if mask.numel() != length:
         raise DataProtoError(
-            f"the boolean mask has {mask.numel()} values but the DataProto has {length} rows;"
-            " give one value per row"
+            f"the boolean mask has {mask.numel()} values but the DataProto has {length} rows; give one value per row"
         )
     return mask.nonzero().flatten()
 
@@ -89,9 +88,7 @@ def _to_tensor(
     return torch.from_numpy(array.astype(bool if array.dtype.kind == "b" else np.int64))
 
 
-def pick_index(
-    selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray, length: int
-) -> Pick:
+def pick_index(selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray, length: int) -> Pick:
     """Resolve a list, array or tensor of row numbers or booleans against ``length`` rows.
 
     Raises:
@@ -109,9 +106,7 @@ def pick_index(
     if index.numel():
         low, high = int(index.min()), int(index.max())
         if low < -length or high >= length:
-            raise RowIndexError(
-                f"row {low if low < -length else high} is out of range for {length} rows"
-            )
+            raise RowIndexError(f"row {low if low < -length else high} is out of range for {length} rows")
         if low < 0:
             index = torch.where(index < 0, index + length, index)
     return Pick(None, index, index.numel())

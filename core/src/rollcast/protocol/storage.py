@@ -59,8 +59,7 @@ def _header(packed: wire.Packed, length: int, meta_info: Mapping[str, Any]) -> b
         places.append([offset, buffer.numel(), zlib.crc32(buffer.numpy().data)])
         offset += _aligned(buffer.numel())
     objects = {
-        name: [_jsonable(item, f"object column {name!r}") for item in items]
-        for name, items in packed.objects.items()
+        name: [_jsonable(item, f"object column {name!r}") for item in items] for name, items in packed.objects.items()
     }
     meta = {key: _jsonable(item, f"meta_info key {key!r}") for key, item in meta_info.items()}
     content = {
@@ -119,17 +118,14 @@ def load(path: str | os.PathLike[str]) -> tuple[Columns, int, dict[str, Any]]:
             raise DataProtoError(f"{os.fspath(path)}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
             # The checksum fits, so these come from a writer of another kind.
-            raise DataProtoError(
-                f"{os.fspath(path)}: its header is not understood ({error!r})"
-            ) from error
+            raise DataProtoError(f"{os.fspath(path)}: its header is not understood ({error!r})") from error
 
 
 def _read_exactly(file: BinaryIO, size: int, what: str) -> bytearray:
     remaining = os.fstat(file.fileno()).st_size - file.tell()
     if remaining < size:
         raise DataProtoError(
-            f"the file ends inside {what}: {size} bytes were expected and {remaining} are left;"
-            " it was cut short"
+            f"the file ends inside {what}: {size} bytes were expected and {remaining} are left; it was cut short"
         )
     content = bytearray(size)
     if file.readinto(content) != size:  # type: ignore[attr-defined]
@@ -148,9 +144,7 @@ def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
     if content["byteorder"] != sys.byteorder:
         raise DataProtoError(f"it was written on a {content['byteorder']}-endian machine")
     specs = tuple(
-        wire.ColumnSpec(
-            name, kind, tuple(wire.TensorSpec(d, tuple(shape), b) for d, shape, b in tensors)
-        )
+        wire.ColumnSpec(name, kind, tuple(wire.TensorSpec(d, tuple(shape), b) for d, shape, b in tensors))
         for name, kind, tensors in content["columns"]
     )
     start = _aligned(file.tell())
@@ -159,9 +153,7 @@ def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
         file.seek(start + offset)
         buffer = _read_exactly(file, length, f"buffer {number}")
         if zlib.crc32(buffer) != checksum:
-            raise DataProtoError(
-                f"buffer {number} does not match its checksum; the file is damaged"
-            )
+            raise DataProtoError(f"buffer {number} does not match its checksum; the file is damaged")
         buffers.append(buffer)
     columns = wire.unpack(specs, buffers, content["objects"])
     return columns, common_length(columns, content["length"]), content["meta_info"]

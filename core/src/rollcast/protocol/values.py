@@ -77,9 +77,7 @@ def same_value(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def merge_meta(
-    metas: list[dict[str, Any]], operation: str, *, overwrite: bool = False
-) -> dict[str, Any]:
+def merge_meta(metas: list[dict[str, Any]], operation: str, *, overwrite: bool = False) -> dict[str, Any]:
     """One dict with the keys of all.
 
     Raises:

@@ -36,9 +36,7 @@ class ObjectColumnsView(MutableMapping[str, Any]):
         column = as_object_column(key, value)
         common_length({key: column}, self._batch.batch_size[0])
         if key in self._batch and not self._holds(key):
-            raise DataProtoError(
-                f"column {key!r} is a tensor; drop it before objects take its name"
-            )
+            raise DataProtoError(f"column {key!r} is a tensor; drop it before objects take its name")
         self._batch.set(key, column)
 
     def __delitem__(self, key: str) -> None:

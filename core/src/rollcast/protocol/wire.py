@@ -129,9 +129,7 @@ def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
     return torch.frombuffer(buffers[spec.buffer], dtype=dtype).reshape(spec.shape)
 
 
-def unpack(
-    specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]
-) -> Columns:
+def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]) -> Columns:
     """The columns over ``buffers`` (anything with the buffer protocol); no bytes are copied.
 
     Raises:
@@ -144,9 +142,7 @@ def unpack(
         try:
             tensors = [_unpack_tensor(tensor, buffers) for tensor in spec.tensors]
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            raise DataProtoError(
-                f"column {spec.name!r} does not fit its buffer: {error}"
-            ) from error
+            raise DataProtoError(f"column {spec.name!r} does not fit its buffer: {error}") from error
         if spec.kind == "object":
             used = objects[spec.name]
             rows = tensors[0] if tensors else torch.arange(len(used))

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import HostInfo, WorkerHost, WorkerRaised
+from rollcast.controller.hosting import WorkerHost, WorkerRaised
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import WorkerContext
@@ -102,5 +102,3 @@ class LocalRuntime(Runtime):
             else:
                 os.environ[key] = value
         self._saved_env.clear()
-
-

@@ -201,4 +201,4 @@ class ConsoleTracker(BaseTracker):
         for part in [*shown[:1], *([self._validation] if self._validation else []), *shown[1:]]:
             line.append("  ·  " if line else "", style="dim")
             line.append(part, style="" if line else "green")
-        return Group(head, line if line else Text("waiting for the first step", style="dim"))
+        return Group(head, line or Text("waiting for the first step", style="dim"))

@@ -37,8 +37,11 @@ class NdMesh(DispatchMode):
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         places = worker_group.mesh(self.mesh_name)
         collecting = sorted(
-            ((places[rank].dp_rank, output) for rank, output in zip(outputs.ranks, outputs, strict=True)
-             if places[rank].is_collect),
+            (
+                (places[rank].dp_rank, output)
+                for rank, output in zip(outputs.ranks, outputs, strict=True)
+                if places[rank].is_collect
+            ),
             key=lambda entry: entry[0],
         )
         return join_shards(f"{self.name}({self.mesh_name!r})", [output for _, output in collecting], outputs.state)

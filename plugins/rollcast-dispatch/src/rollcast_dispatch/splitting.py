@@ -74,7 +74,9 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
         return None
     if all(isinstance(output, DataProto) for output in outputs):
         joined = outputs[0] if len(outputs) == 1 or not padding.rows else DataProto.concat(list(outputs))
-        return joined.slice(0, padding.rows) if padding.added and len(joined) == padding.rows + padding.added else joined
+        return (
+            joined.slice(0, padding.rows) if padding.added and len(joined) == padding.rows + padding.added else joined
+        )
     if all(isinstance(output, list) for output in outputs):
         if not padding.rows:
             return list(outputs[0])

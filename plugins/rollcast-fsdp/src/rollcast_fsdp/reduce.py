@@ -23,7 +23,8 @@ __all__ = ["AgreedCounts", "MetricSums", "agree_on_counts"]
 @dataclass(frozen=True)
 class AgreedCounts:
     """Counts over all ranks: how many micro-batches each runs, what losses divide by, and the
-    longest row's tokens."""
+    longest row's tokens.
+    """
 
     micro_batches: int
     denominators: Denominators
@@ -33,7 +34,7 @@ class AgreedCounts:
 def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, device: torch.device) -> AgreedCounts:
     """Exchange counts, in one collective; ``group`` None stands for a single rank.
 
-    Counts of tokens and sequences are at least 1, so that a mini-batch without a single token
+    Denominators that the caller gave stand. Counted ones are at least 1, so that a mini-batch without a single token
     under the mask has the loss 0 rather than 0/0.
     """
     mask = plan.columns["response_mask"] > 0
@@ -47,7 +48,7 @@ def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, devi
         dist.all_gather(rows, mine, group=group)
         table = torch.stack(rows)
     sums, maxima = table.sum(0).tolist(), table.amax(0).tolist()
-    denominators = Denominators(
+    denominators = settings.denominators or Denominators(
         tokens=max(sums[0], 1.0),
         sequences=max(sums[1], 1.0),
         max_tokens=float(settings.max_response_length or maxima[4]),

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from rollcast.contracts.rollout import SamplingParams
 from torch import Tensor, nn
 
+from rollcast.contracts.rollout import SamplingParams
 from rollcast_hf.sampling import TokenSampler
 
 __all__ = ["DecodeRow", "DecodedRow", "Decoding"]

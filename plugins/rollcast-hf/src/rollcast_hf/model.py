@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 import transformers
-from rollcast.errors import CheckpointError
-from rollcast.runtime.device import local_device
 from torch import nn
 
+from rollcast.errors import CheckpointError
+from rollcast.runtime.device import local_device
 from rollcast_hf.requests import ModelLimits
 
 __all__ = ["build_model", "load_model", "read_limits"]

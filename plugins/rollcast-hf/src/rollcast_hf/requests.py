@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
-
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_hf.errors import RequestError
 

@@ -16,6 +16,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
+from torch import Tensor, nn
+
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutCapabilities,
@@ -26,8 +28,6 @@ from rollcast.contracts.rollout import (
     WeightReport,
 )
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
-from torch import Tensor, nn
-
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError, WeightUpdateError
 from rollcast_hf.model import build_model, load_model, read_limits

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-from rollcast.contracts.rollout import SamplingParams
 from torch import Tensor
+
+from rollcast.contracts.rollout import SamplingParams
 
 __all__ = ["Recipe", "TokenSampler", "choose_tokens"]
 

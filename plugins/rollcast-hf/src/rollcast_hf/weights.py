@@ -8,9 +8,9 @@ import time
 from collections.abc import Iterable, Sequence
 
 import torch
-from rollcast.contracts.rollout import WeightReport
 from torch import Tensor, nn
 
+from rollcast.contracts.rollout import WeightReport
 from rollcast_hf.errors import WeightUpdateError
 
 __all__ = ["bucket_checksum", "count_weights", "load_buckets"]

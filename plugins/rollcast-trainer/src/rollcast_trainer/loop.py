@@ -227,7 +227,11 @@ def _accuracies(rows: list[dict[str, Any]]) -> dict[str, float]:
     def mean(chosen: list[dict[str, Any]], key: str) -> float:
         return sum(float(row[key]) for row in chosen) / max(len(chosen), 1)
 
-    metrics = {"val/accuracy": mean(rows, "correct"), "val/reward": mean(rows, "score"), "val/samples": float(len(rows))}
+    metrics = {
+        "val/accuracy": mean(rows, "correct"),
+        "val/reward": mean(rows, "score"),
+        "val/samples": float(len(rows)),
+    }
     sources = sorted({row["data_source"] for row in rows})
     if len(sources) > 1:
         for source in sources:

@@ -101,7 +101,7 @@ class PpoTrainer(LoopTrainer):
             clip_ratio_c=actor.clip_ratio_c,
             entropy_coeff=actor.entropy_coeff,
             kl_penalty=kl_penalties.get(actor.kl_loss_type) if actor.use_kl_loss else None,
-            kl_loss_coef=actor.kl_loss_coef,
+            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
             options=actor.policy_loss_kwargs,
         )
 

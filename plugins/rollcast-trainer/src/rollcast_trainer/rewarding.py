@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, build_reward, reward_managers
+from rollcast.contracts.reward import (
+    BaseReward,
+    BaseRewardManager,
+    RewardResult,
+    RewardSample,
+    build_reward,
+    reward_managers,
+)
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 
@@ -79,9 +86,7 @@ class RewardScorer:
         manager: of the reward manager.
     """
 
-    def __init__(
-        self, name: str, manager: str, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase
-    ) -> None:
+    def __init__(self, name: str, manager: str, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
         try:
             self.reward: BaseReward = build_reward(name, options)
         except TypeError as error:
@@ -117,8 +122,13 @@ class RewardScorer:
             return list(columns[name]) if name in columns else [default] * count
 
         rows = zip(
-            prompts, responses, ids, finished,
-            column("ground_truth", None), column("data_source", ""), column("extra_info", None),
+            prompts,
+            responses,
+            ids,
+            finished,
+            column("ground_truth", None),
+            column("data_source", ""),
+            column("extra_info", None),
             strict=True,
         )
         return [

@@ -90,7 +90,9 @@ class TaskRunner:
             raise CapabilityError(f"{names}: this sync shares the engine's module, which the {lacking} cannot do")
         modes = {mode.value for mode in self.rollout_class.capabilities.modes}
         if self.rollout.mode not in modes:
-            raise CapabilityError(f"rollout.mode={self.rollout.mode}: {self.rollout.name} can do {', '.join(sorted(modes))}")
+            raise CapabilityError(
+                f"rollout.mode={self.rollout.mode}: {self.rollout.name} can do {', '.join(sorted(modes))}"
+            )
 
     # -- start and stop -----------------------------------------------------------------------
 
@@ -130,14 +132,20 @@ class TaskRunner:
         if self.data.preprocess is None:
             return
         if self.data.preprocess_dir is None:
-            raise ConfigError(f"data.preprocess={self.data.preprocess} needs data.preprocess_dir, the folder to write into")
+            raise ConfigError(
+                f"data.preprocess={self.data.preprocess} needs data.preprocess_dir, the folder to write into"
+            )
         output = Path(self.data.preprocess_dir)
         if all(Path(file).exists() for file in [*self.data.train_files, *self.data.val_files]):
             return
         source = None if self.data.preprocess_source is None else Path(self.data.preprocess_source)
         preprocessor = preprocessors.get(self.data.preprocess, requested_by="data.preprocess")()
         report = preprocessor.run(source, output, self.trainer.seed)
-        logger.info("%s wrote %s", self.data.preprocess, ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items()))
+        logger.info(
+            "%s wrote %s",
+            self.data.preprocess,
+            ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items()),
+        )
 
     def _start_runtime(self) -> None:
         settings = self.runtime_config
@@ -165,7 +173,9 @@ class TaskRunner:
         folder = self.run_dir / "warm_start"
         exported = folder / "export"
         if not (exported / "config.json").exists():
-            inner = compose([f"recipe={recipe}", f"run_dir={folder}", f"trainer.seed={self.trainer.seed}", "trainer.export=true"])
+            inner = compose(
+                [f"recipe={recipe}", f"run_dir={folder}", f"trainer.seed={self.trainer.seed}", "trainer.export=true"]
+            )
             for section in ("runtime", "placement"):
                 inner.config[section] = self.config[section]
             logger.info("warm start: training recipe %s in %s", recipe, folder)
@@ -243,7 +253,7 @@ class TaskRunner:
             raise ConfigError(f"placement.device is {device!r}; valid: auto, cpu, cuda")
         use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
         counts = [self.placement.n_gpus_per_node] * self.placement.nnodes
-        return ResourcePoolManager({"global_pool": counts}, {role: "global_pool" for role in Role}, use_gpu)
+        return ResourcePoolManager({"global_pool": counts}, dict.fromkeys(Role, "global_pool"), use_gpu)
 
     def start_actor(self, role: Role, setup: WorkerSetup) -> WorkerGroup:
         """Start the actor's group and build its model."""

@@ -10,7 +10,15 @@ from typing import Any
 import torch
 
 from rollcast.contracts.algorithm import Denominators
-from rollcast.contracts.engine import BaseEngine, EngineSetup, ForwardSettings, LossFunction, ModelConfig, OptimConfig, engines
+from rollcast.contracts.engine import (
+    BaseEngine,
+    EngineSetup,
+    ForwardSettings,
+    LossFunction,
+    ModelConfig,
+    OptimConfig,
+    engines,
+)
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast.controller.decorator import register
@@ -85,9 +93,7 @@ class TrainingWorker(Worker):
     def init_model(self) -> None:
         """Build the model; after it the workers know their data-parallel ranks."""
         self.engine.initialize()
-        self.register_mesh(
-            "train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs()
-        )
+        self.register_mesh("train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs())
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def train_mini_batches(
@@ -177,7 +183,9 @@ class ActorRolloutRefWorker(Worker):
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
         if self.ref is None:
-            raise CapabilityError("this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward")
+            raise CapabilityError(
+                "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
+            )
         output = self.ref.infer_batch(data, self.setup.infer)
         return output.select(["log_probs"]).rename({"log_probs": "ref_log_prob"})
 
@@ -194,7 +202,11 @@ class ActorRolloutRefWorker(Worker):
         if self.weight_sync is None:
             return {}
         report = await self.weight_sync.sync(version)
-        return {"sync/seconds": report.seconds, "sync/tensors": float(report.tensors), "rollout/weight_version": float(report.version)}
+        return {
+            "sync/seconds": report.seconds,
+            "sync/tensors": float(report.tensors),
+            "rollout/weight_version": float(report.version),
+        }
 
     @register(dispatch_mode="one_to_all")
     def save_checkpoint(self, path: str) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from rollcast.config.schemas import ConfigSchema
-
 from rollcast_hf.schemas import HfRolloutConfig
 
 __all__ = ["SCHEMAS"]
