@@ -1,0 +1,148 @@
+"""Every task that a person runs. Each session builds the wheels and installs those, never the source tree.
+
+python -m nox -s quickstart               the main job, into runs/quickstart; overrides go after `--`
+python -m nox -s tests                    every test; a path or -k after `--` narrows it
+python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
+python -m nox -s lint types docs bench bench_peers
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
+FOLDERS = [ROOT / "core", *sorted((ROOT / "plugins").glob("rollcast-*")), *sorted((ROOT / "contrib").glob("rollcast-*"))]
+TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
+QUICKSTART = "rollcast-quickstart"
+
+nox.needs_version = ">=2024.4.15"
+nox.options.reuse_existing_virtualenvs = True
+nox.options.sessions = ["lint", "types", "tests"]
+
+
+def project(folder: Path) -> dict[str, object]:
+    return tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+
+
+DISTRIBUTIONS = {str(project(folder)["name"]): folder for folder in FOLDERS}
+
+
+def requirements(name: str) -> set[str]:
+    """A distribution with the first-party ones that it needs."""
+    found, waiting = set(), [name]
+    while waiting:
+        current = waiting.pop()
+        if current in found:
+            continue
+        found.add(current)
+        for line in project(DISTRIBUTIONS[current]).get("dependencies", ()):
+            other = line.split("=")[0].split("~")[0].split(">")[0].split("[")[0].strip()
+            if other in DISTRIBUTIONS:
+                waiting.append(other)
+    return found
+
+
+def environment(session: nox.Session) -> None:
+    """What the session's processes see: nothing of the caller's Python, caches of their own."""
+    session.env["PYTHONPATH"] = ""
+    session.env["XDG_CACHE_HOME"] = str(Path(session.create_tmp()) / "cache")
+    session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
+
+
+def constraints() -> list[str]:
+    """Pins for a CPU machine."""
+    return ["-c", str(CONSTRAINTS)]
+
+
+def install(session: nox.Session, names: set[str], *tools: str, pins: bool = True) -> None:
+    """Build the wheels of ``names`` and install them with their dependencies."""
+    environment(session)
+    pinned = constraints() if pins else []
+    session.install("-q", *pinned, "hatchling")
+    wheels = Path(session.create_tmp()) / "wheels"
+    for old in wheels.glob("*.whl"):
+        old.unlink()
+    folders = [str(DISTRIBUTIONS[name]) for name in sorted(names)]
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), *folders)
+    built = [str(wheel) for wheel in sorted(wheels.glob("*.whl"))]
+    session.install("-q", *pinned, *built, *tools)
+    # A wheel of the same version would otherwise be taken for the one that is there.
+    session.install("-q", "--no-deps", "--force-reinstall", *built)
+    session.env["ROLLCAST_WHEELS"] = str(wheels)
+
+
+@nox.session
+def quickstart(session: nox.Session) -> None:
+    """Train the quick start's model; `-- trainer.seed=3` and the like are passed on."""
+    install(session, requirements(QUICKSTART))
+    session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
+
+
+@nox.session
+def tests(session: nox.Session) -> None:
+    """Every distribution's tests and those that cross them, on installed wheels."""
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS)
+    session.env["OMP_NUM_THREADS"] = "1"
+    chosen = session.posargs or ["-n", "2", "--dist", "loadfile"]
+    session.run("python", "-m", "pytest", "-q", *chosen)
+
+
+@nox.session
+@nox.parametrize("name", [nox.param(name, id=name.removeprefix("rollcast-") if name != "rollcast" else "core") for name in DISTRIBUTIONS])
+def plugin(session: nox.Session, name: str) -> None:
+    """One distribution's own tests, with nothing installed but what it requires."""
+    install(session, requirements(name), *TEST_TOOLS)
+    session.env["OMP_NUM_THREADS"] = "1"
+    session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+
+
+@nox.session
+def lint(session: nox.Session) -> None:
+    """Ruff's rules and format."""
+    environment(session)
+    session.install("-q", *constraints(), "ruff")
+    session.run("ruff", "check", *session.posargs, ".")
+    session.run("ruff", "format", "--check", ".")
+
+
+@nox.session
+def types(session: nox.Session) -> None:
+    """Mypy, strict, over every distribution's source."""
+    install(session, set(DISTRIBUTIONS), "mypy")
+    sources = [folder / "src" for folder in FOLDERS]
+    session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
+    session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+
+
+@nox.session
+def bench(session: nox.Session) -> None:
+    """The quick start's step against a plain PyTorch loop; writes runs/bench/plain_loop.json."""
+    install(session, requirements(QUICKSTART))
+    session.run("python", "tests/benchmarks/bench_plain_loop.py", *session.posargs)
+
+
+@nox.session
+def bench_peers(session: nox.Session) -> None:
+    """The quick start's step against TRL; writes runs/bench/trl.json."""
+    install(session, requirements(QUICKSTART), "trl==1.16.*")
+    session.run("python", "tests/benchmarks/bench_trl.py", *session.posargs)
+
+
+@nox.session
+def docs(session: nox.Session) -> None:
+    """Build the documentation site into site/; `-- serve` shows it."""
+    environment(session)
+    session.install("-q", *constraints(), "mkdocs-material")
+    session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
+
+
+@nox.session(default=False)
+def gpu(session: nox.Session) -> None:
+    """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=False)
+    session.run("python", "-m", "pytest", "-q", "-m", "gpu", *session.posargs)
