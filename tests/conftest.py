@@ -1,82 +1,12 @@
-"""Tools for tests that run rollcast as a person does: by its command, in a process of its own."""
+"""Fixtures of the tests that run whole commands."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
-
-ROLLCAST = str(Path(sys.executable).with_name("rollcast"))
-#: The quick start without its warm-up and at a size that takes seconds.
-SMALL = (
-    "recipe=quickstart",
-    "trainer.warm_start=null",
-    "model.random_init=true",
-    "data.train_batch_size=8",
-    "data.val_max_samples=16",
-    "actor.ppo_mini_batch_size=4",
-    "rollout.n=4",
-    "trainer.test_freq=2",
-    "trainer.save_freq=2",
-    "trainer.export=false",
-)
-
-
-@dataclass(frozen=True)
-class Finished:
-    """A command that has ended."""
-
-    code: int
-    out: str
-    err: str
-
-    @property
-    def text(self) -> str:
-        """Everything that it said, with line breaks folded: a terminal may wrap a message anywhere."""
-        return " ".join((self.out + "\n" + self.err).split())
-
-
-@dataclass(frozen=True)
-class Commands:
-    """Runs ``rollcast`` in a folder of its own."""
-
-    folder: Path
-
-    def environment(self) -> dict[str, str]:
-        return {**os.environ, "COLUMNS": "400", "OMP_NUM_THREADS": "1", "RAY_ADDRESS": ""}
-
-    def start(self, *arguments: str) -> subprocess.Popen[str]:
-        return subprocess.Popen(
-            [ROLLCAST, *arguments],
-            cwd=self.folder,
-            env=self.environment(),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-
-    def run(self, *arguments: str, timeout: float = 300.0) -> Finished:
-        process = self.start(*arguments)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
-            pytest.fail(f"rollcast {' '.join(arguments)} did not end within {timeout:g} s:\n{out}\n{err}")
-        return Finished(process.returncode, out, err)
-
-    def must_run(self, *arguments: str, timeout: float = 300.0) -> Finished:
-        finished = self.run(*arguments, timeout=timeout)
-        assert finished.code == 0, finished.out + finished.err
-        return finished
+from run_commands import Commands, Finished
 
 
 @pytest.fixture
@@ -87,21 +17,6 @@ def rollcast(tmp_path: Path) -> Commands:
 @pytest.fixture(scope="module")
 def rollcast_of_module(tmp_path_factory: pytest.TempPathFactory) -> Commands:
     return Commands(tmp_path_factory.mktemp("runs"))
-
-
-def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
-    """The lines of ``metrics.jsonl``."""
-    file = run_dir / "metrics.jsonl"
-    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-
-
-def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """What must repeat exactly: everything but wall times and rates."""
-
-    def repeats(key: str) -> bool:
-        return not (key.startswith("time/") or key.endswith(("_per_s", "/seconds")))
-
-    return [{key: value for key, value in row.items() if repeats(key)} for row in rows]
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SMALL, Commands, Finished
+from run_commands import SMALL, Commands, Finished
 
 Refused = Callable[..., Finished]
 TRAIN = ("train", *SMALL, "runtime=local", "run_dir=run", "trainer.total_steps=2")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from conftest import SMALL, Commands, read_metrics, without_times
+from run_commands import SMALL, Commands, read_metrics, without_times
 
 NAMED_METRICS = {
     "step",
