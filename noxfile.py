@@ -16,7 +16,7 @@ import nox
 
 ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
-FOLDERS = [ROOT / "core", *sorted((ROOT / "plugins").glob("rollcast-*")), *sorted((ROOT / "contrib").glob("rollcast-*"))]
+FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
 QUICKSTART = "rollcast-quickstart"
 
@@ -93,7 +93,7 @@ def tests(session: nox.Session) -> None:
 
 
 @nox.session
-@nox.parametrize("name", [nox.param(name, id=name.removeprefix("rollcast-") if name != "rollcast" else "core") for name in DISTRIBUTIONS])
+@nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
 def plugin(session: nox.Session, name: str) -> None:
     """One distribution's own tests, with nothing installed but what it requires."""
     install(session, requirements(name), *TEST_TOOLS)

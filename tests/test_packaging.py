@@ -15,7 +15,11 @@ import pytest
 from run_commands import Commands
 
 ROOT = Path(__file__).parents[1]
-FOLDERS = [ROOT / "core", *sorted((ROOT / "plugins").glob("rollcast-*")), *sorted((ROOT / "contrib").glob("rollcast-*"))]
+FOLDERS = [
+    ROOT / "core",
+    *sorted((ROOT / "plugins").glob("rollcast-*")),
+    *sorted((ROOT / "contrib").glob("rollcast-*")),
+]
 
 
 @pytest.fixture(scope="module")

@@ -58,7 +58,7 @@ def test_run_directory(whole_run: Path) -> None:
     rows = read_metrics(whole_run)
     assert [row["step"] for row in rows] == list(range(7))
     for row in rows[1:]:
-        assert NAMED_METRICS <= row.keys()
+        assert row.keys() >= NAMED_METRICS
         assert all(math.isfinite(value) for value in row.values())
         assert row["rollout/logprob_gap_max"] <= 1e-4
     assert [row["step"] for row in rows if "val/accuracy" in row] == [0, 2, 4, 6]
@@ -120,9 +120,7 @@ def test_interrupt_stops_the_workers_and_keeps_the_checkpoint(rollcast: Commands
 
 def test_two_sharded_workers_draw_the_same_curve(whole_run: Path, rollcast_of_module: Commands) -> None:
     """Random streams differ by rank, so the samples do; what both compute from the same weights agrees."""
-    rollcast_of_module.must_run(
-        "train", *SMALL, "run_dir=two", "trainer.total_steps=6", "placement.n_gpus_per_node=2"
-    )
+    rollcast_of_module.must_run("train", *SMALL, "run_dir=two", "trainer.total_steps=6", "placement.n_gpus_per_node=2")
     one, two = read_metrics(whole_run), read_metrics(rollcast_of_module.folder / "two")
     assert [row["step"] for row in two] == [row["step"] for row in one]
     # Before the first step: the same weights, decoded greedily.

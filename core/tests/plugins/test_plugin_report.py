@@ -401,9 +401,6 @@ def test_check_says_so_when_the_child_cannot_start(make_dist, monkeypatch) -> No
         report(check=True, groups=[GROUP])
 
 
-# -------------------------------------------------------------------------------- imports
-
-
 def test_importing_the_package_is_light() -> None:
     source = str(__import__("pathlib").Path(rollcast.errors.__file__).parents[1])
     code = dedent(

@@ -29,11 +29,11 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.decoder = decoders.ByteLevel()
     return PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
         tokenizer_object=tokenizer,
-        pad_token="<pad>",
-        bos_token="<bos>",
-        eos_token="<eos>",
+        pad_token="<pad>",  # noqa: S106
+        bos_token="<bos>",  # noqa: S106
+        eos_token="<eos>",  # noqa: S106
         # Never produced; without it the Qwen2 tokenizer would add an 84th token for it.
-        unk_token="<pad>",
+        unk_token="<pad>",  # noqa: S106
         padding_side="left",
         clean_up_tokenization_spaces=False,
     )

@@ -43,7 +43,7 @@ def find_sources(config_dir: Path | None = None) -> tuple[ConfigSource, ...]:
     for part in find_parts(GROUP):
         try:
             module = importlib.import_module(part.value)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             # One plugin's broken package must not stop a run that does not use it.
             logger.warning("config package %s of %s cannot be imported: %s", part.value, part.distribution, error)
             continue

@@ -83,7 +83,7 @@ class _Child:
         if not sys.executable:
             raise PluginError("cannot check plugins: this Python does not know its own executable")
         self._noise: IO[bytes] = tempfile.TemporaryFile()
-        self._process = subprocess.Popen(
+        self._process = subprocess.Popen(  # noqa: S603
             [sys.executable, "-c", _BOOT],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -168,7 +168,7 @@ def serve(request: dict[str, Any]) -> None:
     for module in request["registries"]:
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001
             text = f"cannot check types of the groups that {module} declares: {error!r}"
             answer(kind="warning", text=text)
     answer(kind="ready")

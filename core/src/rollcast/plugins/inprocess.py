@@ -167,7 +167,7 @@ def install_snapshot(data: bytes | None) -> None:
     snapshot again changes nothing. Parts are unpickled when they are asked for, so the registries
     need not exist yet. The bytes must come from a process of the same run: they are a pickle.
     """
-    global _installed
+    global _installed  # noqa: PLW0603
     with _lock:
         if data == _installed:
             return
@@ -185,7 +185,7 @@ def install_snapshot(data: bytes | None) -> None:
 
 
 def _advance() -> None:
-    global _generation
+    global _generation  # noqa: PLW0603
     _generation += 1
 
 

@@ -56,7 +56,7 @@ def build_hook_manager(extra: Iterable[object] = ()) -> pluggy.PluginManager:
             listener = _create(hooks.get(name))
         except PluginError as error:
             _log.warning("left out the hooks %r: %s", name, error)
-        except Exception as error:  # the listener's own constructor
+        except Exception as error:  # noqa: BLE001  # the listener's own constructor
             _log.warning("left out the hooks %r of %s: %r", name, part, error, exc_info=error)
         else:
             _add(manager, listener, _label(part))

@@ -101,7 +101,7 @@ def refresh() -> None:
 
 
 @functools.lru_cache(maxsize=8)
-def _core_version(path: tuple[str, ...]) -> str | None:
+def _core_version(path: tuple[str, ...]) -> str | None:  # noqa: ARG001  # the cache key
     try:
         return importlib.metadata.version(CORE_DISTRIBUTION)
     except importlib.metadata.PackageNotFoundError:
@@ -109,7 +109,7 @@ def _core_version(path: tuple[str, ...]) -> str | None:
 
 
 @functools.lru_cache(maxsize=8)
-def _parts_by_group(path: tuple[str, ...]) -> dict[str, tuple[PartInfo, ...]]:
+def _parts_by_group(path: tuple[str, ...]) -> dict[str, tuple[PartInfo, ...]]:  # noqa: ARG001  # the cache key
     # ``path`` is only the cache key: finders other than the path-based one answer too.
     groups: dict[str, dict[PartInfo, None]] = {}
     seen: set[str] = set()

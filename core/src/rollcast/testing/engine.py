@@ -48,7 +48,9 @@ Build = Callable[..., BaseEngine]
 
 
 class EngineSuite:
-    """Conformance tests of one engine::
+    """Conformance tests of one engine.
+
+    Example::
 
         class TestMyEngine(EngineSuite):
             name = "my_engine"

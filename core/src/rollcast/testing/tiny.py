@@ -98,7 +98,7 @@ def _tokenizer() -> Any:
 
     tokenizer_class: Any = PreTrainedTokenizerFast
     ids = {token: number for number, token in enumerate([*SPECIAL, *CHARACTERS])}
-    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))
+    backend = Tokenizer(models.WordLevel(ids, unk_token="<unk>"))  # noqa: S106
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     backend.decoder = decoders.Fuse()
     pad, bos, eos, unknown = SPECIAL

@@ -33,7 +33,7 @@ def token_mean(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tens
     return _share(masked("losses", losses, mask).sum(), denominators.tokens)
 
 
-def token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
+def token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:  # noqa: ARG001
     """The sum over all tokens, ``Σ l_it``; the denominators are not used."""
     return masked("losses", losses, mask).sum()
 

@@ -134,7 +134,7 @@ def fit_prompts(rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig)
                     f"{row.location}: the prompt has {len(ids)} tokens, more than data.max_prompt_length={limit}; "
                     "raise it, set data.truncation to left or right, or set data.filter_overlong_prompts=true"
                 )
-            ids = ids[-limit:] if config.truncation == "left" else ids[:limit]
+            ids = ids[-limit:] if config.truncation == "left" else ids[:limit]  # noqa: PLW2901
         kept.append((row, ids))
     if overlong:
         what = "left out" if config.filter_overlong_prompts else f"cut at the {config.truncation}"

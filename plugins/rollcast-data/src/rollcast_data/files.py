@@ -79,7 +79,7 @@ def expand_files(patterns: Sequence[str | Path]) -> list[Path]:
         elif path.is_dir():
             raise DataError(f"{path} is a folder; name its files, or write a glob such as {path / '*.parquet'}")
         elif glob.has_magic(str(path)):
-            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]
+            matches = [Path(match) for match in sorted(glob.glob(str(path), recursive=True)) if Path(match).is_file()]  # noqa: PTH207  # the pattern may be absolute
             if not matches:
                 raise DataError(f"no file matches {path}")
             files += matches

@@ -116,7 +116,7 @@ class HfRollout(BaseRollout):
             self._own = build_model(self.setup.model_path)
         try:
             report = load_buckets(self._own, buckets, version)
-        except Exception as error:
+        except Exception as error:  # handed to the waiting callers
             self._unusable = WeightUpdateError(f"the update of the weights to version {version} failed: {error}")
             raise
         self._version, self._unusable = version, None
@@ -225,7 +225,7 @@ class HfRollout(BaseRollout):
                 failure: RollcastError = copy.copy(error)  # raised in many places: one traceback each
                 failure.__cause__ = error
                 job.fail(failure)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # handed to the waiting callers
             for job in batch:
                 failure = GenerationError(
                     f"generating for request {job.request.request_id!r}, in a batch of {len(batch)} requests, "
