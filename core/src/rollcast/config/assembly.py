@@ -2,39 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.config.overrides import (
+    Override,
+    check_option,
+    explain_option,
+    parse_override,
+    prepare_override,
+)
+from rollcast.config.parts import check_parts
 from rollcast.config.schemas import ConfigSchema
 from rollcast.config.sources import (
     ConfigSource,
-    find_config_file,
+    Sources,
+    find_config_files,
     find_sources,
     flatten,
     load_schemas,
     register_search_path,
 )
-from rollcast.config.validation import active_schemas, check_key, nearest, open_mapping, validate
+from rollcast.config.validation import active_schemas, validate
 from rollcast.errors import ConfigError
-from rollcast.plugins.groups import find_provider
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = ["Composed", "compose"]
 
-#: Config group → the registry group whose parts its options name.
-_PART_GROUPS = {
-    "engine": "rollcast.engines",
-    "rollout": "rollcast.rollouts",
-    "trainer": "rollcast.trainers",
-    "runtime": "rollcast.runtimes",
-    "algorithm": "rollcast.advantages",
-    "reward": "rollcast.rewards",
-    "data": "rollcast.datasets",
-}
+_NO_GROUP = re.compile(r"(?:In '(?P<file>[^']+)': )?Could not override '(?P<group>[^'@]+)(?:@[^']*)?'")
 
 
 @dataclass(frozen=True)
@@ -54,111 +55,126 @@ class Composed:
     schemas: list[ConfigSchema] = field(default_factory=list)
 
 
-def compose(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Composed:
+def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, allow_missing: bool = False) -> Composed:
     """Compose, resolve and validate.
 
     Args:
         overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``.
         config_dir: a folder of further config groups, searched first.
+        allow_missing: leave mandatory values that nobody set as ``???`` instead of raising.
 
     Raises:
         ConfigError: an override cannot be read, names no option or key, or a value has the wrong
             type; the message names the file or override, the key and the nearest valid one.
+        PluginNotFoundError: a key names a part that nothing provides.
+        PluginConflictError: a key names a part that two distributions claim.
     """
-    from hydra import initialize_config_module
-    from hydra.core.global_hydra import GlobalHydra
-
+    parsed = [parse_override(text) for text in overrides]
     sources = find_sources(config_dir)
-    schemas = load_schemas(sources)
-    register_search_path(sources)
-    GlobalHydra.instance().clear()
-    with initialize_config_module("rollcast.config.conf", version_base="1.3"):
-        group_overrides, value_overrides = _split_overrides(overrides)
-        base, choices = _compose(group_overrides)
+    schemas = load_schemas(sources.found)
+    with _hydra(sources.found):
+        chosen, values = _split(parsed, sources)
+        group_texts = [override.text for override in chosen]
+        base, choices = _compose(group_texts, sources)
         active = active_schemas(schemas, choices)
-        prepared = [_prepare(text, key, base, active) for text, key in value_overrides]
-        config, choices = _compose([*group_overrides, *prepared])
-        origins = _origins(sources, group_overrides)
-    for text, key in value_overrides:
-        origins[key] = f"override {text!r}"
-    validate(config, active, origins)
+        prepared = [prepare_override(override, base, active) for override in values]
+        config, choices = _compose([*group_texts, *prepared], sources)
+        origins = _origins(sources.found, group_texts)
+    for override in values:
+        # A whole section may have been given as one mapping.
+        leaves = flatten({override.key: override.value}) if override.value != {} else {}
+        origins |= dict.fromkeys(leaves, override.origin)
+    validate(config, active, origins, allow_missing)
+    check_parts(config, origins)
     return Composed(config, origins, choices, active)
 
 
-def _split_overrides(overrides: Sequence[str]) -> tuple[list[str], list[tuple[str, str]]]:
-    """Overrides that choose an option of a config group, and those that set a value (with its key)."""
+@contextmanager
+def _hydra(sources: Sequence[ConfigSource]) -> Iterator[None]:
+    """Hydra over the sources, without disturbing an application that runs under a Hydra of its own."""
+    from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.plugins import Plugins  # noqa: F401  # the parser needs the plugin system loaded
-    from hydra.errors import HydraException
+
+    register_search_path(sources)
+    outer = GlobalHydra.instance().hydra
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_module("rollcast.config.conf", version_base="1.3"):
+            yield
+    finally:
+        GlobalHydra.instance().hydra = outer
+
+
+def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Override], list[Override]]:
+    """Overrides that choose an option of a config group, and those that set a value."""
+    from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()
     groups = [name for name in loader.list_groups("") if name != "hydra"]
-    chosen: list[str] = []
-    values: list[tuple[str, str]] = []
-    for text in overrides:
-        try:
-            parsed = OverridesParser.create().parse_override(text)
-        except HydraException as error:
-            raise ConfigError(f"override {text!r} cannot be read: {error}; write key=value") from error
-        key = parsed.key_or_group
-        option = parsed.value()
-        if key in groups and (isinstance(option, str) or option is None):
-            options = loader.get_group_options(key)
-            if option is not None and option not in options:
-                raise ConfigError(_unknown_option(key, option, options))
-            chosen.append(text)
-        else:
-            values.append((text, key))
+    chosen: list[Override] = []
+    values: list[Override] = []
+    for override in overrides:
+        # ``trainer={seed: 1}`` sets keys of the section that is named like the group.
+        if override.key not in groups or isinstance(override.value, dict):
+            values.append(override)
+            continue
+        check_option(override, loader.get_group_options(override.key), sources.broken)
+        chosen.append(override)
     return chosen, values
 
 
-def _unknown_option(group: str, option: str, options: Sequence[str]) -> str:
-    message = f"{group}={option}: no installed plugin provides it; installed: {', '.join(options) or 'none'}"
-    close = nearest(option, options)
-    if close:
-        message += f"; did you mean {group}={close}?"
-    provider = find_provider(_PART_GROUPS[group], option) if group in _PART_GROUPS else None
-    if provider:
-        message += f"; to add it: pip install {provider}"
-    return message
-
-
-def _compose(overrides: Sequence[str]) -> tuple[DictConfig, dict[str, str]]:
+def _compose(overrides: Sequence[str], sources: Sources) -> tuple[DictConfig, dict[str, str]]:
     from hydra import compose as hydra_compose
     from hydra.errors import HydraException
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
 
     try:
         config = hydra_compose("config", list(overrides), return_hydra_config=True)
         choices = {str(k): str(v) for k, v in config.hydra.runtime.choices.items() if not str(k).startswith("hydra/")}
     except (HydraException, OmegaConfBaseException) as error:
-        raise ConfigError(_explain_hydra(error)) from error
+        raise ConfigError(_explain_hydra(error, overrides, sources)) from error
+    except YAMLError as error:
+        raise ConfigError(f"a configuration file is not YAML: {' '.join(str(error).split())}") from error
     OmegaConf.set_struct(config, False)
     del config["hydra"]
     return config, choices
 
 
-def _explain_hydra(error: Exception) -> str:
+def _explain_hydra(error: Exception, overrides: Sequence[str], sources: Sources) -> str:
     text = str(error).strip()
+    file = re.match(r"In '([^']+)':", text)
+    where = f"{_describe(file[1], sources.found)}: " if file else ""
     missing = getattr(error, "missing_cfg_file", None)
     if isinstance(missing, str) and "/" in missing:
-        group, option = missing.split("/", 1)
-        return _unknown_option(group, option, list(getattr(error, "options", None) or ()))
+        group, option = missing.rsplit("/", 1)
+        return explain_option(group, option, list(getattr(error, "options", None) or ()), sources.broken, where)
+    unmatched = _NO_GROUP.match(text)
+    if unmatched and unmatched["file"]:
+        return (
+            f"{where}it chooses an option of the group {unmatched['group']!r}, which nothing else that was chosen has "
+            f"({', '.join(overrides)}): do these choices belong together?"
+        )
+    if unmatched:
+        return (
+            f"the group {unmatched['group']!r} is part of nothing that was chosen ({', '.join(overrides)}); "
+            "choose a recipe=... or a trainer=... that has it"
+        )
     return f"the configuration cannot be composed: {text}"
 
 
-def _prepare(text: str, key: str, base: DictConfig, schemas: Sequence[ConfigSchema]) -> str:
-    """Check an override's key; a key inside a free-form mapping is added rather than replaced."""
-    if text.startswith(("+", "~")) or open_mapping(key, schemas):
-        return text if text.startswith(("+", "~")) else f"++{text}"
-    check_key(key, base, schemas, f"override {text!r}")
-    return text
+def _describe(config_path: str, sources: Sequence[ConfigSource]) -> str:
+    files = find_config_files(sources, config_path)
+    return files[0][0].describe(config_path) if files else f"{config_path}.yaml"
 
 
 def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[str, str]:
-    """For each dotted key the last file that sets it, in the order in which Hydra merges them."""
+    """For each dotted key the last file that sets it, in the order in which Hydra merges them.
+
+    Raises:
+        ConfigError: two installed distributions ship the same chosen file.
+    """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
     from omegaconf import OmegaConf
@@ -169,13 +185,24 @@ def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[
         path = entry.config_path
         if path is None or path.startswith("hydra/"):
             continue
-        found = find_config_file(sources, path)
-        if found is None:
+        files = find_config_files(sources, path)
+        if not files:
             continue
-        source, file = found
+        source, file = files[0]
+        _check_claims(path, files)
         tree = OmegaConf.to_container(OmegaConf.load(file))
         if isinstance(tree, dict):
             tree.pop("defaults", None)
-            leaves: dict[str, Any] = flatten(tree, entry.package or "")
-            origins |= dict.fromkeys(leaves, f"{source.provider}: {path}.yaml")
+            leaves: Mapping[str, Any] = flatten(tree, entry.package or "")
+            origins |= dict.fromkeys(leaves, source.describe(path))
     return origins
+
+
+def _check_claims(path: str, files: Sequence[tuple[ConfigSource, Path]]) -> None:
+    """A file in the user's folder may stand for an installed one; two installed ones are a conflict."""
+    owners = [source.provider for source, _ in files]
+    if files[0][0].package and len(files) > 1:
+        raise ConfigError(
+            f"{path.replace('/', '=')} is provided by {' and by '.join(owners)}: uninstall one of them, "
+            f"or put a {path}.yaml into a folder of your own and give it as --config-dir"
+        )

@@ -13,7 +13,16 @@ from rollcast.config.schemas import ConfigSchema
 from rollcast.errors import ConfigError
 from rollcast.plugins.metadata import find_parts
 
-__all__ = ["ConfigSource", "find_config_file", "find_sources", "flatten", "load_schemas", "register_search_path"]
+__all__ = [
+    "ConfigSource",
+    "Sources",
+    "find_config_files",
+    "find_options",
+    "find_sources",
+    "flatten",
+    "load_schemas",
+    "register_search_path",
+]
 
 logger = logging.getLogger(__name__)
 GROUP = "rollcast.configs"
@@ -22,53 +31,87 @@ _state: dict[str, tuple[ConfigSource, ...]] = {"sources": ()}
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A folder of YAML files: an installed package's, or a folder of the user's."""
+    """A folder of YAML files: an installed package's, or a folder of the user's.
+
+    Attributes:
+        provider: the distribution; ``--config-dir`` for the user's folder.
+        package: the package that holds the files; empty for the user's folder.
+        folder: where the files are.
+    """
 
     provider: str
-    search_path: str
+    package: str
     folder: Path
 
+    @property
+    def search_path(self) -> str:
+        """The folder in Hydra's notation."""
+        return f"pkg://{self.package}" if self.package else f"file://{self.folder}"
 
-def find_sources(config_dir: Path | None = None) -> tuple[ConfigSource, ...]:
+    def describe(self, config_path: str) -> str:
+        """How a message names one of the files."""
+        return f"{self.provider}: {config_path}.yaml" if self.package else str(self.folder / f"{config_path}.yaml")
+
+
+@dataclass(frozen=True)
+class Sources:
+    """Every source that can be read, in search order, and a line about each that cannot."""
+
+    found: tuple[ConfigSource, ...]
+    broken: tuple[str, ...] = ()
+
+
+def find_sources(config_dir: Path | None = None) -> Sources:
     """The user's folder first, then every installed config package that can be located.
+
+    A package that cannot be imported is logged and left out: it must not stop a run that does not
+    use it.
 
     Raises:
         ConfigError: ``config_dir`` is not a folder.
     """
-    sources: list[ConfigSource] = []
+    found: list[ConfigSource] = []
+    broken: list[str] = []
     if config_dir is not None:
         if not config_dir.is_dir():
             raise ConfigError(f"--config-dir {config_dir} is not a folder")
-        sources.append(ConfigSource("--config-dir", f"file://{config_dir.resolve()}", config_dir.resolve()))
+        found.append(ConfigSource("--config-dir", "", config_dir.resolve()))
     for part in find_parts(GROUP):
         try:
             module = importlib.import_module(part.value)
-        except Exception as error:  # noqa: BLE001
-            # One plugin's broken package must not stop a run that does not use it.
-            logger.warning("config package %s of %s cannot be imported: %s", part.value, part.distribution, error)
+            _check_schemas(module)
+        except Exception as error:  # noqa: BLE001  # whatever a stranger's package raises
+            cause = f"{type(error).__name__}: {error}"
+            broken.append(f"config package {part.value} of {part.owner} cannot be used: {cause}")
+            logger.warning("%s", broken[-1])
             continue
         if module.__file__ is not None:
-            sources.append(ConfigSource(part.distribution, f"pkg://{part.value}", Path(module.__file__).parent))
-    return tuple(sources)
+            found.append(ConfigSource(part.distribution, part.value, Path(module.__file__).parent))
+    return Sources(tuple(found), tuple(broken))
+
+
+def _check_schemas(module: Any) -> None:
+    for entry in getattr(module, "SCHEMAS", ()):
+        if not isinstance(entry, ConfigSchema):
+            raise TypeError(f"SCHEMAS holds {entry!r}, which is not a ConfigSchema")
 
 
 def load_schemas(sources: Sequence[ConfigSource]) -> list[ConfigSchema]:
     """The schemas that the sources announce; a user's folder announces none."""
-    schemas: list[ConfigSchema] = []
-    for source in sources:
-        if source.search_path.startswith("pkg://"):
-            module = importlib.import_module(source.search_path.removeprefix("pkg://"))
-            schemas.extend(getattr(module, "SCHEMAS", ()))
-    return schemas
+    packages = [importlib.import_module(source.package) for source in sources if source.package]
+    return [schema for package in packages for schema in getattr(package, "SCHEMAS", ())]
 
 
-def find_config_file(sources: Sequence[ConfigSource], config_path: str) -> tuple[ConfigSource, Path] | None:
-    """The file that Hydra takes for ``group/option``: the first one on the search path."""
-    for source in sources:
-        file = source.folder / f"{config_path}.yaml"
-        if file.is_file():
-            return source, file
-    return None
+def find_config_files(sources: Sequence[ConfigSource], config_path: str) -> list[tuple[ConfigSource, Path]]:
+    """Every file for ``group/option`` in search order; Hydra takes the first."""
+    files = [(source, source.folder / f"{config_path}.yaml") for source in sources]
+    return [(source, file) for source, file in files if file.is_file()]
+
+
+def find_options(group: str, config_dir: Path | None = None) -> list[str]:
+    """The options of a config group, sorted."""
+    found = find_sources(config_dir).found
+    return sorted({file.stem for source in found for file in (source.folder / group).glob("*.yaml")})
 
 
 def register_search_path(sources: Sequence[ConfigSource]) -> None:

@@ -10,14 +10,27 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from rollcast.config.schemas import ConfigSchema, RootConfig
+from rollcast.config.sources import flatten
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["active_schemas", "build_section", "check_key", "nearest", "open_mapping", "validate"]
+__all__ = [
+    "active_schemas",
+    "build_section",
+    "check_key",
+    "is_mapping_key",
+    "nearest",
+    "open_mapping",
+    "origin_of",
+    "validate",
+]
 
 S = TypeVar("S")
+_ABSENT = object()
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "true or false"}
 
 
 def nearest(word: str, options: Iterable[str]) -> str | None:
@@ -77,8 +90,13 @@ def _is_mapping(kind: Any) -> bool:
     return origin in (dict, Mapping, typing.Mapping)
 
 
+def is_mapping_key(key: str, schemas: Sequence[ConfigSchema]) -> bool:
+    """Whether the key is a mapping whose own keys are free, such as ``reward.reward_kwargs``."""
+    return _is_mapping(_known_keys(schemas).get(key))
+
+
 def open_mapping(key: str, schemas: Sequence[ConfigSchema]) -> bool:
-    """Whether the key lies inside a mapping whose keys are free, such as ``reward_kwargs``."""
+    """Whether the key lies inside a mapping whose keys are free."""
     known = _known_keys(schemas)
     parts = key.split(".")
     return any(_is_mapping(known.get(".".join(parts[:depth]))) for depth in range(1, len(parts)))
@@ -100,20 +118,27 @@ def check_key(key: str, config: DictConfig, schemas: Sequence[ConfigSchema], ori
 
 def _unknown_key(key: str, known: Mapping[str, Any], origin: str) -> str:
     section, _, leaf = key.rpartition(".")
-    siblings = [name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section]
+    siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
     close = nearest(leaf, siblings)
-    candidate = f"{section}.{close}" if close and section else close or nearest(key, known)
-    message = f"{origin}: there is no key {key!r}"
-    if candidate:
-        message += f"; did you mean {candidate!r}?"
+    candidate = f"{section}.{close}" if close and section else close
+    if candidate is None:
+        # The right leaf in the wrong section; or no near sibling, but a near key somewhere else.
+        same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+        candidate = nearest(key, same_leaf) or (same_leaf[0] if same_leaf else None)
+        if candidate is None and not siblings:
+            candidate = nearest(key, known)
+    sentences = [f"{origin}: there is no key {key!r}" + (f"; did you mean {candidate!r}?" if candidate else ".")]
     if siblings:
-        message += f" Keys of {section or 'the top level'}: {', '.join(sorted(siblings))}"
-    elif section and section not in known:
-        message += f" (no installed and chosen plugin has a section {section!r})"
-    return message
+        sentences.append(f"Keys of {section or 'the top level'}: {', '.join(siblings)}.")
+    elif known.get(section) is not None:
+        sentences.append(f"{section!r} is a value, not a section.")
+    if "trainer" not in known:
+        sentences.append("No trainer is chosen: most keys come with trainer=... or recipe=...")
+    return " ".join(sentences)
 
 
-def _origin_of(key: str, origins: Mapping[str, str]) -> str:
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
+    """The file or override that a key's value came from."""
     parts = key.split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in origins:
@@ -122,31 +147,65 @@ def _origin_of(key: str, origins: Mapping[str, str]) -> str:
     return below[-1] if below else "config"
 
 
-def validate(config: DictConfig, schemas: Sequence[ConfigSchema], origins: Mapping[str, str]) -> None:
-    """Check every key and value against the schemas, and resolve interpolations in place.
+def validate(
+    config: DictConfig,
+    schemas: Sequence[ConfigSchema],
+    origins: dict[str, str],
+    allow_missing: bool = False,
+) -> None:
+    """Check every key and value against the schemas.
+
+    In place, interpolations are resolved, values take their schema's type, and keys that no file
+    sets get their schema's default (and an entry in ``origins`` that says so).
 
     Raises:
         ConfigError: unknown key, wrong type, missing mandatory value, or an interpolation that
             does not resolve.
     """
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
 
-    try:
-        OmegaConf.resolve(config)
-    except OmegaConfBaseException as error:
-        key = str(getattr(error, "full_key", "") or "")
-        raise ConfigError(f"{_origin_of(key, origins)}: {key}: {str(error).splitlines()[0]}") from error
+    _resolve(config, origins)
     known = _known_keys(schemas)
     _check_known(OmegaConf.to_container(config, throw_on_missing=False), "", known, origins)
-    for schema in schemas:
-        node = OmegaConf.select(config, schema.path)
-        if node is not None:
-            build_section(schema.schema, node, schema.path, origins)
+    for schema in [ConfigSchema("", RootConfig), *schemas]:
+        node = OmegaConf.select(config, schema.path) if schema.path else config
+        if node is None:
+            continue
+        section = OmegaConf.to_container(_merge(schema.schema, node, schema.path, origins))
+        default = f"default of {schema.schema.__module__}.{schema.schema.__qualname__}"
+        for leaf in flatten(section, schema.path):
+            if OmegaConf.select(config, leaf, default=_ABSENT, throw_on_missing=False) is _ABSENT:
+                origins.setdefault(leaf, default)
+        node.merge_with(section)
     missing = sorted(OmegaConf.missing_keys(config))
-    if missing:
-        key = missing[0]
-        raise ConfigError(f"{key} must be set; {_origin_of(key, origins)} leaves it open: add {key}=... to the command")
+    if missing and not allow_missing:
+        raise ConfigError(_unset(missing[0], origins))
+    if not config.run_dir:
+        raise ConfigError(f"{origin_of('run_dir', origins)}: run_dir is empty; give a folder to write into")
+
+
+def _unset(key: str, origins: Mapping[str, str]) -> str:
+    return f"{key} must be set; {origin_of(key, origins)} leaves it open: add {key}=... to the command"
+
+
+def _resolve(config: DictConfig, origins: Mapping[str, str]) -> None:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+    for key, raw in flatten(OmegaConf.to_container(config)).items():
+        if "${" not in str(raw):
+            continue
+        try:
+            value = OmegaConf.select(config, key)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except InterpolationToMissingValueError:
+            # The value that it refers to is reported as missing, once it is certain that nothing sets it.
+            OmegaConf.update(config, key, "???")
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{origin_of(key, origins)}: {key}={raw}: {reason}") from error
+    OmegaConf.resolve(config)
 
 
 def _check_known(tree: Any, prefix: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> None:
@@ -155,17 +214,13 @@ def _check_known(tree: Any, prefix: str, known: Mapping[str, Any], origins: Mapp
     for name, value in tree.items():
         key = f"{prefix}.{name}" if prefix else str(name)
         if key not in known:
-            raise ConfigError(_unknown_key(key, known, _origin_of(key, origins)))
+            raise ConfigError(_unknown_key(key, known, origin_of(key, origins)))
         if not _is_mapping(known[key]):
             _check_known(value, key, known, origins)
 
 
-def build_section(schema: type[S], node: Any, path: str = "", origins: Mapping[str, str] | None = None) -> S:
-    """A section of the config as an instance of its dataclass; keys of other schemas are left out.
-
-    Raises:
-        ConfigError: a value has the wrong type; names the key, its origin and what it should be.
-    """
+def _merge(schema: type, node: Any, path: str, origins: Mapping[str, str]) -> DictConfig:
+    """The schema's defaults under the section's own values; keys of other schemas are left out."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -173,13 +228,61 @@ def build_section(schema: type[S], node: Any, path: str = "", origins: Mapping[s
     container = OmegaConf.to_container(node, throw_on_missing=False) if OmegaConf.is_config(node) else dict(node)
     own = {key: value for key, value in typing.cast("dict[str, Any]", container).items() if key in fields}
     try:
-        merged = OmegaConf.merge(OmegaConf.structured(schema), own)
+        return typing.cast("DictConfig", OmegaConf.merge(OmegaConf.structured(schema), own))
     except OmegaConfBaseException as error:
         name = str(getattr(error, "full_key", None) or getattr(error, "key", "") or "")
         key = f"{path}.{name}" if path else name
-        reason = str(getattr(error, "msg", None) or error).splitlines()[0]
-        raise ConfigError(f"{_origin_of(key, origins or {})}: {key}: {reason}") from error
-    if OmegaConf.missing_keys(merged):
-        # A mandatory value that is still open is reported once, for the whole tree.
-        return typing.cast("S", None)
+        raise ConfigError(_ill_typed(schema, name, own, key, str(error), origins)) from error
+
+
+def _ill_typed(
+    schema: type, name: str, own: Mapping[str, Any], key: str, reason: str, origins: Mapping[str, str]
+) -> str:
+    kind: Any = schema
+    value: Any = own
+    for step in name.replace("[", ".").replace("]", "").split("."):
+        kind = _field_types(_dataclass_in(kind) or kind).get(step) if _dataclass_in(kind) else None
+        value = value.get(step) if isinstance(value, Mapping) else None
+        if not _dataclass_in(kind):
+            break
+    where = origin_of(key, origins)
+    if kind is None:
+        return f"{where}: {key}: {reason.splitlines()[0]}"
+    return f"{where}: {key} must be {_describe_type(kind)}, got {_show(value)}"
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def _describe_type(kind: Any) -> str:
+    if isinstance(kind, type) and dataclasses.is_dataclass(kind):
+        return f"a section with the keys {', '.join(_field_types(kind))}"
+    arguments = typing.get_args(kind)
+    origin = typing.get_origin(kind)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(_describe_type(option) for option in arguments)
+    if kind is type(None):
+        return "null"
+    if origin is list:
+        inner = arguments[0] if arguments else Any
+        return f"a list of {_PLURALS.get(inner, 'values')}"
+    if _is_mapping(kind):
+        return "a mapping"
+    return _TYPE_NAMES.get(kind, str(getattr(kind, "__name__", kind)))
+
+
+def build_section(schema: type[S], node: Any, path: str = "", origins: Mapping[str, str] | None = None) -> S:
+    """A section of the config as an instance of its dataclass; keys of other schemas are left out.
+
+    Raises:
+        ConfigError: a value has the wrong type, or a mandatory one is missing; names the key, its
+            origin and what it should be.
+    """
+    from omegaconf import OmegaConf
+
+    merged = _merge(schema, node, path, origins or {})
+    missing = sorted(OmegaConf.missing_keys(merged))
+    if missing:
+        raise ConfigError(_unset(f"{path}.{missing[0]}" if path else missing[0], origins or {}))
     return typing.cast("S", OmegaConf.to_object(merged))

@@ -72,5 +72,5 @@ class BasePreprocessor(ABC):
 
 datasets: Registry[type[BaseDataset]] = Registry("rollcast.datasets", subclass_of(BaseDataset), "data.dataset")
 preprocessors: Registry[type[BasePreprocessor]] = Registry(
-    "rollcast.preprocessors", subclass_of(BasePreprocessor), "preprocess"
+    "rollcast.preprocessors", subclass_of(BasePreprocessor), "data.preprocess"
 )

@@ -50,7 +50,7 @@ class Registry(Generic[T]):
     Example::
 
         engines: Registry[type[Engine]] = Registry(
-            "rollcast.engines", subclass_of(Engine), config_key="engine"
+            "rollcast.engines", subclass_of(Engine), config_key="actor.engine.name"
         )
         engine_class = engines.get("fsdp")
 
@@ -58,16 +58,17 @@ class Registry(Generic[T]):
         group: the entry-point group, such as ``rollcast.engines``.
         expect: looks at each part before anyone gets it; see :func:`subclass_of`,
             :func:`instance_of`, :func:`is_callable` and :func:`any_of`.
-        config_key: the configuration key that usually chooses the part, for error messages.
+        config_key: the configuration key, or keys, by which parts are asked for: a composed
+            configuration is checked against them, and messages name the first.
 
     Raises:
         PluginConflictError: another module has declared a registry for this group.
     """
 
-    def __init__(self, group: str, expect: Check, config_key: str | None = None) -> None:
+    def __init__(self, group: str, expect: Check, config_key: str | tuple[str, ...] = ()) -> None:
         self.group = group
         self.expect = expect
-        self.config_key = config_key
+        self.config_keys = (config_key,) if isinstance(config_key, str) else config_key
         self.defined_in = _find_caller()
         self._loaded: dict[PartInfo, T] = {}
         other = _registries.get(group)
@@ -123,7 +124,7 @@ class Registry(Generic[T]):
         Args:
             name: the part.
             requested_by: the configuration key, or whatever else asks, for the error message;
-                the registry's ``config_key`` if not given.
+                the registry's first ``config_key`` if not given.
 
         Raises:
             PluginNotFoundError: nobody provides it.
@@ -224,7 +225,7 @@ class Registry(Generic[T]):
             inprocess.restore(self.group, name, token)
 
     def _asked(self, requested_by: str | None) -> str:
-        key = requested_by or self.config_key
+        key = requested_by or next(iter(self.config_keys), None)
         return f"It was asked for by: {key}" if key else ""
 
     def _check(self, part: PartInfo, obj: object, asked: str = "") -> None:
