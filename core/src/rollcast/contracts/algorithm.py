@@ -133,11 +133,15 @@ class Denominators:
         tokens: response tokens under the mask.
         sequences: rows with at least one such token.
         max_tokens: the longest response that the run allows (Dr. GRPO's constant).
+        present_tokens: where rows that add nothing to the loss were left out of the batch, the tokens
+            that are in it; means over tokens that are no part of the loss divide by it. None where
+            it is ``tokens``.
     """
 
     tokens: float
     sequences: float
     max_tokens: float
+    present_tokens: float | None = None
 
 
 class LossAggregation(Protocol):
@@ -196,4 +200,6 @@ policy_losses: Registry[PolicyLoss] = Registry("rollcast.policy_losses", is_call
 loss_aggregations: Registry[LossAggregation] = Registry(
     "rollcast.loss_aggregations", is_callable(3), "actor.loss_agg_mode"
 )
-kl_penalties: Registry[KlPenalty] = Registry("rollcast.kl_penalties", is_callable(2), "actor.kl_loss_type")
+kl_penalties: Registry[KlPenalty] = Registry(
+    "rollcast.kl_penalties", is_callable(2), ("actor.kl_loss_type", "algorithm.kl_penalty")
+)

@@ -6,7 +6,7 @@ Metrics are shares that add up over micro-batches and ranks, as the engine contr
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -31,7 +31,7 @@ class PpoLoss:
     Reads the columns ``old_log_probs`` and ``advantages``, and ``ref_log_prob`` if there is a KL
     penalty. Metrics: ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine gave the entropy),
     ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for every metric of the policy
-    loss, averaged over the mini-batch's tokens.
+    loss, averaged over those of the mini-batch's tokens that are in the batch.
 
     Attributes:
         policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
@@ -77,8 +77,9 @@ class PpoLoss:
         )
         loss = self.aggregation(policy.losses, mask, counts)
         metrics = {"actor/pg_loss": loss.detach()}
+        present = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
         for name, values in policy.metrics.items():
-            metrics[f"actor/{name}"] = token_mean(values.detach(), mask, counts)
+            metrics[f"actor/{name}"] = token_mean(values.detach(), mask, present)
         if inputs.entropy is not None:
             entropy = self.aggregation(inputs.entropy, mask, counts)
             metrics["actor/entropy_loss"] = entropy.detach()

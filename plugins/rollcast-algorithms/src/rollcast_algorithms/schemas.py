@@ -29,5 +29,5 @@ class AlgorithmConfig:
     norm_adv_by_std_in_grpo: bool = True
     use_kl_in_reward: bool = False
     kl_penalty: str = "k1"
-    kl_coef: float = 0.0
+    kl_coef: float = 0.001
     adv_kwargs: dict[str, Any] = field(default_factory=dict)

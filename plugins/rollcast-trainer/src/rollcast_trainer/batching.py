@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -12,7 +12,7 @@ from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_trainer.workers import UpdatePlan
 
-__all__ = ["BatchAlgebra", "denominators_of", "plan_update"]
+__all__ = ["BatchAlgebra", "count_denominators", "draw_mini_batches", "plan_update"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +25,8 @@ class BatchAlgebra:
         mini_batch_prompts: prompts an optimizer step (``actor.ppo_mini_batch_size``).
         epochs: passes over the batch (``actor.ppo_epochs``).
         dp_size: data-parallel ranks.
+        micro_batch_rows: rows a forward and backward pass; None for a rank's whole part.
+        micro_batch_tokens: token budget of a pass, which takes precedence; None without one.
     """
 
     prompts: int
@@ -32,6 +34,8 @@ class BatchAlgebra:
     mini_batch_prompts: int
     epochs: int
     dp_size: int
+    micro_batch_rows: int | None = None
+    micro_batch_tokens: int | None = None
 
     @property
     def rows(self) -> int:
@@ -42,6 +46,11 @@ class BatchAlgebra:
     def mini_batches(self) -> int:
         """Optimizer steps an epoch."""
         return self.prompts // self.mini_batch_prompts
+
+    @property
+    def rows_per_rank(self) -> int:
+        """Rows of a mini-batch on each rank, those that only fill up included."""
+        return -(-self.mini_batch_prompts * self.samples // self.dp_size)
 
     def check(self) -> None:
         """Refuse sizes that do not fit.
@@ -59,27 +68,38 @@ class BatchAlgebra:
                 raise ConfigError(f"{key} is {value}; it must be at least 1")
         if self.prompts % self.mini_batch_prompts:
             divisors = [size for size in range(1, self.prompts + 1) if self.prompts % size == 0]
-            below = max((size for size in divisors if size < self.mini_batch_prompts), default=divisors[0])
-            above = min((size for size in divisors if size > self.mini_batch_prompts), default=divisors[-1])
-            rounded = max(round(self.prompts / self.mini_batch_prompts), 1) * self.mini_batch_prompts
+            mini_batches = _nearest(self.mini_batch_prompts, divisors)
+            down = self.prompts // self.mini_batch_prompts * self.mini_batch_prompts
+            batches = _nearest(self.prompts, [size for size in (down, down + self.mini_batch_prompts) if size])
             raise ConfigError(
                 f"data.train_batch_size={self.prompts} prompts do not divide into mini-batches of "
                 f"actor.ppo_mini_batch_size={self.mini_batch_prompts}; nearest valid: "
-                f"actor.ppo_mini_batch_size={below} or {above}, or data.train_batch_size={rounded}"
+                f"actor.ppo_mini_batch_size={mini_batches}, or data.train_batch_size={batches}"
             )
 
     def describe(self) -> str:
         """The algebra in one line."""
+        if self.micro_batch_tokens is not None:
+            passes = f"passes of at most {self.micro_batch_tokens} tokens"
+        elif self.micro_batch_rows is not None:
+            passes = f"passes of at most {self.micro_batch_rows} rows"
+        else:
+            passes = "one pass"
         return (
             f"{self.prompts} prompts x {self.samples} samples = {self.rows} rows a step; "
             f"{self.mini_batches} mini-batches of {self.mini_batch_prompts * self.samples} rows x {self.epochs} epochs "
             f"= {self.mini_batches * self.epochs} optimizer steps; "
-            f"{-(-self.mini_batch_prompts * self.samples // self.dp_size)} rows of a mini-batch on each of "
-            f"{self.dp_size} ranks"
+            f"{self.rows_per_rank} rows of a mini-batch on each of {self.dp_size} ranks, in {passes}"
         )
 
 
-def denominators_of(response_mask: torch.Tensor, max_tokens: int) -> Denominators:
+def _nearest(wanted: int, valid: Sequence[int]) -> str:
+    below = [size for size in valid if size < wanted]
+    above = [size for size in valid if size > wanted]
+    return " or ".join(str(size) for size in (*below[-1:], *above[:1]))
+
+
+def count_denominators(response_mask: torch.Tensor, max_tokens: int) -> Denominators:
     """Counts of a mini-batch from its mask ``[B, T]``."""
     return Denominators(
         tokens=float(response_mask.sum()),
@@ -88,19 +108,40 @@ def denominators_of(response_mask: torch.Tensor, max_tokens: int) -> Denominator
     )
 
 
+def draw_mini_batches(rows: int, count: int, epochs: int, seed: int | None) -> tuple[list[torch.Tensor], int]:
+    """Row indices (int64) of each mini-batch, and how often to go through them all.
+
+    Rows are drawn one by one: the samples of a prompt may fall into different mini-batches.
+
+    Args:
+        rows: rows of the batch.
+        count: mini-batches an epoch.
+        epochs: passes over the batch.
+        seed: of the order, which is new in each epoch; None for the order of the batch.
+    """
+    if seed is None:
+        return list(torch.arange(rows).chunk(count)), epochs
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(rows, generator=generator) for _ in range(epochs)]
+    return [part for order in orders for part in order.chunk(count)], 1
+
+
 def plan_update(
     batch: DataProto,
     mini_batches: Sequence[torch.Tensor],
     dp_size: int,
-    epochs: int,
     max_tokens: int,
+    epochs: int = 1,
     skip_rows: torch.Tensor | None = None,
 ) -> tuple[DataProto, UpdatePlan]:
-    """Arrange rows so that a contiguous split into ``dp_size`` shards gives each rank its part of
-    every mini-batch, whatever the number of ranks.
+    """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
 
     Args:
-        mini_batches: row indices (int64) of each mini-batch.
+        batch: ``B`` rows with at least ``response_mask`` ``[B, T]``.
+        mini_batches: row indices (int64) of each mini-batch, none of them empty.
+        dp_size: shards; any number, the rows need not divide.
+        max_tokens: the longest response that the run allows.
+        epochs: how often the workers go through all mini-batches.
         skip_rows: bool ``[B]``; these rows add nothing to the gradient and are not sent. They stay
             in the denominators.
 
@@ -114,9 +155,10 @@ def plan_update(
     rows_per_rank: list[int] = []
     denominators: list[Denominators] = []
     for rows in mini_batches:
-        denominators.append(denominators_of(mask[rows], max_tokens))
         kept = rows if skip_rows is None else rows[~skip_rows[rows]]
+        denominators.append(_denominators(mask, rows, kept, max_tokens))
         indices = kept.tolist()
+        # At least one row each: ranks that share a model run every pass together.
         per_rank = max(-(-len(indices) // dp_size), 1)
         missing = per_rank * dp_size - len(indices)
         real = [True] * len(indices) + [False] * missing
@@ -133,3 +175,10 @@ def plan_update(
         masked = arranged["response_mask"] * keep.unsqueeze(-1).to(arranged["response_mask"].dtype)
         arranged = arranged.with_columns({"response_mask": masked})
     return arranged, UpdatePlan(tuple(rows_per_rank), tuple(denominators), epochs)
+
+
+def _denominators(mask: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int) -> Denominators:
+    whole = count_denominators(mask[rows], max_tokens)
+    if len(kept) == len(rows):
+        return whole
+    return replace(whole, present_tokens=float(mask[kept].sum()))

@@ -7,10 +7,18 @@ from collections.abc import Sequence
 
 import torch
 
-from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
+from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 
-__all__ = ["generate_sequences"]
+__all__ = ["GenerationContractError", "generate_sequences", "trim_responses"]
+
+#: Columns that end with the responses' padding.
+_PADDED = ("responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids")
+
+
+class GenerationContractError(RollcastError, ValueError):
+    """A rollout's output is not what its contract promises."""
 
 
 async def generate_sequences(
@@ -19,6 +27,7 @@ async def generate_sequences(
     """One response for each row.
 
     Args:
+        rollout: what generates; gets all requests at once.
         prompts: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded.
         sampling: for every row; ``max_tokens`` is the width ``T`` of the responses.
         pad_token_id: fills the responses up to ``T``.
@@ -28,6 +37,9 @@ async def generate_sequences(
         ``position_ids`` ``[B, P + T]`` int64, ``response_mask`` int64 ``[B, T]``,
         ``rollout_log_probs`` float32 ``[B, T]`` (zero under a zero mask), ``finished`` bool ``[B]``,
         ``rollout_weight_version`` int64 ``[B]`` (of the last token).
+
+    Raises:
+        RollcastError: a request cannot be served, or the rollout did not keep to its contract.
     """
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     rows, width = ids.tolist(), ids.shape[1]
@@ -40,8 +52,29 @@ async def generate_sequences(
     return _assemble(prompts, outputs, sampling.max_tokens, pad_token_id)
 
 
+def trim_responses(batch: DataProto) -> DataProto:
+    """Cut what :func:`generate_sequences` gave to the longest response, at least one column."""
+    mask = batch["response_mask"]
+    unused = mask.shape[1] - max(int(mask.sum(-1).max()) if len(batch) else 0, 1)
+    if not unused:
+        return batch
+    cut = {name: batch[name][:, :-unused].contiguous() for name in _PADDED}
+    return batch.with_columns(cut)
+
+
+def _check(index: int, sequence: RolloutSequence, width: int) -> None:
+    tokens, log_probs = len(sequence.token_ids), len(sequence.log_probs)
+    if tokens > width or tokens != log_probs:
+        raise GenerationContractError(
+            f"the rollout answered request {index} with {tokens} tokens and {log_probs} log-probs; "
+            f"it has to give as many of the one as of the other, and at most max_tokens={width}"
+        )
+
+
 def _assemble(prompts: DataProto, outputs: Sequence[RolloutOutput], width: int, pad_token_id: int) -> DataProto:
     sequences = [output.sequences[0] for output in outputs]
+    for index, sequence in enumerate(sequences):
+        _check(index, sequence, width)
     count = len(sequences)
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
     response_mask = (torch.arange(width).unsqueeze(0) < lengths.reshape(count, 1)).long()

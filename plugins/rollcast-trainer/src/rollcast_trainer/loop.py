@@ -7,8 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any
+from typing import Any, ClassVar
 
 from omegaconf import DictConfig
 
@@ -17,9 +16,12 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.trainer import BaseTrainer, RunResult
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
-from rollcast_trainer.rewarding import Scored
-from rollcast_trainer.schemas import TrainerConfig
-from rollcast_trainer.task_runner import TaskRunner, plain_metrics, total_steps
+from rollcast_data.loader import EpochIterator
+from rollcast_trainer.generation import trim_responses
+from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
+from rollcast_trainer.run_dir import replacing_folder
+from rollcast_trainer.schemas import ActorConfig, TrainerConfig
+from rollcast_trainer.task_runner import TaskRunner
 
 __all__ = ["LoopTrainer", "Timer"]
 
@@ -50,36 +52,56 @@ class Timer:
 class LoopTrainer(BaseTrainer):
     """A trainer of one actor group: subclasses say what a step does.
 
+    Attributes:
+        task: config sections, run directory, data and workers of the run.
+        step: training steps that are done.
+        total_steps: training steps of the run; known after :meth:`setup`.
+        best_accuracy: the highest ``val/accuracy`` so far, ``-inf`` before any.
+        metrics: of the last step, and what the last validation added.
+        batches, val_batches, scorer, group: data, reward and workers; set by :meth:`setup`.
+
     Args:
-        task: the run that it works in, entered.
+        task: the run, not yet entered; what is wrong with its config is refused here.
+
+    Raises:
+        RollcastError: the config cannot work.
     """
 
-    schema: type[TrainerConfig] = TrainerConfig
+    schema: ClassVar[type[TrainerConfig]] = TrainerConfig
+    actor_schema: ClassVar[type[ActorConfig]] = ActorConfig
+
+    batches: EpochIterator
+    val_batches: list[DataProto]
+    scorer: RewardScorer
+    group: WorkerGroup
 
     def __init__(self, task: TaskRunner) -> None:
         self.task = task
-        self.step = task.start_step
+        self.step = 0
+        self.total_steps = 0
         self.best_accuracy = float("-inf")
-        self.batches = task.train_batches()
-        self.total_steps = total_steps(task.trainer, self.batches.batches_per_epoch)
-        if task.actor.optim.total_training_steps < 1:
-            task.actor.optim.total_training_steps = self.total_steps
-        self.scorer = task.scorer()
-        self.val_batches = task.val_batches(**self.val_changes())
         self.metrics: dict[str, float] = {}
-        self.group: WorkerGroup = self.start_workers()
-        if task.start_step:
-            self._resume()
+        task.trainer.check()
+        longest = task.data.max_prompt_length + task.data.max_response_length
+        task.section("actor", self.actor_schema).check(longest)
 
     @classmethod
     def launch(cls, config: DictConfig) -> RunResult:
-        with TaskRunner(config, cls.schema) as task:
-            return cls(task).fit()
+        task = TaskRunner(config, cls.schema)
+        trainer = cls(task)
+        with task:
+            trainer.setup()
+            return trainer.fit()
 
     @property
     def run_name(self) -> str:
         """The run directory's name."""
         return self.task.run_dir.name
+
+    @property
+    def dp_size(self) -> int:
+        """Data-parallel ranks of the actor."""
+        return max(place.dp_rank for place in self.group.mesh("actor")) + 1
 
     # -- what a subclass decides --------------------------------------------------------------
 
@@ -89,17 +111,31 @@ class LoopTrainer(BaseTrainer):
 
     @abstractmethod
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
-        """One training step; returns its metrics."""
+        """One training step on the prompts or rows of ``batch``; returns its metrics."""
 
-    def val_changes(self) -> dict[str, Any]:
-        """Keys of the data config that differ for validation prompts."""
-        return {}
+    def load_val_batches(self) -> list[DataProto]:
+        """The validation prompts, collated."""
+        return self.task.val_batches(self.task.data.dataset)
 
     def should_stop(self) -> bool:
-        """Whether to end before ``total_steps``, asked after each validation."""
+        """Whether to end before ``total_steps``; asked before each step."""
         return False
 
     # -- the loop -----------------------------------------------------------------------------
+
+    def setup(self) -> None:
+        """Read the data, start the workers, and go back to the last checkpoint if there is one."""
+        task = self.task
+        self.batches = task.train_batches()
+        self.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
+        if task.actor.optim.total_training_steps < 1:
+            task.actor.optim.total_training_steps = self.total_steps
+        self.scorer = task.scorer()
+        self.val_batches = self.load_val_batches()
+        task.start()
+        self.group = self.start_workers()
+        if task.start_step:
+            self._resume(task.start_step)
 
     def fit(self) -> RunResult:
         """Run all steps that are left."""
@@ -116,19 +152,18 @@ class LoopTrainer(BaseTrainer):
         return RunResult(self.step, self.task.run_dir, dict(self.metrics))
 
     def _run(self) -> None:
-        if self.step >= self.total_steps:
+        if self._is_complete():
             logger.info("%s is complete at step %d of %d", self.task.run_dir, self.step, self.total_steps)
-        self.group.update_weights(self.step)
+        self.sync_weights()
         if self.step == 0 and self.task.trainer.val_before_train and self.val_batches:
             self._report(self.validate())
-            if self.should_stop():
-                self.total_steps = 0
-        while self.step < self.total_steps:
+        while not self._is_complete():
             self._one_step()
-            if self.should_stop():
-                break
         if self.task.trainer.export:
-            self.group.export(str(self.task.run_dir / "export"))
+            self.export()
+
+    def _is_complete(self) -> bool:
+        return self.step >= self.total_steps or self.should_stop()
 
     def _one_step(self) -> None:
         step = self.step + 1
@@ -139,27 +174,26 @@ class LoopTrainer(BaseTrainer):
         with timer.phase("update_weights"):
             metrics |= self.sync_weights()
         metrics["time/step_s"] = time.perf_counter() - start
-        last = step == self.total_steps
-        if self.val_batches and self._due(self.task.trainer.test_freq, last):
+        if self.val_batches and self._is_due(self.task.trainer.test_freq):
             with timer.phase("validate"):
                 metrics |= self.validate()
-        metrics |= timer.metrics()
-        self._report(metrics)
-        self.task.emit("on_step_end", trainer=self, step=step, metrics=self.metrics)
-        if self._due(self.task.trainer.save_freq, last or self.should_stop()):
+        self._report({**metrics, **timer.metrics()})
+        # After the metrics are written, so that they are complete up to any checkpoint.
+        if self._is_due(self.task.trainer.save_freq):
             self.save_checkpoint()
+        self.task.emit("on_step_end", trainer=self, step=step, metrics=self.metrics)
 
-    def _due(self, every: int, last: bool) -> bool:
-        return every > 0 and (last or self.step % every == 0)
+    def _is_due(self, every: int) -> bool:
+        return every > 0 and (self.step % every == 0 or self._is_complete())
 
     def _report(self, metrics: dict[str, float]) -> None:
-        self.metrics = {"step": float(self.step), **plain_metrics(metrics)}
+        self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.task.emit("on_metrics", trainer=self, step=self.step, metrics=self.metrics)
 
     # -- named steps --------------------------------------------------------------------------
 
     def sync_weights(self) -> dict[str, float]:
-        """Hand the actor's weights to the rollout."""
+        """Hand the actor's weights to the rollout, as the version of the present step."""
         reports = self.group.update_weights(self.step)
         return dict(reports[0])
 
@@ -187,71 +221,53 @@ class LoopTrainer(BaseTrainer):
             prompts = batch.repeat(repeats, interleave=True) if repeats > 1 else batch
             scored.append(self.scorer.score(self.generate(prompts, sampling)))
         rows = [row for part in scored for row in part.as_rows()]
-        metrics = _accuracies(rows)
+        metrics = summarize(rows)
         self.best_accuracy = max(self.best_accuracy, metrics["val/accuracy"])
-        self.metrics = {**self.metrics, **metrics}
         self.task.emit("on_validation_end", trainer=self, step=self.step, metrics=metrics, samples=rows)
         return metrics
 
+    def export(self) -> None:
+        """Write the actor as a Hugging Face folder, complete or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written.
+        """
+        with replacing_folder(self.task.run_dir / "export") as folder:
+            self.group.export(str(folder.resolve()))
+
     def save_checkpoint(self) -> None:
-        """Write ``checkpoints/step_N``, complete or not at all."""
-        state = {"step": self.step, "data": self.batches.state_dict(), "best_accuracy": _json_float(self.best_accuracy)}
+        """Write ``checkpoints/step_N``, complete or not at all.
+
+        Raises:
+            CheckpointError: it cannot be written; the earlier ones are whole.
+        """
+        has_best = self.best_accuracy > float("-inf")
+        state: dict[str, Any] = {
+            "step": self.step,
+            "data": self.batches.state_dict(),
+            "best_accuracy": self.best_accuracy if has_best else None,
+        }
         with self.task.checkpoints.writing(self.step, state) as folder:
             self.group.save_checkpoint(str(folder.resolve()))
         path = self.task.checkpoints.path(self.step)
         self.task.emit("on_checkpoint_saved", trainer=self, step=self.step, path=str(path))
 
-    def _resume(self) -> None:
-        state = self.task.checkpoints.load_state(self.step)
+    def _resume(self, step: int) -> None:
+        state = self.task.checkpoints.load_state(step)
         self.batches.load_state_dict(state["data"])
-        best = state.get("best_accuracy")
-        self.best_accuracy = float("-inf") if best is None else float(best)
-        self.group.load_checkpoint(str(self.task.checkpoints.path(self.step).resolve()))
-        logger.info("resumed from %s", self.task.checkpoints.path(self.step))
+        if state["best_accuracy"] is not None:
+            self.best_accuracy = float(state["best_accuracy"])
+        path = self.task.checkpoints.path(step)
+        self.group.load_checkpoint(str(path.resolve()))
+        self.step = step
+        logger.info("resumed from %s", path)
 
-    def forward_settings(self) -> tuple[ForwardSettings, ForwardSettings]:
-        """How the actor runs batches: in updates, and when it only computes log-probs."""
+    def forward_settings(self) -> ForwardSettings:
+        """How batches go through the model in updates."""
         actor = self.task.actor
-        train = ForwardSettings(
+        return ForwardSettings(
             temperature=self.task.rollout.temperature or 1.0,
-            calculate_entropy=actor.entropy_coeff != 0,
             micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu,
             max_token_len_per_gpu=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
             max_response_length=self.task.data.max_response_length,
         )
-        rows = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
-        return train, replace(train, calculate_entropy=True, micro_batch_size_per_gpu=rows)
-
-
-def _accuracies(rows: list[dict[str, Any]]) -> dict[str, float]:
-    def mean(chosen: list[dict[str, Any]], key: str) -> float:
-        return sum(float(row[key]) for row in chosen) / max(len(chosen), 1)
-
-    metrics = {
-        "val/accuracy": mean(rows, "correct"),
-        "val/reward": mean(rows, "score"),
-        "val/samples": float(len(rows)),
-    }
-    sources = sorted({row["data_source"] for row in rows})
-    if len(sources) > 1:
-        for source in sources:
-            metrics[f"val/accuracy/{source}"] = mean([row for row in rows if row["data_source"] == source], "correct")
-    return metrics
-
-
-def _json_float(value: float) -> float | None:
-    return None if value in (float("inf"), float("-inf")) else value
-
-
-def trim_responses(batch: DataProto) -> DataProto:
-    """Cut the response columns to the longest response of the batch (at least one column)."""
-    mask = batch["response_mask"]
-    width = mask.shape[1]
-    longest = max(int(mask.sum(-1).max()) if len(batch) else 1, 1)
-    if longest == width:
-        return batch
-    cut = {
-        name: batch[name][:, : batch[name].shape[1] - (width - longest)].contiguous()
-        for name in ("responses", "response_mask", "rollout_log_probs", "input_ids", "attention_mask", "position_ids")
-    }
-    return batch.with_columns(cut)

@@ -5,12 +5,16 @@ This version is critic-free: estimators that need values are refused at the star
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 
 from rollcast.contracts.algorithm import (
     AdvantageInputs,
+    KlPenalty,
+    PolicyLossInputs,
     advantage_needs,
     advantages,
     kl_penalties,
@@ -22,14 +26,15 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
-from rollcast_trainer.batching import BatchAlgebra, plan_update
-from rollcast_trainer.loop import LoopTrainer, Timer, logger
+from rollcast_trainer.batching import BatchAlgebra, draw_mini_batches, plan_update
+from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import PpoTrainerConfig
+from rollcast_trainer.schemas import PpoActorConfig, PpoTrainerConfig
 from rollcast_trainer.task_runner import TaskRunner
 
-__all__ = ["PpoTrainer"]
+__all__ = ["PpoTrainer", "StepState"]
 
+logger = logging.getLogger(__name__)
 _MODEL_COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -42,68 +47,88 @@ class StepState:
 
 
 class PpoTrainer(LoopTrainer):
-    """Generate, reward, log-probs, advantages, update; each a method that a recipe can replace."""
+    """Generate, reward, log-probs, advantages, update; each a method that a recipe can replace.
+
+    Attributes:
+        policy: the config's ``actor`` section.
+        algorithm: the config's ``algorithm`` section.
+        algebra: the sizes of a step.
+        loss_function: what the update minimises.
+    """
 
     schema = PpoTrainerConfig
+    actor_schema = PpoActorConfig
 
     def __init__(self, task: TaskRunner) -> None:
-        self.algorithm: AlgorithmConfig = task._section("algorithm", AlgorithmConfig)
-        self.estimator = advantages.get(self.algorithm.adv_estimator)
-        self.needs = advantage_needs(self.estimator)
-        self.algebra = BatchAlgebra(
-            task.data.train_batch_size,
-            task.rollout.n,
-            task.actor.ppo_mini_batch_size,
-            task.actor.ppo_epochs,
-            task.world_size,
-        )
-        self._check()
         super().__init__(task)
-
-    def _check(self) -> None:
+        self.policy: PpoActorConfig = task.section("actor", PpoActorConfig)
+        self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
+        self.algebra = self._algebra()
         self.algebra.check()
-        name = self.algorithm.adv_estimator
-        if self.needs.values:
+        self._estimator = advantages.get(self.algorithm.adv_estimator)
+        self._check_needs()
+        self._reward_penalty: KlPenalty | None = None
+        if self.algorithm.use_kl_in_reward:
+            self._reward_penalty = kl_penalties.get(self.algorithm.kl_penalty, "algorithm.kl_penalty")
+        self.loss_function = self._loss()
+        self._may_skip = self.policy.skip_zero_advantage and needs_advantage(self.loss_function)
+
+    def _algebra(self) -> BatchAlgebra:
+        policy = self.policy
+        return BatchAlgebra(
+            self.task.data.train_batch_size,
+            self.task.rollout.n,
+            policy.ppo_mini_batch_size,
+            policy.ppo_epochs,
+            self.task.world_size,
+            policy.ppo_micro_batch_size_per_gpu,
+            policy.ppo_max_token_len_per_gpu if policy.use_dynamic_bsz else None,
+        )
+
+    def _check_needs(self) -> None:
+        name, needs = self.algorithm.adv_estimator, advantage_needs(self._estimator)
+        if needs.values:
             raise CapabilityError(
                 f"algorithm.adv_estimator={name} needs a critic's values, and this trainer has no critic yet; "
-                f"estimators without one: {', '.join(n for n in advantages.names() if n != name)}"
+                f"installed estimators: {', '.join(advantages.names())}"
             )
-        if self.needs.groups and self.algebra.samples < 2:
+        if needs.groups and self.algebra.samples < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
                 f"but rollout.n is {self.algebra.samples}; set rollout.n to 2 or more"
             )
 
+    def _loss(self) -> PpoLoss:
+        policy = self.policy
+        return make_ppo_loss(
+            policy_losses.get(policy.policy_loss),
+            loss_aggregations.get(policy.loss_agg_mode),
+            clip_ratio_low=policy.clip_ratio_low,
+            clip_ratio_high=policy.clip_ratio_high,
+            clip_ratio_c=policy.clip_ratio_c,
+            entropy_coeff=policy.entropy_coeff,
+            kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
+            kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
+            options=policy.policy_loss_kwargs,
+        )
+
     @property
     def uses_reference(self) -> bool:
         """Whether reference log-probs are computed."""
-        return self._needs_reference(self.task)
-
-    def _needs_reference(self, task: TaskRunner) -> bool:
-        return bool(task.actor.use_kl_loss or self.algorithm.use_kl_in_reward)
+        return self.policy.use_kl_loss or self.algorithm.use_kl_in_reward
 
     def start_workers(self) -> WorkerGroup:
-        task = self.task
         logger.info("%s", self.algebra.describe())
-        train, infer = self.forward_settings()
-        reference = self._needs_reference(task)
-        role = Role.ACTOR_ROLLOUT_REF if reference else Role.ACTOR_ROLLOUT
-        setup = task.worker_setup(loss_function=self._loss(), has_reference=reference, forward=train, infer=infer)
-        return task.start_actor(role, setup)
-
-    def _loss(self) -> PpoLoss:
-        actor = self.task.actor
-        return make_ppo_loss(
-            policy_losses.get(actor.policy_loss),
-            loss_aggregations.get(actor.loss_agg_mode),
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
-            entropy_coeff=actor.entropy_coeff,
-            kl_penalty=kl_penalties.get(actor.kl_loss_type) if actor.use_kl_loss else None,
-            kl_loss_coef=actor.kl_loss_coef if actor.use_kl_loss else 0.0,
-            options=actor.policy_loss_kwargs,
+        settings = self.forward_settings()
+        rows = self.policy.log_prob_micro_batch_size_per_gpu or self.policy.ppo_micro_batch_size_per_gpu
+        setup = self.task.worker_setup(
+            loss_function=self.loss_function,
+            has_reference=self.uses_reference,
+            forward=replace(settings, calculate_entropy=self.policy.entropy_coeff != 0),
+            infer=replace(settings, calculate_entropy=True, micro_batch_size_per_gpu=rows),
         )
+        role = Role.ACTOR_ROLLOUT_REF if self.uses_reference else Role.ACTOR_ROLLOUT
+        return self.task.start_actor(role, setup)
 
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         state = StepState(batch, {})
@@ -169,13 +194,13 @@ class PpoTrainer(LoopTrainer):
         batch, algorithm = state.batch, self.algorithm
         mask = batch["response_mask"]
         rewards = batch["token_level_scores"]
-        if algorithm.use_kl_in_reward:
-            inside = mask.bool()
+        if self._reward_penalty is not None:
+            inside = mask != 0
             old, ref = (batch[name].masked_fill(~inside, 0.0) for name in ("old_log_probs", "ref_log_prob"))
-            penalty = kl_penalties.get(algorithm.kl_penalty, "algorithm.kl_penalty")(old, ref).masked_fill(~inside, 0.0)
+            penalty = self._reward_penalty(old, ref).masked_fill(~inside, 0.0)
             rewards = rewards - algorithm.kl_coef * penalty
-            state.metrics["actor/reward_kl"] = float(penalty.sum()) / max(float(mask.sum()), 1.0)
-        output = self.estimator(
+            state.metrics["actor/reward_kl_penalty"] = float(penalty.sum()) / max(float(inside.sum()), 1.0)
+        output = self._estimator(
             AdvantageInputs(
                 token_level_rewards=rewards,
                 response_mask=mask,
@@ -188,36 +213,59 @@ class PpoTrainer(LoopTrainer):
         )
         columns = {"token_level_rewards": rewards, "advantages": output.advantages, "returns": output.returns}
         state.batch = batch.with_columns(columns)
-        flat = output.advantages.abs().amax(-1)
-        state.metrics["actor/zero_advantage_rows"] = float((flat == 0).float().mean())
+        state.metrics["actor/zero_advantage_rows"] = float(_without_advantage(state.batch).float().mean())
 
     def update_actor_step(self, state: StepState) -> None:
         """Mini-batches over the rows, each an optimizer step."""
-        actor, batch = self.task.actor, state.batch
-        exact = actor.skip_zero_advantage and actor.entropy_coeff == 0 and not actor.use_kl_loss
-        skip = (batch["advantages"].abs().amax(-1) == 0) if exact else None
-        columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages"] + (["ref_log_prob"] if actor.use_kl_loss else [])
+        batch, policy = state.batch, self.policy
+        seed = (self.task.trainer.seed * 1_000_003 + self.step) & 0x7FFF_FFFF if policy.shuffle else None
+        mini_batches, epochs = draw_mini_batches(len(batch), self.algebra.mini_batches, policy.ppo_epochs, seed)
+        columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages"] + (["ref_log_prob"] if policy.use_kl_loss else [])
         arranged, plan = plan_update(
             batch.select(columns),
-            self._mini_batches(batch),
+            mini_batches,
             self.dp_size,
-            actor.ppo_epochs,
             self.task.data.max_response_length,
-            skip,
+            epochs,
+            _without_advantage(batch) if self._may_skip else None,
         )
         state.metrics |= self.group.update_actor(arranged, plan)[0]
 
-    @property
-    def dp_size(self) -> int:
-        """Data-parallel ranks of the actor."""
-        return max(place.dp_rank for place in self.group.mesh("actor")) + 1
 
-    def _mini_batches(self, batch: DataProto) -> list[torch.Tensor]:
-        """Row indices of each mini-batch: whole prompts' groups are not kept together (as in verl)."""
-        rows = len(batch)
-        if self.task.actor.shuffle:
-            seed = (self.task.trainer.seed * 1_000_003 + self.step) & 0x7FFF_FFFF
-            order = torch.randperm(rows, generator=torch.Generator().manual_seed(seed))
-        else:
-            order = torch.arange(rows)
-        return list(order.chunk(self.algebra.mini_batches))
+def needs_advantage(loss: PpoLoss) -> bool:
+    """Whether a row with zero advantages has no gradient, so that it may be left out of an update.
+
+    Terms beside the policy loss always have one. The policy loss itself is tried on a few tokens,
+    which also finds options that it refuses.
+
+    Raises:
+        ConfigError: it does not take its options.
+    """
+    generator = torch.Generator().manual_seed(0)
+    old = torch.rand((4, 16), generator=generator).log()
+    new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
+    inputs = PolicyLossInputs(
+        log_probs=new,
+        old_log_probs=old,
+        advantages=torch.zeros(4, 16),
+        response_mask=torch.ones(4, 16, dtype=torch.int64),
+        clip_ratio_low=loss.clip_ratio_low,
+        clip_ratio_high=loss.clip_ratio_high,
+        clip_ratio_c=loss.clip_ratio_c,
+        options=loss.options,
+    )
+    try:
+        total = loss.policy_loss(inputs).losses.sum()
+    except (ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"actor.policy_loss does not work with the settings in actor: {error}") from error
+    if loss.entropy_coeff or loss.kl_penalty is not None:
+        return False
+    if not total.requires_grad:
+        return True
+    (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
+    return gradient is None or not bool(gradient.any())
+
+
+def _without_advantage(batch: DataProto) -> torch.Tensor:
+    """Rows (bool ``[B]``) whose advantage is zero at every token."""
+    return cast("torch.Tensor", batch["advantages"].abs().amax(-1) == 0)

@@ -21,11 +21,17 @@ from rollcast.protocol import DataProto
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardScorer", "Scored"]
+__all__ = ["RewardScorer", "Scored", "summarize"]
 
 
 class Scored:
-    """The results of a batch, in row order."""
+    """The results of a batch, in row order.
+
+    Args:
+        samples: what was scored.
+        results: one a sample.
+        max_score: the score of a correct answer, where a result does not say itself.
+    """
 
     def __init__(self, samples: Sequence[RewardSample], results: Sequence[RewardResult], max_score: float) -> None:
         self.samples = samples
@@ -41,9 +47,13 @@ class Scored:
         return sum(self.correct) / max(len(self.correct), 1)
 
     def token_level_scores(self, response_mask: torch.Tensor) -> torch.Tensor:
-        """The scores at each row's last token, float32 ``[B, T]``."""
+        """The scores at each row's last token under the mask ``[B, T]``, float32 ``[B, T]``.
+
+        The score of a row without tokens stands at its first position, where no token will see it.
+        """
         scores = torch.zeros(response_mask.shape, dtype=torch.float32)
-        last = (response_mask.sum(-1) - 1).clamp(min=0)
+        positions = torch.arange(response_mask.shape[1])
+        last = positions.where(response_mask != 0, 0).amax(-1)
         scores[torch.arange(len(scores)), last] = self.scores
         return scores
 
@@ -65,6 +75,7 @@ class Scored:
         """Samples for ``samples.jsonl``."""
         return [
             {
+                **result.extra,
                 "prompt": sample.prompt,
                 "response": sample.response,
                 "ground_truth": sample.ground_truth,
@@ -72,7 +83,6 @@ class Scored:
                 "finished": sample.finished,
                 "score": result.score,
                 "correct": bool(correct),
-                **{str(name): value for name, value in result.extra.items()},
             }
             for sample, result, correct in zip(self.samples, self.results, self.correct, strict=True)
         ]
@@ -83,7 +93,11 @@ class RewardScorer:
 
     Args:
         name, options: of the reward.
-        manager: of the reward manager.
+        manager: name of the reward manager.
+        tokenizer: the model's.
+
+    Raises:
+        ConfigError: the reward does not take these options.
     """
 
     def __init__(self, name: str, manager: str, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
@@ -135,3 +149,21 @@ class RewardScorer:
             RewardSample(prompt, response, truth, source or "", bool(done), tokens, extra or {})
             for prompt, response, tokens, done, truth, source, extra in rows
         ]
+
+
+def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """A validation's metrics from its :meth:`Scored.as_rows`, by source too where there are several."""
+
+    def mean(chosen: Sequence[Mapping[str, Any]], key: str) -> float:
+        return sum(float(row[key]) for row in chosen) / max(len(chosen), 1)
+
+    metrics = {
+        "val/accuracy": mean(rows, "correct"),
+        "val/reward": mean(rows, "score"),
+        "val/samples": float(len(rows)),
+    }
+    sources = sorted({str(row["data_source"]) for row in rows})
+    if len(sources) > 1:
+        for source in sources:
+            metrics[f"val/accuracy/{source}"] = mean([row for row in rows if row["data_source"] == source], "correct")
+    return metrics

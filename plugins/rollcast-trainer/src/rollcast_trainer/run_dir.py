@@ -13,18 +13,26 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.config.sources import flatten
-from rollcast.errors import CheckpointError, ConfigError
+from rollcast.errors import CheckpointError, ConfigError, WorkerError
 
-__all__ = ["Checkpoints", "prepare_run_dir"]
+__all__ = ["CONFIG_FILE", "Checkpoints", "check_same_run", "prepare_run_dir", "replacing_folder", "write_config"]
+
+CONFIG_FILE = "config.yaml"
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)")
+_UNFINISHED = ".unfinished-"
 #: Keys that may differ between a run and its continuation.
 _FREE = (
     "run_dir",
     "trackers",
     "runtime",
     "placement",
+    "data.num_workers",
+    "actor.ppo_micro_batch_size_per_gpu",
+    "actor.log_prob_micro_batch_size_per_gpu",
+    "actor.use_dynamic_bsz",
+    "actor.ppo_max_token_len_per_gpu",
     "trainer.total_steps",
     "trainer.total_epochs",
     "trainer.save_freq",
@@ -34,6 +42,40 @@ _FREE = (
     "trainer.export",
     "trainer.stop_at_accuracy",
 )
+
+
+@contextmanager
+def replacing_folder(final: Path) -> Iterator[Path]:
+    """A temporary folder beside ``final``, which it replaces if the block ends well.
+
+    Raises:
+        CheckpointError: something could not be written, here or by a worker; ``final`` is as before.
+    """
+    temporary = final.with_name(f"{_UNFINISHED}{final.name}")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        yield temporary
+        remove_folder(final)
+        os.replace(temporary, final)
+    except (OSError, WorkerError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, WorkerError) and not isinstance(error.__cause__, OSError):
+            raise
+        reason = error.__cause__ if isinstance(error, WorkerError) else error
+        raise CheckpointError(f"{final} could not be written: {reason}") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def remove_folder(folder: Path) -> None:
+    """Delete ``folder`` if it exists; killed halfway, it is gone under its own name."""
+    if folder.exists():
+        leaving = folder.with_name(f"{_UNFINISHED}removed-{folder.name}")
+        shutil.rmtree(leaving, ignore_errors=True)
+        os.replace(folder, leaving)
+        shutil.rmtree(leaving)
 
 
 class Checkpoints:
@@ -64,73 +106,82 @@ class Checkpoints:
         """A temporary folder to write into; it takes its final name when the block ends well.
 
         Args:
+            step: whose state it holds.
             state: the trainer's own state, written as ``trainer.json``.
 
         Raises:
             CheckpointError: something could not be written; older checkpoints are untouched.
         """
-        temporary = self.folder / f".writing-step_{step}"
         try:
-            shutil.rmtree(temporary, ignore_errors=True)
-            temporary.mkdir(parents=True)
-            yield temporary
-            with open(temporary / "trainer.json", "w") as file:
-                json.dump(dict(state), file)
-                file.flush()
-                os.fsync(file.fileno())
-            final = self.path(step)
-            if final.exists():
-                shutil.rmtree(final)
-            os.replace(temporary, final)
-        except OSError as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise CheckpointError(
-                f"the checkpoint of step {step} could not be written to {self.folder}: {error}; "
-                f"complete ones: {self.steps() or 'none'}"
-            ) from error
-        except BaseException:
-            shutil.rmtree(temporary, ignore_errors=True)
-            raise
+            with replacing_folder(self.path(step)) as temporary:
+                yield temporary
+                with open(temporary / "trainer.json", "w", encoding="utf-8") as file:
+                    json.dump(dict(state), file)
+                    file.flush()
+                    os.fsync(file.fileno())
+        except CheckpointError as error:
+            complete = ", ".join(f"step_{each}" for each in self.steps()) or "none"
+            raise CheckpointError(f"checkpoint: {error}; complete ones: {complete}") from error
         self._prune()
 
     def load_state(self, step: int) -> dict[str, Any]:
-        """The trainer's own state of a checkpoint."""
+        """The trainer's own state of a checkpoint.
+
+        Raises:
+            CheckpointError: there is none that can be read.
+        """
         file = self.path(step) / "trainer.json"
         try:
-            state = json.loads(file.read_text())
+            state = json.loads(file.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise CheckpointError(f"checkpoint {self.path(step)} has no readable trainer.json: {error}") from error
         return dict(state)
 
+    def clean(self) -> None:
+        """Remove what a killed run left half-written or half-deleted."""
+        for left in self.folder.glob(f"{_UNFINISHED}*"):
+            shutil.rmtree(left)
+
     def _prune(self) -> None:
         if self.keep > 0:
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.path(step))
+                remove_folder(self.path(step))
 
 
 def prepare_run_dir(run_dir: Path, config: Mapping[str, Any], resume_mode: str) -> int:
     """Make the directory ready and say which step the run goes on from (0 for a fresh one).
 
+    Args:
+        run_dir: made if it does not exist.
+        config: the run's whole config.
+        resume_mode: ``auto`` or ``disable``.
+
     Raises:
-        ConfigError: unknown ``resume_mode``, or the directory holds a run with other settings.
+        ConfigError: the directory holds a run with other settings, or is no directory.
+        CheckpointError: it cannot be made.
     """
-    if resume_mode not in ("auto", "disable"):
-        raise ConfigError(f"trainer.resume_mode is {resume_mode!r}; valid: auto, disable")
+    if run_dir.exists() and not run_dir.is_dir():
+        raise ConfigError(f"run_dir={run_dir} is a file")
     checkpoints = Checkpoints(run_dir / "checkpoints")
-    steps = checkpoints.steps()
     if resume_mode == "disable":
         _set_aside(run_dir)
-        steps = []
-    elif steps:
-        _check_same_run(run_dir, config)
-    run_dir.mkdir(parents=True, exist_ok=True)
-    for left in checkpoints.folder.glob(".writing-*"):
-        shutil.rmtree(left)
-    return steps[-1] if steps else 0
+    elif _holds_a_run(run_dir):
+        check_same_run(run_dir, config)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CheckpointError(f"run_dir={run_dir} cannot be made: {error}") from error
+    checkpoints.clean()
+    return max(checkpoints.steps(), default=0)
+
+
+def _holds_a_run(run_dir: Path) -> bool:
+    # A run that was refused at its start leaves its config, and nothing that could be lost.
+    return any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
 
 
 def _set_aside(run_dir: Path) -> None:
-    if not (run_dir / "config.yaml").exists():
+    if not (run_dir / CONFIG_FILE).exists() and not _holds_a_run(run_dir):
         return
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
@@ -139,21 +190,52 @@ def _set_aside(run_dir: Path) -> None:
     logger.info("%s held an earlier run; it is now %s", run_dir, aside)
 
 
-def _check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
+def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
+    """Refuse to go on in ``run_dir`` with a config that would make another run of it.
+
+    Raises:
+        ConfigError: names the keys that differ.
+    """
     from omegaconf import OmegaConf
 
-    file = run_dir / "config.yaml"
-    if not file.exists():
+    if not (run_dir / CONFIG_FILE).exists():
         return
-    before = flatten(OmegaConf.to_container(OmegaConf.load(file)))
+    before = flatten(OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE)))
     now = flatten(dict(config))
+    old_home, new_home = str(before.get("run_dir", "")), str(now.get("run_dir", ""))
     different = [
         f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted({*before, *now})
-        if before.get(key) != now.get(key) and not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+        if not any(key == free or key.startswith(f"{free}.") for free in _FREE)
+        # A directory that was moved is still the same run's.
+        and _without(before.get(key), old_home) != _without(now.get(key), new_home)
     ]
     if different:
+        more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
         raise ConfigError(
-            f"run_dir={run_dir} holds checkpoints of a run with other settings ({'; '.join(different[:5])}). "
+            f"run_dir={run_dir} holds a run with other settings ({'; '.join(different[:5])}{more}). "
             "Choose another run_dir, or trainer.resume_mode=disable to set that run aside and start anew"
         )
+
+
+def _without(value: Any, run_dir: str) -> Any:
+    if isinstance(value, list):
+        return [_without(each, run_dir) for each in value]
+    if isinstance(value, str) and run_dir and (value == run_dir or value.startswith(f"{run_dir}/")):
+        return f"<run_dir>{value[len(run_dir) :]}"
+    return value
+
+
+def write_config(run_dir: Path, text: str) -> None:
+    """Write ``config.yaml``, whole or not at all.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    file = run_dir / CONFIG_FILE
+    temporary = run_dir / f".{CONFIG_FILE}.tmp"
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, file)
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be written: {error}") from error

@@ -6,38 +6,70 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollcast.contracts.engine import OptimConfig
+from rollcast.errors import ConfigError
 
-__all__ = ["ActorConfig", "PpoTrainerConfig", "SftTrainerConfig", "TrainerConfig"]
+__all__ = ["ActorConfig", "PpoActorConfig", "PpoTrainerConfig", "SftTrainerConfig", "TrainerConfig"]
+
+RESUME_MODES = ("auto", "disable")
 
 
 @dataclass
 class ActorConfig:
-    """The policy in training. Names are verl's where it has one.
+    """The model in training, whatever its loss. Names are verl's where it has one.
 
     Attributes:
-        optim: optimizer and schedule.
-        ppo_mini_batch_size: prompts an optimizer step (each with ``rollout.n`` samples).
+        optim: optimizer and schedule; one scheduler step is one training step.
         ppo_micro_batch_size_per_gpu: rows a forward and backward pass; empty for all at once.
         use_dynamic_bsz: split by ``ppo_max_token_len_per_gpu`` instead.
         ppo_max_token_len_per_gpu: padded tokens a micro-batch.
-        log_prob_micro_batch_size_per_gpu: rows a pass that computes log-probs only.
+    """
+
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_micro_batch_size_per_gpu: int | None = None
+    use_dynamic_bsz: bool = False
+    ppo_max_token_len_per_gpu: int = 16384
+
+    def check(self, longest: int) -> None:
+        """Refuse micro-batches that cannot hold a row.
+
+        Args:
+            longest: tokens of the longest row that the run allows.
+
+        Raises:
+            ConfigError: names the key and what it must be at least.
+        """
+        _at_least_one("actor.ppo_micro_batch_size_per_gpu", self.ppo_micro_batch_size_per_gpu)
+        if self.use_dynamic_bsz and self.ppo_max_token_len_per_gpu < longest:
+            raise ConfigError(
+                f"actor.ppo_max_token_len_per_gpu is {self.ppo_max_token_len_per_gpu}, but a row may have {longest} "
+                "tokens (data.max_prompt_length + data.max_response_length); raise the one or lower the others"
+            )
+
+
+@dataclass
+class PpoActorConfig(ActorConfig):
+    """The policy of ``trainer=ppo``.
+
+    Attributes:
+        ppo_mini_batch_size: prompts an optimizer step (each with ``rollout.n`` samples).
+        log_prob_micro_batch_size_per_gpu: rows a pass that computes log-probs only; empty for
+            ``ppo_micro_batch_size_per_gpu``.
         ppo_epochs: passes over the step's batch.
-        shuffle: draw the rows of the mini-batches at random (from the seed and the step).
+        shuffle: draw the rows of the mini-batches at random, anew in each epoch, from the seed and
+            the step; otherwise they are cut from the batch in its order.
         policy_loss, policy_loss_kwargs: name in ``rollcast.policy_losses`` and its further options.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: PPO's clip range and dual clip.
         loss_agg_mode: name in ``rollcast.loss_aggregations``.
         entropy_coeff: weight of the entropy bonus.
         use_kl_loss, kl_loss_coef, kl_loss_type: KL to the reference in the loss.
         skip_zero_advantage: leave rows whose advantage is zero throughout out of the update. The
-            gradient is the same, since the denominators stay; ignored where entropy or KL are in
-            the loss.
+            gradient is the same, since the denominators stay; metrics of the policy loss
+            (``actor/kl``, ``actor/clip_fraction``) are then means over the rows that took part.
+            Without effect where entropy or KL are in the loss, or where the policy loss has a
+            gradient at a zero advantage.
     """
 
-    optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int = 64
-    ppo_micro_batch_size_per_gpu: int | None = None
-    use_dynamic_bsz: bool = False
-    ppo_max_token_len_per_gpu: int = 16384
     log_prob_micro_batch_size_per_gpu: int | None = None
     ppo_epochs: int = 1
     shuffle: bool = True
@@ -53,6 +85,10 @@ class ActorConfig:
     kl_loss_type: str = "k3"
     skip_zero_advantage: bool = True
 
+    def check(self, longest: int) -> None:
+        super().check(longest)
+        _at_least_one("actor.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu)
+
 
 @dataclass
 class TrainerConfig:
@@ -62,7 +98,7 @@ class TrainerConfig:
         name: of the trainer, in ``rollcast.trainers``.
         total_steps: training steps; empty for ``total_epochs`` passes over the data.
         total_epochs: passes over the training data, where ``total_steps`` is empty.
-        seed: of data order, initial weights and sampling.
+        seed: of data order, random initial weights, dropout and sampling.
         save_freq: a checkpoint every so many steps and at the end; -1 for none.
         test_freq: a validation every so many steps and at the end; -1 for none.
         val_before_train: validate before the first step.
@@ -86,6 +122,25 @@ class TrainerConfig:
     warm_start: str | None = None
     export: bool = False
 
+    def check(self) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            ConfigError: names the key, its value and what is valid.
+        """
+        if self.resume_mode not in RESUME_MODES:
+            raise ConfigError(f"trainer.resume_mode is {self.resume_mode!r}; valid: {', '.join(RESUME_MODES)}")
+        for key in ("save_freq", "test_freq", "max_ckpt_to_keep"):
+            value = getattr(self, key)
+            if value < 1 and value != -1:
+                raise ConfigError(f"trainer.{key} is {value}; it must be at least 1, or -1")
+        _at_least_one("trainer.total_steps", self.total_steps)
+        _at_least_one("trainer.total_epochs", self.total_epochs)
+
+    def steps(self, batches_per_epoch: int) -> int:
+        """Training steps of the run."""
+        return self.total_steps if self.total_steps is not None else self.total_epochs * batches_per_epoch
+
 
 @dataclass
 class PpoTrainerConfig(TrainerConfig):
@@ -102,3 +157,8 @@ class SftTrainerConfig(TrainerConfig):
 
     name: str = "sft"
     stop_at_accuracy: float | None = None
+
+
+def _at_least_one(key: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise ConfigError(f"{key} is {value}; it must be at least 1")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from rollcast.controller.worker_group import WorkerGroup
@@ -23,13 +25,14 @@ class SftTrainer(LoopTrainer):
     schema = SftTrainerConfig
 
     def start_workers(self) -> WorkerGroup:
-        train, infer = self.forward_settings()
-        setup = self.task.worker_setup(loss_function=SftLoss(), has_reference=False, forward=train, infer=infer)
+        # A rollout's temperature has no part in a supervised loss.
+        settings = replace(self.forward_settings(), temperature=1.0)
+        setup = self.task.worker_setup(loss_function=SftLoss(), has_reference=False, forward=settings, infer=settings)
         return self.task.start_actor(Role.ACTOR_ROLLOUT, setup)
 
-    def val_changes(self) -> dict[str, object]:
-        """The response of a supervised row is what a generated one is compared with."""
-        return {"ground_truth_key": self.task.data.response_key}
+    def load_val_batches(self) -> list[DataProto]:
+        """The prompts of supervised rows; a generated response is compared with the row's own."""
+        return self.task.val_batches("prompts", ground_truth_key=self.task.data.response_key)
 
     def should_stop(self) -> bool:
         goal = self.task.trainer.stop_at_accuracy
@@ -38,9 +41,8 @@ class SftTrainer(LoopTrainer):
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         rows = batch.select(_COLUMNS)
         with timer.phase("update_actor"):
-            dp_size = max(place.dp_rank for place in self.group.mesh("actor")) + 1
             everything = [torch.arange(len(rows))]
-            arranged, plan = plan_update(rows, everything, dp_size, 1, self.task.data.max_response_length)
+            arranged, plan = plan_update(rows, everything, self.dp_size, self.task.data.max_response_length)
             metrics = dict(self.group.update_actor(arranged, plan)[0])
         tokens = float(rows["response_mask"].sum())
         renamed = {key.replace("actor/", "sft/"): value for key, value in metrics.items()}

@@ -2,37 +2,37 @@
 
 from __future__ import annotations
 
-import logging
 import os
-import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
 
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast.config.schemas import PlacementConfig, RuntimeConfig
 from rollcast.config.validation import build_section
-from rollcast.contracts.dataset import BaseDataset, datasets, preprocessors
+from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
 from rollcast.contracts.rollout import BaseRollout, rollouts
 from rollcast.contracts.tracker import BaseTracker, trackers
-from rollcast.contracts.trainer import trainers
-from rollcast.contracts.weight_sync import weight_syncs
 from rollcast.controller.resource_pool import ResourcePoolManager
 from rollcast.controller.runtime import Runtime, runtimes
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
-from rollcast.errors import CapabilityError, CheckpointError, ConfigError
+from rollcast.errors import ConfigError, DataError
 from rollcast.plugins.manager import build_hook_manager
+from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
-from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir
+from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
 from rollcast_trainer.schemas import ActorConfig, TrainerConfig
+from rollcast_trainer.startup import check_capabilities, preprocess_data, train_warm_start
 from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 
 if TYPE_CHECKING:
@@ -41,155 +41,127 @@ if TYPE_CHECKING:
 
 __all__ = ["TaskRunner"]
 
-logger = logging.getLogger(__name__)
+_DEVICES = ("auto", "cpu", "cuda")
 
 
 class TaskRunner:
     """What the trainers share: config sections, run directory, data, runtime, groups, trackers.
 
-    Use it as a context manager; leaving it stops the workers and closes the trackers.
+    Built, it has read the config and found the parts, and nothing has been started or written.
+    Entered as a context manager, it has its run directory and the data files. :meth:`start` brings
+    up the runtime. Leaving the context stops the workers and closes the trackers.
 
     Args:
         config: the composed config.
         trainer_schema: dataclass of the ``trainer`` section.
+
+    Raises:
+        ConfigError: a section has a wrong value.
+        PluginError: an engine, rollout, tracker or runtime does not exist or does not load.
+        CapabilityError: engine, rollout and weight sync cannot work together.
     """
 
     def __init__(self, config: DictConfig, trainer_schema: type[TrainerConfig] = TrainerConfig) -> None:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
-        self.trainer = self._section("trainer", trainer_schema)
-        self.runtime_config = self._section("runtime", RuntimeConfig)
-        self.placement = self._section("placement", PlacementConfig)
-        self.model = self._section("model", ModelConfig)
-        self.actor = self._section("actor", ActorConfig)
-        self.data = self._section("data", DataConfig)
-        self.reward = self._section("reward", RewardConfig)
-        self.engine_class: type[BaseEngine] = engines.get(config.actor.engine.name)
-        self.engine = self._section("actor.engine", self.engine_class.config_schema)
-        self.rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name)
-        self.rollout: Any = self._section("rollout", self.rollout_class.config_schema)
-        self._check_capabilities()
-        self.start_step = 0
+        self.trainer = self.section("trainer", trainer_schema)
+        self.runtime_config = self.section("runtime", RuntimeConfig)
+        self.placement = self.section("placement", PlacementConfig)
+        self.model = self.section("model", ModelConfig)
+        self.actor = self.section("actor", ActorConfig)
+        self.data = self.section("data", DataConfig)
+        self.reward = self.section("reward", RewardConfig)
+        self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))
+        self.engine = self.section("actor.engine", self.engine_class.config_schema)
+        self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
+        self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
+        check_capabilities(self.engine_class, self.engine, self.rollout_class, self.rollout)
+        self._runtime_class: Any = runtimes.get(self.runtime_config.name)
+        self._tracker_classes = {name: trackers.get(name) for name in config.trackers}
+        self._pools = self._resource_pools()
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep)
+        self.start_step = 0
+        self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
         self._trackers: list[BaseTracker] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
-        self.hooks: PluginManager | None = None
 
-    def _section(self, path: str, schema: type) -> Any:
+    def section(self, path: str, schema: type) -> Any:
+        """A section of the config as an instance of its dataclass.
+
+        Raises:
+            ConfigError: a value has the wrong type.
+        """
         return build_section(schema, OmegaConf.select(self.config, path), path)
 
-    def _check_capabilities(self) -> None:
-        sync = weight_syncs.get(self.rollout.weight_sync)
-        names = f"actor.engine.name={self.engine.name}, rollout.name={self.rollout.name}, rollout.weight_sync={self.rollout.weight_sync}"
-        if sync.capabilities.same_process and not (
-            self.rollout_class.capabilities.in_process and self.engine_class.capabilities.in_process_module
-        ):
-            lacking = "rollout" if not self.rollout_class.capabilities.in_process else "engine"
-            raise CapabilityError(f"{names}: this sync shares the engine's module, which the {lacking} cannot do")
-        modes = {mode.value for mode in self.rollout_class.capabilities.modes}
-        if self.rollout.mode not in modes:
-            raise CapabilityError(
-                f"rollout.mode={self.rollout.mode}: {self.rollout.name} can do {', '.join(sorted(modes))}"
-            )
+    def _name_of(self, path: str) -> str:
+        name = OmegaConf.select(self.config, f"{path}.name")
+        if name is None:
+            group = path.rpartition(".")[2]
+            raise ConfigError(f"{path}.name is not set; choose one with {group}=...")
+        return str(name)
+
+    def _resource_pools(self) -> ResourcePoolManager:
+        import torch
+
+        device = self.placement.device
+        if device not in _DEVICES:
+            raise ConfigError(f"placement.device is {device!r}; valid: {', '.join(_DEVICES)}")
+        for key in ("nnodes", "n_gpus_per_node"):
+            if getattr(self.placement, key) < 1:
+                raise ConfigError(f"placement.{key} is {getattr(self.placement, key)}; it must be at least 1")
+        use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        counts = [self.placement.n_gpus_per_node] * self.placement.nnodes
+        return ResourcePoolManager({"global_pool": counts}, dict.fromkeys(Role, "global_pool"), use_gpu)
 
     # -- start and stop -----------------------------------------------------------------------
 
-    def __enter__(self) -> TaskRunner:
-        try:
-            self.hooks = build_hook_manager()
-            self.hooks.hook.on_configure(config=self.config)
-            self.start_step = prepare_run_dir(self.run_dir, self.plain, self.trainer.resume_mode)
-            self._write_config()
-            self._prepare_data()
-            self._start_runtime()
-            self._warm_start()
-            self._start_trackers()
-        except BaseException:
-            self.__exit__()
-            raise
+    def __enter__(self) -> Self:
+        self.hooks.hook.on_configure(config=self.config)
+        self.start_step = prepare_run_dir(self.run_dir, self.plain, self.trainer.resume_mode)
+        write_config(self.run_dir, OmegaConf.to_yaml(self.config))
+        preprocess_data(self.data, self.trainer.seed)
         return self
 
-    def __exit__(self, *exc: object) -> None:
-        for tracker in self._trackers:
-            tracker.close()
-        self._trackers = []
-        if self._runtime is not None:
-            self._runtime.shutdown()
-            self._runtime = None
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:
+            if self._runtime is not None:
+                stack.callback(self._runtime.shutdown)
+            for tracker in self._trackers:
+                stack.callback(tracker.close)
+        self._runtime, self._trackers = None, []
 
-    def _write_config(self) -> None:
-        file = self.run_dir / "config.yaml"
-        try:
-            with tempfile.NamedTemporaryFile("w", dir=self.run_dir, suffix=".yaml", delete=False) as temporary:
-                temporary.write(OmegaConf.to_yaml(self.config))
-            os.replace(temporary.name, file)
-        except OSError as error:
-            raise CheckpointError(f"cannot write {file}: {error}") from error
+    def start(self) -> None:
+        """Bring up the runtime, train the warm start if there is one, and start the trackers.
 
-    def _prepare_data(self) -> None:
-        if self.data.preprocess is None:
-            return
-        if self.data.preprocess_dir is None:
-            raise ConfigError(
-                f"data.preprocess={self.data.preprocess} needs data.preprocess_dir, the folder to write into"
-            )
-        output = Path(self.data.preprocess_dir)
-        if all(Path(file).exists() for file in [*self.data.train_files, *self.data.val_files]):
-            return
-        source = None if self.data.preprocess_source is None else Path(self.data.preprocess_source)
-        preprocessor = preprocessors.get(self.data.preprocess, requested_by="data.preprocess")()
-        report = preprocessor.run(source, output, self.trainer.seed)
-        logger.info(
-            "%s wrote %s",
-            self.data.preprocess,
-            ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items()),
-        )
+        Raises:
+            ResourceError: the machines do not have what the run asks for.
+        """
+        self._runtime = self._build_runtime()
+        self._pools.check(self._runtime.nodes())
+        if self.trainer.warm_start is not None:
+            shared = {name: self.config[name] for name in ("runtime", "placement")}
+            exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
+            self.model.path, self.model.random_init = str(exported), False
+        for name, tracker_class in self._tracker_classes.items():
+            tracker = tracker_class(self.run_dir, self.plain, self.start_step)
+            self._trackers.append(tracker)
+            self.hooks.register(tracker, name=f"tracker:{name}")
 
-    def _start_runtime(self) -> None:
+    def _build_runtime(self) -> Runtime:
         settings = self.runtime_config
-        runtime_class = runtimes.get(settings.name)
-        processes = self.placement.nnodes * self.placement.n_gpus_per_node
-        if settings.name == "local":
-            options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-        else:
+        options: dict[str, Any] = {"num_cpus": settings.num_cpus}
+        if settings.name != "local":
             options = {
                 "address": settings.address,
-                "num_cpus": settings.num_cpus or max(os.cpu_count() or 1, processes),
+                "num_cpus": settings.num_cpus or max(os.cpu_count() or 1, self.world_size),
                 "object_store_memory": settings.object_store_memory,
                 "log_to_driver": settings.log_to_driver,
             }
-        self._runtime = runtime_class(**options)
-        self._pools().check(self._runtime.nodes())
-
-    def _warm_start(self) -> None:
-        """Train the warm-start recipe first, unless its exported model is there already."""
-        recipe = self.trainer.warm_start
-        if recipe is None:
-            return
-        from rollcast.config import compose
-
-        folder = self.run_dir / "warm_start"
-        exported = folder / "export"
-        if not (exported / "config.json").exists():
-            inner = compose(
-                [f"recipe={recipe}", f"run_dir={folder}", f"trainer.seed={self.trainer.seed}", "trainer.export=true"]
-            )
-            for section in ("runtime", "placement"):
-                inner.config[section] = self.config[section]
-            logger.info("warm start: training recipe %s in %s", recipe, folder)
-            trainers.get(inner.config.trainer.name).launch(inner.config)
-        self.model.path = str(exported)
-        self.model.random_init = False
-
-    def _start_trackers(self) -> None:
-        if self.hooks is None:
-            raise RuntimeError("TaskRunner is used outside its context")
-        for name in self.config.trackers:
-            tracker = trackers.get(name)(self.run_dir, self.plain, self.start_step)
-            self._trackers.append(tracker)
-            self.hooks.register(tracker, name=f"tracker:{name}")
+        return cast("Runtime", self._runtime_class(**options))
 
     # -- what a trainer builds its loop from --------------------------------------------------
 
@@ -200,6 +172,11 @@ class TaskRunner:
             self._tokenizer = load_tokenizer(self.model.path, self.model.trust_remote_code)
         return self._tokenizer
 
+    @property
+    def world_size(self) -> int:
+        """Worker processes."""
+        return int(self.placement.nnodes * self.placement.n_gpus_per_node)
+
     def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
         """A dataset over ``files`` with the config's settings and some changed."""
         settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
@@ -207,25 +184,36 @@ class TaskRunner:
         return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
 
     def train_batches(self) -> EpochIterator:
-        """Endless training batches of ``data.train_batch_size`` rows."""
+        """Endless training batches of ``data.train_batch_size`` rows.
+
+        Raises:
+            ConfigError, DataError: there are no files, or they do not make one batch.
+        """
         if not self.data.train_files:
             raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
-        dataset = self.build_dataset(self.data.train_files, self.data.dataset)
-        return EpochIterator(
-            build_loader(
-                dataset, self.data.train_batch_size, self.data.shuffle, self.trainer.seed, True, self.data.num_workers
-            )
-        )
+        with _naming("data.train_files"):
+            dataset = self.build_dataset(self.data.train_files, self.data.dataset)
+        with _naming("data.train_batch_size"):
+            size, workers = self.data.train_batch_size, self.data.num_workers
+            return EpochIterator(build_loader(dataset, size, self.data.shuffle, self.trainer.seed, True, workers))
 
-    def val_batches(self, **changes: Any) -> Any:
-        """One pass over the validation prompts as a list of batches; empty without ``data.val_files``."""
+    def val_batches(self, dataset_name: str, **changes: Any) -> list[DataProto]:
+        """One pass over the validation prompts; empty without ``data.val_files``.
+
+        Args:
+            dataset_name: of a dataset that gives prompts.
+            **changes: keys of the ``data`` section that differ for it.
+
+        Raises:
+            DataError: a file or row is missing or malformed.
+        """
         if not self.data.val_files:
             return []
-        dataset = self.build_dataset(self.data.val_files, "prompts", **changes)
-        if 0 <= self.data.val_max_samples < len(dataset):
-            dataset = FirstRows(dataset, self.data.val_max_samples)
-        size = self.data.val_batch_size or len(dataset)
-        return list(build_loader(dataset, min(size, len(dataset)), False, self.trainer.seed, drop_last=False))
+        with _naming("data.val_files"):
+            dataset = self.build_dataset(self.data.val_files, dataset_name, **changes)
+            rows = FirstRows(dataset, self.data.val_max_samples)
+            size = min(self.data.val_batch_size or len(rows), len(rows))
+            return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
 
     def scorer(self) -> RewardScorer:
         """The run's reward."""
@@ -245,22 +233,12 @@ class TaskRunner:
             **parts,
         )
 
-    def _pools(self) -> ResourcePoolManager:
-        import torch
-
-        device = self.placement.device
-        if device not in ("auto", "cpu", "cuda"):
-            raise ConfigError(f"placement.device is {device!r}; valid: auto, cpu, cuda")
-        use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
-        counts = [self.placement.n_gpus_per_node] * self.placement.nnodes
-        return ResourcePoolManager({"global_pool": counts}, dict.fromkeys(Role, "global_pool"), use_gpu)
-
     def start_actor(self, role: Role, setup: WorkerSetup) -> WorkerGroup:
         """Start the actor's group and build its model."""
         if self._runtime is None:
-            raise RuntimeError("TaskRunner is used outside its context")
+            raise RuntimeError("TaskRunner.start has to be called first, inside the context")
         group = WorkerGroup(
-            self._pools().get_resource_pool(role),
+            self._pools.get_resource_pool(role),
             {role.value: ClassWithInitArgs(ActorRolloutRefWorker, setup)},
             runtime=self._runtime,
             name="policy",
@@ -273,23 +251,13 @@ class TaskRunner:
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""
-        if self.hooks is not None:
-            getattr(self.hooks.hook, event)(**values)
-
-    @property
-    def world_size(self) -> int:
-        """Worker processes."""
-        return self.placement.nnodes * self.placement.n_gpus_per_node
+        getattr(self.hooks.hook, event)(**values)
 
 
-def total_steps(trainer: TrainerConfig, batches_per_epoch: int) -> int:
-    """Steps of the run."""
-    steps = trainer.total_steps if trainer.total_steps is not None else trainer.total_epochs * batches_per_epoch
-    if steps < 1:
-        raise ConfigError(f"trainer.total_steps is {steps}; it must be at least 1")
-    return steps
-
-
-def plain_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
-    """Metrics as Python floats."""
-    return {key: float(value) for key, value in metrics.items()}
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about the data say which key they come from."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error

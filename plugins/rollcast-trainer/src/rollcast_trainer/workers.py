@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import itertools
+import pickle
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from rollcast.contracts.algorithm import Denominators
@@ -23,7 +27,7 @@ from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast.controller.decorator import register
 from rollcast.controller.worker import Worker
-from rollcast.errors import CapabilityError
+from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.generation import generate_sequences
@@ -99,17 +103,19 @@ class TrainingWorker(Worker):
     def train_mini_batches(
         self, data: DataProto, plan: UpdatePlan, loss_function: LossFunction, settings: ForwardSettings
     ) -> list[dict[str, float]]:
-        """Optimizer steps over the plan's mini-batches; the mean of their metrics, one dict a rank."""
+        """Optimizer steps over the plan's mini-batches, and then one step of the schedule.
+
+        Returns:
+            The mean of each metric over the steps, once a rank and the same on all.
+        """
+        starts = itertools.accumulate(plan.rows_per_rank, initial=0)
+        pieces = [data.slice(start, start + rows) for start, rows in zip(starts, plan.rows_per_rank, strict=False)]
         steps: list[dict[str, float]] = []
-        pieces: list[DataProto] = []
-        start = 0
-        for rows in plan.rows_per_rank:
-            pieces.append(data.slice(start, start + rows))
-            start += rows
         with self.engine.train_mode():
             for _ in range(plan.epochs):
                 for piece, denominators in zip(pieces, plan.denominators, strict=True):
-                    output = self.engine.train_batch(piece, loss_function, _with(settings, denominators))
+                    step_settings = replace(settings, denominators=denominators)
+                    output = self.engine.train_batch(piece, loss_function, step_settings)
                     steps.append(
                         {
                             **output.metrics,
@@ -119,7 +125,7 @@ class TrainingWorker(Worker):
                         }
                     )
             self.engine.lr_scheduler_step()
-        return [{key: sum(step[key] for step in steps) / len(steps) for key in steps[0]}]
+        return [_mean(steps)]
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
@@ -128,10 +134,16 @@ class TrainingWorker(Worker):
             return self.engine.infer_batch(data, settings)[0]
 
 
-def _with(settings: ForwardSettings, denominators: Denominators) -> ForwardSettings:
-    from dataclasses import replace
+def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    given = {key: [step[key] for step in steps if key in step] for key in {key: 0 for step in steps for key in step}}
+    return {key: sum(values) / len(values) for key, values in given.items()}
 
-    return replace(settings, denominators=denominators)
+
+def _seed_process(seed: int) -> None:
+    """Dropout and the like draw from the process's own streams."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
 
 
 class ActorRolloutRefWorker(Worker):
@@ -152,20 +164,25 @@ class ActorRolloutRefWorker(Worker):
                 part.init_model()
         engine = self.actor.engine
         self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        seed = self.setup.seed * 1_000_003 + engine.get_data_parallel_rank()
+        _seed_process(seed)
+        if self.setup.rollout is not None:
+            self._build_rollout(seed)
+
+    def _build_rollout(self, seed: int) -> None:
         config = self.setup.rollout
-        if config is not None:
-            rollout_class = rollouts.get(config.name, requested_by="rollout.name")
-            self.rollout = rollout_class(
-                RolloutSetup(
-                    config=config,
-                    model_path=self.setup.model.path,
-                    seed=self.setup.seed * 1_000_003 + engine.get_data_parallel_rank(),
-                    pad_token_id=self.setup.pad_token_id,
-                    eos_token_id=self.setup.eos_token_id,
-                )
+        rollout_class = rollouts.get(config.name, requested_by="rollout.name")
+        self.rollout = rollout_class(
+            RolloutSetup(
+                config=config,
+                model_path=self.setup.model.path,
+                seed=seed,
+                pad_token_id=self.setup.pad_token_id,
+                eos_token_id=self.setup.eos_token_id,
             )
-            sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
-            self.weight_sync = sync_class(engine, self.rollout)
+        )
+        sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
+        self.weight_sync = sync_class(self.actor.engine, self.rollout)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
@@ -186,8 +203,8 @@ class ActorRolloutRefWorker(Worker):
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
             )
-        output = self.ref.infer_batch(data, self.setup.infer)
-        return output.select(["log_probs"]).rename({"log_probs": "ref_log_prob"})
+        output = self.ref.infer_batch(data, replace(self.setup.infer, calculate_entropy=False))
+        return output.rename({"log_probs": "ref_log_prob"})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_actor(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
@@ -198,33 +215,53 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     async def update_weights(self, version: int) -> dict[str, float]:
-        """Make the rollout generate with the actor's present weights, as ``version``."""
+        """Make the rollout generate with the actor's present weights, as ``version``.
+
+        Raises:
+            CapabilityError: the rollout says that it took over another version.
+        """
         if self.weight_sync is None:
             return {}
         report = await self.weight_sync.sync(version)
-        return {
-            "sync/seconds": report.seconds,
-            "sync/tensors": float(report.tensors),
-            "rollout/weight_version": float(report.version),
-        }
+        if report.version != version:
+            raise CapabilityError(
+                f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
+                f"which reports {report.version}"
+            )
+        return {"sync/tensors": float(report.tensors), "rollout/weight_version": float(report.version)}
 
     @register(dispatch_mode="one_to_all")
     def save_checkpoint(self, path: str) -> None:
-        """Write the actor's state and the rollout's sampler under ``path``."""
+        """Write the actor's state and the rollout's sampler under ``path``.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
         folder = Path(path)
-        folder.mkdir(parents=True, exist_ok=True)
         self.actor.engine.save_checkpoint(folder / "actor")
-        if self.rollout is not None:
+        if self.rollout is None:
+            return
+        try:
             torch.save(self.rollout.state_dict(), folder / f"rollout_rank_{self.rank}.pt")
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
+            raise CheckpointError(f"the rollout's state cannot be written to {folder}: {error}") from error
 
     @register(dispatch_mode="one_to_all")
     def load_checkpoint(self, path: str) -> None:
-        """Take back what :meth:`save_checkpoint` wrote; another number of ranks samples anew."""
+        """Take back what :meth:`save_checkpoint` wrote; a rank that was not there then samples anew.
+
+        Raises:
+            CheckpointError: it is incomplete or of another model.
+        """
         folder = Path(path)
         self.actor.engine.load_checkpoint(folder / "actor")
         state = folder / f"rollout_rank_{self.rank}.pt"
-        if self.rollout is not None and state.exists():
+        if self.rollout is None or not state.exists():
+            return
+        try:
             self.rollout.load_state_dict(torch.load(state, weights_only=True))
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{state} cannot be read: {error}") from error
 
     @register(dispatch_mode="one_to_all")
     def export(self, path: str) -> None:

@@ -2,11 +2,12 @@
 
 from rollcast.config.schemas import ConfigSchema
 from rollcast.contracts.engine import ModelConfig
-from rollcast_trainer.schemas import ActorConfig, PpoTrainerConfig, SftTrainerConfig
+from rollcast_trainer.schemas import ActorConfig, PpoActorConfig, PpoTrainerConfig, SftTrainerConfig
 
 SCHEMAS = (
     ConfigSchema(path="model", schema=ModelConfig, group="trainer"),
     ConfigSchema(path="actor", schema=ActorConfig, group="trainer"),
+    ConfigSchema(path="actor", schema=PpoActorConfig, group="trainer", option="ppo"),
     ConfigSchema(path="trainer", schema=PpoTrainerConfig, group="trainer", option="ppo"),
     ConfigSchema(path="trainer", schema=SftTrainerConfig, group="trainer", option="sft"),
 )
