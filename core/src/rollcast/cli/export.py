@@ -1,0 +1,96 @@
+"""``rollcast export``: a checkpoint into a Hugging Face folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcast.cli.options import Traceback
+from rollcast.cli.output import print_lines
+from rollcast.cli.train import find_newest_checkpoint
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["export"]
+
+
+def export(
+    checkpoint: Annotated[
+        Path, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder, RUN_DIR/checkpoints/step_N.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to make.")],
+    config: Annotated[
+        Path | None,
+        typer.Option("--config", metavar="FILE", help="The run's resolved config; RUN_DIR/config.yaml by default."),
+    ] = None,
+    _traceback: Traceback = False,
+) -> None:
+    """Write a checkpoint as a Hugging Face folder: config, weights and tokenizer."""
+    from rollcast.config.validation import build_section
+    from rollcast.contracts.engine import ModelConfig, engines
+    from rollcast.errors import CheckpointError, ConfigError
+
+    _check_checkpoint(checkpoint)
+    if output.exists() and (not output.is_dir() or any(output.iterdir())):
+        raise CheckpointError(f"{output} exists and is not an empty folder; give another one to write into")
+    run_dir = checkpoint.resolve().parent.parent
+    file = config or run_dir / "config.yaml"
+    settings = _read_config(file)
+    engine = _engine_name(settings)
+    if engine is None or settings.get("model") is None:
+        missing = "actor.engine.name" if engine is None else "model"
+        raise ConfigError(f"{file} has no {missing}, which says what the checkpoint is of; is it a run's config.yaml?")
+    engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
+    model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
+    model.path = _find_model(model.path, str(settings.get("run_dir", "")), run_dir)
+    engine_class.export_checkpoint(checkpoint / "actor", model, output)
+    print_lines(f"exported {checkpoint} to {output}")
+
+
+def _check_checkpoint(checkpoint: Path) -> None:
+    """Refuse what is no checkpoint.
+
+    Raises:
+        CheckpointError: names the checkpoint that may have been meant.
+    """
+    from rollcast.errors import CheckpointError
+
+    if (checkpoint / "actor").is_dir():
+        return
+    near = find_newest_checkpoint(checkpoint) or find_newest_checkpoint(checkpoint.parent.parent)
+    what = "has no actor/, so it is no checkpoint" if checkpoint.is_dir() else "does not exist"
+    hint = f"; did you mean {near}?" if near else "; a checkpoint is a folder RUN_DIR/checkpoints/step_N"
+    raise CheckpointError(f"{checkpoint} {what}{hint}")
+
+
+def _read_config(file: Path) -> DictConfig:
+    from omegaconf import DictConfig, OmegaConf
+    from yaml import YAMLError
+
+    from rollcast.errors import ConfigError
+
+    try:
+        settings = OmegaConf.load(file)
+    except (OSError, YAMLError) as error:
+        hint = "give the run's resolved config with --config"
+        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}; {hint}") from error
+    if not isinstance(settings, DictConfig):
+        raise ConfigError(f"{file} holds no mapping; give the run's resolved config with --config")
+    return settings
+
+
+def _engine_name(settings: DictConfig) -> str | None:
+    from omegaconf import OmegaConf
+
+    name = OmegaConf.select(settings, "actor.engine.name")
+    return None if name is None else str(name)
+
+
+def _find_model(path: str, old_run_dir: str, run_dir: Path) -> str:
+    """The model's folder, although the run may have been moved or started from another folder."""
+    if old_run_dir and not Path(path).exists() and Path(path).is_relative_to(old_run_dir):
+        return str(run_dir / Path(path).relative_to(old_run_dir))
+    return path
