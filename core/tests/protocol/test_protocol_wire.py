@@ -44,6 +44,14 @@ def test_neither_side_copies(dtype: torch.dtype) -> None:
     assert torch.equal(received["x"], sent[2:5])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_one_row_of_a_strided_slice_travels(dtype: torch.dtype) -> None:
+    dp = DataProto.from_dict({"x": numbered(3, dtype), "y": numbered(6, dtype).reshape(3, 2)})
+    for start in range(3):
+        part = dp[start::3]
+        assert pickle.loads(pickle.dumps(part)).equal(part)
+
+
 def test_jagged_slices_ship_their_own_values_and_offsets_once() -> None:
     values = torch.arange(10)
     offsets = torch.tensor([0, 2, 5, 9, 10])

@@ -19,6 +19,23 @@ __all__ = ["Registered", "check_registered_methods", "iter_registered", "registe
 
 F = TypeVar("F", bound=Callable[..., Any])
 _ATTRIBUTE = "__rollcast_registered__"
+#: What a worker group is asked by these names is about the group itself.
+RESERVED_NAMES = frozenset(
+    {
+        "execute_all",
+        "execute_rank_zero",
+        "mesh",
+        "name",
+        "receive",
+        "role",
+        "send",
+        "shutdown",
+        "spawn",
+        "with_timeout",
+        "workers",
+        "world_size",
+    }
+)
 
 
 @dataclass(frozen=True)
@@ -86,19 +103,34 @@ def check_registered_methods(cls: type) -> None:
     """Refuse a class whose registered methods cannot be called on a group.
 
     Raises:
-        DispatchError: a registered method takes no ``self``, is static or a class method, or an
-            override has lost the registration of the method that it replaces.
+        DispatchError: a registered method takes no ``self``, is static, a class method, a generator
+            or called like something of the group's own, or an override has lost the registration of
+            the method that it replaces.
     """
     for name, value in vars(cls).items():
-        inner = getattr(value, "__func__", None)
-        if isinstance(value, staticmethod | classmethod) and registered(inner) is not None:
-            raise DispatchError(f"{cls.__name__}.{name}: @register works on instance methods only")
-        if registered(value) is not None and not inspect.signature(value).parameters:
-            raise DispatchError(f"{cls.__name__}.{name} is registered but takes no self")
-        if inspect.isfunction(value) and registered(value) is None:
+        inner = getattr(value, "__func__", value)
+        if registered(value) is not None or registered(inner) is not None:
+            complaint = _complaint(name, value)
+            if complaint is not None:
+                raise DispatchError(f"{cls.__name__}.{name} is registered but {complaint}")
+        elif inspect.isfunction(value):
             for base in cls.__mro__[1:]:
                 if registered(vars(base).get(name)) is not None:
                     raise DispatchError(
                         f"{cls.__name__}.{name} replaces {base.__name__}.{name}, which is registered, without "
                         "@register; register it again so that the group still knows how to call it"
                     )
+
+
+def _complaint(name: str, value: Any) -> str | None:
+    if isinstance(value, staticmethod | classmethod):
+        return "it is a static or class method; only instance methods run on a group"
+    if not inspect.signature(value).parameters:
+        return "it takes no self"
+    if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
+        return "it is a generator, which cannot leave its process; return a list"
+    if name.startswith("_"):
+        return "its name is private; a group offers public methods only"
+    if name in RESERVED_NAMES:
+        return f"WorkerGroup has a {name!r} of its own; choose another name"
+    return None

@@ -18,9 +18,9 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
-from rollcast.errors import DispatchError, PluginNotFoundError, UnknownDispatchModeError
+from rollcast.errors import DispatchError, PluginNotFoundError, RollcastError, UnknownDispatchModeError
 from rollcast.plugins.registry import Registry, any_of, instance_of, subclass_of
 
 if TYPE_CHECKING:
@@ -36,7 +36,9 @@ __all__ = [
     "RankCall",
     "RankOutputs",
     "dispatch_modes",
+    "distribute",
     "execute_modes",
+    "join",
     "register_dispatch_mode",
     "resolve_dispatch_mode",
     "resolve_execute_mode",
@@ -208,6 +210,52 @@ class RankZero(DispatchMode):
         return outputs[0]
 
 
+def distribute(
+    mode: DispatchMode, worker_group: DispatchTarget, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> Calls:
+    """The calls that ``mode`` makes of a call's arguments, one entry for each rank.
+
+    Raises:
+        DispatchError: the mode refuses the arguments or fails on them (the cause is chained), or what
+            it gives is not a call for each rank.
+    """
+    try:
+        calls = mode.dispatch(worker_group, *args, **kwargs)
+    except RollcastError:
+        raise
+    except Exception as error:
+        kinds = [type(value).__name__ for value in args]
+        kinds += [f"{key}={type(value).__name__}" for key, value in kwargs.items()]
+        raise DispatchError(
+            f"dispatch mode {mode.name!r} cannot distribute the arguments ({', '.join(kinds)}): "
+            f"{type(error).__name__}: {error}"
+        ) from error
+    size = worker_group.world_size
+    if not isinstance(calls, Calls) or len(calls.per_rank) != size:
+        got = f"{len(calls.per_rank)} calls" if isinstance(calls, Calls) else type(calls).__name__
+        raise DispatchError(
+            f"dispatch mode {mode.name!r} must give Calls with one entry for each of the {size} ranks, it gave {got}"
+        )
+    return calls
+
+
+def join(mode: DispatchMode, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+    """The result that ``mode`` makes of the outputs.
+
+    Raises:
+        DispatchError: the mode fails on them; the cause is chained.
+    """
+    try:
+        return mode.collect(worker_group, outputs)
+    except RollcastError:
+        raise
+    except Exception as error:
+        kinds = ", ".join(type(output).__name__ for output in outputs)
+        raise DispatchError(
+            f"dispatch mode {mode.name!r} cannot collect the outputs ({kinds}): {type(error).__name__}: {error}"
+        ) from error
+
+
 DispatchFn = Callable[..., Any]
 CollectFn = Callable[[DispatchTarget, list[Any]], Any]
 
@@ -232,7 +280,7 @@ class FunctionMode(DispatchMode):
             ]
         except (TypeError, ValueError, IndexError, AttributeError) as error:
             raise DispatchError(
-                f"dispatch function of {self.name!r} must return Calls, or (lists, dict of lists) with "
+                f"the dispatch function of {self.name!r} must return Calls, or (lists, dict of lists) with "
                 f"{worker_group.world_size} values each, one for each rank: {error}"
             ) from error
         return Calls(by_rank)
@@ -249,11 +297,23 @@ execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
 )
 
 
+_Mode = TypeVar("_Mode", DispatchMode, ExecuteMode)
+
+
+def _build(cls: type[_Mode]) -> _Mode:
+    try:
+        return cls()
+    except TypeError as error:
+        raise DispatchError(
+            f"mode {cls.__name__} cannot be built without arguments ({error}); give @register an object of it"
+        ) from error
+
+
 def resolve_dispatch_mode(mode: DispatchMode | type[DispatchMode] | str) -> DispatchMode:
     """The mode object behind a name, a class or an object."""
     part = dispatch_modes.get(mode.lower(), requested_by="dispatch_mode") if isinstance(mode, str) else mode
     if isinstance(part, type) and issubclass(part, DispatchMode):
-        return part()
+        return _build(part)
     if isinstance(part, DispatchMode):
         return part
     raise DispatchError(
@@ -266,7 +326,7 @@ def resolve_execute_mode(mode: ExecuteMode | type[ExecuteMode] | str) -> Execute
     """The mode object behind a name, a class or an object."""
     part = execute_modes.get(mode.lower(), requested_by="execute_mode") if isinstance(mode, str) else mode
     if isinstance(part, type) and issubclass(part, ExecuteMode):
-        return part()
+        return _build(part)
     if isinstance(part, ExecuteMode):
         return part
     raise DispatchError(

@@ -13,6 +13,7 @@ import time
 import traceback
 from collections.abc import Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -80,8 +81,7 @@ class _RecentLog(logging.Handler):
 def _picklable(error: BaseException) -> BaseException | None:
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:
-        # Whatever is wrong with it, its text travels anyway.
+    except Exception:  # noqa: BLE001  # whatever is wrong with it, its text travels anyway
         return None
 
 
@@ -116,7 +116,7 @@ class WorkerHost:
                     worker = cls_with_init()
                 if not isinstance(worker, Worker):
                     raise DispatchError(f"role {role!r}: {type(worker).__name__} does not derive from rollcast.Worker")
-            except Exception as error:
+            except Exception as error:  # noqa: BLE001  # it travels to the controller
                 raise self._failure(role, "__init__", error) from None
             self.workers[role] = worker
 
@@ -134,15 +134,22 @@ class WorkerHost:
             if inspect.iscoroutine(result):
                 result = self._run(result)
             return result
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  # it travels to the controller
             raise self._failure(role, method, error) from None
 
     def close(self) -> None:
-        """Call ``close()`` of each worker that has one, and stop the event loop."""
-        for worker in self.workers.values():
-            close = getattr(worker, "close", None)
-            if callable(close):
-                close()
+        """Call ``close()`` of each worker that has one, the last built first, and stop the event loop.
+
+        Raises:
+            WorkerRaised: for the last ``close()`` that raised; the others have run all the same.
+        """
+        with ExitStack() as closing:  # runs what it was given from the last to the first
+            closing.callback(self._forget)
+            for role, worker in self.workers.items():
+                if callable(getattr(worker, "close", None)):
+                    closing.callback(self.call, role, "close", (), {})
+
+    def _forget(self) -> None:
         self.workers.clear()
         logging.getLogger().removeHandler(self._recent)
         if self._loop is not None:

@@ -72,33 +72,67 @@ class NodeResources:
     gpus: float
 
 
+@dataclass(frozen=True)
+class _Share:
+    """What a pool wants of one node."""
+
+    pool: ResourcePool
+    processes: int
+
+    @property
+    def cpus(self) -> float:
+        return self.processes * self.pool.cpus_per_process
+
+    @property
+    def gpus(self) -> float:
+        return float(self.processes if self.pool.use_gpu else 0)
+
+
 def check_resources(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> None:
     """Refuse pools that the cluster can never hold, before anything is started.
 
-    Each pool entry is placed on the node with the most of what it needs left.
+    What it lets pass may still not fit, because finding the best packing is a hard problem; what it
+    refuses never fits.
 
     Raises:
         ResourceError: with what each pool asks for and what each node has.
     """
-    left = [[node.cpus, node.gpus] for node in nodes]
-    wanted = sorted(((count, pool) for pool in pools for count in pool.process_on_nodes), key=lambda entry: -entry[0])
-    for count, pool in wanted:
-        cpus, gpus = count * pool.cpus_per_process, float(count if pool.use_gpu else 0)
-        fits = [i for i, (c, g) in enumerate(left) if c >= cpus and g >= gpus]
-        if not fits:
-            have = "; ".join(
-                f"node {node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs"
-                f" ({free[0]:g} and {free[1]:g} left beside the other pools)"
-                for node, free in zip(nodes, left, strict=True)
-            )
+    have = "; ".join(f"node {node.address}: {node.cpus:g} CPUs, {node.gpus:g} GPUs" for node in nodes)
+    have = have or "the cluster has no node"
+    advice = "Lower placement.n_gpus_per_node or placement.nnodes, or join a larger cluster"
+    shares = [_Share(pool, count) for pool in pools for count in pool.process_on_nodes]
+    for share in shares:
+        if not any(node.cpus >= share.cpus and node.gpus >= share.gpus for node in nodes):
             raise ResourceError(
-                f"pool {pool.name!r} asks for {count} processes on one node ({cpus:g} CPUs, {gpus:g} GPUs), "
-                f"but no node has them. {have or 'the cluster has no node'}. "
-                "Lower placement.n_gpus_per_node or placement.nnodes, or join a larger cluster"
+                f"pool {share.pool.name!r} asks for {share.processes} processes on one node ({share.cpus:g} CPUs, "
+                f"{share.gpus:g} GPUs), but no node has them. {have}. {advice}"
             )
-        best = max(fits, key=lambda i: (left[i][1], left[i][0]))
-        left[best][0] -= cpus
-        left[best][1] -= gpus
+    asked = "; ".join(
+        f"pool {pool.name!r}: {list(pool.process_on_nodes)} processes, each "
+        f"{pool.cpus_per_process:g} CPUs and {int(pool.use_gpu)} GPUs"
+        for pool in pools
+    )
+    for unit in ("cpus", "gpus"):
+        complaint = _too_little(
+            [getattr(share, unit) for share in shares], [getattr(node, unit) for node in nodes], unit[:-1].upper() + "s"
+        )
+        if complaint is not None:
+            raise ResourceError(f"{complaint}. {asked}. {have}. {advice}")
+
+
+def _too_little(needs: Sequence[float], capacities: Sequence[float], unit: str) -> str | None:
+    """Why shares of these sizes cannot lie on nodes of these capacities; None if nothing speaks against it."""
+    slack = 1e-6  # sums of fractions of a core
+    if sum(needs) > sum(capacities) + slack:
+        return f"the pools ask for {sum(needs):g} {unit}, the cluster has {sum(capacities):g}"
+    for size in sorted({need for need in needs if need > 0}):
+        large = sum(need >= size for need in needs)
+        room = sum(int((capacity + slack) // size) for capacity in capacities)
+        if large > room:
+            return (
+                f"the pools ask {large} times for {size:g} or more {unit} on one node, the cluster has room for {room}"
+            )
+    return None
 
 
 class ResourcePoolManager:

@@ -23,16 +23,30 @@ class CallFailed(RollcastError):
     Attributes:
         index: which of the waited-for calls failed first.
         failure: the worker's own account; None if the process died or the deadline passed.
-        timed_out: the deadline passed.
         detail: what the runtime knows, such as how the process died and its last output.
+        timed_out: the deadline passed.
+        cause_type: name of what went wrong where there is no ``failure``.
     """
 
-    def __init__(self, index: int, failure: CallFailure | None, detail: str = "", timed_out: bool = False) -> None:
-        super().__init__(index, failure, detail, timed_out)
+    def __init__(
+        self,
+        index: int,
+        failure: CallFailure | None,
+        detail: str = "",
+        timed_out: bool = False,
+        cause_type: str = "ProcessDied",
+    ) -> None:
+        super().__init__(index, failure, detail, timed_out, cause_type)
         self.index = index
         self.failure = failure
         self.detail = detail
         self.timed_out = timed_out
+        self.cause_type = cause_type
+
+    @property
+    def cause(self) -> BaseException | None:
+        """The worker's exception, if it could travel."""
+        return self.failure.cause if self.failure else None
 
 
 @dataclass(frozen=True)
@@ -78,11 +92,19 @@ class Runtime(ABC):
 
     @abstractmethod
     def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
-        """Send one call; returns a reference to its result at once."""
+        """Send one call; returns a reference to its result at once.
+
+        Raises:
+            DispatchError: an argument cannot be sent.
+        """
 
     @abstractmethod
     def put(self, value: Any) -> Any:
-        """Store a value that several calls share; the reference can stand for it in a call."""
+        """Store a value that several calls share; the reference can stand for it in a call.
+
+        Raises:
+            DispatchError: the value cannot be sent.
+        """
 
     @abstractmethod
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
@@ -93,8 +115,12 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def install_parts(self, hosts: Sequence[Host], parts: bytes, timeout: float) -> None:
-        """Make the driver's in-process registrations known to the hosts."""
+    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+        """Make the driver's in-process registrations known to the hosts, in place of earlier ones.
+
+        Raises:
+            CallFailed: a host has died, or the deadline (seconds) passed.
+        """
 
     @abstractmethod
     def cancel(self, refs: Sequence[Any]) -> None:

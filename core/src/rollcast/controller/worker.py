@@ -6,7 +6,7 @@ import contextvars
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollcast.controller.decorator import check_registered_methods, register
@@ -173,11 +173,3 @@ class Worker:
                 "usually in init_model"
             )
         return self._meshes[mesh_name]
-
-
-@dataclass(frozen=True)
-class RoleSpec:
-    """What one role of a group is built from."""
-
-    cls_with_init: ClassWithInitArgs[Any]
-    env: Mapping[str, str] = field(default_factory=dict)

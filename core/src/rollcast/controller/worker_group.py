@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rollcast.controller.decorator import Registered, iter_registered
-from rollcast.controller.dispatch import Calls, RankCall, RankOutputs
+from rollcast.controller.dispatch import RankCall, RankOutputs, distribute, join
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs, MeshInfo
@@ -36,16 +37,16 @@ class _Hosts:
         try:
             self.hosts: list[Host] = runtime.launch(pool, spec, launch_timeout)
         except CallFailed as failed:
-            error = explain_failure(failed, self.name, "", "__init__", failed.index, None)
-            raise error from error.__cause__
+            raise explain_failure(
+                failed, self.name, "+".join(self.roles), "__init__", failed.index, None
+            ) from failed.cause
 
-    def install_new_parts(self) -> None:
+    def install_new_parts(self, timeout: float) -> None:
         """Send what was registered in-process since the last call."""
-        if self.parts_generation != generation():
-            parts = snapshot()
-            if parts is not None:
-                self.runtime.install_parts(self.hosts, parts, DEFAULT_TIMEOUT_S)
-            self.parts_generation = generation()
+        now = generation()
+        if self.parts_generation != now:
+            self.runtime.install_parts(self.hosts, snapshot(), timeout)
+            self.parts_generation = now
 
 
 def explain_failure(
@@ -65,10 +66,10 @@ def explain_failure(
         error = WorkerError(f"{where}: {failure.cause_type}: {failure.message}{log}")
         error.cause_type = failure.cause_type
         error.remote_traceback = failure.traceback
-        error.__cause__ = failure.cause
+        error.add_note(f"Traceback on rank {rank}:\n{failure.traceback.rstrip()}")
     else:
         error = WorkerError(f"{where}: {failed.detail}")
-        error.cause_type = "ProcessDied"
+        error.cause_type = failed.cause_type
     error.group, error.role, error.method, error.rank, error.node = group, role, method, rank, node
     return error
 
@@ -104,33 +105,35 @@ class GroupMethod:
     def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
         self._group = group
         self._entry = entry
-        self.__name__ = name
         functools.update_wrapper(self, function, updated=())
+        self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         entry, group = self._entry, self._group
         if entry.materialize_futures:
             args = tuple(_materialize(value) for value in args)
             kwargs = {key: _materialize(value) for key, value in kwargs.items()}
-        calls = entry.dispatch_mode.dispatch(group, *args, **kwargs)
-        self._check(calls)
-        ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
-        refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks])
+        with self._named_in_errors():
+            calls = distribute(entry.dispatch_mode, group, args, kwargs)
+            ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
+            refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks])
 
         def finish(timeout: float | None) -> Any:
             outputs = group.receive(self.__name__, ranks, refs, timeout)
-            return entry.dispatch_mode.collect(group, RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name))
+            with self._named_in_errors():
+                found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
+                return join(entry.dispatch_mode, group, found)
 
         return finish(None) if entry.blocking else PendingCall(finish, refs)
 
-    def _check(self, calls: Calls) -> None:
-        mode = self._entry.dispatch_mode.name
-        if not isinstance(calls, Calls) or len(calls.per_rank) != self._group.world_size:
-            got = f"{len(calls.per_rank)} calls" if isinstance(calls, Calls) else type(calls).__name__
-            raise DispatchError(
-                f"dispatch mode {mode!r} of {self.__name__} must give Calls with one entry for each of the "
-                f"{self._group.world_size} ranks, it gave {got}"
-            )
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """A mode knows nothing of the method that it serves, so the method's name is added here."""
+        try:
+            yield
+        except DispatchError as error:
+            error.add_note(f"in a call of {self!r}")
+            raise
 
     def __repr__(self) -> str:
         return f"<method {self.__name__} of {self._group!r}>"
@@ -275,12 +278,22 @@ class WorkerGroup:
         shared = self._shared
         if shared.closed:
             raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
-        shared.install_new_parts()
+        role = self.role
+        try:
+            shared.install_new_parts(self._timeout)
+        except CallFailed as failed:
+            raise self._explained(failed, "install_parts", range(self.world_size)) from failed.cause
         present = [(rank, call) for rank, call in calls if call is not None]
         stored = self._store_shared([call for _, call in present])
-        return [
-            shared.runtime.call(shared.hosts[rank], self.role, method, _replace(call, stored)) for rank, call in present
-        ]
+        refs: list[Any] = []
+        try:
+            for rank, call in present:
+                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored)))
+        except BaseException:
+            # The calls that were sent would wait for the others in a collective.
+            shared.runtime.cancel(refs)
+            raise
+        return refs
 
     def receive(
         self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None
@@ -295,9 +308,11 @@ class WorkerGroup:
             return shared.runtime.gather(refs, self._timeout if timeout is None else timeout)
         except CallFailed as failed:
             shared.runtime.cancel(refs)
-            rank = ranks[failed.index]
-            error = explain_failure(failed, self.name, self.role, method, rank, shared.hosts[rank])
-            raise error from error.__cause__
+            raise self._explained(failed, method, ranks) from failed.cause
+
+    def _explained(self, failed: CallFailed, method: str, ranks: Sequence[int]) -> WorkerError:
+        rank = ranks[failed.index]
+        return explain_failure(failed, self.name, self.role, method, rank, self._shared.hosts[rank])
 
     def _store_shared(self, calls: Sequence[RankCall]) -> dict[int, Any]:
         seen: dict[int, int] = {}

@@ -79,7 +79,8 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
             " tensor, which has no plain bytes"
         )
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    return plain.reshape(-1).view(torch.uint8)
+    # One row of a strided slice is contiguous whatever its stride, which view() does not accept.
+    return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(columns: Mapping[str, torch.Tensor]) -> Packed:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["collective_backend", "device_name", "empty_cache", "local_device", "synchronize"]
+__all__ = ["collective_backend", "device_count", "device_name", "empty_cache", "local_device", "synchronize"]
 
 
 def device_name() -> str:
@@ -15,6 +15,13 @@ def device_name() -> str:
     import torch
 
     return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def device_count() -> int:
+    """Visible accelerators; 0 on a machine without."""
+    import torch
+
+    return torch.cuda.device_count() if device_name() == "cuda" else 0
 
 
 def local_device(local_rank: int) -> torch.device:

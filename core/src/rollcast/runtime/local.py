@@ -5,6 +5,7 @@ A breakpoint in a worker's method stops right there, and a machine without Ray c
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Sequence
 from typing import Any
@@ -15,8 +16,11 @@ from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import ResourceError
+from rollcast.runtime.device import device_count
 
 __all__ = ["LocalRuntime"]
+
+logger = logging.getLogger(__name__)
 
 
 class LocalRuntime(Runtime):
@@ -32,7 +36,7 @@ class LocalRuntime(Runtime):
         self._saved_env: dict[str, str | None] = {}
 
     def nodes(self) -> list[NodeResources]:
-        return [NodeResources("localhost", float(os.cpu_count() or 1), 0.0)]
+        return [NodeResources("localhost", float(os.cpu_count() or 1), float(device_count()))]
 
     def launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
         if pool.world_size != 1:
@@ -54,6 +58,7 @@ class LocalRuntime(Runtime):
         try:
             worker_host.build(context, spec.roles)
         except WorkerRaised as raised:
+            self._close(worker_host)
             raise CallFailed(0, raised.failure) from raised
         host = Host(worker_host, info)
         self._hosts.append(host)
@@ -74,7 +79,7 @@ class LocalRuntime(Runtime):
                 raise CallFailed(index, value.failure)
         return list(refs)
 
-    def install_parts(self, hosts: Sequence[Host], parts: bytes, timeout: float) -> None:
+    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         """Nothing to do: the workers share this process's registries."""
 
     def cancel(self, refs: Sequence[Any]) -> None:
@@ -82,8 +87,15 @@ class LocalRuntime(Runtime):
 
     def stop(self, hosts: Sequence[Host]) -> None:
         for host in hosts:
-            host.handle.close()
-            self._hosts = [kept for kept in self._hosts if kept is not host]
+            if any(kept is host for kept in self._hosts):
+                self._hosts = [kept for kept in self._hosts if kept is not host]
+                self._close(host.handle)
+
+    def _close(self, worker_host: WorkerHost) -> None:
+        try:
+            worker_host.close()
+        except WorkerRaised as raised:
+            logger.warning("close() of a worker raised: %s", raised)
         if not self._hosts:
             self._restore_env()
 

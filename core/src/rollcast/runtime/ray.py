@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import logging
 import os
+import pickle
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,15 @@ from ray.util import placement_group, placement_group_table, remove_placement_gr
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import HostInfo, WorkerHost, WorkerRaised
+from rollcast.controller.hosting import HostInfo, WorkerRaised
 from rollcast.controller.resource_pool import NodeResources, ResourcePool, check_resources
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
-from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
+from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
-from rollcast.errors import ResourceError
-from rollcast.plugins.inprocess import install_snapshot, snapshot
+from rollcast.errors import DispatchError, ResourceError
+from rollcast.plugins.inprocess import snapshot
+from rollcast.runtime.places import build_contexts, default_object_store, read_last_lines
+from rollcast.runtime.process import HostProcess
 
 __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
 
@@ -39,48 +43,24 @@ _EMBEDDED_ENV = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
 }
-_MAX_OBJECT_STORE = 4 << 30
+#: Warns at each start that a local Ray asks for its token, which is as it should be.
+_auth_logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _CLOSE_GRACE_S = 5.0
 _SETTLE_S = 0.5
 
 
-class _HostActor:
-    """The Ray actor around a :class:`WorkerHost`."""
-
-    def __init__(self) -> None:
-        self._host = WorkerHost()
+class _HostActor(HostProcess):
+    """The Ray actor."""
 
     def hello(self) -> HostInfo:
-        return self._host.describe(ray.util.get_node_ip_address())
-
-    def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
-        """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports."""
-        os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
-        sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
-        parts, roles = cloudpickle.loads(blob)
-        if parts is not None:
-            install_snapshot(parts)
-        if "torch" in sys.modules:
-            import torch
-
-            torch.set_num_threads(context.threads)
-        self._host.build(context, cloudpickle.loads(roles))
-
-    def install(self, parts: bytes) -> None:
-        install_snapshot(parts)
-
-    def call(self, role: str, method: str, keys: tuple[str, ...], *values: Any) -> Any:
-        split = len(values) - len(keys)
-        return self._host.call(role, method, values[:split], dict(zip(keys, values[split:], strict=True)))
-
-    def close(self) -> None:
-        self._host.close()
+        return self.host.describe(ray.util.get_node_ip_address())
 
 
 class RayResourcePool(ResourcePool):
     """A resource pool with Ray placement groups, one a node, made when they are first needed."""
 
-    _groups: list[tuple[int, Any]] | None = None
+    #: ``(processes, placement group)`` for each node, once they are made.
+    placement_groups: list[tuple[int, Any]] | None = None
 
     def get_placement_groups(self, timeout: float = 300.0) -> list[tuple[int, Any]]:
         """``(processes, placement group)`` for each node, sorted by node address, so that ranks
@@ -89,7 +69,7 @@ class RayResourcePool(ResourcePool):
         Raises:
             ResourceError: not placed before the deadline; says what is asked and what is free.
         """
-        if self._groups is None:
+        if self.placement_groups is None:
             bundle = {"CPU": self.cpus_per_process, **({"GPU": 1.0} if self.use_gpu else {})}
             groups = [
                 (count, placement_group([dict(bundle) for _ in range(count)], strategy="STRICT_PACK"))
@@ -105,19 +85,27 @@ class RayResourcePool(ResourcePool):
                         f"pool {self.name!r} ({list(self.process_on_nodes)} processes, each {bundle}) was not placed "
                         f"within {timeout:g} s; free in the cluster: {free}"
                     )
-            self._groups = sorted(groups, key=lambda entry: _node_address(entry[1]))
-        return self._groups
+            self.placement_groups = sorted(groups, key=lambda entry: _node_address(entry[1]))
+        return self.placement_groups
 
     def release(self) -> None:
         """Give the placement groups back."""
-        for _, group in self._groups or ():
+        for _, group in self.placement_groups or ():
             remove_placement_group(group)
-        self._groups = None
+        self.placement_groups = None
 
 
 def _node_address(group: Any) -> str:
     node_id = placement_group_table(group)["bundles_to_node_id"][0]
     return next((n["NodeManagerAddress"] for n in ray.nodes() if n["NodeID"] == node_id), "")
+
+
+@dataclass
+class _Running:
+    """A group that runs: its processes, and where they were placed."""
+
+    pool: RayResourcePool
+    hosts: list[Host]
 
 
 class RayRuntime(Runtime):
@@ -144,9 +132,9 @@ class RayRuntime(Runtime):
         self._num_cpus = num_cpus
         self._object_store_memory = object_store_memory
         self._log_to_driver = log_to_driver
-        self._owns_ray = False
+        self._initialized_ray = False
         self._pools: dict[int, RayResourcePool] = {}
-        self._hosts: list[Host] = []
+        self._running: list[_Running] = []
 
     @classmethod
     def shared(cls) -> RayRuntime:
@@ -160,23 +148,38 @@ class RayRuntime(Runtime):
         if ray.is_initialized():
             return
         if self._address:
-            ray.init(address=self._address, log_to_driver=self._log_to_driver, logging_level=logging.WARNING)
-            logger.info("joined Ray at %s", self._address)
-            return
+            self._join(self._address)
+        else:
+            self._embed()
+        self._initialized_ray = True
+
+    def _join(self, address: str) -> None:
+        try:
+            ray.init(address=address, log_to_driver=self._log_to_driver, logging_level=logging.WARNING)
+        except (ConnectionError, ray.exceptions.RayError) as error:
+            raise ResourceError(
+                f"cannot join Ray at {address} (from runtime.address or RAY_ADDRESS): {error}. "
+                "Start it with `ray start --head`, or unset the address for a Ray of this run's own"
+            ) from error
+        logger.info("joined Ray at %s", address)
+
+    def _embed(self) -> None:
         added = {key: value for key, value in _EMBEDDED_ENV.items() if key not in os.environ}
         os.environ.update(added)
+        level = _auth_logger.level
+        _auth_logger.setLevel(logging.ERROR)
         try:
             ray.init(
                 num_cpus=self._num_cpus or os.cpu_count(),
-                object_store_memory=self._object_store_memory or _default_store(),
+                object_store_memory=self._object_store_memory or default_object_store(),
                 include_dashboard=False,
                 log_to_driver=self._log_to_driver,
                 logging_level=logging.WARNING,
             )
         finally:
+            _auth_logger.setLevel(level)
             for key in added:
                 os.environ.pop(key, None)
-        self._owns_ray = True
 
     def nodes(self) -> list[NodeResources]:
         self.start()
@@ -192,29 +195,44 @@ class RayRuntime(Runtime):
         self.start()
         deadline = time.monotonic() + timeout
         placed = self._placed(pool)
-        if placed._groups is None:
-            check_resources([pool], self.nodes())
-        blob = cloudpickle.dumps((snapshot(), cloudpickle.dumps(dict(spec.roles))))
-        handles = self._start_actors(placed, timeout)
         try:
-            infos = self._get(handles, [handle.hello.remote() for handle in handles], deadline)
-            hosts = [Host(handle, info) for handle, info in zip(handles, infos, strict=True)]
-            contexts = self._contexts(placed, spec, infos)
+            if placed.placement_groups is None:
+                others = [other for other in self._pools.values() if other.placement_groups is not None]
+                check_resources([*others, placed], self.nodes())
+            hosts = self._start_hosts(placed, spec, timeout, deadline)
+        except BaseException:
+            self._release_unused()
+            raise
+        self._running.append(_Running(placed, hosts))
+        return hosts
+
+    def _start_hosts(self, pool: RayResourcePool, spec: LaunchSpec, timeout: float, deadline: float) -> list[Host]:
+        try:
+            blob = cloudpickle.dumps((snapshot(), cloudpickle.dumps(dict(spec.roles))))
+        except (TypeError, AttributeError, pickle.PicklingError) as error:
+            raise DispatchError(
+                f"the classes or arguments of {spec.name} cannot be sent to workers: {error}"
+            ) from error
+        handles = self._start_actors(pool, timeout)
+        try:
+            infos = self._get([handle.hello.remote() for handle in handles], deadline)
+            counts = [count for count, _ in pool.get_placement_groups()]
             built = [
-                host.handle.build.remote(context, dict(spec.env), list(sys.path), blob)
-                for host, context in zip(hosts, contexts, strict=True)
+                handle.build.remote(context, dict(spec.env), list(sys.path), blob)
+                for handle, context in zip(handles, build_contexts(counts, spec, infos), strict=True)
             ]
-            self._get(handles, built, deadline)
+            self._get(built, deadline)
         except BaseException:
             for handle in handles:
                 ray.kill(handle)
             raise
-        self._hosts.extend(hosts)
-        return hosts
+        return [Host(handle, info) for handle, info in zip(handles, infos, strict=True)]
 
     def _placed(self, pool: ResourcePool) -> RayResourcePool:
         if isinstance(pool, RayResourcePool):
-            return self._pools.setdefault(id(pool), pool)
+            if pool.placement_groups is None:
+                self._pools[id(pool)] = pool  # placed by us, and so released by us
+            return pool
         if id(pool) not in self._pools:
             placed = RayResourcePool(
                 pool.process_on_nodes, pool.use_gpu, pool.max_colocate_count, pool.name, pool.cpus_per_process
@@ -236,41 +254,35 @@ class RayRuntime(Runtime):
             for index in range(count)
         ]
 
-    @staticmethod
-    def _contexts(pool: RayResourcePool, spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
-        counts = [count for count, _ in pool.get_placement_groups()]
-        places = [(local, count) for count in counts for local in range(count)]
-        cores = os.cpu_count() or 1
-        return [
-            WorkerContext(
-                rank=rank,
-                world_size=len(infos),
-                local_rank=local,
-                local_world_size=count,
-                master_addr=infos[0].node,
-                master_port=infos[0].free_port,
-                node=info.node,
-                group=spec.name,
-                threads=spec.threads or max(1, cores // count),
-            )
-            for rank, ((local, count), info) in enumerate(zip(places, infos, strict=True))
-        ]
+    def _release_unused(self) -> None:
+        """Give back the places of pools on which no group runs any more."""
+        used = {id(running.pool) for running in self._running}
+        for key, pool in list(self._pools.items()):
+            if id(pool) not in used:
+                pool.release()
+                del self._pools[key]
 
-    def _get(self, handles: Sequence[Any], refs: Sequence[Any], deadline: float) -> list[Any]:
+    def _get(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         return self.gather(refs, max(deadline - time.monotonic(), 0.001))
 
     def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
-        return host.handle.call.remote(role, method, tuple(call.kwargs), *call.args, *call.kwargs.values())
+        try:
+            return host.handle.call.remote(role, method, tuple(call.kwargs), *call.args, *call.kwargs.values())
+        except TypeError as error:
+            raise DispatchError(f"an argument of {role}.{method} cannot be sent to a worker: {error}") from error
 
     def put(self, value: Any) -> Any:
-        return ray.put(value)
+        try:
+            return ray.put(value)
+        except TypeError as error:
+            raise DispatchError(f"a {type(value).__name__} cannot be sent to workers: {error}") from error
 
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         refs = list(refs)
         try:
             return list(ray.get(refs, timeout=timeout))
         except ray.exceptions.GetTimeoutError:
-            ready, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
+            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
             late = [i for i, ref in enumerate(refs) if ref in set(waiting)]
             detail = f"no answer within {timeout:g} s from {len(late)} of {len(refs)} ranks (indices {late[:8]})"
             raise CallFailed(late[0] if late else 0, None, detail, timed_out=True) from None
@@ -292,33 +304,34 @@ class RayRuntime(Runtime):
                 if isinstance(raised, WorkerRaised):
                     found.append((raised.failure.when, CallFailed(index, raised.failure)))
                 else:
-                    found.append((0.0, CallFailed(index, None, self._describe(seen))))
+                    found.append((0.0, self._lost(index, seen)))
         if not found:
-            return CallFailed(0, None, self._describe(error))
+            return self._lost(0, error)
         return min(found, key=lambda entry: entry[0])[1]
 
-    def _describe(self, error: Exception) -> str:
-        text = str(error).strip()
-        if isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-            text = "the worker's process died. " + text
-            tail = self._last_output(getattr(error, "actor_id", None))
-            if tail:
-                text += "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail)
-        return text
+    def _lost(self, index: int, error: Exception) -> CallFailed:
+        """A call of which the worker gave no account: its process died, or Ray could not carry the result."""
+        # Ray's own list of possible causes is long, and the same each time.
+        text = str(error).partition(" Some common causes")[0].strip()
+        if not isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
+            return CallFailed(index, None, text, cause_type=type(getattr(error, "cause", error)).__name__)
+        tail = self._last_output(getattr(error, "actor_id", None))
+        output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
+        detail = f"the worker's process died, perhaps for want of memory or in a crash of native code. {text}{output}"
+        return CallFailed(index, None, detail)
 
-    def _last_output(self, actor_id: str | None, lines: int = 20) -> list[str]:
-        """The end of a dead worker's output files, where this machine has them."""
+    def _last_output(self, actor_id: str | None) -> list[str]:
+        """The end of a dead worker's output, where this machine has it."""
         node = getattr(ray._private.worker, "_global_node", None)
-        if node is None or actor_id is None:
-            return []
-        for host in self._hosts:
-            if host.handle._actor_id.hex() == actor_id:
-                files = sorted(Path(node.get_logs_dir_path()).glob(f"worker-*-{host.info.pid}.*"))
-                text = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-                return [line for line in text if not line.startswith(":")][-lines:]
-        return []
+        pids = [
+            host.info.pid
+            for running in self._running
+            for host in running.hosts
+            if host.handle._actor_id.hex() == actor_id
+        ]
+        return read_last_lines(Path(node.get_logs_dir_path()), pids[0]) if node is not None and pids else []
 
-    def install_parts(self, hosts: Sequence[Host], parts: bytes, timeout: float) -> None:
+    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         self.gather([host.handle.install.remote(parts) for host in hosts], timeout)
 
     def cancel(self, refs: Sequence[Any]) -> None:
@@ -329,26 +342,31 @@ class RayRuntime(Runtime):
         if not ray.is_initialized():
             return
         closing = [host.handle.close.remote() for host in hosts]
-        ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
+        closed, _ = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
+        for ref in closed:
+            try:
+                ray.get(ref)
+            except ray.exceptions.RayTaskError as error:
+                logger.warning("close() of a worker raised: %s", getattr(error, "cause", error))
+            except ray.exceptions.RayError as error:
+                logger.debug("a worker was gone before it was closed: %s", error)
         for host in hosts:
             ray.kill(host.handle)
-            self._hosts = [kept for kept in self._hosts if kept is not host]
+        gone = {id(host) for host in hosts}
+        for running in self._running:
+            running.hosts = [host for host in running.hosts if id(host) not in gone]
+        self._running = [running for running in self._running if running.hosts]
+        self._release_unused()
 
     def shutdown(self) -> None:
         if ray.is_initialized():
-            if self._hosts:
-                self.stop(list(self._hosts))
-            for pool in self._pools.values():
-                pool.release()
-            if self._owns_ray:
+            self.stop([host for running in self._running for host in running.hosts])
+            if self._initialized_ray:
+                # Ends a Ray of our own; of a cluster that was joined only this process's connection.
                 ray.shutdown()
         self._pools.clear()
-        self._owns_ray = False
-
-
-def _default_store() -> int:
-    pages, size = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
-    return min(int(pages * size * 0.3), _MAX_OBJECT_STORE)
+        self._running.clear()
+        self._initialized_ray = False
 
 
 class RayWorkerGroup(WorkerGroup):

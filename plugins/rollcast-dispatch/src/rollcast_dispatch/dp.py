@@ -13,8 +13,8 @@ __all__ = ["DpComputeProto"]
 class DpComputeProto(DispatchMode):
     """Each rank works on an equal shard; outputs are joined in rank order.
 
-    A batch whose length the world size does not divide is padded with repeated rows, and as many
-    rows are taken off the joined output if it has a row for each row that was sent.
+    A batch whose length the world size does not divide is padded with repeated rows, and what came
+    of them is taken off the joined output; workers must then return a row for each row.
     """
 
     name = "dp_compute_proto"

@@ -65,22 +65,32 @@ def split_call(
 def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
     """Outputs of the shards, in shard order, as one result without the padding.
 
-    DataProtos are concatenated; lists with one entry a row are too; None from every shard is None.
+    DataProtos are concatenated, and so are lists; None from every shard is None. Any number of rows may
+    come back, unless the call was padded.
 
     Raises:
-        DispatchError: the outputs are of different or other kinds.
+        DispatchError: the outputs are of different or other kinds; or the call was padded and a shard
+            gave back another number of rows than it got.
     """
     if all(output is None for output in outputs):
         return None
     if all(isinstance(output, DataProto) for output in outputs):
-        joined = outputs[0] if len(outputs) == 1 or not padding.rows else DataProto.concat(list(outputs))
-        return (
-            joined.slice(0, padding.rows) if padding.added and len(joined) == padding.rows + padding.added else joined
-        )
+        _check_padded(mode, outputs, padding)
+        joined = DataProto.concat(list(outputs))
+        return joined.slice(0, padding.rows) if padding.added else joined
     if all(isinstance(output, list) for output in outputs):
-        if not padding.rows:
-            return list(outputs[0])
+        _check_padded(mode, outputs, padding)
         rows = [row for output in outputs for row in output]
-        return rows[: padding.rows] if len(rows) == padding.rows + padding.added else rows
+        return rows[: padding.rows] if padding.added else rows
     kinds = ", ".join(sorted({type(output).__name__ for output in outputs}))
     raise DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
+
+
+def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding) -> None:
+    shards, sent = len(outputs), padding.rows + padding.added
+    if padding.added and any(len(output) * shards != sent for output in outputs):
+        raise DispatchError(
+            f"{mode}: {padding.rows} rows were padded to {sent}, {sent // shards} for each of {shards} shards, which "
+            f"returned {[len(output) for output in outputs]}: what came of the padding cannot be told. Return a row "
+            f"for each row, or call with a number of rows that {shards} divides"
+        )

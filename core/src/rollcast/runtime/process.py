@@ -1,0 +1,67 @@
+"""The worker's side of a runtime whose workers live in processes of their own."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rollcast.controller.hosting import WorkerHost
+from rollcast.controller.worker import WorkerContext
+from rollcast.plugins.inprocess import install_snapshot
+
+__all__ = ["HostProcess"]
+
+
+class HostProcess:
+    """A :class:`WorkerHost`, and how its process is set up before anything of the user's is imported."""
+
+    def __init__(self) -> None:
+        self.host = WorkerHost()
+
+    def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
+        """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports.
+
+        Args:
+            context: this rank's place.
+            env: environment variables, over those of the context.
+            driver_path: the driver's ``sys.path``; its folders that exist here are added.
+            blob: pickle of the in-process parts and of the pickled roles.
+
+        Raises:
+            WorkerRaised: a constructor raised.
+        """
+        os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
+        sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
+        parts, roles = pickle.loads(blob)
+        if parts is not None:
+            install_snapshot(parts)
+        if "torch" in sys.modules:
+            import torch
+
+            torch.set_num_threads(context.threads)
+        self.host.build(context, pickle.loads(roles))
+
+    def install(self, parts: bytes | None) -> None:
+        """Make the driver's in-process parts known here, in place of earlier ones."""
+        install_snapshot(parts)
+
+    def call(self, role: str, method: str, keys: tuple[str, ...], *values: Any) -> Any:
+        """Run a method; ``keys`` name the last of the values.
+
+        Raises:
+            WorkerRaised: the method raised.
+        """
+        split = len(values) - len(keys)
+        return self.host.call(role, method, values[:split], dict(zip(keys, values[split:], strict=True)))
+
+    def close(self) -> None:
+        """Close the workers.
+
+        Raises:
+            WorkerRaised: a ``close()`` raised.
+        """
+        self.host.close()
