@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcast.cli.options import Traceback
-from rollcast.cli.output import print_lines
+from rollcast.cli.output import hide_library_bars, print_lines
 from rollcast.cli.train import find_newest_checkpoint
 
 if TYPE_CHECKING:
@@ -46,6 +46,7 @@ def export(
     engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
     model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
     model.path = _find_model(model.path, str(settings.get("run_dir", "")), run_dir)
+    hide_library_bars()
     engine_class.export_checkpoint(checkpoint / "actor", model, output)
     print_lines(f"exported {checkpoint} to {output}")
 
@@ -75,8 +76,8 @@ def _read_config(file: Path) -> DictConfig:
     try:
         settings = OmegaConf.load(file)
     except (OSError, YAMLError) as error:
-        hint = "give the run's resolved config with --config"
-        raise ConfigError(f"{file} cannot be read: {' '.join(str(error).split())}; {hint}") from error
+        reason = getattr(error, "strerror", None) or " ".join(str(error).split())
+        raise ConfigError(f"{file} cannot be read: {reason}; give the run's resolved config with --config") from error
     if not isinstance(settings, DictConfig):
         raise ConfigError(f"{file} holds no mapping; give the run's resolved config with --config")
     return settings

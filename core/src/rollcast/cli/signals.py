@@ -46,5 +46,7 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+        # After an interrupt the handler stays: a second signal may yet come while Python shuts down.
+        if count == 0:
+            for number, handler in before.items():
+                signal.signal(number, handler if handler is not None else signal.SIG_DFL)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rollcast.cli.options import ConfigDir, Overrides, Traceback
+from rollcast.cli.output import hide_library_bars
 
 if TYPE_CHECKING:
     from rollcast.config import Composed
@@ -36,8 +36,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     load_parts(composed.config, composed.origins)
     trainer = trainers.get(composed.config.trainer.name)
     run_dir = Path(composed.config.run_dir)
-    # Bars of libraries, for loading a model say, would tear the live display apart.
-    os.environ.setdefault("TQDM_DISABLE", "1")
+    hide_library_bars()
     try:
         result = trainer.launch(composed.config)
     except KeyboardInterrupt as error:

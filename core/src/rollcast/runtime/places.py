@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from rollcast.controller.hosting import HostInfo
 from rollcast.controller.runtime import LaunchSpec
 from rollcast.controller.worker import WorkerContext
 
-__all__ = ["build_contexts", "default_object_store", "read_last_lines"]
+__all__ = ["build_contexts", "default_object_store", "keeping_sigterm", "read_last_lines"]
 
 
 def build_contexts(counts: Sequence[int], spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
@@ -50,3 +53,14 @@ def default_object_store() -> int:
     """Bytes for an object store on this machine: 30 % of its memory, at most 4 GiB."""
     memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min(int(memory * 0.3), 4 << 30)
+
+
+@contextmanager
+def keeping_sigterm() -> Iterator[None]:
+    """Let an application's own handler of SIGTERM stand: ``ray.init`` puts one in its place that aborts."""
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        yield
+    finally:
+        if callable(before) and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, before)

@@ -29,7 +29,7 @@ from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError, ResourceError
 from rollcast.plugins.inprocess import snapshot
-from rollcast.runtime.places import build_contexts, default_object_store, read_last_lines
+from rollcast.runtime.places import build_contexts, default_object_store, keeping_sigterm, read_last_lines
 from rollcast.runtime.process import HostProcess
 
 __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
@@ -147,10 +147,8 @@ class RayRuntime(Runtime):
         """Start or join Ray; nothing if this process already has one."""
         if ray.is_initialized():
             return
-        if self._address:
-            self._join(self._address)
-        else:
-            self._embed()
+        with keeping_sigterm():
+            self._join(self._address) if self._address else self._embed()
         self._initialized_ray = True
 
     def _join(self, address: str) -> None:

@@ -34,7 +34,8 @@ class Gsm8k(BasePreprocessor):
                 final answer.
         """
         if source is None:
-            raise DataError("gsm8k needs a source: the folder that holds train.jsonl and test.jsonl")
+            where = "--input, or data.preprocess_source"
+            raise DataError(f"gsm8k needs a source ({where}): the folder that holds train.jsonl and test.jsonl")
         # Both are read before either is written: a bad row leaves no half of a data set behind.
         splits = {split: list(_rows(source / f"{split}.jsonl", split)) for split in ("train", "test")}
         names = {f"{split}.parquet": rows for split, rows in splits.items()}
