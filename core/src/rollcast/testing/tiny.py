@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "CHARACTERS",
+    "CHAT_TEMPLATE",
     "distance_loss",
     "nan_loss",
     "nll_loss",
@@ -33,6 +34,11 @@ __all__ = [
 #: What the tokenizer knows, one token a character, after its special tokens.
 CHARACTERS = "0123456789 abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!+-*/=<>()[]#$%&'\"\n"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
+#: A chat template in the tokenizer's characters: the role in brackets on a line before each message.
+CHAT_TEMPLATE = (
+    "{% for message in messages %}[{{ message['role'] }}]\n{{ message['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]\n{% endif %}"
+)
 
 
 def tiny_model_folder(
@@ -43,6 +49,7 @@ def tiny_model_folder(
     tied: bool = True,
     weights: bool = True,
     seed: int = 0,
+    chat_template: str | None = None,
 ) -> Path:
     """Write a random Qwen2 as a Hugging Face folder, with a tokenizer of one token a character.
 
@@ -53,6 +60,7 @@ def tiny_model_folder(
         tied: share the embedding with the vocabulary head.
         weights: write weights too; without them the folder is for ``model.random_init``.
         seed: of the weights; the caller's random state is left alone.
+        chat_template: of the tokenizer, such as ``CHAT_TEMPLATE``; None for none.
 
     Returns:
         ``path``.
@@ -63,6 +71,7 @@ def tiny_model_folder(
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     tokenizer = _tokenizer()
+    tokenizer.chat_template = chat_template
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
         raise ValueError(f"vocab={size} is smaller than the tokenizer's {len(tokenizer)} tokens")

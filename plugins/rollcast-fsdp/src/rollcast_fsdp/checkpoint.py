@@ -82,7 +82,7 @@ def save(path: Path, state: EngineState) -> None:
         (path / "rng").mkdir(parents=True, exist_ok=True)
         torch.save(capture_rng(), _rng_file(path, state.rank))
         problem = ""
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
         problem = f"rank {state.rank}: {error}"
     _agree(problem, path, state)
     try:
@@ -103,7 +103,7 @@ def save(path: Path, state: EngineState) -> None:
             (path / "engine.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
         problem = ""
     except (CheckpointException, OSError, RuntimeError) as error:
-        problem = f"rank {state.rank}: {error}"
+        problem = f"rank {state.rank}: {_reason(error)}"
     _agree(problem, path, state)
 
 
@@ -129,7 +129,7 @@ def load(path: Path, state: EngineState) -> int:
                 state.state_dict(), checkpoint_id=path / "shards", no_dist=not state.distributed
             )
     except _READ_ERRORS as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
     restore_rng(rng)
     if not same_ranks:
         log.warning(
@@ -158,8 +158,15 @@ def read_weights(path: Path) -> tuple[ModelType, dict[str, Tensor]]:
                 {"model": tensors}, checkpoint_id=path / "shards", no_dist=True
             )
     except _READ_ERRORS as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
     return summary["model_type"], tensors
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch puts into its message."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
 
 
 def _rng_file(path: Path, rank: int) -> Path:

@@ -20,7 +20,7 @@ from rollcast_data.loader import EpochIterator
 from rollcast_trainer.generation import trim_responses
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.run_dir import replacing_folder
-from rollcast_trainer.schemas import ActorConfig, TrainerConfig
+from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.task_runner import TaskRunner
 
 __all__ = ["LoopTrainer", "Timer"]
@@ -68,7 +68,6 @@ class LoopTrainer(BaseTrainer):
     """
 
     schema: ClassVar[type[TrainerConfig]] = TrainerConfig
-    actor_schema: ClassVar[type[ActorConfig]] = ActorConfig
 
     batches: EpochIterator
     val_batches: list[DataProto]
@@ -83,14 +82,13 @@ class LoopTrainer(BaseTrainer):
         self.metrics: dict[str, float] = {}
         task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
-        task.section("actor", self.actor_schema).check(longest)
+        task.actor.check(longest)
 
     @classmethod
     def launch(cls, config: DictConfig) -> RunResult:
         task = TaskRunner(config, cls.schema)
         trainer = cls(task)
         with task:
-            trainer.setup()
             return trainer.fit()
 
     @property
@@ -138,7 +136,8 @@ class LoopTrainer(BaseTrainer):
             self._resume(task.start_step)
 
     def fit(self) -> RunResult:
-        """Run all steps that are left."""
+        """Set up, and run all steps that are left; once, inside the task's context."""
+        self.setup()
         error: BaseException | None = None
         self.task.emit("on_fit_start", trainer=self)
         try:

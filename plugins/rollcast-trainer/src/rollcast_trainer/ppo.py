@@ -57,11 +57,10 @@ class PpoTrainer(LoopTrainer):
     """
 
     schema = PpoTrainerConfig
-    actor_schema = PpoActorConfig
 
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)
-        self.policy: PpoActorConfig = task.section("actor", PpoActorConfig)
+        self.policy: PpoActorConfig = task.actor
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
         self.algebra = self._algebra()
         self.algebra.check()

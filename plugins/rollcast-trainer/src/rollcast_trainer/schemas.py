@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from rollcast.contracts.engine import OptimConfig
 from rollcast.errors import ConfigError
@@ -110,6 +110,9 @@ class TrainerConfig:
         export: write the final model to ``run_dir/export`` as a Hugging Face folder.
     """
 
+    #: Dataclass of the ``actor`` section of runs with this trainer.
+    actor_schema: ClassVar[type[ActorConfig]] = ActorConfig
+
     name: str = "ppo"
     total_steps: int | None = None
     total_epochs: int = 1
@@ -145,6 +148,8 @@ class TrainerConfig:
 @dataclass
 class PpoTrainerConfig(TrainerConfig):
     """Keys of ``trainer=ppo``."""
+
+    actor_schema: ClassVar[type[ActorConfig]] = PpoActorConfig
 
 
 @dataclass

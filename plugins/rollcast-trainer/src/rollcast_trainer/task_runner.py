@@ -31,7 +31,7 @@ from rollcast_rewards.schemas import RewardConfig
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
-from rollcast_trainer.schemas import ActorConfig, TrainerConfig
+from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.startup import check_capabilities, preprocess_data, train_warm_start
 from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 
@@ -53,7 +53,7 @@ class TaskRunner:
 
     Args:
         config: the composed config.
-        trainer_schema: dataclass of the ``trainer`` section.
+        trainer_schema: dataclass of the ``trainer`` section, which names that of ``actor``.
 
     Raises:
         ConfigError: a section has a wrong value.
@@ -69,7 +69,7 @@ class TaskRunner:
         self.runtime_config = self.section("runtime", RuntimeConfig)
         self.placement = self.section("placement", PlacementConfig)
         self.model = self.section("model", ModelConfig)
-        self.actor = self.section("actor", ActorConfig)
+        self.actor: Any = self.section("actor", trainer_schema.actor_schema)
         self.data = self.section("data", DataConfig)
         self.reward = self.section("reward", RewardConfig)
         self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))

@@ -1,0 +1,255 @@
+"""What an update computes: the same gradient however it is split, and the one that the formulas say."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_tools import SmallTask, global_norm, roll_out, set_up, worker_of
+
+from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
+from rollcast.contracts.engine import ForwardSettings
+from rollcast.errors import ConfigError
+from rollcast.protocol import DataProto
+from rollcast.testing.tiny import plain_log_probs, plain_model
+from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
+from rollcast_trainer.batching import plan_update
+from rollcast_trainer.ppo import PpoTrainer, needs_advantage
+from rollcast_trainer.workers import UpdatePlan
+
+WIDTH = 6
+Gradients = dict[str, torch.Tensor]
+
+
+class Fixed:
+    """A batch after one step of training, with advantages and a reference that differs from the policy."""
+
+    def __init__(self, trainer: PpoTrainer) -> None:
+        self.trainer = trainer
+        self.engine = worker_of(trainer).actor.engine
+        first = roll_out(trainer)
+        trainer.update_actor_step(first)
+        self.batch = roll_out(trainer).batch
+        self.everything = torch.arange(len(self.batch))
+        # Other log-probs than the policy's present ones, so that ratios and clipping matter.
+        noise = torch.randn(self.batch["old_log_probs"].shape, generator=torch.Generator().manual_seed(0))
+        old = (self.batch["old_log_probs"] + 0.3 * noise) * self.batch["response_mask"]
+        self.batch = self.batch.with_columns({"old_log_probs": old})
+        self.settings = ForwardSettings(calculate_entropy=True, max_response_length=WIDTH)
+
+    def run(
+        self, loss: Any, data: DataProto, plan: UpdatePlan, settings: ForwardSettings | None = None
+    ) -> tuple[Gradients, dict[str, float]]:
+        """Gradients and metrics of a plan's only mini-batch; the weights stay."""
+        settings = replace(settings or self.settings, denominators=plan.denominators[0])
+        self.engine.optimizer_zero_grad()
+        with self.engine.train_mode():
+            _, metrics = self.engine.forward_backward_batch(data, loss, settings)
+        found = {
+            name: parameter.grad.clone()
+            for name, parameter in self.engine.module.named_parameters()
+            if parameter.grad is not None
+        }
+        self.engine.optimizer_zero_grad()
+        return found, metrics
+
+    def whole(self, loss: Any, settings: ForwardSettings | None = None) -> tuple[Gradients, dict[str, float]]:
+        return self.run(loss, *plan_update(self.batch, [self.everything], 1, WIDTH), settings)
+
+
+@pytest.fixture(scope="module")
+def fixed(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fixed]:
+    changes = ["actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true", "algorithm.kl_coef=0.2"]
+    with set_up(small_task.ppo(tmp_path_factory.mktemp("updates"), *changes)) as trainer:
+        yield Fixed(trainer)
+
+
+LOSSES = {
+    "policy": make_ppo_loss(vanilla, token_mean),
+    "policy, entropy and KL": make_ppo_loss(vanilla, token_mean, entropy_coeff=0.1, kl_penalty=k3, kl_loss_coef=0.5),
+}
+
+
+def assert_same(left: Gradients, right: Gradients) -> None:
+    norm = global_norm(list(left.values()))
+    assert norm > 1e-3
+    assert left.keys() == right.keys()
+    assert global_norm([left[name] - right[name] for name in left]) <= 1e-5 * norm
+
+
+def same_metrics(metrics: dict[str, float]) -> dict[str, Any]:
+    return {key: pytest.approx(value, rel=1e-4, abs=1e-7) for key, value in metrics.items()}
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize(
+    "split",
+    [{"micro_batch_size_per_gpu": 1}, {"micro_batch_size_per_gpu": 5}, {"max_token_len_per_gpu": 40}],
+    ids=str,
+)
+def test_micro_batches_do_not_change_gradient_or_metrics(fixed: Fixed, loss: Any, split: dict[str, int]) -> None:
+    gradients, metrics = fixed.whole(loss)
+    split_gradients, split_metrics = fixed.whole(loss, replace(fixed.settings, **split))
+    assert_same(gradients, split_gradients)
+    assert split_metrics == same_metrics(metrics)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+@pytest.mark.parametrize("dp_size", [2, 3, 40])
+def test_the_shards_of_any_number_of_ranks_add_up(fixed: Fixed, loss: Any, dp_size: int) -> None:
+    """40 ranks have fewer rows than there are ranks: some hold nothing but filler."""
+    gradients, metrics = fixed.whole(loss)
+    data, plan = plan_update(fixed.batch, [fixed.everything], dp_size, WIDTH)
+    parts = [fixed.run(loss, shard, plan) for shard in data.chunk(dp_size)]
+    assert_same(gradients, {name: torch.stack([part[name] for part, _ in parts]).sum(0) for name in gradients})
+    assert {key: sum(part[key] for _, part in parts) for key in metrics} == same_metrics(metrics)
+
+
+def test_the_gradient_is_that_of_the_formulas(fixed: Fixed, small_task: SmallTask) -> None:
+    loss = make_ppo_loss(
+        vanilla,
+        token_mean,
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+        entropy_coeff=0.1,
+        kl_penalty=k3,
+        kl_loss_coef=0.5,
+    )
+    gradients, metrics = fixed.whole(loss)
+    model = plain_model(small_task.model)
+    with torch.no_grad():
+        for name, tensor in fixed.engine.get_per_tensor_param():
+            model.get_parameter(name).copy_(tensor)
+    batch, mask = fixed.batch, fixed.batch["response_mask"]
+    new, entropy = plain_log_probs(model, batch)
+    count = mask.sum()
+    ratio = (new - batch["old_log_probs"]).exp()
+    advantages = batch["advantages"]
+    clipped = torch.maximum(-advantages * ratio, -advantages * ratio.clamp(0.9, 1.3))
+    surrogate = torch.where(advantages < 0, torch.minimum(clipped, -3.0 * advantages), clipped)
+    gap = batch["ref_log_prob"] - new
+    kl = gap.exp() - 1 - gap
+    assert kl.max() > 1e-4
+    total = ((surrogate - 0.1 * entropy + 0.5 * kl) * mask).sum() / count
+    total.backward()
+    surrogate, kl, entropy, new = (each.detach() for each in (surrogate, kl, entropy, new))
+    assert_same({name: parameter.grad for name, parameter in model.named_parameters()}, gradients)
+    assert metrics["actor/pg_loss"] == pytest.approx(float((surrogate * mask).sum() / count), rel=1e-4)
+    assert metrics["actor/kl_loss"] == pytest.approx(float((kl * mask).sum() / count), rel=1e-4)
+    assert metrics["actor/entropy_loss"] == pytest.approx(float((entropy * mask).sum() / count), rel=1e-4)
+    assert metrics["actor/kl"] == pytest.approx(float(((batch["old_log_probs"] - new) * mask).sum() / count), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    "mode", ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+)
+def test_leaving_rows_without_advantage_out_changes_no_gradient(fixed: Fixed, mode: str) -> None:
+    from rollcast.contracts.algorithm import loss_aggregations
+
+    loss = make_ppo_loss(vanilla, loss_aggregations.get(mode))
+    skip = torch.zeros(len(fixed.batch), dtype=torch.bool)
+    skip[1::3] = True
+    advantages = fixed.batch["advantages"] * ~skip.unsqueeze(-1)
+    batch = fixed.batch.with_columns({"advantages": advantages})
+    gradients, metrics = fixed.run(loss, *plan_update(batch, [fixed.everything], 1, WIDTH))
+    data, plan = plan_update(batch, [fixed.everything], 1, WIDTH, skip_rows=skip)
+    assert len(data) == int((~skip).sum())
+    skipped_gradients, skipped_metrics = fixed.run(loss, data, plan)
+    assert_same(gradients, skipped_gradients)
+    assert skipped_metrics["actor/pg_loss"] == pytest.approx(metrics["actor/pg_loss"], rel=1e-4)
+    # Rows without advantage are never clipped, so the share of clipped tokens is of the others.
+    counts = plan.denominators[0]
+    assert counts.present_tokens is not None
+    of_all = skipped_metrics["actor/clip_fraction"] * counts.present_tokens / counts.tokens
+    assert of_all == pytest.approx(metrics["actor/clip_fraction"], rel=1e-6)
+    assert of_all > 0
+
+
+def test_a_mini_batch_without_any_advantage_has_no_gradient(fixed: Fixed) -> None:
+    batch = fixed.batch.with_columns({"advantages": torch.zeros_like(fixed.batch["advantages"])})
+    skip = torch.ones(len(batch), dtype=torch.bool)
+    gradients, metrics = fixed.run(LOSSES["policy"], *plan_update(batch, [fixed.everything], 1, WIDTH, skip_rows=skip))
+    assert global_norm(list(gradients.values())) == 0
+    assert metrics["actor/pg_loss"] == metrics["actor/kl"] == 0
+
+
+def towards_old(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    """Has a gradient whatever the advantage."""
+    return PolicyLossOutput(vanilla(inputs).losses + (inputs.log_probs - inputs.old_log_probs).square())
+
+
+def no_gradient(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(torch.zeros_like(inputs.advantages))
+
+
+def needs_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return PolicyLossOutput(vanilla(inputs).losses * inputs.options["weight"])
+
+
+def test_which_losses_allow_rows_to_be_left_out() -> None:
+    assert needs_advantage(make_ppo_loss(vanilla, token_mean))
+    assert needs_advantage(make_ppo_loss(no_gradient, token_mean))
+    assert not needs_advantage(make_ppo_loss(towards_old, token_mean))
+    assert not needs_advantage(make_ppo_loss(vanilla, token_mean, entropy_coeff=0.1))
+    assert not needs_advantage(make_ppo_loss(vanilla, token_mean, kl_penalty=k3))
+    assert needs_advantage(make_ppo_loss(needs_option, token_mean, options={"weight": 2.0}))
+
+
+@pytest.mark.parametrize(
+    ("loss", "says"),
+    [
+        (make_ppo_loss(vanilla, token_mean, clip_ratio_c=0.5), "clip_ratio_c"),
+        (make_ppo_loss(needs_option, token_mean), "weight"),
+    ],
+)
+def test_a_policy_loss_that_refuses_its_options(loss: Any, says: str) -> None:
+    with pytest.raises(ConfigError, match=f"actor.policy_loss .*{says}"):
+        needs_advantage(loss)
+
+
+def test_kl_in_the_reward(fixed: Fixed) -> None:
+    """Scores less 0.2 times the difference of the log-probs, at each token."""
+    state = roll_out(fixed.trainer)
+    batch, mask = state.batch, state.batch["response_mask"]
+    penalty = (batch["old_log_probs"] - batch["ref_log_prob"]) * mask
+    assert penalty.abs().max() > 1e-3
+    expected = batch["token_level_scores"] - 0.2 * penalty
+    torch.testing.assert_close(batch["token_level_rewards"], expected)
+    assert state.metrics["actor/reward_kl_penalty"] == pytest.approx(float(penalty.sum() / mask.sum()), rel=1e-4)
+
+
+def test_advantages_compare_the_samples_of_a_prompt(fixed: Fixed) -> None:
+    batch = roll_out(fixed.trainer).batch
+    assert batch["uid"].tolist() == [uid for uid in range(4) for _ in range(4)]
+    scores = batch["token_level_rewards"].sum(-1).reshape(4, 4)
+    expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
+    spread = expected.reshape(-1, 1) * batch["response_mask"]
+    torch.testing.assert_close(batch["advantages"], spread, rtol=1e-4, atol=1e-5)
+
+
+def test_old_log_probs_and_the_rollouts_own_agree(fixed: Fixed) -> None:
+    state = roll_out(fixed.trainer)
+    assert 0 < state.metrics["rollout/logprob_gap_max"] <= 1e-4
+    assert state.metrics["rollout/logprob_gap_mean"] <= state.metrics["rollout/logprob_gap_max"]
+    gap = (state.batch["old_log_probs"] - state.batch["rollout_log_probs"]).abs() * state.batch["response_mask"]
+    assert state.metrics["rollout/logprob_gap_max"] == float(gap.max())
+
+
+def test_one_schedule_step_a_training_step(small_task: SmallTask, tmp_path: Path) -> None:
+    """Two mini-batches and two epochs: four optimizer steps, at one learning rate."""
+    changes = ["actor.optim.lr_scheduler_type=linear", "actor.optim.lr_warmup_steps=2", "actor.ppo_epochs=2"]
+    with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
+        engine = worker_of(trainer).actor.engine
+        taken = []
+        for _ in range(4):
+            state = roll_out(trainer)
+            trainer.update_actor_step(state)
+            taken.append(state.metrics["actor/lr"])
+        steps = {int(state["step"]) for state in engine.optimizer.state.values()}
+    # Up over two of four training steps, and down over the other two.
+    assert taken == pytest.approx([0.5e-2, 1e-2, 1e-2, 0.5e-2])
+    assert steps == {16}

@@ -1,0 +1,158 @@
+"""What the trainer's tests share: a small task, runs of it, and readers of what they wrote."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcast.config import compose
+from rollcast.contracts.trainer import RunResult, trainers
+from rollcast_trainer.ppo import PpoTrainer, StepState
+from rollcast_trainer.task_runner import TaskRunner
+
+REWARD = '''
+import os
+import signal
+from pathlib import Path
+
+_calls = 0
+
+
+def has_digit(sample):
+    """1 for a response with a digit in it: a random model gets it right about every second time."""
+    global _calls
+    _calls += 1
+    order = Path(__file__).with_name("die_after")
+    if order.exists() and _calls > int(order.read_text()):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return float(any(letter.isdigit() for letter in sample.response))
+'''
+
+
+@dataclass(frozen=True)
+class SmallTask:
+    """A model folder, prompts and a reward, and the overrides that train on them in seconds."""
+
+    folder: Path
+    model: Path
+
+    @classmethod
+    def make(cls, folder: Path, model: Path) -> SmallTask:
+        rows = [
+            {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "response": str(a + b)}
+            for a in range(4, 9)
+            for b in range(3)
+        ]
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+        (folder / "reward.py").write_text(REWARD)
+        return cls(folder, model)
+
+    def data(self) -> list[str]:
+        return [
+            f"model.path={self.model}",
+            f"data.train_files=[{self.folder / 'train.jsonl'}]",
+            f"data.val_files=[{self.folder / 'test.jsonl'}]",
+            "data.max_prompt_length=16",
+            "data.max_response_length=6",
+            "runtime=local",
+            # The order of sums, and so the last digit, depends on it.
+            "runtime.threads_per_worker=1",
+            "trackers=[jsonl]",
+        ]
+
+    def ppo(self, run_dir: Path, *changes: str) -> list[str]:
+        """15 prompts, so the epochs end within the run: 4 prompts x 4 samples a step, two mini-batches."""
+        return [
+            "trainer=ppo",
+            *self.data(),
+            f"run_dir={run_dir}",
+            "reward=function",
+            f"reward.reward_kwargs.path={self.folder / 'reward.py'}:has_digit",
+            "data.train_batch_size=4",
+            "rollout.n=4",
+            "actor.ppo_mini_batch_size=2",
+            "actor.optim.lr=1e-2",
+            "actor.optim.eps=1e-4",
+            "trainer.total_steps=4",
+            "trainer.test_freq=2",
+            "trainer.save_freq=2",
+            *changes,
+        ]
+
+    def sft(self, run_dir: Path, *changes: str) -> list[str]:
+        return [
+            "trainer=sft",
+            *self.data(),
+            f"run_dir={run_dir}",
+            "data.train_batch_size=5",
+            "actor.optim.lr=1e-2",
+            "trainer.total_steps=4",
+            "trainer.test_freq=2",
+            *changes,
+        ]
+
+
+def launch(overrides: Sequence[str]) -> RunResult:
+    """What ``rollcast train`` does with these overrides."""
+    config = compose(list(overrides)).config
+    return trainers.get(config.trainer.name).launch(config)
+
+
+@contextmanager
+def set_up(overrides: Sequence[str], trainer_class: type[PpoTrainer] = PpoTrainer) -> Iterator[PpoTrainer]:
+    """A trainer with workers, before its first step."""
+    task = TaskRunner(compose(list(overrides)).config, trainer_class.schema)
+    trainer = trainer_class(task)
+    with task:
+        trainer.setup()
+        trainer.sync_weights()
+        yield trainer
+
+
+def roll_out(trainer: PpoTrainer) -> StepState:
+    """A step up to and including its advantages."""
+    state = StepState(next(trainer.batches), {})
+    trainer.rollout_step(state)
+    trainer.reward_step(state)
+    trainer.old_log_prob_step(state)
+    if trainer.uses_reference:
+        trainer.ref_log_prob_step(state)
+    trainer.advantage_step(state)
+    return state
+
+
+def worker_of(trainer: PpoTrainer) -> Any:
+    """The worker itself; it lives in this process under the runtime ``local``."""
+    return trainer.group.workers[0].handle.workers[trainer.group.role]
+
+
+def read_jsonl(file: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
+    return read_jsonl(run_dir / "metrics.jsonl")
+
+
+def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What has to repeat exactly."""
+    return [
+        {key: value for key, value in row.items() if not key.startswith("time/") and not key.endswith("_per_s")}
+        for row in rows
+    ]
+
+
+def global_norm(gradients: Sequence[torch.Tensor]) -> float:
+    return float(torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt())
+
+
+def files_of(folder: Path) -> dict[str, bytes]:
+    """Every file below ``folder`` with its content."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
