@@ -83,7 +83,7 @@ def test_misspelt_key_in_a_file_names_the_file(assert_refused: Refused, rollcast
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], ["10", "4", "actor.ppo_mini_batch_size=5"]),
+        (["data.train_batch_size=10", "actor.ppo_mini_batch_size=4"], ["10", "4", "actor.ppo_mini_batch_size=2 or 5"]),
         (["rollout.n=1"], ["rollout.n", "2"]),
         (["data.train_batch_size=0"], ["data.train_batch_size", "0"]),
         (["data.train_batch_size=999999", "actor.ppo_mini_batch_size=999999"], ["999999", "6000"]),
@@ -99,8 +99,8 @@ GOOD = json.dumps({"prompt": "31=", "ground_truth": "13"}) + "\n"
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        (GOOD + "this is not JSON\n", ["rows.jsonl", "line 2"]),
-        (json.dumps({"question": "31="}) + "\n", ["rows.jsonl", "prompt", "question"]),
+        (GOOD + "this is not JSON\n", ["rows.jsonl:2", "not JSON"]),
+        (json.dumps({"prompt": "31="}) + "\n", ["rows.jsonl:1", "ground_truth", "data.ground_truth_key", "prompt"]),
         ("", ["rows.jsonl", "no rows"]),
     ],
 )
@@ -135,14 +135,49 @@ def test_bad_reward(assert_refused: Refused, rollcast: Commands, body: str, says
 
 
 def test_reward_of_the_wrong_length(assert_refused: Refused, rollcast: Commands) -> None:
-    (rollcast.folder / "mine.py").write_text(
+    rollcast.install(
+        "rollcast-short",
+        "short_reward",
         "from rollcast.contracts.reward import BaseReward\n"
         "class Short(BaseReward):\n"
         "    def score(self, sample):\n        return 0.0\n"
-        "    def score_batch(self, samples):\n        return [0.0]\n"
+        "    def score_batch(self, samples):\n        return [0.0]\n",
+        "[rollcast.rewards]\nshort = short_reward:Short\n",
     )
-    overrides = ["reward=function", "reward.reward_kwargs.path=mine.py:Short"]
-    assert_refused(*TRAIN, *overrides, says=["Short", "1"])
+    assert_refused(*TRAIN, "reward.name=short", says=["reward short", "16 samples were given", "1 scores"])
+
+
+BROKEN = (
+    "rollcast-broken",
+    "broken_reward",
+    "import nothing_of_that_name\n",
+    "[rollcast.rewards]\nbroken = broken_reward:f\n",
+)
+
+
+def test_broken_plugin_that_is_asked_for(assert_refused: Refused, rollcast: Commands) -> None:
+    rollcast.install(*BROKEN)
+    says = ["rollcast.rewards", "'broken'", "rollcast-broken", "nothing_of_that_name", "reward.name"]
+    assert_refused(*TRAIN, "reward.name=broken", says=says)
+
+
+def test_broken_plugin_that_nobody_asked_for(rollcast: Commands) -> None:
+    rollcast.install(*BROKEN)
+    rollcast.must_run(*TRAIN)
+    listed = rollcast.must_run("plugins", "--json").out
+    (row,) = [row for row in json.loads(listed) if row["name"] == "broken"]
+    assert row["state"] == "broken"
+    assert "nothing_of_that_name" in row["cause"]
+
+
+def test_two_distributions_claim_one_name(assert_refused: Refused, rollcast: Commands) -> None:
+    for number in (1, 2):
+        entry_points = f"[rollcast.rewards]\ntwice = twice_{number}:f\n"
+        rollcast.install(
+            f"rollcast-twice-{number}", f"twice_{number}", "def f(sample):\n    return 0.0\n", entry_points
+        )
+    says = ["'twice'", "rollcast-twice-1", "rollcast-twice-2"]
+    assert_refused(*TRAIN, "reward.name=twice", says=says)
 
 
 def test_nothing_chosen(assert_refused: Refused) -> None:

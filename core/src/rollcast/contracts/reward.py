@@ -78,7 +78,7 @@ class BaseReward(ABC):
 
     #: The score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is not given.
     max_score: float = 1.0
-    #: The name that it was asked for by; set by :func:`build_reward`, for messages.
+    #: For messages; by default the name that it was asked for by.
     name: str = ""
 
     @abstractmethod
@@ -137,5 +137,5 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseRew
         raise TypeError(f"reward {name!r} is a plain function and takes no options, got {sorted(options)}")
     else:
         built = _FunctionReward(part)
-    built.name = name
+    built.name = built.name or name
     return built

@@ -1,0 +1,304 @@
+"""rollcast's quick start and somebody else's loop, step by step in turns on one machine.
+
+Each side has its own process, and one waits while the other works. So both go through the same
+stages of training, and whatever slows the machine down for a while slows both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+from rollcast.config import compose
+from rollcast.contracts.trainer import trainers
+from rollcast.plugins.hookspecs import hookimpl
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.schemas import PpoTrainerConfig
+from rollcast_trainer.task_runner import TaskRunner
+
+__all__ = ["Options", "Pairs", "StepReport", "Work", "parse_options", "run_side_by_side"]
+
+_START_TIMEOUT_S = 180.0
+_STEP_TIMEOUT_S = 120.0
+_TOLERANCE = 0.15
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one step has to do, and where it starts from; the same for both sides.
+
+    Attributes:
+        model: Hugging Face folder with the warm-started weights.
+        train_file: JSONL with ``prompt`` and ``ground_truth``.
+        threads: of the process that computes.
+        prompts, samples: prompts a step, and responses to each.
+        max_new_tokens: the longest response.
+        mini_batches: optimizer steps a step.
+        lr, lr_warmup_steps, min_lr_ratio, total_steps: the linear schedule, in steps.
+    """
+
+    model: str
+    train_file: str
+    seed: int
+    threads: int
+    prompts: int
+    samples: int
+    temperature: float
+    max_new_tokens: int
+    mini_batches: int
+    lr: float
+    lr_warmup_steps: int
+    min_lr_ratio: float
+    total_steps: int
+    betas: tuple[float, float]
+    weight_decay: float
+    clip_grad: float
+    clip_ratio_low: float
+    clip_ratio_high: float
+    clip_ratio_c: float
+
+    @classmethod
+    def of(cls, task: TaskRunner, threads: int) -> Work:
+        """The work of a run that has been set up."""
+        actor, optim = task.actor, task.actor.optim
+        return cls(
+            model=task.model.path,
+            train_file=task.data.train_files[0],
+            seed=task.trainer.seed,
+            threads=threads,
+            prompts=task.data.train_batch_size,
+            samples=task.rollout.n,
+            temperature=task.rollout.temperature,
+            max_new_tokens=task.data.max_response_length,
+            mini_batches=task.data.train_batch_size // actor.ppo_mini_batch_size,
+            lr=optim.lr,
+            lr_warmup_steps=optim.lr_warmup_steps,
+            min_lr_ratio=optim.min_lr_ratio,
+            total_steps=optim.total_training_steps,
+            betas=(optim.betas[0], optim.betas[1]),
+            weight_decay=optim.weight_decay,
+            clip_grad=optim.clip_grad,
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+        )
+
+    @property
+    def rows(self) -> int:
+        """Responses a step."""
+        return self.prompts * self.samples
+
+    def learning_rate(self, step: int) -> float:
+        """The learning rate after ``step`` steps: up in a line, then down in another."""
+        if step < self.lr_warmup_steps:
+            return self.lr * (step + 1) / self.lr_warmup_steps
+        done = min(1.0, (step - self.lr_warmup_steps) / max(1, self.total_steps - self.lr_warmup_steps))
+        return self.lr * (self.min_lr_ratio + (1.0 - self.min_lr_ratio) * (1.0 - done))
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One step of one side: its wall time, the response tokens it sampled, and its mean reward."""
+
+    seconds: float
+    tokens: float
+    reward: float
+
+
+#: Runs in a process of its own: sets up, sends True, then answers each True with a StepReport.
+Serve = Callable[[Connection, Work], None]
+
+
+class Peer:
+    """The other side, in a process of its own."""
+
+    def __init__(self, serve: Serve, work: Work) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=serve, args=(theirs, work), daemon=True)
+        self._process.start()
+        theirs.close()
+        self._receive(_START_TIMEOUT_S)
+
+    def step(self) -> StepReport:
+        """Let it do one step."""
+        self._connection.send(True)
+        report = self._receive(_STEP_TIMEOUT_S)
+        if not isinstance(report, StepReport):
+            raise TypeError(f"the other side sent {report!r} in place of a StepReport")
+        return report
+
+    def close(self) -> None:
+        """Send it home."""
+        if self._process.is_alive():
+            self._connection.send(False)
+            self._process.join(10.0)
+        if self._process.is_alive():
+            self._process.terminate()
+        self._connection.close()
+
+    def _receive(self, timeout: float) -> Any:
+        if not self._connection.poll(timeout):
+            raise TimeoutError(f"the other side did not answer within {timeout:g} s")
+        try:
+            return self._connection.recv()
+        except EOFError:
+            self._process.join(10.0)
+            raise RuntimeError(f"the other side ended with exit code {self._process.exitcode}") from None
+
+
+@dataclass
+class Pairs:
+    """The steps of both sides, in turns; a hook plugin of the run that it watches.
+
+    rollcast's step is timed from the first hook of the step to the last, so that what trackers
+    write is in it.
+    """
+
+    peer: Peer
+    ours: list[StepReport] = field(default_factory=list)
+    theirs: list[StepReport] = field(default_factory=list)
+    _start: float = 0.0
+
+    @hookimpl(tryfirst=True)
+    def on_step_start(self, trainer: object, step: int) -> None:
+        """Start the clock."""
+        self._start = time.perf_counter()
+
+    @hookimpl(trylast=True)
+    def on_step_end(self, trainer: object, step: int, metrics: dict[str, float]) -> None:
+        """Stop the clock, and give the other side its turn."""
+        seconds = time.perf_counter() - self._start
+        self.ours.append(StepReport(seconds, metrics["rollout/tokens"], metrics["reward/mean"]))
+        self.theirs.append(self.peer.step())
+
+    def drop_first(self, count: int) -> None:
+        """Forget the first steps, which warm up caches and allocators."""
+        del self.ours[:count], self.theirs[:count]
+
+    def check_same_work(self) -> None:
+        """Refuse figures of sides that sampled different numbers of tokens.
+
+        Raises:
+            RuntimeError: says how many.
+        """
+        ours, theirs = (statistics.fmean(report.tokens for report in side) for side in (self.ours, self.theirs))
+        if abs(ours - theirs) > _TOLERANCE * theirs:
+            raise RuntimeError(f"not the same work: {ours:.0f} response tokens a step here, {theirs:.0f} there")
+
+    def notes(self, other: str) -> list[str]:
+        """One line a side: quartiles of the step time, tokens and rewards."""
+        return [_describe(name, side) for name, side in (("rollcast", self.ours), (other, self.theirs))]
+
+
+@dataclass(frozen=True)
+class Options:
+    """The command line of a benchmark."""
+
+    output: Path
+    steps: int
+    warmup: int
+    seed: int
+    threads: int
+    runtime: str
+    strict: bool
+    override: list[str]
+
+
+def parse_options(description: str, name: str, arguments: Sequence[str] | None = None) -> Options:
+    """Read the command line of benchmark ``name``."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--output", type=Path, default=Path("runs/bench") / f"{name}.json")
+    parser.add_argument("--steps", type=int, default=25, help="measured steps of each side")
+    parser.add_argument("--warmup", type=int, default=5, help="steps before them that do not count")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2, help="of each side's computing process")
+    parser.add_argument("--runtime", choices=("ray", "local"), default="ray")
+    parser.add_argument("--strict", action="store_true", help="exit with 1 if a goal is missed")
+    parser.add_argument("override", nargs="*", help="further config overrides of rollcast's side")
+    return Options(**vars(parser.parse_args(arguments)))
+
+
+def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
+    """Train the quick start with one worker, and give ``serve`` a step after each of ours.
+
+    Returns:
+        The work of a step, and the measured steps.
+
+    Raises:
+        RuntimeError: the other side ended early, or the two did not do the same work.
+    """
+    with tempfile.TemporaryDirectory(prefix="rollcast_bench_") as folder:
+        model = _warm_up(Path(folder) / "warm_up", options.seed)
+        config = compose(
+            [
+                "recipe=quickstart",
+                f"runtime={options.runtime}",
+                f"runtime.threads_per_worker={options.threads}",
+                f"run_dir={folder}/run",
+                f"model.path={model}",
+                "trainer.warm_start=null",
+                "trackers=[jsonl,report]",
+                f"trainer.seed={options.seed}",
+                f"trainer.total_steps={options.warmup + options.steps}",
+                "trainer.val_before_train=false",
+                "trainer.test_freq=-1",
+                "trainer.save_freq=-1",
+                "trainer.export=false",
+                # The schedule of the whole quick start, of which this is the first part.
+                "actor.optim.total_training_steps=90",
+                *options.override,
+            ]
+        ).config
+        with TaskRunner(config, PpoTrainerConfig) as task:
+            work = Work.of(task, options.threads)
+            with _started(serve, work) as peer:
+                pairs = Pairs(peer)
+                if task.hooks is None:
+                    raise RuntimeError("the run has no hooks")
+                task.hooks.register(pairs)
+                PpoTrainer(task).fit()
+    pairs.drop_first(options.warmup)
+    pairs.check_same_work()
+    return work, pairs
+
+
+def _warm_up(run_dir: Path, seed: int) -> Path:
+    """Train the quick start's warm-up; gives the folder of the exported model."""
+    settings = [
+        "runtime=local",
+        f"run_dir={run_dir}",
+        f"trainer.seed={seed}",
+        "trainer.export=true",
+        "trackers=[jsonl]",
+    ]
+    config = compose(["recipe=quickstart_warmup", *settings]).config
+    trainers.get(config.trainer.name).launch(config)
+    return run_dir / "export"
+
+
+@contextmanager
+def _started(serve: Serve, work: Work) -> Iterator[Peer]:
+    peer = Peer(serve, work)
+    try:
+        yield peer
+    finally:
+        peer.close()
+
+
+def _describe(name: str, side: Sequence[StepReport]) -> str:
+    low, middle, high = statistics.quantiles([report.seconds for report in side], n=4)
+    tokens = statistics.fmean(report.tokens for report in side)
+    return (
+        f"{name}: {len(side)} steps, {middle:.3f} s a step (quartiles {low:.3f} to {high:.3f}), "
+        f"{tokens:.0f} response tokens a step, reward {side[0].reward:.2f} to {side[-1].reward:.2f}"
+    )
