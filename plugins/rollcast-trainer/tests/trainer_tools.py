@@ -45,7 +45,7 @@ class SmallTask:
     @classmethod
     def make(cls, folder: Path, model: Path) -> SmallTask:
         rows = [
-            {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "response": str(a + b)}
+            {"prompt": f"{a}+{b}=", "ground_truth": str(a + b), "response": f"{a + b}."}
             for a in range(4, 9)
             for b in range(3)
         ]

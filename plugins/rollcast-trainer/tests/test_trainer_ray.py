@@ -1,0 +1,145 @@
+"""Two sharded workers on Ray against one, and against plain PyTorch."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trainer_tools import SmallTask, global_norm, launch, read_metrics, without_times
+
+from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
+from rollcast.contracts.trainer import trainers
+from rollcast.controller.runtime import runtimes
+from rollcast.protocol import DataProto
+from rollcast.testing.tiny import plain_log_probs, plain_model
+from rollcast_trainer.ppo import PpoTrainer, StepState
+
+#: Greedy samples are the same on any number of workers. Three rows, so that one of two workers gets filler.
+GREEDY = [
+    "algorithm.adv_estimator=score_and_row",
+    "trainer.name=recording",
+    "rollout.temperature=0",
+    "rollout.n=1",
+    "data.train_batch_size=3",
+    "actor.ppo_mini_batch_size=3",
+    "actor.use_kl_loss=true",
+    "actor.kl_loss_coef=0.1",
+    "trainer.save_freq=1",
+    "trainer.test_freq=1",
+]
+TWO = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
+
+
+def score_and_row(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """The sum of a row's rewards and its number, so that no row is without one."""
+    scores = inputs.token_level_rewards.sum(-1) + 0.5 * inputs.group_ids - 0.3
+    return AdvantageOutputs.from_scores(scores, inputs.response_mask)
+
+
+class Recording(PpoTrainer):
+    """Keeps what it updates with."""
+
+    batches_seen: list[DataProto]
+
+    def update_actor_step(self, state: StepState) -> None:
+        type(self).batches_seen.append(state.batch)
+        super().update_actor_step(state)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parts() -> Iterator[None]:
+    advantages.register("score_and_row", score_and_row)
+    trainers.register("recording", Recording)
+    yield
+    advantages.unregister("score_and_row")
+    trainers.unregister("recording")
+
+
+@pytest.fixture(scope="module")
+def ray_is_up() -> Iterator[None]:
+    """A Ray that the runs of this module find, so that it starts once."""
+    runtime: Any = runtimes.get("ray")
+    here = runtime(num_cpus=4)
+    here.nodes()
+    yield
+    here.shutdown()
+
+
+@pytest.fixture(scope="module")
+def one_worker(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[DataProto], Path]:
+    return record(small_task, tmp_path_factory.mktemp("one"))
+
+
+@pytest.fixture(scope="module")
+def two_workers(
+    small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory, ray_is_up: None
+) -> tuple[list[DataProto], Path]:
+    return record(small_task, tmp_path_factory.mktemp("two"), *TWO)
+
+
+def record(task: SmallTask, run_dir: Path, *changes: str) -> tuple[list[DataProto], Path]:
+    Recording.batches_seen = []
+    launch(task.ppo(run_dir, *GREEDY, *changes, "trainer.total_steps=2"))
+    return Recording.batches_seen, run_dir
+
+
+Recorded = tuple[list[DataProto], Path]
+
+
+def test_both_sample_the_same_tokens(one_worker: Recorded, two_workers: Recorded) -> None:
+    for name in ("input_ids", "response_mask", "uid"):
+        assert torch.equal(one_worker[0][0][name], two_workers[0][0][name])
+    torch.testing.assert_close(one_worker[0][0]["advantages"], two_workers[0][0]["advantages"])
+
+
+def test_gradient_norms_agree(one_worker: Recorded, two_workers: Recorded) -> None:
+    ones, twos = (read_metrics(run_dir) for _, run_dir in (one_worker, two_workers))
+    assert [row["step"] for row in twos] == [0, 1, 2]
+    for one, two in zip(ones[1:], twos[1:], strict=True):
+        assert two["actor/grad_norm"] == pytest.approx(one["actor/grad_norm"], rel=1e-5)
+        for key in ("actor/pg_loss", "actor/entropy", "actor/kl_loss", "val/accuracy", "reward/mean"):
+            assert two[key] == pytest.approx(one[key], rel=1e-4, abs=1e-6)
+        assert two["rollout/logprob_gap_max"] <= 1e-4
+
+
+def test_the_norm_is_that_of_a_plain_pytorch_step(small_task: SmallTask, two_workers: Recorded) -> None:
+    """In the first step the policy is its own reference, so the policy loss is all there is."""
+    (batch, _), run_dir = two_workers
+    model = plain_model(small_task.model)
+    log_probs, _ = plain_log_probs(model, batch)
+    mask = batch["response_mask"]
+    ratio = (log_probs - log_probs.detach()).exp()
+    (-(batch["advantages"] * ratio * mask).sum() / mask.sum()).backward()
+    norm = global_norm([parameter.grad for parameter in model.parameters()])
+    assert norm > 1e-2
+    assert read_metrics(run_dir)[1]["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_two_workers_go_on_from_a_checkpoint(small_task: SmallTask, two_workers: Recorded, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(two_workers[1], run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_2")
+    names = {path.name for path in (run_dir / "checkpoints" / "step_1").iterdir()}
+    assert names == {"actor", "rollout_rank_0.pt", "rollout_rank_1.pt", "trainer.json"}
+    launch(small_task.ppo(run_dir, *GREEDY, *TWO, "trainer.total_steps=2"))
+    assert without_times(read_metrics(run_dir)) == without_times(read_metrics(two_workers[1]))
+
+
+def test_ranks_sample_differently_and_one_worker_can_go_on(
+    small_task: SmallTask, ray_is_up: None, tmp_path: Path
+) -> None:
+    """Both ranks get the same prompts, in two copies each: with one random stream they would answer alike."""
+    same = tmp_path / "same.jsonl"
+    same.write_text((small_task.folder / "train.jsonl").read_text().splitlines()[0] + "\n")
+    Recording.batches_seen = []
+    changes = ["trainer.name=recording", f"data.train_files=[{same}]", "data.train_batch_size=1"]
+    changes += ["actor.ppo_mini_batch_size=1", "trainer.save_freq=1", "data.val_files=[]"]
+    launch(small_task.ppo(tmp_path / "run", *changes, *TWO, "trainer.total_steps=1"))
+    responses = Recording.batches_seen[0]["responses"].tolist()
+    assert responses[:2] != responses[2:]
+    launch(small_task.ppo(tmp_path / "run", *changes, "trainer.total_steps=2"))
+    assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]

@@ -1,0 +1,61 @@
+"""The supervised trainer, and a run that starts from one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_tools import SmallTask, launch, read_jsonl, read_metrics, without_times
+
+from rollcast.errors import ConfigError
+from rollcast_data.tokenizer import load_tokenizer
+
+
+def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tmp_path: Path) -> None:
+    """All 15 rows in one step, against plain transformers; the rollout's temperature has no part in it."""
+    from rollcast.testing.tiny import plain_model
+
+    changes = ["data.train_batch_size=15", "trainer.total_steps=1", "rollout.temperature=0.5", "data.val_files=[]"]
+    launch(small_task.sft(tmp_path, *changes, "actor.ppo_micro_batch_size_per_gpu=4"))
+    tokenizer, model = load_tokenizer(small_task.model), plain_model(small_task.model)
+    losses = []
+    for row in read_jsonl(small_task.folder / "train.jsonl"):
+        prompt = tokenizer(row["prompt"])["input_ids"]
+        ids = torch.tensor([[*prompt, *tokenizer(row["response"])["input_ids"], tokenizer.eos_token_id]])
+        scores = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        losses.append(-scores.gather(-1, ids[0, len(prompt) :, None]).flatten())
+    loss = torch.cat(losses).mean()
+    loss.backward()
+    norm = torch.stack([parameter.grad.square().sum() for parameter in model.parameters()]).sum().sqrt()
+    (row,) = read_metrics(tmp_path)
+    assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert row["sft/tokens"] == sum(map(len, losses))
+
+
+def test_it_learns_and_goes_on_from_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    launch(small_task.sft(whole, "trainer.save_freq=2"))
+    launch(small_task.sft(parts, "trainer.save_freq=2", "trainer.total_steps=2"))
+    launch(small_task.sft(parts, "trainer.save_freq=2"))
+    assert without_times(read_metrics(parts)) == without_times(read_metrics(whole))
+    losses = [row["sft/loss"] for row in read_metrics(whole)[1:]]
+    assert losses[-1] < 0.8 * losses[0]
+    samples = read_jsonl(whole / "samples.jsonl")
+    # Generated responses are compared with the rows' own.
+    assert {sample["ground_truth"] for sample in samples} == {"4.", "5.", "6."}
+
+
+def test_it_stops_at_an_accuracy_and_stays_there(small_task: SmallTask, tmp_path: Path) -> None:
+    """Any accuracy is at least 0, so it stops at the first validation, and does nothing when started again."""
+    changes = ["trainer.stop_at_accuracy=0.0", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    for _ in range(2):
+        assert launch(small_task.sft(tmp_path, *changes)).step == 2
+        assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
+    assert launch(small_task.sft(tmp_path / "at_once", "trainer.stop_at_accuracy=0.0")).step == 0
+
+
+def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"actor\.clip_ratio_low"):
+        launch(small_task.sft(tmp_path, "actor.clip_ratio_low=0.1"))
