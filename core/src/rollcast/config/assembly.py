@@ -149,6 +149,8 @@ def _explain_hydra(error: Exception, overrides: Sequence[str], sources: Sources)
     missing = getattr(error, "missing_cfg_file", None)
     if isinstance(missing, str) and "/" in missing:
         group, option = missing.rsplit("/", 1)
+        if file and file[1] == "config":
+            where = _find_chooser(option, overrides, sources.found)
         return explain_option(group, option, list(getattr(error, "options", None) or ()), sources.broken, where)
     unmatched = _NO_GROUP.match(text)
     if unmatched and unmatched["file"]:
@@ -162,6 +164,16 @@ def _explain_hydra(error: Exception, overrides: Sequence[str], sources: Sources)
             "choose a recipe=... or a trainer=... that has it"
         )
     return f"the configuration cannot be composed: {text}"
+
+
+def _find_chooser(option: str, overrides: Sequence[str], sources: Sequence[ConfigSource]) -> str:
+    """The chosen file that overrides the base's choice; Hydra names the base in its place."""
+    for override in overrides:
+        path = override.replace("=", "/")
+        for source, file in find_config_files(sources, path)[:1]:
+            if re.search(rf":\s*{re.escape(option)}\s*$", file.read_text(encoding="utf-8"), re.MULTILINE):
+                return f"{source.describe(path)}: "
+    return ""
 
 
 def _describe(config_path: str, sources: Sequence[ConfigSource]) -> str:

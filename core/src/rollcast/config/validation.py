@@ -33,9 +33,9 @@ _TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "tru
 _PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "true or false"}
 
 
-def nearest(word: str, options: Iterable[str]) -> str | None:
-    """The option that looks most like ``word``."""
-    found = difflib.get_close_matches(word, list(options), n=1, cutoff=0.5)
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The option that looks most like ``word``, if one does by at least ``cutoff`` (from 0 to 1)."""
+    found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
@@ -116,17 +116,23 @@ def check_key(key: str, config: DictConfig, schemas: Sequence[ConfigSchema], ori
     raise ConfigError(_unknown_key(key, known, origin))
 
 
-def _unknown_key(key: str, known: Mapping[str, Any], origin: str) -> str:
+def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str | None:
+    """A very near sibling; else the same leaf in another section; else what is near at all."""
     section, _, leaf = key.rpartition(".")
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    for cutoff, elsewhere in ((0.75, same_leaf), (0.5, [] if siblings else list(known))):
+        close = nearest(leaf, siblings, cutoff)
+        if close:
+            return f"{section}.{close}" if section else close
+        if elsewhere:
+            return nearest(key, elsewhere) or (elsewhere[0] if elsewhere is same_leaf else None)
+    return None
+
+
+def _unknown_key(key: str, known: Mapping[str, Any], origin: str) -> str:
+    section = key.rpartition(".")[0]
     siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
-    close = nearest(leaf, siblings)
-    candidate = f"{section}.{close}" if close and section else close
-    if candidate is None:
-        # The right leaf in the wrong section; or no near sibling, but a near key somewhere else.
-        same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
-        candidate = nearest(key, same_leaf) or (same_leaf[0] if same_leaf else None)
-        if candidate is None and not siblings:
-            candidate = nearest(key, known)
+    candidate = _suggest(key, known, siblings)
     sentences = [f"{origin}: there is no key {key!r}" + (f"; did you mean {candidate!r}?" if candidate else ".")]
     if siblings:
         sentences.append(f"Keys of {section or 'the top level'}: {', '.join(siblings)}.")
@@ -139,7 +145,7 @@ def _unknown_key(key: str, known: Mapping[str, Any], origin: str) -> str:
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
     """The file or override that a key's value came from."""
-    parts = key.split(".")
+    parts = key.split("[")[0].split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in origins:
             return origins[".".join(parts[:depth])]
@@ -230,7 +236,7 @@ def _merge(schema: type, node: Any, path: str, origins: Mapping[str, str]) -> Di
     try:
         return typing.cast("DictConfig", OmegaConf.merge(OmegaConf.structured(schema), own))
     except OmegaConfBaseException as error:
-        name = str(getattr(error, "full_key", None) or getattr(error, "key", "") or "")
+        name = _find_flat_section(schema, own) or str(getattr(error, "full_key", None) or getattr(error, "key", ""))
         key = f"{path}.{name}" if path else name
         raise ConfigError(_ill_typed(schema, name, own, key, str(error), origins)) from error
 
@@ -238,17 +244,33 @@ def _merge(schema: type, node: Any, path: str, origins: Mapping[str, str]) -> Di
 def _ill_typed(
     schema: type, name: str, own: Mapping[str, Any], key: str, reason: str, origins: Mapping[str, str]
 ) -> str:
+    """The message for a value that its section's schema refuses; ``name`` is its key within the section."""
     kind: Any = schema
     value: Any = own
-    for step in name.replace("[", ".").replace("]", "").split("."):
-        kind = _field_types(_dataclass_in(kind) or kind).get(step) if _dataclass_in(kind) else None
-        value = value.get(step) if isinstance(value, Mapping) else None
-        if not _dataclass_in(kind):
+    for step in name.split("[")[0].split("."):
+        inner = _dataclass_in(kind)
+        if inner is None:
             break
+        kind = _field_types(inner).get(step)
+        value = value.get(step) if isinstance(value, Mapping) else None
     where = origin_of(key, origins)
     if kind is None:
         return f"{where}: {key}: {reason.splitlines()[0]}"
     return f"{where}: {key} must be {_describe_type(kind)}, got {_show(value)}"
+
+
+def _find_flat_section(schema: type, own: Mapping[str, Any]) -> str | None:
+    """The key of a section that has a plain value in its place; OmegaConf's error would not name it."""
+    for name, kind in _field_types(schema).items():
+        inner, value = _dataclass_in(kind), own.get(name)
+        if inner is None or value is None or value == "???":
+            continue
+        if not isinstance(value, Mapping):
+            return name
+        below = _find_flat_section(inner, value)
+        if below is not None:
+            return f"{name}.{below}"
+    return None
 
 
 def _show(value: Any) -> str:
