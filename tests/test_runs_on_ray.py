@@ -94,10 +94,12 @@ def test_goes_on_after_kill_9_as_if_nothing_had_happened(whole_run: Path, rollca
     process = rollcast_of_module.start(*command)
     # Past the checkpoint of step 2 and inside step 4.
     wait_for(lambda: len(read_metrics(folder)) >= 4, process)
-    children = psutil.Process(process.pid).children(recursive=True)
+    # Ray's own agents take up to a minute to notice; what holds the model must not.
+    workers = [child for child in psutil.Process(process.pid).children(recursive=True) if "HostActor" in child.name()]
+    assert workers
     process.kill()
     process.communicate()
-    assert_gone(children)
+    assert_gone(workers)
     assert {path.name for path in (folder / "checkpoints").iterdir() if path.name.startswith("step_")} == {"step_2"}
     rollcast_of_module.must_run(*command)
     assert without_times(read_metrics(folder)) == without_times(read_metrics(whole_run))

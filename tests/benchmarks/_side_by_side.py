@@ -107,10 +107,18 @@ class Work:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One step of one side: its wall time, the response tokens it sampled, and its mean reward."""
+    """One step of one side.
+
+    Attributes:
+        seconds: wall time.
+        tokens: sampled, of all responses.
+        trained_rows: responses that went through the update.
+        reward: mean of the responses.
+    """
 
     seconds: float
     tokens: float
+    trained_rows: float
     reward: float
 
 
@@ -165,6 +173,7 @@ class Pairs:
     """
 
     peer: Peer
+    rows: int
     ours: list[StepReport] = field(default_factory=list)
     theirs: list[StepReport] = field(default_factory=list)
     _start: float = 0.0
@@ -178,7 +187,8 @@ class Pairs:
     def on_step_end(self, trainer: object, step: int, metrics: dict[str, float]) -> None:
         """Stop the clock, and give the other side its turn."""
         seconds = time.perf_counter() - self._start
-        self.ours.append(StepReport(seconds, metrics["rollout/tokens"], metrics["reward/mean"]))
+        trained = self.rows * (1.0 - metrics["actor/zero_advantage_rows"])
+        self.ours.append(StepReport(seconds, metrics["rollout/tokens"], trained, metrics["reward/mean"]))
         self.theirs.append(self.peer.step())
 
     def drop_first(self, count: int) -> None:
@@ -262,7 +272,7 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
         with TaskRunner(config, PpoTrainerConfig) as task:
             work = Work.of(task, options.threads)
             with _started(serve, work) as peer:
-                pairs = Pairs(peer)
+                pairs = Pairs(peer, work.rows)
                 if task.hooks is None:
                     raise RuntimeError("the run has no hooks")
                 task.hooks.register(pairs)

@@ -55,12 +55,14 @@ class PlainLoop:
         rewards = self._score(ids[:, width:], mask[:, width:], rows)
         with torch.no_grad():
             old, entropy = self._log_probs(ids, mask, width, with_entropy=True)
-        self._update(ids, mask, width, old, self._advantages(rewards))
+        advantages = self._advantages(rewards)
+        self._update(ids, mask, width, old, advantages)
         self.steps += 1
         tokens = float(mask[:, width:].sum())
         self.metrics["entropy"] = float((entropy * mask[:, width:]).sum()) / tokens
         self.metrics["reward"] = float(rewards.mean())
-        return StepReport(time.perf_counter() - start, tokens, self.metrics["reward"])
+        trained = float((advantages != 0).sum())
+        return StepReport(time.perf_counter() - start, tokens, trained, self.metrics["reward"])
 
     def _next_rows(self) -> list[dict[str, str]]:
         if len(self.queue) < self.work.prompts:
