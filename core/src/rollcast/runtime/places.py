@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,7 +14,7 @@ from rollcast.controller.hosting import HostInfo
 from rollcast.controller.runtime import LaunchSpec
 from rollcast.controller.worker import WorkerContext
 
-__all__ = ["build_contexts", "default_object_store", "keeping_sigterm", "read_last_lines"]
+__all__ = ["build_contexts", "default_object_store", "keeping_sigterm", "read_last_lines", "require_reachable"]
 
 
 def build_contexts(counts: Sequence[int], spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
@@ -40,6 +41,17 @@ def build_contexts(counts: Sequence[int], spec: LaunchSpec, infos: Sequence[Host
         )
         for rank, ((local, count), info) in enumerate(zip(places, infos, strict=True))
     ]
+
+
+def require_reachable(address: str, timeout: float = 10.0) -> None:
+    """Try the port of an address (``host:port``, with or without a scheme); other forms pass.
+
+    Raises:
+        OSError: nobody answers within ``timeout`` seconds.
+    """
+    host, _, port = address.rpartition("://")[2].rpartition(":")
+    if host and port.isdigit():
+        socket.create_connection((host.strip("[]"), int(port)), timeout).close()
 
 
 def read_last_lines(folder: Path, pid: int, count: int = 20) -> list[str]:

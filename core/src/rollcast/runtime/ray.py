@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -29,7 +30,13 @@ from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError, ResourceError
 from rollcast.plugins.inprocess import snapshot
-from rollcast.runtime.places import build_contexts, default_object_store, keeping_sigterm, read_last_lines
+from rollcast.runtime.places import (
+    build_contexts,
+    default_object_store,
+    keeping_sigterm,
+    read_last_lines,
+    require_reachable,
+)
 from rollcast.runtime.process import HostProcess
 
 __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
@@ -45,6 +52,7 @@ _EMBEDDED_ENV = {
 }
 #: Warns at each start that a local Ray asks for its token, which is as it should be.
 _auth_logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _CLOSE_GRACE_S = 5.0
 _SETTLE_S = 0.5
 
@@ -153,8 +161,9 @@ class RayRuntime(Runtime):
 
     def _join(self, address: str) -> None:
         try:
+            require_reachable(address)  # Ray itself goes on trying for minutes
             ray.init(address=address, log_to_driver=self._log_to_driver, logging_level=logging.WARNING)
-        except (ConnectionError, ray.exceptions.RayError) as error:
+        except (OSError, ray.exceptions.RayError) as error:
             raise ResourceError(
                 f"cannot join Ray at {address} (from runtime.address or RAY_ADDRESS): {error}. "
                 "Start it with `ray start --head`, or unset the address for a Ray of this run's own"
@@ -309,10 +318,14 @@ class RayRuntime(Runtime):
 
     def _lost(self, index: int, error: Exception) -> CallFailed:
         """A call of which the worker gave no account: its process died, or Ray could not carry the result."""
+        if isinstance(error, ray.exceptions.RayTaskError):
+            cause = error.cause
+            detail = f"{type(cause).__name__}: {cause}\n{_COLOURS.sub('', str(error)).strip()}"
+            return CallFailed(index, None, detail, cause_type=type(cause).__name__)
         # Ray's own list of possible causes is long, and the same each time.
         text = str(error).partition(" Some common causes")[0].strip()
         if not isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
-            return CallFailed(index, None, text, cause_type=type(getattr(error, "cause", error)).__name__)
+            return CallFailed(index, None, text, cause_type=type(error).__name__)
         tail = self._last_output(getattr(error, "actor_id", None))
         output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
         detail = f"the worker's process died, perhaps for want of memory or in a crash of native code. {text}{output}"

@@ -143,15 +143,15 @@ class DispatchSuite:
             for rows in range(2 * group.world_size + 2):
                 self._require_call(mode, group, sample_batch(rows))
 
-    @_law
-    @given(data=st.data())
-    def test_results_are_the_workers(self, mode: DispatchMode, data: st.DataObject) -> None:
+    def test_results_are_the_workers(self, mode: DispatchMode) -> None:
         """What the workers compute for each row comes back at its row."""
-        group, batch = self._draw_group(mode, data), data.draw(batches())
-        calls = distribute(mode, group, self.arguments(batch, group.world_size), {})
-        actual = join(mode, group, _outputs(mode, group, calls, _triple))
-        wanted = self.expected(_triple(batch), group.world_size)
-        _require_same(actual, wanted, f"workers' columns come back at their rows, on {_describe(group)}")
+        for group in self._groups(mode):
+            for rows in (0, 1, 7):
+                batch = sample_batch(rows)
+                calls = distribute(mode, group, self.arguments(batch, group.world_size), {})
+                actual = join(mode, group, _outputs(mode, group, calls, _triple))
+                wanted = self.expected(_triple(batch), group.world_size)
+                _require_same(actual, wanted, f"workers' columns come back at their rows, on {_describe(group)}")
 
     def test_takes_keyword_arguments(self, mode: DispatchMode) -> None:
         """A batch that is given by keyword is treated like any other."""

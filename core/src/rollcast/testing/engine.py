@@ -376,11 +376,9 @@ def _infer(engine: BaseEngine, data: DataProto, settings: ForwardSettings) -> Da
         return engine.infer_batch(data, settings)[0]
 
 
-def _train(
-    engine: BaseEngine, data: DataProto, settings: ForwardSettings, loss: LossFunction = nll_loss
-) -> TrainOutput:
+def _train(engine: BaseEngine, data: DataProto, chosen: ForwardSettings, loss: LossFunction = nll_loss) -> TrainOutput:
     with engine.train_mode():
-        return engine.train_batch(data, loss, settings)
+        return engine.train_batch(data, loss, chosen)
 
 
 def _weights(engine: BaseEngine) -> dict[str, Tensor]:
