@@ -47,6 +47,12 @@ def requirements(name: str) -> set[str]:
     return found
 
 
+def test_requirements(name: str) -> set[str]:
+    """What a distribution's tests need beside it: the group `test` of its pyproject.toml."""
+    groups = tomllib.loads((DISTRIBUTIONS[name] / "pyproject.toml").read_text()).get("dependency-groups", {})
+    return set().union(*(requirements(other) for other in groups.get("test", ())))
+
+
 def environment(session: nox.Session) -> None:
     """What the session's processes see: nothing of the caller's Python, caches of their own."""
     session.env["PYTHONPATH"] = ""
@@ -95,8 +101,8 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
 def plugin(session: nox.Session, name: str) -> None:
-    """One distribution's own tests, with nothing installed but what it requires."""
-    install(session, requirements(name), *TEST_TOOLS)
+    """One distribution's own tests, with nothing installed but what it and they require."""
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS)
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
 

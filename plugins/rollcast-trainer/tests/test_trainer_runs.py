@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics, set_up, without_times
+from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics, set_up, without_times, worker_of
 
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import CheckpointError
@@ -207,6 +207,18 @@ def test_the_reference_is_still_the_first_model_after_a_restart(task: SmallTask,
     rows = read_metrics(tmp_path / "whole")
     assert rows[1]["actor/reward_kl_penalty"] == pytest.approx(0, abs=1e-6)
     assert all(row["actor/kl_loss"] > 1e-3 and "time/ref_log_prob_s" in row for row in rows[2:])
+
+
+def test_a_resumed_trainer_knows_its_place(task: SmallTask, whole_run: Path, tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    shutil.copytree(whole_run, run_dir)
+    shutil.rmtree(run_dir / "checkpoints" / "step_4")
+    file = run_dir / "checkpoints" / "step_2" / "trainer.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "best_accuracy": 0.987}))
+    with set_up(task.ppo(run_dir)) as trainer:
+        assert (trainer.step, trainer.total_steps, trainer.best_accuracy) == (2, 4, 0.987)
+        assert (trainer.batches.epoch, trainer.batches.batch) == (0, 2)
+        assert worker_of(trainer).actor.engine.schedule_step == 2
 
 
 def test_a_finished_run_is_left_as_it_is(task: SmallTask, whole_run: Path, tmp_path: Path) -> None:

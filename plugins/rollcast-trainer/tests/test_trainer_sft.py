@@ -6,8 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_tools import SmallTask, launch, read_jsonl, read_metrics, without_times
+from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics, without_times
 
+from rollcast.config import Composed
 from rollcast.errors import ConfigError
 from rollcast_data.tokenizer import load_tokenizer
 
@@ -59,3 +60,53 @@ def test_it_stops_at_an_accuracy_and_stays_there(small_task: SmallTask, tmp_path
 def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor\.clip_ratio_low"):
         launch(small_task.sft(tmp_path, "actor.clip_ratio_low=0.1"))
+
+
+@pytest.fixture
+def warm_recipe(small_task: SmallTask, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The name of a supervised recipe that exists for this test only."""
+    import rollcast.config
+
+    real = rollcast.config.compose
+
+    def compose_warm(overrides: list[str]) -> Composed:
+        given = dict(each.split("=", 1) for each in overrides)
+        assert given.pop("recipe") == "warm"
+        run_dir = Path(given.pop("run_dir").strip("'"))
+        return real(small_task.sft(run_dir, *(f"{key}={value}" for key, value in given.items())))
+
+    monkeypatch.setattr(rollcast.config, "compose", compose_warm, raising=False)
+    return "trainer.warm_start=warm"
+
+
+def test_a_warm_start_is_trained_once_and_started_from(small_task: SmallTask, tmp_path: Path, warm_recipe: str) -> None:
+    """With a learning rate of 0 the run ends with the weights that it began with."""
+    from rollcast.testing.tiny import plain_model, plain_weights
+
+    changes = [warm_recipe, "actor.optim.lr=0", "trainer.export=true", "trainer.seed=3"]
+    launch(small_task.ppo(tmp_path, *changes, "trainer.total_steps=1"))
+    weights = {
+        name: plain_weights(plain_model(folder))
+        for name, folder in {
+            "first": small_task.model,
+            "warm": tmp_path / "warm_start" / "export",
+            "last": tmp_path / "export",
+        }.items()
+    }
+    for name, tensor in weights["warm"].items():
+        assert torch.equal(tensor, weights["last"][name])
+    assert any(not torch.equal(tensor, weights["first"][name]) for name, tensor in weights["warm"].items())
+    assert "seed: 3" in (tmp_path / "warm_start" / "config.yaml").read_text()
+    before = files_of(tmp_path / "warm_start")
+    assert launch(small_task.ppo(tmp_path, *changes, "trainer.total_steps=2")).step == 2
+    assert files_of(tmp_path / "warm_start") == before
+
+
+def test_a_warm_start_with_another_seed_is_not_taken_for_this_one(
+    small_task: SmallTask, tmp_path: Path, warm_recipe: str
+) -> None:
+    launch(small_task.ppo(tmp_path / "a", warm_recipe, "trainer.total_steps=1"))
+    (tmp_path / "b").mkdir()
+    (tmp_path / "a" / "warm_start").rename(tmp_path / "b" / "warm_start")
+    with pytest.raises(ConfigError, match=r"warm_start holds a run with other settings \(trainer.seed: 0 then, 1 now"):
+        launch(small_task.ppo(tmp_path / "b", warm_recipe, "trainer.seed=1"))

@@ -80,6 +80,7 @@ class SmallTask:
             "actor.ppo_mini_batch_size=2",
             "actor.optim.lr=1e-2",
             "actor.optim.eps=1e-4",
+            "actor.optim.lr_warmup_steps=3",
             "trainer.total_steps=4",
             "trainer.test_freq=2",
             "trainer.save_freq=2",

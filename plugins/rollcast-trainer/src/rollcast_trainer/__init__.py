@@ -6,19 +6,20 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcast_trainer.ppo import PpoTrainer
+    from rollcast_trainer.ppo import PpoTrainer, StepState
     from rollcast_trainer.roles import Role
     from rollcast_trainer.sft import SftTrainer
     from rollcast_trainer.task_runner import TaskRunner
     from rollcast_trainer.workers import ActorRolloutRefWorker, TrainingWorker
 
-__all__ = ["ActorRolloutRefWorker", "PpoTrainer", "Role", "SftTrainer", "TaskRunner", "TrainingWorker"]
+__all__ = ["ActorRolloutRefWorker", "PpoTrainer", "Role", "SftTrainer", "StepState", "TaskRunner", "TrainingWorker"]
 
 _EXPORTS = {
     "ActorRolloutRefWorker": "workers",
     "PpoTrainer": "ppo",
     "Role": "roles",
     "SftTrainer": "sft",
+    "StepState": "ppo",
     "TaskRunner": "task_runner",
     "TrainingWorker": "workers",
 }

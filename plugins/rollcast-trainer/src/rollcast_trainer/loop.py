@@ -18,6 +18,7 @@ from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_trainer.generation import trim_responses
+from rollcast_trainer.heap import frozen_heap
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.schemas import TrainerConfig
@@ -141,7 +142,8 @@ class LoopTrainer(BaseTrainer):
         error: BaseException | None = None
         self.task.emit("on_fit_start", trainer=self)
         try:
-            self._run()
+            with frozen_heap():
+                self._run()
         except BaseException as raised:
             error = raised
             self.task.emit("on_exception", trainer=self, error=raised)

@@ -31,6 +31,7 @@ from rollcast.errors import CapabilityError, CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.generation import generate_sequences
+from rollcast_trainer.heap import freeze_heap, unfreeze_heap
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker", "UpdatePlan", "WorkerSetup"]
 
@@ -168,6 +169,7 @@ class ActorRolloutRefWorker(Worker):
         _seed_process(seed)
         if self.setup.rollout is not None:
             self._build_rollout(seed)
+        freeze_heap()
 
     def _build_rollout(self, seed: int) -> None:
         config = self.setup.rollout
@@ -274,3 +276,4 @@ class ActorRolloutRefWorker(Worker):
             self.rollout.close()
         if torch.distributed.is_available() and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
+        unfreeze_heap()

@@ -1,0 +1,89 @@
+"""What the distribution shows to others: its names, its config, and the README's example."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_tools import SmallTask, launch, read_metrics, set_up, worker_of
+
+import rollcast_trainer
+from rollcast.config import compose
+from rollcast.contracts.trainer import trainers
+
+README = Path(__file__).parents[1] / "README.md"
+
+
+def test_public_names_resolve() -> None:
+    for name in rollcast_trainer.__all__:
+        assert getattr(rollcast_trainer, name).__name__ == name
+    with pytest.raises(AttributeError, match="PppTrainer"):
+        _ = rollcast_trainer.PppTrainer
+
+
+def test_the_config_package_imports_nothing_heavy() -> None:
+    code = (
+        "import sys, rollcast_trainer, rollcast_trainer.conf, rollcast_trainer.schemas\n"
+        "print([name for name in ('torch', 'tensordict', 'ray', 'transformers') if name in sys.modules])"
+    )
+    shown = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert shown.stdout.strip() == "[]"
+
+
+def test_trainers_are_announced() -> None:
+    assert {"ppo", "sft"} <= set(trainers.names())
+
+
+@pytest.mark.parametrize("option", ["ppo", "sft"])
+def test_defaults_are_those_of_the_schemas(option: str, tmp_path: Path) -> None:
+    config: Any = compose([f"trainer={option}", f"model.path={tmp_path}"]).config
+    schema = trainers.get(option).schema  # type: ignore[attr-defined]
+    from dataclasses import asdict
+
+    assert dict(config.trainer) == asdict(schema())
+    actor = {key: value for key, value in config.actor.items() if key != "engine"}
+    assert actor == asdict(schema.actor_schema())
+
+
+def test_the_keys_in_the_readme_exist(tmp_path: Path) -> None:
+    keys = set()
+    for option in ("ppo", "sft"):
+        config: Any = compose([f"trainer={option}", f"model.path={tmp_path}"]).config
+        keys |= {f"{section}.{key}" for section in ("actor", "trainer") for key in config[section]}
+    rows = [line.split("|")[1] for line in README.read_text().splitlines() if re.match(r"\| `(actor|trainer)\.", line)]
+    assert len(rows) > 15
+    for row in rows:
+        first, *others = re.findall(r"`([^`]+)`", row)
+        section, _, name = first.partition(".")
+        for key in [name.removesuffix(".*"), *(other.lstrip(".") for other in others)]:
+            assert any(each.startswith(f"{section}.") and each.endswith(key) for each in keys), f"{section}: {key}"
+
+
+def test_the_step_in_the_readme_works(small_task: SmallTask, tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
+    assert code is not None
+    namespace: dict[str, Any] = {}
+    exec(compile(code[1], "my_trainers.py", "exec"), namespace)
+    trainers.register("finished_only", namespace["FinishedOnly"])
+    try:
+        launch(small_task.ppo(tmp_path, "trainer.name=finished_only", "trainer.total_steps=1"))
+    finally:
+        trainers.unregister("finished_only")
+    row = read_metrics(tmp_path)[-1]
+    assert row["actor/cut_off_rows"] == 1 - row["rollout/finished"]
+    assert row["actor/cut_off_rows"] > 0
+
+
+def test_a_worker_without_a_reference_says_so(small_task: SmallTask, tmp_path: Path) -> None:
+    from rollcast.errors import CapabilityError
+    from rollcast.testing.tiny import random_batch
+
+    with (
+        set_up(small_task.ppo(tmp_path)) as trainer,
+        pytest.raises(CapabilityError, match=r"actor\.use_kl_loss or algorithm\.use_kl_in_reward"),
+    ):
+        worker_of(trainer).compute_ref_log_prob(random_batch(2, 3, 3))
