@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -87,3 +88,13 @@ def test_a_worker_without_a_reference_says_so(small_task: SmallTask, tmp_path: P
         pytest.raises(CapabilityError, match=r"actor\.use_kl_loss or algorithm\.use_kl_in_reward"),
     ):
         worker_of(trainer).compute_ref_log_prob(random_batch(2, 3, 3))
+
+
+@pytest.mark.parametrize(("device", "hidden"), [("cpu", True), ("auto", False)])
+def test_workers_on_the_cpu_see_no_accelerator(
+    small_task: SmallTask, tmp_path: Path, device: str, hidden: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    with set_up(small_task.ppo(tmp_path, f"placement.device={device}")):
+        assert (os.environ["CUDA_VISIBLE_DEVICES"] == "") == hidden
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == "0"

@@ -7,7 +7,18 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["collective_backend", "device_count", "device_name", "empty_cache", "local_device", "synchronize"]
+__all__ = [
+    "HIDE_ACCELERATORS",
+    "collective_backend",
+    "device_count",
+    "device_name",
+    "empty_cache",
+    "local_device",
+    "synchronize",
+]
+
+HIDE_ACCELERATORS = {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+"""Environment of a process that is to compute on the CPU whatever its machine has."""
 
 
 def device_name() -> str:

@@ -24,6 +24,7 @@ from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError, DataError
 from rollcast.plugins.manager import build_hook_manager
 from rollcast.protocol import DataProto
+from rollcast.runtime.device import HIDE_ACCELERATORS, device_count
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
@@ -103,15 +104,13 @@ class TaskRunner:
         return str(name)
 
     def _resource_pools(self) -> ResourcePoolManager:
-        import torch
-
         device = self.placement.device
         if device not in _DEVICES:
             raise ConfigError(f"placement.device is {device!r}; valid: {', '.join(_DEVICES)}")
         for key in ("nnodes", "n_gpus_per_node"):
             if getattr(self.placement, key) < 1:
                 raise ConfigError(f"placement.{key} is {getattr(self.placement, key)}; it must be at least 1")
-        use_gpu = device == "cuda" or (device == "auto" and torch.cuda.is_available())
+        use_gpu = device == "cuda" or (device == "auto" and device_count() > 0)
         counts = [self.placement.n_gpus_per_node] * self.placement.nnodes
         return ResourcePoolManager({"global_pool": counts}, dict.fromkeys(Role, "global_pool"), use_gpu)
 
@@ -244,6 +243,7 @@ class TaskRunner:
             name="policy",
             timeout=self.runtime_config.call_timeout_s,
             launch_timeout=self.runtime_config.launch_timeout_s,
+            env=HIDE_ACCELERATORS if self.placement.device == "cpu" else None,
             threads=self.runtime_config.threads_per_worker,
         )
         group.init_model()
