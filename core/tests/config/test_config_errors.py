@@ -198,6 +198,12 @@ def test_unset_value() -> None:
     assert "learner.path=..." in message
 
 
+def test_value_that_a_file_leaves_open_is_not_filled_with_a_default(task_plugin: Path) -> None:
+    file = task_plugin / "tp_task" / "conf" / "trainer" / "tp_trainer.yaml"
+    file.write_text(file.read_text().replace('note: ""', "note: ???"))
+    assert "trainer.note must be set" in refused(RECIPE)
+
+
 def test_unset_value_may_be_left_open_for_looking_at_it() -> None:
     composed = compose(["trainer=tp_trainer"], allow_missing=True)
     from omegaconf import OmegaConf

@@ -234,11 +234,15 @@ def _merge(schema: type, node: Any, path: str, origins: Mapping[str, str]) -> Di
     container = OmegaConf.to_container(node, throw_on_missing=False) if OmegaConf.is_config(node) else dict(node)
     own = {key: value for key, value in typing.cast("dict[str, Any]", container).items() if key in fields}
     try:
-        return typing.cast("DictConfig", OmegaConf.merge(OmegaConf.structured(schema), own))
+        merged = typing.cast("DictConfig", OmegaConf.merge(OmegaConf.structured(schema), own))
     except OmegaConfBaseException as error:
         name = _find_flat_section(schema, own) or str(getattr(error, "full_key", None) or getattr(error, "key", ""))
         key = f"{path}.{name}" if path else name
         raise ConfigError(_ill_typed(schema, name, own, key, str(error), origins)) from error
+    for leaf, value in flatten(own).items():
+        if value == "???":  # what a file leaves open stays open, whatever the schema's default
+            OmegaConf.update(merged, leaf, value)
+    return merged
 
 
 def _ill_typed(

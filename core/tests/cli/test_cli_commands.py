@@ -1,0 +1,328 @@
+"""What each command prints and writes."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+HEAVY = "torch", "tensordict", "ray", "transformers"
+
+
+def test_help_lists_the_commands(run: Run) -> None:
+    done = run("--help")
+    assert done.code == 0
+    for command in ("train", "preprocess", "plugins", "config", "export", "version"):
+        assert re.search(rf"^\W*{command}\s", done.out, re.MULTILINE), command
+
+
+@pytest.mark.parametrize("command", ["train", "preprocess", "plugins", "config", "export", "version"])
+def test_help_of_a_command(run: Run, command: str) -> None:
+    done = run(command, "--help")
+    assert done.code == 0
+    assert f"rollcast {command}" in done.out
+    assert "--traceback" in done.out
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["plugins"], ["plugins", "--json"], ["version"], ["train", "--help"]]
+)
+def test_nothing_heavy_is_imported(run_apart: Run, cli_plugin: Path, arguments: list[str]) -> None:
+    code = (
+        "import sys\n"
+        "from rollcast.cli.app import main\n"
+        "try:\n    main()\n"
+        "except SystemExit as end:\n    code = end.code\n"
+        f"found = [name for name in sys.modules if name in {HEAVY!r} or name.startswith('tp_')]\n"
+        "sys.exit(f'imported {found}' if found else code)\n"
+    )
+    done = run_apart(*arguments, python=("-c", code))
+    assert done.code == 0, done.err
+    assert done.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["plugns"], "plugins"),
+        (["train", "--nope"], "--nope"),
+        (["preprocess"], "NAME"),
+        (["preprocess", "tp_cli"], "--output"),
+        (["export", "here"], "OUTPUT"),
+        (["preprocess", "tp_cli", "--output", "x", "--seed", "many"], "--seed"),
+    ],
+)
+def test_mistakes_in_the_command_line(run: Run, arguments: list[str], says: str) -> None:
+    done = run(*arguments)
+    assert done.code == 2
+    assert says in done.err
+    assert not done.out
+
+
+# -- train --------------------------------------------------------------------------------------
+
+
+def test_train_launches_the_trainer(run: Run, cli_plugin: Path) -> None:
+    done = run("train", "trainer=tp_cli", "trainer.steps=2", "run_dir=runs/x")
+    assert done.code == 0, done.err
+    assert "trained to step 2; everything is in runs/x" in done.err
+    assert Path("runs/x/checkpoints/step_2").is_dir()
+
+
+def test_train_without_a_trainer_lists_what_can_be_chosen(run: Run, cli_plugin: Path, tmp_path: Path) -> None:
+    (tmp_path / "my" / "recipe").mkdir(parents=True)
+    (tmp_path / "my" / "recipe" / "of_my_own.yaml").write_text("run_dir: x\n")
+    done = run("train", "--config-dir", str(tmp_path / "my"))
+    assert done.code == 2
+    assert re.search(r"^recipes: .*of_my_own", done.err, re.MULTILINE)
+    assert re.search(r"^trainers: .*tp_cli", done.err, re.MULTILINE)
+
+
+def test_train_loads_every_named_part_before_it_starts(
+    run: Run, cli_plugin: Path, make_dist: Callable[..., Path]
+) -> None:
+    make_dist(
+        "tp-half", {"rollcast.trackers": {"tp_half": "tp_half:T"}}, {"tp_half.py": "raise RuntimeError('half built')"}
+    )
+    done = run("train", "trainer=tp_cli", "trainer.steps=1", "trackers=[tp_half]", "run_dir=runs/x")
+    assert done.code == 2
+    assert "half built" in done.err
+    assert "trackers (override 'trackers=[tp_half]')" in done.err
+    assert not Path("runs").exists()
+
+
+# -- preprocess ---------------------------------------------------------------------------------
+
+
+def test_preprocess_counts_rows(run: Run, cli_plugin: Path, tmp_path: Path) -> None:
+    done = run("preprocess", "tp_cli", "--input", str(tmp_path), "--output", "data/new", "--seed", "7")
+    assert done.code == 0, done.err
+    assert done.out.splitlines() == [
+        "12,345 rows  data/new/train.jsonl",
+        "     6 rows  data/new/test.jsonl",
+        "a note on [these]",
+    ]
+    assert Path("data/new/train.jsonl").read_text() == f"{tmp_path} 7"
+
+
+def test_preprocess_without_input(run: Run, cli_plugin: Path) -> None:
+    assert run("preprocess", "tp_cli", "--output", "data").code == 0
+    assert Path("data/train.jsonl").read_text() == "None 0"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["tp_cil", "--output", "d"], ["'tp_cil'", "Did you mean 'tp_cli'?"]),
+        (["tp_cli", "--output", "d", "--input", "gone"], ["--input gone"]),
+        (["tp_cli", "--output", "file"], ["--output file"]),
+    ],
+)
+def test_preprocess_refuses(run: Run, cli_plugin: Path, arguments: list[str], says: list[str]) -> None:
+    Path("file").write_text("")
+    done = run("preprocess", *arguments)
+    assert done.code == 2
+    for word in says:
+        assert word in done.err
+    assert not Path("d").exists()
+
+
+# -- config -------------------------------------------------------------------------------------
+
+
+def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
+    done = run("config", "trainer=tp_cli", "trainer.steps=4", "run_dir='null'")
+    assert done.code == 0, done.err
+    lines = done.out.splitlines()
+    shown = {line.split(" = ")[0].strip(): line.split(" = ", 1)[1] for line in lines}
+    assert re.fullmatch(r"4 +# override 'trainer.steps=4'", shown["trainer.steps"])
+    assert re.fullmatch(r"tp_cli +# tp-cli: trainer/tp_cli.yaml", shown["trainer.name"])
+    assert re.fullmatch(r'"" +# tp-cli: trainer/tp_cli.yaml', shown["trainer.what"])
+    assert shown["run_dir"].startswith('"null" ')
+    assert re.fullmatch(r"null +# rollcast: runtime/ray.yaml", shown["runtime.address"])
+    # Aligned: every equals sign and every origin stands in one column.
+    assert len({line.index(" = ") for line in lines}) == 1
+    assert len({line.index("  # ") for line in lines}) == 1
+
+
+def test_config_as_json(run: Run, cli_plugin: Path) -> None:
+    shown = json.loads(run("config", "trainer=tp_cli", "trackers=[jsonl]", "--json").out)
+    assert shown["choices"]["trainer"] == "tp_cli"
+    assert shown["keys"]["trackers"] == {"value": ["jsonl"], "origin": "override 'trackers=[jsonl]'"}
+    assert shown["keys"]["runtime.num_cpus"] == {"value": None, "origin": "rollcast: runtime/ray.yaml"}
+
+
+def test_config_shows_what_must_be_set(run: Run, cli_plugin: Path) -> None:
+    (cli_plugin / "tp_cli_conf" / "trainer" / "tp_cli.yaml").write_text("# @package trainer\nname: tp_cli\nwhat: ???\n")
+    done = run("config", "trainer=tp_cli")
+    assert done.code == 0
+    assert re.search(r"^trainer\.what += \?\?\? +# .*\(must be set\)$", done.out, re.MULTILINE)
+    assert run("train", "trainer=tp_cli").code == 2
+
+
+def test_config_refuses_like_train(run: Run, cli_plugin: Path) -> None:
+    errors = {run(command, "trainer=tp_cli", "trainer.stesp=1").err for command in ("config", "train")}
+    assert len(errors) == 1
+    assert "'trainer.steps'" in errors.pop()
+
+
+# -- plugins ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def broken(make_dist: Callable[..., Path]) -> Path:
+    return make_dist(
+        "tp-broken",
+        {"rollcast.rewards": {"tp_broken": "tp_broken:reward", "tp_slow": "tp_slow:reward"}},
+        {
+            "tp_broken.py": "import tp_nowhere\n\ndef reward(sample):\n    return 1.0\n",
+            "tp_slow.py": "def fail():\n    raise RuntimeError('only when imported')\n\nreward = fail()\n",
+        },
+    )
+
+
+def test_plugins_lists_parts(run: Run, cli_plugin: Path) -> None:
+    done = run("plugins")
+    assert done.code == 0
+    lines = done.out.splitlines()
+    start = lines.index("rollcast.trainers  training loops")
+    assert any(re.fullmatch(r"  tp_cli +tp-cli 3\.1 +ok", line) for line in lines[start:])
+    assert "rollcast.runtimes  what hosts workers: Ray, or this process" in lines
+
+
+@pytest.mark.parametrize("group", ["trainers", "rollcast.trainers"])
+def test_plugins_of_one_group(run: Run, cli_plugin: Path, group: str) -> None:
+    out = run("plugins", group).out
+    assert "tp_cli" in out
+    assert "rollcast.runtimes" not in out
+
+
+def test_plugins_as_json(run: Run, cli_plugin: Path) -> None:
+    rows = json.loads(run("plugins", "--json").out)
+    mine = [row for row in rows if row["distribution"] == "tp-cli" and row["group"] == "rollcast.trainers"]
+    assert mine == [
+        {
+            "group": "rollcast.trainers",
+            "name": "tp_cli",
+            "distribution": "tp-cli",
+            "version": "3.1",
+            "value": "tp_cli_code:Trainer",
+            "state": "ok",
+            "cause": "",
+        }
+    ]
+
+
+def test_plugins_shows_the_cause_and_still_succeeds(run: Run, broken: Path) -> None:
+    done = run("plugins", "rewards")
+    assert done.code == 0
+    assert re.search(r"^  tp_broken +tp-broken 1\.0 +broken$", done.out, re.MULTILINE)
+    assert "tp_nowhere" in done.out
+    assert re.search(r"^  tp_slow +tp-broken 1\.0 +ok$", done.out, re.MULTILINE)
+
+
+def test_plugins_check_imports_and_fails(run: Run, broken: Path) -> None:
+    done = run("plugins", "rewards", "--check", "--json")
+    assert done.code == 1
+    rows = {row["name"]: row for row in json.loads(done.out)}
+    assert rows["tp_slow"]["state"] == "broken"
+    assert "only when imported" in rows["tp_slow"]["cause"]
+
+
+def test_plugins_check_knows_what_groups_hold(run: Run, make_dist: Callable[..., Path]) -> None:
+    make_dist("tp-odd", {"rollcast.planners": {}, "rollcast.commands": {"tp_odd": "tp_odd:x"}}, {"tp_odd.py": "x = 3"})
+    done = run("plugins", "commands", "--check")
+    assert done.code == 1
+    assert "neither a typer.Typer nor a click command" in done.out
+
+
+def test_plugins_check_succeeds_where_all_is_sound(run: Run, cli_plugin: Path) -> None:
+    done = run("plugins", "execute_modes", "--check")
+    assert done.code == 0, done.all
+    assert "rank_zero" in done.out
+
+
+def test_plugins_unknown_group(run: Run) -> None:
+    done = run("plugins", "engine")
+    assert done.code == 2
+    assert "did you mean 'engines'?" in done.err
+
+
+# -- export -------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    folder = tmp_path / "cwd" / "runs" / "old" / "checkpoints" / "step_3"
+    (folder / "actor").mkdir(parents=True)
+    (folder.parent / "step_12" / "actor").mkdir(parents=True)
+    (tmp_path / "cwd" / "runs" / "old" / "config.yaml").write_text(
+        "run_dir: runs/first\nmodel:\n  path: runs/first/task/model\n  attn_implementation: eager\n"
+        "actor:\n  engine:\n    name: tp_cli\n"
+    )
+    return folder
+
+
+def test_export_hands_the_engine_what_it_needs(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
+    done = run("export", "runs/old/checkpoints/step_3", "out/new")
+    assert done.code == 0, done.err
+    # The run was called runs/first when it ran, and has been moved since.
+    moved = checkpoint.parent.parent / "task" / "model"
+    assert Path("out/new/model").read_text() == f"actor {moved} eager"
+
+
+def test_export_keeps_a_model_path_that_exists(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
+    Path("runs/first/task/model").mkdir(parents=True)
+    assert run("export", "runs/old/checkpoints/step_3", "out").code == 0
+    assert Path("out/model").read_text() == "actor runs/first/task/model eager"
+
+
+def test_export_with_a_config_of_its_own(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
+    Path("mine.yaml").write_text("model:\n  path: /m\nactor:\n  engine:\n    name: tp_cli\n")
+    assert run("export", "runs/old/checkpoints/step_3", "out", "--config", "mine.yaml").code == 0
+    assert Path("out/model").read_text() == "actor /m sdpa"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["runs/old", "out"], "did you mean runs/old/checkpoints/step_12?"),
+        (["runs/old/checkpoints/step_4", "out"], "step_4 does not exist; did you mean runs/old/checkpoints/step_12?"),
+        (["nowhere", "out"], "nowhere does not exist; a checkpoint is a folder RUN_DIR/checkpoints/step_N"),
+        (["runs/old/checkpoints/step_3", "runs"], "runs exists and is not an empty folder"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "none.yaml"], "none.yaml cannot be read"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "list.yaml"], "list.yaml holds no mapping"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "torn.yaml"], "torn.yaml cannot be read"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "bare.yaml"], "bare.yaml has no actor.engine.name"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "model.yaml"], "model.path must be set; model.yaml"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "other.yaml"], "actor.engine.name (other.yaml)"),
+    ],
+)
+def test_export_refuses(checkpoint: Path, run: Run, cli_plugin: Path, arguments: list[str], says: str) -> None:
+    Path("list.yaml").write_text("- 1\n")
+    Path("torn.yaml").write_text("a: [\n")
+    Path("bare.yaml").write_text("model:\n  path: x\n")
+    Path("model.yaml").write_text("model:\n  random_init: true\nactor:\n  engine:\n    name: tp_cli\n")
+    Path("other.yaml").write_text("model:\n  path: x\nactor:\n  engine:\n    name: tp_clii\n")
+    done = run("export", *arguments)
+    assert done.code == 2
+    assert says in done.err
+    assert not Path("out").exists()
+
+
+# -- version ------------------------------------------------------------------------------------
+
+
+def test_version(run: Run, cli_plugin: Path) -> None:
+    rows = dict(line.split(maxsplit=1) for line in run("version").out.splitlines())
+    assert rows["rollcast"] == version("rollcast")
+    assert rows["tp-cli"] == "3.1"
+    assert rows["torch"] == version("torch")
+    assert rows["ray"] == version("ray")
+    assert {"python"} < rows.keys()

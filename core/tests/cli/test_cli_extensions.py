@@ -1,0 +1,186 @@
+"""Commands of plugins: by name in ``rollcast.commands``, or added by a listener to ``on_cli``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+Run = Callable[..., Any]
+
+TYPER = """
+    import typer
+    from rollcast.errors import ConfigError
+
+    app = typer.Typer(help="Say things.")
+
+    @app.command()
+    def hello(name: str, loud: bool = False, number: int = 0) -> None:
+        typer.echo(f"hello {name} {loud} {number}")
+
+    @app.command()
+    def refuse() -> None:
+        raise ConfigError("this is [refused]")
+
+    one = typer.Typer()
+
+    @one.command()
+    def only(words: list[str]) -> None:
+        '''The only command.'''
+        typer.echo("|".join(words))
+"""
+
+
+@pytest.fixture
+def speaker(make_dist: Callable[..., Path]) -> Path:
+    points = {
+        "tp_say": "tp_say:app",
+        "tp_one": "tp_say:one",
+        "tp_broken": "tp_say_broken:app",
+        "tp_odd": "tp_say:hello",
+        "version": "tp_say:one",
+    }
+    return make_dist(
+        "tp-say",
+        {"rollcast.commands": points},
+        {"tp_say.py": TYPER, "tp_say_broken.py": "raise RuntimeError('half built')"},
+        version="0.4",
+    )
+
+
+def test_help_lists_them_without_importing(run_apart: Run, speaker: Path) -> None:
+    (speaker / "tp_say.py").write_text("raise SystemExit('imported')")
+    done = run_apart("--help")
+    assert done.code == 0
+    for name in ("tp_say", "tp_one", "tp_broken"):
+        assert re.search(rf"{name}\s+A command of tp-say 0\.4", done.out), name
+
+
+def test_arguments_go_to_the_command(run: Run, speaker: Path) -> None:
+    done = run("tp_say", "hello", "you", "--loud", "--number=3")
+    assert (done.code, done.out) == (0, "hello you True 3\n")
+
+
+@pytest.mark.parametrize(
+    ("words", "shown"),
+    [(["a", "b"], "a|b"), (["--", "--help", "-x"], "--help|-x"), (["a=b", "[c]"], "a=b|[c]")],
+)
+def test_arguments_arrive_as_they_are(run: Run, speaker: Path, words: list[str], shown: str) -> None:
+    done = run("tp_one", *words)
+    assert (done.code, done.out) == (0, shown + "\n")
+
+
+def test_help_of_a_command_is_its_own(run: Run, speaker: Path) -> None:
+    done = run("tp_one", "--help")
+    assert done.code == 0
+    assert "rollcast tp_one" in done.out
+    assert "The only command." in done.out
+
+
+def test_mistake_in_its_arguments(run: Run, speaker: Path) -> None:
+    done = run("tp_say", "hello", "you", "--number=many")
+    assert done.code == 2
+    assert "--number" in done.err
+
+
+def test_its_errors_are_shown_like_ours(run: Run, speaker: Path) -> None:
+    done = run("tp_say", "refuse")
+    assert (done.code, done.err) == (2, "error: this is [refused]\n")
+    assert "Traceback" in run("--traceback", "tp_say", "refuse").err
+
+
+def test_broken_command_breaks_only_itself(run: Run, speaker: Path) -> None:
+    done = run("tp_broken", "--help")
+    assert done.code == 2
+    assert "RuntimeError: half built" in done.err
+    assert "tp-say 0.4" in done.err
+    assert run("version").code == 0
+
+
+def test_what_is_no_command_says_so(run: Run, speaker: Path) -> None:
+    done = run("tp_odd")
+    assert done.code == 2
+    assert "neither a typer.Typer nor a click command" in done.err
+
+
+def test_built_in_commands_cannot_be_taken_over(run: Run, speaker: Path) -> None:
+    assert "tp-say  " in run("version").out
+    assert "The command 'version' of tp-say 0.4 is left out" in " ".join(run("--help").out.split())
+
+
+def test_name_that_two_distributions_claim(run: Run, speaker: Path, make_dist: Callable[..., Path]) -> None:
+    make_dist("tp-rival", {"rollcast.commands": {"tp_say": "tp_rival:app"}})
+    done = run("tp_say", "hello", "you")
+    assert done.code == 2
+    assert "tp-rival" in done.err
+    assert "tp-say" in done.err
+
+
+def test_click_command(run: Run, make_dist: Callable[..., Path]) -> None:
+    pytest.importorskip("click")
+    source = """
+        import click
+
+        @click.command()
+        @click.argument("word")
+        def command(word):
+            click.echo(word[::-1])
+    """
+    make_dist("tp-click", {"rollcast.commands": {"tp_click": "tp_click:command"}}, {"tp_click.py": source})
+    done = run("tp_click", "abc")
+    assert (done.code, done.out) == (0, "cba\n")
+
+
+# -- listeners ----------------------------------------------------------------------------------
+
+LISTENER = """
+    import typer
+    from rollcast.plugins import hookimpl
+
+    @hookimpl
+    def on_cli(app):
+        @app.command()
+        def wave(times: int = 1) -> None:
+            typer.echo("wave " * times)
+
+        @app.command()
+        def version() -> None:
+            typer.echo("taken over")
+"""
+
+
+@pytest.fixture
+def listener(make_dist: Callable[..., Path]) -> Path:
+    return make_dist("tp-wave", {"rollcast.hooks": {"tp_wave": "tp_wave"}}, {"tp_wave.py": LISTENER}, version="7")
+
+
+def test_listener_adds_a_command(run: Run, listener: Path) -> None:
+    done = run("wave", "--times", "2")
+    assert (done.code, done.out.strip()) == (0, "wave wave")
+
+
+def test_listener_cannot_take_over_a_built_in_command(run: Run, listener: Path) -> None:
+    assert "taken over" not in run("version").out
+
+
+def test_listeners_are_imported_for_nothing_else(run_apart: Run, listener: Path) -> None:
+    (listener / "tp_wave.py").write_text("raise SystemExit('imported')")
+    done = run_apart("--help")
+    assert done.code == 0
+    assert "tp-wave 7" in " ".join(done.out.split())
+    assert run_apart("version").code == 0
+
+
+@pytest.mark.parametrize("where", ["import", "call"])
+def test_broken_listener_leaves_the_usual_error(run: Run, listener: Path, where: str) -> None:
+    source = "raise RuntimeError('half built')\n"
+    if where == "call":
+        source = f"from rollcast.plugins import hookimpl\n\n@hookimpl\ndef on_cli(app):\n    {source}"
+    (listener / "tp_wave.py").write_text(source)
+    done = run("tp_nothing")
+    assert done.code == 2
+    assert "No such command 'tp_nothing'" in done.err
+    assert "half built" in done.err
