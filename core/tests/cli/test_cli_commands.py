@@ -50,7 +50,7 @@ def test_nothing_heavy_is_imported(run_apart: Run, cli_plugin: Path, arguments: 
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["plugns"], "plugins"),
+        (["plugns"], "plugns"),
         (["train", "--nope"], "--nope"),
         (["preprocess"], "NAME"),
         (["preprocess", "tp_cli"], "--output"),
@@ -69,7 +69,7 @@ def test_mistakes_in_the_command_line(run: Run, arguments: list[str], says: str)
 
 
 def test_train_launches_the_trainer(run: Run, cli_plugin: Path) -> None:
-    done = run("train", "trainer=tp_cli", "trainer.steps=2", "run_dir=runs/x")
+    done = run("train", "trainer=tp_cli", "runtime=local", "trainer.steps=2", "run_dir=runs/x")
     assert done.code == 0, done.err
     assert "trained to step 2; everything is in runs/x" in done.err
     assert Path("runs/x/checkpoints/step_2").is_dir()
@@ -90,7 +90,7 @@ def test_train_loads_every_named_part_before_it_starts(
     make_dist(
         "tp-half", {"rollcast.trackers": {"tp_half": "tp_half:T"}}, {"tp_half.py": "raise RuntimeError('half built')"}
     )
-    done = run("train", "trainer=tp_cli", "trainer.steps=1", "trackers=[tp_half]", "run_dir=runs/x")
+    done = run("train", "trainer=tp_cli", "runtime=local", "trainer.steps=1", "trackers=[tp_half]", "run_dir=runs/x")
     assert done.code == 2
     assert "half built" in done.err
     assert "trackers (override 'trackers=[tp_half]')" in done.err

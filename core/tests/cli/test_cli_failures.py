@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 Run = Callable[..., Any]
-TRAIN = ("train", "trainer=tp_cli", "run_dir=runs/x")
+TRAIN = ("train", "trainer=tp_cli", "runtime=local", "run_dir=runs/x")
 
 
 @pytest.fixture(autouse=True)
