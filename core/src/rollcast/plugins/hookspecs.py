@@ -171,8 +171,11 @@ def on_exception(trainer: Trainer, error: BaseException) -> None:
 
 @hookspec
 def on_cli(app: CliApp) -> None:
-    """The command line is being built.
+    """The command line has met a command that nobody else provides.
+
+    Listeners are not asked for ``--help`` nor for known commands, which must not wait for their import;
+    a part in ``rollcast.commands`` is listed by name and imported only when it is called.
 
     Args:
-        app: the ``typer.Typer`` application, to which commands can be added.
+        app: a ``typer.Typer`` application, to which commands can be added.
     """
