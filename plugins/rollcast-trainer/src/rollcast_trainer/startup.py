@@ -93,12 +93,17 @@ def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[st
         ConfigError: the folder holds a warm start with other settings.
     """
     from rollcast.config import compose
+    from rollcast.config.overrides import format_override
 
     folder = run_dir / "warm_start"
     exported = folder / "export"
-    quoted = str(folder).replace("'", "\\'")
     config: DictConfig = compose(
-        [f"recipe={recipe}", f"run_dir='{quoted}'", f"trainer.seed={seed}", "trainer.export=true"]
+        [
+            f"recipe={recipe}",
+            format_override("run_dir", str(folder)),
+            f"trainer.seed={seed}",
+            "trainer.export=true",
+        ]
     ).config
     for name, section in sections.items():
         config[name] = section
