@@ -147,4 +147,7 @@ def test_the_algebra_in_words() -> None:
     assert "6 prompts x 5 samples = 30 rows" in words
     assert "2 mini-batches of 15 rows x 2 epochs = 4 optimizer steps" in words
     assert "4 rows of a mini-batch on each of 4 ranks, in passes of at most 2 rows" in words
+    assert "1 prompt x 1 sample = 1 row a step; 1 mini-batch of 1 row x 1 epoch = 1 optimizer step" in (
+        BatchAlgebra(1, 1, 1, 1, 1).describe()
+    )
     assert "passes of at most 99 tokens" in BatchAlgebra(6, 5, 3, 2, 4, 2, micro_batch_tokens=99).describe()

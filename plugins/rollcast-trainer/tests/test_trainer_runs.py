@@ -127,8 +127,9 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another(
 def test_a_run_that_stopped_goes_on_as_if_nothing_had_happened(
     task: SmallTask, whole_run: Path, tmp_path: Path
 ) -> None:
-    launch(task.ppo(tmp_path, "trainer.total_steps=2"))
+    result = launch(task.ppo(tmp_path, "trainer.total_steps=2"))
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+    assert result.metrics["val/accuracy"] == read_metrics(tmp_path)[2]["val/accuracy"]
     torch.manual_seed(777)
     launch(task.ppo(tmp_path))
     assert_same_run(tmp_path, whole_run)
@@ -341,7 +342,8 @@ def test_events_come_in_order(task: SmallTask, tmp_path: Path, monkeypatch: pyte
 
 def test_no_more_checkpoints_than_asked_for_and_the_last_step_has_one(task: SmallTask, tmp_path: Path) -> None:
     changes = ["trainer.save_freq=2", "trainer.total_steps=3", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=-1"]
-    launch(task.ppo(tmp_path, *changes, "trainer.val_before_train=false"))
+    result = launch(task.ppo(tmp_path, *changes, "trainer.val_before_train=false"))
+    assert result.metrics == read_metrics(tmp_path)[-1]
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_3"]
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]

@@ -80,17 +80,24 @@ class BatchAlgebra:
     def describe(self) -> str:
         """The algebra in one line."""
         if self.micro_batch_tokens is not None:
-            passes = f"passes of at most {self.micro_batch_tokens} tokens"
+            passes = f"passes of at most {_count(self.micro_batch_tokens, 'token')}"
         elif self.micro_batch_rows is not None:
-            passes = f"passes of at most {self.micro_batch_rows} rows"
+            passes = f"passes of at most {_count(self.micro_batch_rows, 'row')}"
         else:
             passes = "one pass"
         return (
-            f"{self.prompts} prompts x {self.samples} samples = {self.rows} rows a step; "
-            f"{self.mini_batches} mini-batches of {self.mini_batch_prompts * self.samples} rows x {self.epochs} epochs "
-            f"= {self.mini_batches * self.epochs} optimizer steps; "
-            f"{self.rows_per_rank} rows of a mini-batch on each of {self.dp_size} ranks, in {passes}"
+            f"{_count(self.prompts, 'prompt')} x {_count(self.samples, 'sample')} = {_count(self.rows, 'row')} a step; "
+            f"{_count(self.mini_batches, 'mini-batch')} of {_count(self.mini_batch_prompts * self.samples, 'row')} x "
+            f"{_count(self.epochs, 'epoch')} = {_count(self.mini_batches * self.epochs, 'optimizer step')}; "
+            f"{_count(self.rows_per_rank, 'row')} of a mini-batch on each of {_count(self.dp_size, 'rank')}, "
+            f"in {passes}"
         )
+
+
+def _count(number: int, noun: str) -> str:
+    if number == 1:
+        return f"1 {noun}"
+    return f"{number} {noun}{'es' if noun.endswith('batch') else 's'}"
 
 
 def _nearest(wanted: int, valid: Sequence[int]) -> str:

@@ -58,7 +58,7 @@ class LoopTrainer(BaseTrainer):
         step: training steps that are done.
         total_steps: training steps of the run; known after :meth:`setup`.
         best_accuracy: the highest ``val/accuracy`` so far, ``-inf`` before any.
-        metrics: of the last step, and what the last validation added.
+        metrics: of the last step.
         batches, val_batches, scorer, group: data, reward and workers; set by :meth:`setup`.
 
     Args:
@@ -81,6 +81,7 @@ class LoopTrainer(BaseTrainer):
         self.total_steps = 0
         self.best_accuracy = float("-inf")
         self.metrics: dict[str, float] = {}
+        self._latest: dict[str, float] = {}
         task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
         task.actor.check(longest)
@@ -150,7 +151,7 @@ class LoopTrainer(BaseTrainer):
             raise
         finally:
             self.task.emit("on_fit_end", trainer=self, error=error)
-        return RunResult(self.step, self.task.run_dir, dict(self.metrics))
+        return RunResult(self.step, self.task.run_dir, dict(self._latest))
 
     def _run(self) -> None:
         if self._is_complete():
@@ -189,6 +190,7 @@ class LoopTrainer(BaseTrainer):
 
     def _report(self, metrics: dict[str, float]) -> None:
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
+        self._latest |= self.metrics
         self.task.emit("on_metrics", trainer=self, step=self.step, metrics=self.metrics)
 
     # -- named steps --------------------------------------------------------------------------
