@@ -20,6 +20,7 @@ from rollcast.errors import (
     PluginTypeError,
     PluginVersionError,
 )
+from rollcast.plugins import registry as registry_module
 from rollcast.plugins.inprocess import generation
 from rollcast.plugins.registry import (
     Registry,
@@ -102,6 +103,7 @@ def test_not_found_says_what_was_asked_by_whom_and_what_exists(make_dist, parts)
 
 
 def test_not_found_says_which_first_party_distribution_would_help() -> None:
+    registry_module._registries.pop("rollcast.rollouts", None)  # where the contract is imported already
     rollouts: Registry[Any] = Registry("rollcast.rollouts", is_callable())
     find_registry("rollcast.rollouts")
     with pytest.raises(PluginNotFoundError, match=r"pip install rollcast-vllm"):

