@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EOS, ModuleEngine, make_prompts, roughen, run_all, tokens_of
+from hf_tools import EOS, ModuleEngine, make_prompts, roughen, run_all, tokens_of
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams

@@ -4,7 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from conftest import ModuleEngine, run_all
+from hf_tools import ModuleEngine, run_all
 
 from rollcast.contracts.engine import EngineCapabilities
 from rollcast.contracts.rollout import RolloutCapabilities, SamplingParams

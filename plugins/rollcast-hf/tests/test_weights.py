@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_prompts, run_all, tokens_of
+from hf_tools import make_prompts, run_all, tokens_of
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
