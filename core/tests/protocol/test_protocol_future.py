@@ -1,90 +1,183 @@
+"""A handle does to stored rows what a DataProto does to its own, and moves only what is read."""
+
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
 
 import pytest
-from protocol_batches import sample
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from protocol_batches import batches, law, sample, snapshot
 
-from rollcast.errors import DataProtoError
+from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import DataProto, DataProtoFuture
+from rollcast.protocol.stored import StoredShard, store_batch
 
 
 class Store:
-    """Values by reference, and what was asked of it."""
+    """A store in this process that remembers what was read."""
 
-    def __init__(self, values: dict[str, object]) -> None:
-        self.values = values
-        self.fetched: list[tuple[tuple[object, ...], float | None]] = []
+    def __init__(self) -> None:
+        self.values: dict[str, DataProto] = {}
+        self.read: list[str] = []
 
-    def fetch(self, refs: Sequence[object], timeout: float | None) -> list[object]:
-        self.fetched.append((tuple(refs), timeout))
+    def put(self, value: DataProto) -> str:
+        self.values[f"ref{len(self.values)}"] = value
+        return f"ref{len(self.values) - 1}"
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        self.read += refs
+        return [self.values[ref] for ref in refs]
+
+    def handle(self, data: DataProto) -> DataProtoFuture:
+        return DataProtoFuture.of_shard(store_batch(data, self.put), self.fetch)
+
+    def read_columns(self) -> set[str]:
+        return {name for ref in self.read for name in self.values[ref].keys()}  # noqa: SIM118
+
+
+def sharded(data: DataProto, shards: int, store: Store) -> DataProtoFuture:
+    """The batch as that many workers would keep it, in parts of unequal size."""
+    bounds = [round(len(data) * (number / shards) ** 2) for number in range(shards + 1)]
+    parts = [data.slice(start, stop) for start, stop in pairwise(bounds)]
+    return DataProtoFuture.concat([store.handle(part) for part in parts])
+
+
+@st.composite
+def steps(draw: st.DrawFn) -> list[tuple[Any, ...]]:
+    """Operations on rows, as fractions so that they fit whatever length is left."""
+    fraction = st.floats(0, 1)
+    slices = st.tuples(st.just("slice"), fraction, fraction, st.sampled_from([1, 2, -1]))
+    picks = st.tuples(st.just("pick"), st.lists(fraction, max_size=8))
+    others = st.sampled_from([("repeat",), ("pad", 3), ("flip",), ("halves",)])
+    return draw(st.lists(st.one_of(slices, picks, others), max_size=5))
+
+
+def apply(batch: Any, step: tuple[Any, ...]) -> Any:
+    size = len(batch)
+    match step:
+        case ("slice", start, stop, stride):
+            return batch[int(start * size) : int(stop * size) : stride]
+        case ("pick", fractions):
+            return batch.select_idxs([min(int(f * size), size - 1) for f in fractions] if size else [])
+        case ("repeat",):
+            return batch.repeat(2, interleave=size % 2 == 0)
+        case ("pad", divisor):
+            return batch.pad_to_divisor(divisor)[0]
+        case ("flip",):
+            return batch.reorder(list(range(size))[::-1])
+        case _:
+            parts = batch.split(max(size // 2, 1))
+            return type(batch).concat(parts[::-1])
+
+
+@law
+@given(batches(min_columns=1), st.integers(1, 4), steps(), st.booleans())
+def test_rows_are_those_of_a_batch(data: DataProto, shards: int, path: list[Any], travels: bool) -> None:
+    store = Store()
+    handle: DataProtoFuture = sharded(data, shards, store)
+    for step in path:
+        data, handle = apply(data, step), apply(handle, step)
+        assert len(handle) == len(data)
+    assert store.read == []
+    if travels:
+        handle = pickle.loads(pickle.dumps(handle)).bind(store.fetch)
+    assert snapshot(handle.get()) == snapshot(data)
+
+
+@law
+@given(batches(min_columns=2), st.integers(1, 3))
+def test_columns_are_those_of_a_batch(data: DataProto, shards: int) -> None:
+    store = Store()
+    handle = sharded(data, shards, store)
+    first, *others = data.keys()
+    assert handle.keys() == data.keys()
+    assert handle.dtypes() == data.dtypes()
+    for mine, theirs in (
+        (data.select([first]), handle.select([first])),
+        (data.drop([first]), handle.drop([first])),
+        (data.rename({first: "new"}), handle.rename({first: "new"})),
+        (data.select(others).union(data.select([first])), handle.select(others).union(handle.select([first]))),
+        (data.drop([first]).union(data.select([first])), handle.drop([first]).union(data.select([first]))),
+    ):
+        assert snapshot(theirs.get()) == snapshot(mine)
+
+
+def test_only_what_is_read_moves() -> None:
+    store = Store()
+    handle = sharded(sample(6), 2, store).rename({"ids": "input_ids"})
+    assert handle["input_ids"].tolist() == sample(6)["ids"].tolist()
+    assert store.read_columns() == {"ids"}
+    store.read.clear()
+    handle.slice(0, 1).select(["uid"]).get()
+    assert len(store.read) == 1
+
+
+def test_columns_that_share_ragged_offsets_still_do() -> None:
+    ragged = sample(4)["ragged"]
+    store = Store()
+    twice = store.handle(DataProto({"a": ragged, "b": ragged * 2})).select_idxs([2, 1, 3]).get()
+    assert [row.tolist() for row in (twice["a"] + twice["b"]).unbind()] == [
+        (row * 3).tolist() for row in (ragged[i] for i in (2, 1, 3))
+    ]
+
+
+def test_a_batch_at_hand_travels_cut_to_its_rows() -> None:
+    handle = DataProtoFuture.of_batch(DataProto({"x": torch.zeros(1000, 1000)}))
+    part = pickle.dumps(handle.slice(0, 2))
+    assert len(part) < 100_000
+    assert pickle.loads(part).get()["x"].shape == (2, 1000)
+
+
+def test_waits_once_and_a_timeout_can_be_repeated() -> None:
+    asked: list[float | None] = []
+    store = Store()
+
+    def resolve(timeout: float | None) -> StoredShard:
+        asked.append(timeout)
         if timeout == 0:
             raise TimeoutError("not yet")
-        return [self.values[str(ref)] for ref in refs]
+        return store_batch(sample(4), store.put)
 
-    def ready(self, refs: Sequence[object]) -> bool:
-        return all(ref in self.values for ref in refs)
-
-
-def store(rows: int = 4) -> Store:
-    parts = sample(rows).chunk(2)
-    return Store({"a": parts[0], "b": parts[1]})
-
-
-def test_get_waits_once_and_a_timeout_can_be_repeated() -> None:
-    values = store()
-    future = DataProtoFuture(["a", "b"], values.fetch)
+    future = DataProtoFuture(resolve, store.fetch, ready=lambda: False)
+    assert not future.done()
     with pytest.raises(TimeoutError):
         future.get(timeout=0)
-    found = future.get(timeout=5)
-    assert found.equal(sample(4))
-    assert future.get() is found
-    assert values.fetched == [(("a", "b"), 0), (("a", "b"), 5)]
+    assert len(future) == 4
+    assert future.done()
+    assert future.get() is future.get(timeout=5)
+    assert asked == [0, None]
 
 
-def test_done_asks_the_runtime() -> None:
-    values = store()
-    assert DataProtoFuture(["a"], values.fetch, ready=values.ready).done()
-    assert not DataProtoFuture(["a", "z"], values.fetch, ready=values.ready).done()
-    silent = DataProtoFuture(["a"], values.fetch)
-    with pytest.raises(DataProtoError, match="cannot tell"):
-        silent.done()
-    silent.get()
-    assert silent.done()
-
-
-def test_chunk_and_concat_move_nothing() -> None:
-    values = store()
-    future = DataProtoFuture(["a", "b"], values.fetch)
-    parts = future.chunk(2)
-    again = DataProtoFuture.concat(parts)
-    assert again.refs == ("a", "b")
-    assert values.fetched == []
-    assert parts[1].get() is values.values["b"]
-    assert again.get().equal(sample(4))
-
-
-def test_concat_collects_each_future_in_its_own_way() -> None:
-    values = store()
-
-    def unpad(shards: list[object]) -> object:
-        return DataProto.concat(shards).unpad(1)  # type: ignore[arg-type]
-
-    padded = DataProtoFuture(["a", "b"], values.fetch, unpad)
-    joined = DataProtoFuture.concat([padded, DataProtoFuture(["b"], values.fetch)])
-    assert joined.get()["uid"].tolist() == ["u0", "u1", "u2", "u2", "u3"]
-    with pytest.raises(DataProtoError, match="not parts of its result"):
-        padded.chunk(2)
+def test_results_of_other_kinds() -> None:
+    assert DataProtoFuture(lambda _: {"loss": 1.0}).get() == {"loss": 1.0}
+    store = Store()
+    both = DataProtoFuture(lambda _: [store.handle(sample(1)), store.handle(sample(2))])
+    assert [len(each) for each in both.get()] == [1, 2]
+    with pytest.raises(DataProtoError, match="returned a list, not a DataProto"):
+        len(both)
 
 
 def test_errors() -> None:
-    values = store()
-    future = DataProtoFuture(["a", "b"], values.fetch)
-    with pytest.raises(DataProtoError, match="2 shards can be cut in 2 chunks, not in 3"):
-        future.chunk(3)
+    store = Store()
+    handle = store.handle(sample(4))
+    with pytest.raises(ColumnError, match="no column 'nope'"):
+        handle.select(["nope"])
+    with pytest.raises(DataProtoError, match="cannot be told without moving"):
+        handle.union(store.handle(sample(4)))
+    with pytest.raises(DataProtoError, match="4 rows here but 3"):
+        handle.union(sample(3).rename({"ids": "a", "ragged": "b", "uid": "c"}))
+    with pytest.raises(DataProtoError, match="4 rows cannot be cut in 3"):
+        handle.chunk(3)
     with pytest.raises(DataProtoError, match="empty"):
         DataProtoFuture.concat([])
-    with pytest.raises(DataProtoError, match="different ways"):
-        DataProtoFuture.concat([future, DataProtoFuture(["a"], store().fetch)])
-    with pytest.raises(DataProtoError, match="2 shards were fetched but 1 values"):
-        DataProtoFuture(["a", "b"], lambda refs, timeout: [1]).get()
+    with pytest.raises(DataProtoError, match="dtypes"):
+        DataProtoFuture.concat([DataProto({"x": torch.zeros(2)}), DataProto({"x": torch.zeros(2).long()})])
+    with pytest.raises(DataProtoError, match="not connected"):
+        pickle.loads(pickle.dumps(handle)).get()
+    with pytest.raises(DataProtoError, match="no permutation"):
+        handle.reorder([0, 0, 1, 2])

@@ -28,6 +28,7 @@ RESERVED_NAMES = frozenset(
         "name",
         "receive",
         "role",
+        "runtime",
         "send",
         "shutdown",
         "spawn",
@@ -59,8 +60,10 @@ def register(
     Args:
         dispatch_mode: ``Dispatch.NAME``, a mode object, or a registered name.
         execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default what the dispatch mode says.
-        blocking: wait for the result; otherwise the call returns a handle at once.
-        materialize_futures: fetch handles among the arguments before they are dispatched.
+        blocking: wait for the result; otherwise the call returns a handle at once, and what it
+            computes stays with the workers until somebody reads it.
+        materialize_futures: each worker fetches its part of the handles among the arguments before
+            the method runs; otherwise the method gets the handles.
 
     Raises:
         PluginNotFoundError: no mode of that name is installed.

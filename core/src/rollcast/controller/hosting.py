@@ -9,18 +9,20 @@ import logging
 import os
 import pickle
 import socket
+import sys
 import time
 import traceback
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol
 
+from rollcast.controller.decorator import registered
 from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
 from rollcast.errors import DispatchError, RollcastError
 
-__all__ = ["CallFailure", "HostInfo", "WorkerHost", "WorkerRaised"]
+__all__ = ["CallFailure", "HostInfo", "Store", "WorkerHost", "WorkerRaised"]
 
 _LOG_LINES = 20
 
@@ -85,11 +87,46 @@ def _picklable(error: BaseException) -> BaseException | None:
         return None
 
 
-class WorkerHost:
-    """Holds one process's workers and runs calls on them."""
+class Store(Protocol):
+    """Where a process keeps what it does not send: a runtime's store of objects."""
 
-    def __init__(self) -> None:
+    def put(self, value: Any) -> Any:
+        """Keep a value; returns a reference that works in every process of the runtime."""
+        ...
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        """What the references stand for."""
+        ...
+
+
+class KeepHere:
+    """The store of a runtime with one process: a value is its own reference."""
+
+    def put(self, value: Any) -> Any:
+        """The value."""
+        return value
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        """The values."""
+        return list(refs)
+
+
+def _is_handle(value: Any) -> bool:
+    # Whoever has not imported the class has no instance; importing it here would cost torch.
+    module = sys.modules.get("rollcast.protocol.future")
+    return module is not None and isinstance(value, module.DataProtoFuture)
+
+
+class WorkerHost:
+    """Holds one process's workers and runs calls on them.
+
+    Args:
+        store: where results stay that a call is asked to keep.
+    """
+
+    def __init__(self, store: Store | None = None) -> None:
         self.workers: dict[str, Worker] = {}
+        self._store = store or KeepHere()
         self._context = WorkerContext()
         self._recent = _RecentLog()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,8 +157,11 @@ class WorkerHost:
                 raise self._failure(role, "__init__", error) from None
             self.workers[role] = worker
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], keep: bool = False) -> Any:
         """Run ``method`` of the role's worker; a coroutine runs to its end in the host's event loop.
+
+        Handles among the arguments are fetched, unless the method is registered to take them as they
+        are. With ``keep`` a DataProto stays here, and what describes it is returned.
 
         Raises:
             WorkerRaised: the method raised, or does not exist.
@@ -130,12 +170,31 @@ class WorkerHost:
             worker = self.workers.get(role)
             if worker is None:
                 raise DispatchError(f"no role {role!r} here; roles: {', '.join(self.workers) or 'none'}")
-            result = getattr(worker, method)(*args, **kwargs)
+            function = getattr(worker, method)
+            entry = registered(function)
+            fetch = entry is None or entry.materialize_futures
+            arrived = [self._arrived(value, fetch) for value in args]
+            named = {key: self._arrived(value, fetch) for key, value in kwargs.items()}
+            result = function(*arrived, **named)
             if inspect.iscoroutine(result):
                 result = self._run(result)
-            return result
+            return self._kept(result) if keep else result
         except Exception as error:  # noqa: BLE001  # it travels to the controller
             raise self._failure(role, method, error) from None
+
+    def _arrived(self, value: Any, fetch: bool) -> Any:
+        if not _is_handle(value):
+            return value
+        handle = value.bind(self._store.fetch)
+        return handle.get() if fetch else handle
+
+    def _kept(self, result: Any) -> Any:
+        module = sys.modules.get("rollcast.protocol.dataproto")
+        if module is None or not isinstance(result, module.DataProto):
+            return result
+        from rollcast.protocol.stored import store_batch
+
+        return store_batch(result, self._store.put)
 
     def close(self) -> None:
         """Call ``close()`` of each worker that has one, the last built first, and stop the event loop.

@@ -91,8 +91,11 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
         """Send one call; returns a reference to its result at once.
+
+        With ``keep`` a DataProto that the method returns stays in the runtime's store, and the result
+        is the :class:`~rollcast.protocol.stored.StoredShard` that describes it.
 
         Raises:
             DispatchError: an argument cannot be sent.
@@ -113,6 +116,19 @@ class Runtime(ABC):
         Raises:
             CallFailed: for the first call that failed, or when the deadline (seconds) passed.
         """
+
+    @abstractmethod
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        """Values that workers keep in the store, in order.
+
+        Raises:
+            WorkerError: a value is lost with the worker that kept it.
+            WorkerTimeoutError: the deadline (seconds) passed.
+        """
+
+    def ready(self, refs: Sequence[Any]) -> bool:
+        """Whether :meth:`gather` would return without waiting."""
+        return True
 
     @abstractmethod
     def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:

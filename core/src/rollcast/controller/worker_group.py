@@ -6,7 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollcast.controller.decorator import Registered, iter_registered
 from rollcast.controller.dispatch import RankCall, RankOutputs, distribute, join
@@ -15,6 +15,9 @@ from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs, MeshInfo
 from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
 from rollcast.plugins.inprocess import generation, snapshot
+
+if TYPE_CHECKING:
+    from rollcast.protocol.future import DataProtoFuture
 
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 
@@ -74,33 +77,11 @@ def explain_failure(
     return error
 
 
-class PendingCall:
-    """A non-blocking call under way; fetched among another call's arguments, or with :meth:`get`."""
-
-    def __init__(self, finish: Callable[[float | None], Any], refs: Sequence[Any]) -> None:
-        self._finish = finish
-        self._done = False
-        self._result: Any = None
-        self.refs = tuple(refs)
-
-    def get(self, timeout: float | None = None) -> Any:
-        """The collected result; waits for it at most ``timeout`` seconds.
-
-        Raises:
-            WorkerError: the call failed, or the deadline passed.
-        """
-        if not self._done:
-            self._result = self._finish(timeout)
-            self._done = True
-        return self._result
-
-
-def _materialize(value: Any) -> Any:
-    return value.get() if isinstance(value, PendingCall) else value
-
-
 class GroupMethod:
-    """A registered method as the controller calls it: dispatch, execute, collect."""
+    """A registered method as the controller calls it: dispatch, execute, collect.
+
+    ``group.method(...)`` gives the result, ``group.method.remote(...)`` a handle to it at once.
+    """
 
     def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
         self._group = group
@@ -109,22 +90,38 @@ class GroupMethod:
         self.__name__ = name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._entry.blocking:
+            return self.remote(*args, **kwargs)
+        finish, _ = self._start(args, kwargs, keep=False)
+        return finish(None)
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Start the call and return a handle; what it computes stays with the workers until it is read."""
+        from rollcast.protocol.future import DataProtoFuture
+
+        finish, refs = self._start(args, kwargs, keep=True)
+        runtime = self._group.runtime
+        return DataProtoFuture(finish, runtime.fetch, functools.partial(runtime.ready, refs))
+
+    def _start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
+    ) -> tuple[Callable[[float | None], Any], list[Any]]:
+        """Send the calls; gives what waits for the result, and the references waited for."""
         entry, group = self._entry, self._group
-        if entry.materialize_futures:
-            args = tuple(_materialize(value) for value in args)
-            kwargs = {key: _materialize(value) for key, value in kwargs.items()}
         with self._named_in_errors():
             calls = distribute(entry.dispatch_mode, group, args, kwargs)
             ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
-            refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks])
+            refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep)
 
         def finish(timeout: float | None) -> Any:
             outputs = group.receive(self.__name__, ranks, refs, timeout)
+            if keep:
+                outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
             with self._named_in_errors():
                 found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
                 return join(entry.dispatch_mode, group, found)
 
-        return finish(None) if entry.blocking else PendingCall(finish, refs)
+        return finish, refs
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
@@ -137,6 +134,13 @@ class GroupMethod:
 
     def __repr__(self) -> str:
         return f"<method {self.__name__} of {self._group!r}>"
+
+
+def _as_handle(output: Any, fetch: Any) -> Any:
+    from rollcast.protocol.future import DataProtoFuture
+    from rollcast.protocol.stored import StoredShard
+
+    return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
 
 
 class WorkerGroup:
@@ -273,8 +277,16 @@ class WorkerGroup:
 
     # -- calls --------------------------------------------------------------------------------
 
-    def send(self, method: str, calls: Sequence[tuple[int, RankCall | None]]) -> list[Any]:
-        """Start calls on the given ranks; an object that several ranks get is stored once."""
+    @property
+    def runtime(self) -> Runtime:
+        """What carries the group's calls."""
+        return self._shared.runtime
+
+    def send(self, method: str, calls: Sequence[tuple[int, RankCall | None]], keep: bool = False) -> list[Any]:
+        """Start calls on the given ranks; an object that several ranks get is stored once.
+
+        With ``keep`` the workers keep the DataProtos that they return, and describe them.
+        """
         shared = self._shared
         if shared.closed:
             raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
@@ -288,7 +300,7 @@ class WorkerGroup:
         refs: list[Any] = []
         try:
             for rank, call in present:
-                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored)))
+                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored), keep))
         except BaseException:
             # The calls that were sent would wait for the others in a collective.
             shared.runtime.cancel(refs)

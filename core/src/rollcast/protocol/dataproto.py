@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self, overload
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from rollcast.protocol.base import BatchBase
 from rollcast.protocol.rows import Pick, pick_index, pick_slice
 from rollcast.protocol.sizes import check_count, padding_rows, require_divisible
 from rollcast.protocol.values import merge_meta
+
+if TYPE_CHECKING:
+    from rollcast.protocol.future import DataProtoFuture
 
 Keys = Iterable[str]
 
@@ -165,9 +168,19 @@ class DataProto(BatchBase):
         """Parts of ``size`` rows, as views; the last may be shorter, and there is at least one."""
         return self._spans(check_count("split: size", size))
 
+    @overload
     @staticmethod
-    def concat(members: Sequence[DataProto]) -> DataProto:
+    def concat(members: Sequence[DataProto]) -> DataProto: ...
+
+    @overload
+    @staticmethod
+    def concat(members: Sequence[DataProtoFuture]) -> DataProtoFuture: ...
+
+    @staticmethod
+    def concat(members: Sequence[Any]) -> Any:
         """The rows of all members, in order. Columns come in the order of the first.
+
+        Handles among the members make it a handle; nothing moves then.
 
         Raises:
             DataProtoError: no members; keys differ; a column differs in kind, dtype, row shape or
@@ -175,6 +188,11 @@ class DataProto(BatchBase):
         """
         if not members:
             raise DataProtoError("concat: the list is empty, so the columns are unknown")
+        other = next((type(member) for member in members if not isinstance(member, DataProto)), None)
+        if other is not None:
+            if not hasattr(other, "concat"):
+                raise DataProtoError(f"concat: a member is a {other.__name__}, not a DataProto")
+            return other.concat(members)
         parts = [member._columns() for member in members]
         for position, part in enumerate(parts):
             if odd := sorted(part.keys() ^ parts[0].keys()):

@@ -64,9 +64,9 @@ class LocalRuntime(Runtime):
         self._hosts.append(host)
         return [host]
 
-    def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
         try:
-            return host.handle.call(role, method, call.args, call.kwargs)
+            return host.handle.call(role, method, call.args, call.kwargs, keep)
         except WorkerRaised as raised:
             return raised
 
@@ -77,6 +77,9 @@ class LocalRuntime(Runtime):
         for index, value in enumerate(refs):
             if isinstance(value, WorkerRaised):
                 raise CallFailed(index, value.failure)
+        return list(refs)
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         return list(refs)
 
     def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:

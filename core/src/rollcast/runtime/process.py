@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from rollcast.controller.hosting import WorkerHost
+from rollcast.controller.hosting import Store, WorkerHost
 from rollcast.controller.worker import WorkerContext
 from rollcast.plugins.inprocess import install_snapshot
 
@@ -19,8 +19,8 @@ __all__ = ["HostProcess"]
 class HostProcess:
     """A :class:`WorkerHost`, and how its process is set up before anything of the user's is imported."""
 
-    def __init__(self) -> None:
-        self.host = WorkerHost()
+    def __init__(self, store: Store | None = None) -> None:
+        self.host = WorkerHost(store)
 
     def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
         """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports.
@@ -49,14 +49,14 @@ class HostProcess:
         """Make the driver's in-process parts known here, in place of earlier ones."""
         install_snapshot(parts)
 
-    def call(self, role: str, method: str, keys: tuple[str, ...], *values: Any) -> Any:
-        """Run a method; ``keys`` name the last of the values.
+    def call(self, role: str, method: str, keep: bool, keys: tuple[str, ...], *values: Any) -> Any:
+        """Run a method; ``keys`` name the last of the values. With ``keep`` a DataProto stays here.
 
         Raises:
             WorkerRaised: the method raised.
         """
         split = len(values) - len(keys)
-        return self.host.call(role, method, values[:split], dict(zip(keys, values[split:], strict=True)))
+        return self.host.call(role, method, values[:split], dict(zip(keys, values[split:], strict=True)), keep)
 
     def close(self) -> None:
         """Close the workers.

@@ -27,7 +27,7 @@ from rollcast.controller.resource_pool import NodeResources, ResourcePool, check
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
-from rollcast.errors import DispatchError, ResourceError
+from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
 from rollcast.plugins.inprocess import snapshot
 from rollcast.runtime.places import (
     build_contexts,
@@ -57,8 +57,21 @@ _CLOSE_GRACE_S = 5.0
 _SETTLE_S = 0.5
 
 
+class _ObjectStore:
+    """Ray's object store, as the workers see it."""
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        return list(ray.get(list(refs), timeout=timeout))
+
+
 class _HostActor(HostProcess):
     """The Ray actor."""
+
+    def __init__(self) -> None:
+        super().__init__(_ObjectStore())
 
     def hello(self) -> HostInfo:
         return self.host.describe(ray.util.get_node_ip_address())
@@ -228,9 +241,9 @@ class RayRuntime(Runtime):
     def _get(self, refs: Sequence[Any], deadline: float) -> list[Any]:
         return self.gather(refs, max(deadline - time.monotonic(), 0.001))
 
-    def call(self, host: Host, role: str, method: str, call: RankCall) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
         try:
-            return host.handle.call.remote(role, method, tuple(call.kwargs), *call.args, *call.kwargs.values())
+            return host.handle.call.remote(role, method, keep, tuple(call.kwargs), *call.args, *call.kwargs.values())
         except TypeError as error:
             raise DispatchError(f"an argument of {role}.{method} cannot be sent to a worker: {error}") from error
 
@@ -251,6 +264,18 @@ class RayRuntime(Runtime):
             raise CallFailed(late[0] if late else 0, None, detail, timed_out=True) from None
         except ray.exceptions.RayError as error:
             raise self._first_failure(refs, error) from None
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        try:
+            return list(ray.get(list(refs), timeout=timeout))
+        except ray.exceptions.GetTimeoutError as error:
+            raise WorkerTimeoutError(f"{len(refs)} kept columns did not arrive within {timeout:g} s") from error
+        except ray.exceptions.RayError as error:
+            text = str(error).partition(" Some common causes")[0].strip()
+            raise WorkerError(f"kept columns are lost with the worker that held them: {text}") from error
+
+    def ready(self, refs: Sequence[Any]) -> bool:
+        return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs)
 
     def _first_failure(self, refs: list[Any], error: Exception) -> CallFailed:
         """Which rank failed first: a dead process before any exception, then by the clock."""
