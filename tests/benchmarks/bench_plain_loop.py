@@ -42,7 +42,6 @@ class PlainLoop:
         self.rows = [json.loads(line) for line in Path(work.train_file).read_text().splitlines()]
         self.queue: list[dict[str, str]] = []
         self.random = random.Random(work.seed)
-        self.steps = 0
         self.metrics: dict[str, float] = {}
 
     def step(self) -> StepReport:
@@ -57,7 +56,6 @@ class PlainLoop:
             old, entropy = self._log_probs(ids, mask, width, with_entropy=True)
         advantages = self._advantages(rewards)
         self._update(ids, mask, width, old, advantages)
-        self.steps += 1
         tokens = float(mask[:, width:].sum())
         self.metrics["entropy"] = float((entropy * mask[:, width:]).sum()) / tokens
         self.metrics["reward"] = float(rewards.mean())
@@ -125,8 +123,6 @@ class PlainLoop:
     def _update(self, ids: Tensor, mask: Tensor, width: int, old: Tensor, advantages: Tensor) -> None:
         work = self.work
         self.model.train()
-        for group in self.optimizer.param_groups:
-            group["lr"] = work.learning_rate(self.steps)
         for rows in torch.randperm(len(ids)).chunk(work.mini_batches):
             tokens = mask[rows, width:].sum()
             # Rows without advantage have no gradient; they count in the mean all the same.
@@ -166,6 +162,7 @@ def main() -> int:
     """Run the benchmark; 1 if a goal was missed and ``--strict`` asked for it."""
     options = parse_options("Step time of rollcast's quick start against a plain PyTorch loop.", NAME)
     _, pairs = run_side_by_side(serve, options)
+    pairs.check_same_work("tokens", "trained_rows")
     ours, other = (statistics.median(report.seconds for report in side) for side in (pairs.ours, pairs.theirs))
     name = f"step time, one worker on runtime {options.runtime} / plain PyTorch loop (s)"
     comparison = Comparison(name, ours, other, at_most=1.5)
