@@ -37,18 +37,23 @@ def response_logits(
 ) -> Tensor:
     """Logits that predict the response tokens, divided by the temperature, float32 ``[B, T, V]``.
 
-    Only the last ``T + 1`` positions go through the vocabulary head where the model lets us ask.
+    Only ``T`` positions go through the vocabulary head where the model lets us ask.
     """
-    extra = {"logits_to_keep": response_length + 1} if _keeps_logits(module) else {}
-    logits: Tensor = module(**model_inputs, use_cache=False, **extra).logits
-    logits = logits[:, -(response_length + 1) : -1].float()
+    extra = {"logits_to_keep": response_length} if _keeps_logits(module) else {}
+    logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **extra).logits
+    logits = logits[:, -response_length:].float()
     return logits if temperature == 1.0 else logits / temperature
 
 
 def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
     """Values of the states in which the response tokens were chosen, float32 ``[B, T]``."""
-    values: Tensor = module(**model_inputs)
-    return values[:, -(response_length + 1) : -1, 0].float()
+    values: Tensor = module(**_without_last(model_inputs))
+    return values[:, -response_length:, 0].float()
+
+
+def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    # Nothing is predicted from the last token.
+    return {name: column[:, :-1] for name, column in model_inputs.items()}
 
 
 def _keeps_logits(module: nn.Module) -> bool:
