@@ -14,3 +14,8 @@ class TestFsdpEngine(EngineSuite):
 class TestFsdpEngineThatOffloads(EngineSuite):
     name = "fsdp"
     engine_config: ClassVar = {"param_offload": True, "optimizer_offload": True, "gradient_checkpointing": True}
+
+
+class TestFsdpEngineThatSharesPrompts(EngineSuite):
+    name = "fsdp"
+    engine_config: ClassVar = {"share_prompts": True}

@@ -51,6 +51,7 @@ def test_yaml_has_every_key_with_its_default() -> None:
     [
         ({"fsdp_size": 2}, "fsdp_size is 2"),
         ({"model_dtype": "float32"}, "model_dtype is 'float32'; valid: fp32, bf16"),
+        ({"share_prompts": True, "gradient_checkpointing": True}, "share_prompts is true, and so is"),
         ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; valid: none, bf16"),
     ],
 )

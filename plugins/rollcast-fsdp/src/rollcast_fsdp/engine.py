@@ -81,6 +81,8 @@ class FsdpEngine(BaseEngine):
         if context.world_size > 1 or self.config.computes_in_bf16:
             join_process_group(context)
             self.sharding = shard_module(module, self.config, context, self.device)
+            if self.config.share_prompts:
+                log.info("share_prompts has no effect here: the model is sharded, or computes in bf16")
         self.module = module.to(self.device).eval()
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
@@ -203,7 +205,8 @@ class FsdpEngine(BaseEngine):
                 micro = self._micro_batch(plan, index)
                 if training and self.sharding is not None:
                     self.sharding.set_gradient_sync(index == count - 1)
-                given, loss = run_micro_batch(self.module, micro, denominators, loss_function, settings, sums)
+                share = self.config.share_prompts and self.sharding is None
+                given, loss = run_micro_batch(self.module, micro, denominators, loss_function, settings, sums, share)
                 if training and loss is not None:
                     torch.autograd.backward(loss * scale)
                 for name, output in outputs.items():

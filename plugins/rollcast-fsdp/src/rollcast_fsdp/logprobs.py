@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from rollcast_fsdp.prompts import shared_prompt_logits
+
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
@@ -33,15 +35,27 @@ def token_entropy(logits: Tensor) -> Tensor:
 
 
 def response_logits(
-    module: nn.Module, model_inputs: dict[str, Tensor], response_length: int, temperature: float
+    module: nn.Module,
+    model_inputs: dict[str, Tensor],
+    response_length: int,
+    temperature: float,
+    share_prompts: bool = False,
 ) -> Tensor:
     """Logits that predict the response tokens, divided by the temperature, float32 ``[B, T, V]``.
 
     Only ``T`` positions go through the vocabulary head where the model lets us ask.
+
+    Args:
+        share_prompts: compute each distinct prompt once; see :func:`shared_prompt_logits`.
     """
-    extra = {"logits_to_keep": response_length} if _keeps_logits(module) else {}
-    logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **extra).logits
-    logits = logits[:, -response_length:].float()
+    logits: Tensor | None = None
+    if share_prompts:
+        logits = shared_prompt_logits(module, model_inputs, response_length, _keep_logits(module, 1))
+    if logits is None:
+        kept = _keep_logits(module, response_length)
+        whole: Tensor = module(**_without_last(model_inputs), use_cache=False, **kept).logits
+        logits = whole[:, -response_length:]
+    logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
 
 
@@ -56,5 +70,5 @@ def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: column[:, :-1] for name, column in model_inputs.items()}
 
 
-def _keeps_logits(module: nn.Module) -> bool:
-    return "logits_to_keep" in inspect.signature(module.forward).parameters
+def _keep_logits(module: nn.Module, count: int) -> dict[str, int]:
+    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}

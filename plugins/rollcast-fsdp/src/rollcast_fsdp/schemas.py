@@ -27,6 +27,9 @@ class FsdpConfig:
         gradient_checkpointing: recompute activations in the backward pass.
         reshard_after_forward: free a layer's gathered weights after its forward; False trades
             memory for one gather less in the backward pass.
+        share_prompts: compute a prompt that several rows of a micro-batch have in common once, and
+            go on from its keys and values: less work for the same gradient. Needs a model with a
+            KV cache and no ``gradient_checkpointing``; a sharded model runs as without it.
     """
 
     name: str = "fsdp"
@@ -37,6 +40,7 @@ class FsdpConfig:
     optimizer_offload: bool = False
     gradient_checkpointing: bool = False
     reshard_after_forward: bool = True
+    share_prompts: bool = False
 
     def check(self, world_size: int) -> None:
         """Refuse values that the engine does not know.
@@ -54,6 +58,11 @@ class FsdpConfig:
         if self.mixed_precision is not None and self.mixed_precision not in MIXED_PRECISIONS:
             valid = ", ".join(MIXED_PRECISIONS)
             raise ConfigError(f"engine key mixed_precision is {self.mixed_precision!r}; valid: {valid}")
+        if self.share_prompts and self.gradient_checkpointing:
+            raise ConfigError(
+                "engine key share_prompts is true, and so is gradient_checkpointing, which turns the KV cache off; "
+                "set one of them to false"
+            )
 
     @property
     def computes_in_bf16(self) -> bool:

@@ -38,12 +38,16 @@ def run_micro_batch(
     loss_function: LossFunction | None,
     settings: ForwardSettings,
     sums: MetricSums,
+    share_prompts: bool = False,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Per-token quantities ``[b, t]`` of the micro-batch, and its share of the loss if one is asked for.
 
     A dummy's loss is zero, but hangs on the model's output: its backward meets the other ranks'.
+
+    Args:
+        share_prompts: for a model that is not sharded; ranks that share one run the same passes.
     """
-    given = _forward(module, micro, settings)
+    given = _forward(module, micro, settings, share_prompts)
     if loss_function is None:
         return given, None
     if micro.is_dummy:
@@ -66,19 +70,19 @@ def run_micro_batch(
 
 def dummy_loss(module: nn.Module, device: torch.device) -> Tensor:
     """The zero loss of a dummy micro-batch; its backward takes part in the ranks' reduction."""
-    return _nothing(_forward(module, dummy_micro_batch(device), ForwardSettings()))
+    return _nothing(_forward(module, dummy_micro_batch(device), ForwardSettings(), share_prompts=False))
 
 
 def _nothing(given: dict[str, Tensor]) -> Tensor:
     return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0
 
 
-def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings) -> dict[str, Tensor]:
+def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings, share_prompts: bool) -> dict[str, Tensor]:
     length = micro.responses.size(1)
     chosen = micro.response_mask > 0
     if isinstance(module, ValueModel):
         return {"values": response_values(module, micro.model_inputs, length).where(chosen, 0.0)}
-    logits = response_logits(module, micro.model_inputs, length, settings.temperature)
+    logits = response_logits(module, micro.model_inputs, length, settings.temperature, share_prompts)
     given = {"log_probs": token_log_probs(logits, micro.responses).where(chosen, 0.0)}
     if settings.calculate_entropy:
         given["entropy"] = token_entropy(logits).where(chosen, 0.0)

@@ -1,0 +1,58 @@
+"""One pass over each distinct prompt, for batches with several responses to each.
+
+Axes: ``B`` rows, ``U`` distinct prompts, ``P`` prompt and ``T`` response positions, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["shared_prompt_logits"]
+
+
+def shared_prompt_logits(
+    module: nn.Module, model_inputs: dict[str, Tensor], response_length: int, extra: dict[str, Any]
+) -> Tensor | None:
+    """Logits that predict the response tokens, ``[B, T, V]``; None if every row has its own prompt.
+
+    The responses go on from the keys and values of their prompt, through which the gradient flows
+    back: it is that of a pass over whole rows, up to rounding.
+
+    Args:
+        module: a causal LM of transformers with a KV cache, which gradient checkpointing turns off.
+        model_inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, int64 ``[B, P + T]``.
+        extra: ``logits_to_keep=1``, if the module takes it.
+
+    Raises:
+        ConfigError: the model keeps no cache.
+    """
+    width = model_inputs["input_ids"].size(1) - response_length
+    prompts = torch.cat([column[:, :width] for column in model_inputs.values()], 1)
+    distinct, source = torch.unique(prompts, dim=0, return_inverse=True)
+    if len(distinct) == len(prompts):
+        return None
+    unique_inputs = dict(zip(model_inputs, distinct.split(width, 1), strict=True))
+    output: Any = module(**unique_inputs, use_cache=True, **extra)
+    first: Tensor = output.logits[:, -1:][source]
+    if response_length == 1:
+        return first
+    cache = output.past_key_values
+    if cache is None:
+        raise ConfigError(f"engine key share_prompts is true, but {type(module).__name__} keeps no KV cache")
+    cache.reorder_cache(source)
+    # Nothing is predicted from the last token.
+    rest: Any = module(
+        input_ids=model_inputs["input_ids"][:, width:-1],
+        attention_mask=model_inputs["attention_mask"][:, :-1],
+        position_ids=model_inputs["position_ids"][:, width:-1],
+        past_key_values=cache,
+        use_cache=True,
+    )
+    return torch.cat([first, rest.logits], 1)
