@@ -53,10 +53,19 @@ def test_requirements(name: str) -> set[str]:
     return set().union(*(requirements(other) for other in groups.get("test", ())))
 
 
+def workspace(session: nox.Session) -> Path:
+    """A folder of the session's own.
+
+    Not nox's: that would become TMPDIR, and Ray's workers refuse to start with their files inside a
+    virtual environment.
+    """
+    return Path(session.virtualenv.location) / "rollcast"
+
+
 def environment(session: nox.Session) -> None:
     """What the session's processes see: nothing of the caller's Python, caches of their own."""
     session.env["PYTHONPATH"] = ""
-    session.env["XDG_CACHE_HOME"] = str(Path(session.create_tmp()) / "cache")
+    session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
 
@@ -70,7 +79,7 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: bool = Tru
     environment(session)
     pinned = constraints() if pins else []
     session.install("-q", *pinned, "hatchling")
-    wheels = Path(session.create_tmp()) / "wheels"
+    wheels = workspace(session) / "wheels"
     for old in wheels.glob("*.whl"):
         old.unlink()
     folders = [str(DISTRIBUTIONS[name]) for name in sorted(names)]
