@@ -366,3 +366,19 @@ def test_a_worker_outside_a_group_is_rank_0_of_1() -> None:
         worker.query_mesh("actor")
     with pytest.raises(RollcastError, match="dp_rank is -1"):
         Plain().register_mesh("train", -1)
+
+
+def test_coordinates_in_a_mesh() -> None:
+    class Plain(Worker): ...
+
+    worker, given = Plain(), {"tp": 1, "pp": 0}
+    worker.register_mesh("train", 2, False, coords=given)
+    given["tp"] = 7
+    place = worker.query_mesh("train")
+    assert place == MeshInfo(2, False, {"tp": 1, "pp": 0}) != MeshInfo(2, False)
+    assert pickle.loads(pickle.dumps(place)) == place
+    assert len({place, place}) == 1
+    with pytest.raises(DispatchError, match=r"mesh 'train': coords are \{'tp': -1\}"):
+        worker.register_mesh("train", 0, coords={"tp": -1})
+    with pytest.raises(DispatchError, match="'dp', whose place is dp_rank"):
+        worker.register_mesh("train", 0, coords={"dp": 0})

@@ -6,7 +6,7 @@ import contextvars
 import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 from rollcast.controller.decorator import check_registered_methods, register
@@ -55,10 +55,18 @@ class WorkerContext:
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """A worker's place in a named device mesh: the shard it works on, and whether its output counts."""
+    """A worker's place in a named device mesh.
+
+    Attributes:
+        dp_rank: the data-parallel shard that it works on.
+        is_collect: whether its output counts.
+        coords: its place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``; one
+            that is missing is 0.
+    """
 
     dp_rank: int
     is_collect: bool
+    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 class ClassWithInitArgs(Generic[W]):
@@ -149,14 +157,29 @@ class Worker:
         """All workers of this process by role, this one included."""
         return self._colocated
 
-    def register_mesh(self, mesh_name: str, dp_rank: int, is_collect: bool = True) -> None:
+    def register_mesh(
+        self, mesh_name: str, dp_rank: int, is_collect: bool = True, coords: Mapping[str, int] | None = None
+    ) -> None:
         """Say which data-parallel shard this rank works on in the mesh ``mesh_name``.
 
-        Ranks of one model-parallel group share a ``dp_rank``; exactly one of them should collect.
+        Args:
+            mesh_name: as the dispatch modes of methods that run on the mesh name it.
+            dp_rank: ranks of one model-parallel group share it.
+            is_collect: whether this rank's output counts; exactly one of a group's should.
+            coords: place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``, for
+                modes that tell those dimensions apart.
+
+        Raises:
+            DispatchError: a rank or coordinate is negative, or ``coords`` names ``dp`` again.
         """
         if dp_rank < 0:
             raise DispatchError(f"mesh {mesh_name!r}: dp_rank is {dp_rank}, it must be at least 0")
-        self._meshes[mesh_name] = MeshInfo(dp_rank, is_collect)
+        places = dict(coords or {})
+        if "dp" in places:
+            raise DispatchError(f"mesh {mesh_name!r}: coords {places} names 'dp', whose place is dp_rank")
+        if any(place < 0 for place in places.values()):
+            raise DispatchError(f"mesh {mesh_name!r}: coords are {places}, each must be at least 0")
+        self._meshes[mesh_name] = MeshInfo(dp_rank, is_collect, places)
 
     @register(dispatch_mode="one_to_all")
     def query_mesh(self, mesh_name: str) -> MeshInfo:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
@@ -29,7 +29,7 @@ from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, Worker
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, DataProtoFuture
 from rollcast.runtime.local import LocalRuntime
 from rollcast.testing.batches import batches, find_difference, sample_batch
 
@@ -88,6 +88,8 @@ class DispatchSuite:
 
             def expected(self, batch, world_size):
                 return [batch] * world_size
+
+    Where that depends on the mesh, override :meth:`arguments_on` and :meth:`expected_on`.
     """
 
     #: Name of the mode in ``rollcast.dispatch_modes``.
@@ -102,6 +104,8 @@ class DispatchSuite:
     )
     #: Whether a batch may be given as a keyword argument, called ``data``.
     takes_keywords: ClassVar[bool] = True
+    #: Whether a batch may be a handle, whose rows are with workers.
+    takes_handles: ClassVar[bool] = True
 
     @pytest.fixture
     def mode(self) -> DispatchMode:
@@ -117,6 +121,18 @@ class DispatchSuite:
     def expected(self, batch: DataProto, world_size: int) -> Any:
         """What a call with ``batch`` gives if each rank returns the DataProto that it got."""
         return batch
+
+    def arguments_on(self, batch: DataProto, group: FakeGroup) -> tuple[Any, ...]:
+        """:meth:`arguments`, for a mode that looks at more of a group than its size."""
+        return self.arguments(batch, group.world_size)
+
+    def expected_on(self, batch: DataProto, group: FakeGroup) -> Any:
+        """:meth:`expected`, for a mode that looks at more of a group than its size."""
+        return self.expected(batch, group.world_size)
+
+    def shard_of(self, place: MeshInfo) -> Hashable:
+        """What ranks that get the same objects have in common."""
+        return place.dp_rank
 
     def layouts(self, world_size: int) -> Sequence[Sequence[MeshInfo]]:
         """Meshes of ``world_size`` ranks: for each the ranks' places, by rank."""
@@ -148,9 +164,9 @@ class DispatchSuite:
         for group in self._groups(mode):
             for rows in (0, 1, 7):
                 batch = sample_batch(rows)
-                calls = distribute(mode, group, self.arguments(batch, group.world_size), {})
+                calls = distribute(mode, group, self.arguments_on(batch, group), {})
                 actual = join(mode, group, _outputs(mode, group, calls, _triple))
-                wanted = self.expected(_triple(batch), group.world_size)
+                wanted = self.expected_on(_triple(batch), group)
                 _require_same(actual, wanted, f"workers' columns come back at their rows, on {_describe(group)}")
 
     def test_takes_keyword_arguments(self, mode: DispatchMode) -> None:
@@ -159,18 +175,31 @@ class DispatchSuite:
             pytest.skip("takes_keywords is False")
         for group in self._groups(mode):
             batch = sample_batch(5)
-            (value,) = self.arguments(batch, group.world_size)
+            (value,) = self.arguments_on(batch, group)
             calls = distribute(mode, group, (), {"data": value})
             actual = join(mode, group, _outputs(mode, group, calls))
-            wanted = self.expected(batch, group.world_size)
+            wanted = self.expected_on(batch, group)
             _require_same(actual, wanted, f"a batch given as data=... comes back, on {_describe(group)}")
+
+    def test_takes_handles(self, mode: DispatchMode) -> None:
+        """A handle in place of a batch, and handles as outputs, are treated like what they stand for."""
+        if not self.takes_handles:
+            pytest.skip("takes_handles is False")
+        for group in self._groups(mode):
+            for rows in (0, 1, 7):
+                batch = sample_batch(rows)
+                calls = distribute(mode, group, _as_handles(self.arguments_on(batch, group)), {})
+                outputs = _outputs(mode, group, calls)
+                outputs[:] = _as_handles(list(outputs))
+                law = f"a handle to {rows} rows is dispatched like the rows, on {_describe(group)}"
+                _require_same(_fetched(join(mode, group, outputs)), self.expected_on(batch, group), law)
 
     @_law
     @given(data=st.data())
     def test_leaves_its_arguments_alone(self, mode: DispatchMode, data: st.DataObject) -> None:
         """The caller's batch, its meta and its objects are what they were."""
         group, batch = self._draw_group(mode, data), data.draw(batches())
-        given_args = self.arguments(batch, group.world_size)
+        given_args = self.arguments_on(batch, group)
         before = copy.deepcopy(given_args)
         calls = distribute(mode, group, given_args, {})
         _require_same(given_args, before, "dispatch does not change its arguments")
@@ -183,32 +212,32 @@ class DispatchSuite:
         for first, second in [*itertools.pairwise(groups), *zip(groups, groups, strict=True)]:
             pair = (sample_batch(5), sample_batch(first.world_size))
             calls = [
-                distribute(mode, group, self.arguments(batch, group.world_size), {})
+                distribute(mode, group, self.arguments_on(batch, group), {})
                 for group, batch in zip((first, second), pair, strict=True)
             ]
             for i in (1, 0):
                 group = (first, second)[i]
                 actual = join(mode, group, _outputs(mode, group, calls[i]))
                 law = f"a call is not disturbed by another that is under way, on {_describe(group)}"
-                _require_same(actual, self.expected(pair[i], group.world_size), law)
+                _require_same(actual, self.expected_on(pair[i], group), law)
 
     def test_ranks_that_share_a_shard_share_one_object(self, mode: DispatchMode) -> None:
         """A shard for several ranks is one object, which is stored once."""
         for group in self._groups(mode):
-            calls = distribute(mode, group, self.arguments(sample_batch(8), group.world_size), {})
+            calls = distribute(mode, group, self.arguments_on(sample_batch(8), group), {})
             if not group.asked:
                 pytest.skip("the mode asks for no mesh")
-            shards: dict[int, Any] = {}
+            shards: dict[Hashable, Any] = {}
             for place, call in zip(group.places, calls.per_rank, strict=True):
                 for value in call.args if call is not None else ():
-                    shared = shards.setdefault(place.dp_rank, value) is value
+                    shared = shards.setdefault(self.shard_of(place), value) is value
                     _require(shared, f"ranks with one dp_rank get the same object, on {_describe(group)}")
 
     def test_ranks_that_do_not_collect_may_return_nothing(self, mode: DispatchMode) -> None:
         """Only the outputs of ranks that are there to collect make up the result."""
         for group in self._groups(mode):
             batch = sample_batch(7)
-            calls = distribute(mode, group, self.arguments(batch, group.world_size), {})
+            calls = distribute(mode, group, self.arguments_on(batch, group), {})
             if not group.asked:
                 pytest.skip("the mode asks for no mesh")
             outputs = _outputs(mode, group, calls)
@@ -217,7 +246,7 @@ class DispatchSuite:
                 for rank, output in zip(outputs.ranks, outputs, strict=True)
             ]
             law = f"outputs of ranks that do not collect are left out, on {_describe(group)}"
-            _require_same(join(mode, group, outputs), self.expected(batch, group.world_size), law)
+            _require_same(join(mode, group, outputs), self.expected_on(batch, group), law)
 
     def test_refuses_bad_arguments(self, mode: DispatchMode) -> None:
         """A call that makes no sense is refused with a reason, and the next one works."""
@@ -253,13 +282,15 @@ class DispatchSuite:
     def test_on_a_real_group(self, mode: DispatchMode) -> None:
         """The same on a worker group in this process."""
         (place, *_), *_ = self.layouts(1)
+        alone = FakeGroup([place])
         with LocalRuntime() as runtime:
             roles = ClassWithInitArgs(_echo_class(mode), place)
             group: Any = WorkerGroup(ResourcePool([1]), roles, runtime=runtime)
             for rows in (0, 1, 5):
                 batch = sample_batch(rows)
-                actual = group.echo(*self.arguments(batch, 1))
-                _require_same(actual, self.expected(batch, 1), f"{rows} rows come back from a group of one rank")
+                actual = group.echo(*self.arguments_on(batch, alone))
+                law = f"{rows} rows come back from a group of one rank"
+                _require_same(actual, self.expected_on(batch, alone), law)
 
     # -- steps --------------------------------------------------------------------------------
 
@@ -267,7 +298,7 @@ class DispatchSuite:
         """Meshes to try; one is enough for a mode that asks for none."""
         places = list(self.layouts(size))
         group = FakeGroup(places[0])
-        distribute(mode, group, self.arguments(sample_batch(size), size), {})
+        distribute(mode, group, self.arguments_on(sample_batch(size), group), {})
         return places if group.asked else places[:1]
 
     def _groups(self, mode: DispatchMode) -> list[FakeGroup]:
@@ -279,10 +310,10 @@ class DispatchSuite:
 
     def _require_call(self, mode: DispatchMode, group: FakeGroup, batch: DataProto) -> None:
         __tracebackhide__ = True
-        calls = distribute(mode, group, self.arguments(batch, group.world_size), {})
+        calls = distribute(mode, group, self.arguments_on(batch, group), {})
         actual = join(mode, group, _outputs(mode, group, calls))
         law = f"{len(batch)} rows that workers return as they are come back as they were, on {_describe(group)}"
-        _require_same(actual, self.expected(batch, group.world_size), law)
+        _require_same(actual, self.expected_on(batch, group), law)
 
 
 def _triple(batch: DataProto) -> DataProto:
@@ -299,10 +330,22 @@ def _outputs(mode: DispatchMode, group: FakeGroup, calls: Calls, work: Any = Non
         call = calls.per_rank[rank]
         if call is not None:
             args, kwargs = pickle.loads(pickle.dumps((call.args, dict(call.kwargs))))
-            value = _first_batch(args, kwargs)
+            value = _first_batch(_fetched(args), {key: _fetched(value) for key, value in kwargs.items()})
             outputs.append(pickle.loads(pickle.dumps(value if work is None else work(value))))
             ranks.append(rank)
     return RankOutputs(outputs, ranks, calls.state, execute.name)
+
+
+def _as_handles(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_as_handles(each) for each in value)
+    return DataProtoFuture.of_batch(value) if isinstance(value, DataProto) else value
+
+
+def _fetched(value: Any) -> Any:
+    if isinstance(value, list | tuple):
+        return type(value)(_fetched(each) for each in value)
+    return value.get() if isinstance(value, DataProtoFuture) else value
 
 
 def _first_batch(args: Sequence[Any], kwargs: Mapping[str, Any]) -> DataProto:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankOutputs
-from rollcast.controller.worker import MeshInfo
-from rollcast.errors import DispatchError
+from rollcast_dispatch.layout import mesh_layout
 from rollcast_dispatch.splitting import join_shards, split_call
 
 __all__ = ["NdMesh", "make_nd_compute_dataproto_dispatch_fn"]
@@ -28,39 +26,17 @@ class NdMesh(DispatchMode):
     def __init__(self, mesh_name: str = "default") -> None:
         self.mesh_name = mesh_name
 
+    def _label(self) -> str:
+        return f"{self.name}({self.mesh_name!r})"
+
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
-        places = self._places(worker_group)
-        shards = max(place.dp_rank for place in places) + 1
-        calls, padding = split_call(f"{self.name}({self.mesh_name!r})", shards, args, kwargs)
-        return Calls([calls[place.dp_rank] for place in places], padding)
+        layout = mesh_layout(worker_group, self.mesh_name)
+        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
+        return Calls(layout.spread(calls), (layout, padding))
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        places = worker_group.mesh(self.mesh_name)
-        collecting = sorted(
-            (
-                (places[rank].dp_rank, output)
-                for rank, output in zip(outputs.ranks, outputs, strict=True)
-                if places[rank].is_collect
-            ),
-            key=lambda entry: entry[0],
-        )
-        return join_shards(f"{self.name}({self.mesh_name!r})", [output for _, output in collecting], outputs.state)
-
-    def _places(self, worker_group: DispatchTarget) -> Sequence[MeshInfo]:
-        places = worker_group.mesh(self.mesh_name)
-        present = sorted({place.dp_rank for place in places})
-        if present != list(range(len(present))):
-            raise DispatchError(
-                f"mesh {self.mesh_name!r}: the workers registered the data-parallel ranks {present}; "
-                f"they must be 0 to {len(present) - 1} without gaps"
-            )
-        collecting = sorted(place.dp_rank for place in places if place.is_collect)
-        if collecting != present:
-            raise DispatchError(
-                f"mesh {self.mesh_name!r}: exactly one rank of each data-parallel rank must collect, "
-                f"but those that do are of the data-parallel ranks {collecting} (all: {present})"
-            )
-        return places
+        layout, padding = outputs.state
+        return join_shards(self._label(), layout.answers(outputs), padding)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> NdMesh:

@@ -1,4 +1,4 @@
-"""Split a call's DataProtos into equal shards, and join what comes back."""
+"""Split a call's batches into equal shards, and join what comes back."""
 
 from __future__ import annotations
 
@@ -8,9 +8,18 @@ from typing import Any
 
 from rollcast.controller.dispatch import RankCall
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, DataProtoFuture
 
-__all__ = ["Padding", "join_shards", "split_call"]
+__all__ = [
+    "Padding",
+    "check_batches",
+    "concat_batches",
+    "is_batch",
+    "join_shards",
+    "make_calls",
+    "split_call",
+    "split_lists",
+]
 
 
 @dataclass(frozen=True)
@@ -21,19 +30,25 @@ class Padding:
     added: int
 
 
-def split_call(
-    mode: str, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> tuple[list[RankCall], Padding]:
-    """One call a shard: each DataProto is split, every other value goes to all shards as it is.
+def is_batch(value: Any) -> bool:
+    """Whether ``value`` has rows to split: a DataProto or a handle to one."""
+    return isinstance(value, DataProto | DataProtoFuture)
 
-    Rows that do not divide are padded with repeated rows; the caller's batch is not touched. An
-    empty batch goes to every shard empty.
+
+def concat_batches(batches: Sequence[Any]) -> Any:
+    """The rows of all batches, in order; a handle, and nothing is moved, if handles are among them."""
+    handles = any(isinstance(batch, DataProtoFuture) for batch in batches)
+    return (DataProtoFuture if handles else DataProto).concat(list(batches))
+
+
+def check_batches(mode: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+    """The number of rows of a call's batches.
 
     Raises:
-        DispatchError: no argument is a DataProto, or their lengths differ.
+        DispatchError: no argument is a batch, or their lengths differ.
     """
-    lengths = {f"argument {i}": len(value) for i, value in enumerate(args) if isinstance(value, DataProto)}
-    lengths |= {f"argument {key!r}": len(value) for key, value in kwargs.items() if isinstance(value, DataProto)}
+    lengths = {f"argument {i}": len(value) for i, value in enumerate(args) if is_batch(value)}
+    lengths |= {f"argument {key!r}": len(value) for key, value in kwargs.items() if is_batch(value)}
     if not lengths:
         types = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "no argument"
         raise DispatchError(
@@ -42,30 +57,67 @@ def split_call(
         )
     if len(set(lengths.values())) > 1:
         raise DispatchError(f"{mode}: the DataProto arguments differ in length: {lengths}")
-    rows = next(iter(lengths.values()))
-    added = -rows % shards if rows else 0
+    return next(iter(lengths.values()))
 
-    def split(value: Any) -> list[Any]:
-        if not isinstance(value, DataProto):
-            return [value] * shards
-        if not rows:
-            return [value] * shards
-        padded = value.pad_to_divisor(shards)[0] if added else value
-        return padded.chunk(shards)
 
-    by_arg = [split(value) for value in args]
-    by_key = {key: split(value) for key, value in kwargs.items()}
-    calls = [
+def make_calls(shards: int, by_arg: Sequence[Sequence[Any]], by_key: Mapping[str, Sequence[Any]]) -> list[RankCall]:
+    """One call a shard, from each argument's values by shard."""
+    return [
         RankCall(tuple(values[i] for values in by_arg), {key: values[i] for key, values in by_key.items()})
         for i in range(shards)
     ]
+
+
+def split_call(
+    mode: str, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[list[RankCall], Padding]:
+    """One call a shard: each batch is split, every other value goes to all shards as it is.
+
+    Rows that do not divide are padded with repeated rows; the caller's batch is not touched. An
+    empty batch goes to every shard empty.
+
+    Raises:
+        DispatchError: no argument is a batch, or their lengths differ.
+    """
+    rows = check_batches(mode, args, kwargs)
+    added = -rows % shards
+
+    def split(value: Any) -> Sequence[Any]:
+        if not is_batch(value) or not rows:
+            return [value] * shards
+        padded = value.pad_to_divisor(shards)[0] if added else value
+        found: Sequence[Any] = padded.chunk(shards)
+        return found
+
+    calls = make_calls(shards, [split(value) for value in args], {key: split(value) for key, value in kwargs.items()})
     return calls, Padding(rows, added)
+
+
+def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
+    """One call a shard: each argument is a list or tuple with one value for each shard.
+
+    Args:
+        unit: what there is one value for, as errors call it.
+
+    Raises:
+        DispatchError: an argument is something else, or has another number of values.
+    """
+    named = [(f"argument {i}", value) for i, value in enumerate(args)]
+    named += [(f"argument {key!r}", value) for key, value in kwargs.items()]
+    for label, value in named:
+        if not isinstance(value, list | tuple) or len(value) != shards:
+            number = f" of {len(value)} values" if isinstance(value, list | tuple) else ""
+            raise DispatchError(
+                f"{mode}: {label} must be a list or tuple with one value for each of the {shards} {unit}, got "
+                f"a {type(value).__name__}{number}; use Dispatch.ONE_TO_ALL to give every rank the same value"
+            )
+    return make_calls(shards, args, kwargs)
 
 
 def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
     """Outputs of the shards, in shard order, as one result without the padding.
 
-    DataProtos are concatenated, and so are lists; None from every shard is None. Any number of rows may
+    Batches are concatenated, and so are lists; None from every shard is None. Any number of rows may
     come back, unless the call was padded.
 
     Raises:
@@ -74,16 +126,21 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
     """
     if all(output is None for output in outputs):
         return None
-    if all(isinstance(output, DataProto) for output in outputs):
+    if all(is_batch(output) for output in outputs):
         _check_padded(mode, outputs, padding)
-        joined = DataProto.concat(list(outputs))
+        joined = concat_batches(outputs)
         return joined.slice(0, padding.rows) if padding.added else joined
     if all(isinstance(output, list) for output in outputs):
         _check_padded(mode, outputs, padding)
         rows = [row for output in outputs for row in output]
         return rows[: padding.rows] if padding.added else rows
+    raise wrong_kinds(mode, outputs)
+
+
+def wrong_kinds(mode: str, outputs: Sequence[Any]) -> DispatchError:
+    """The error for outputs that cannot be joined."""
     kinds = ", ".join(sorted({type(output).__name__ for output in outputs}))
-    raise DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
+    return DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
 
 
 def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding) -> None:

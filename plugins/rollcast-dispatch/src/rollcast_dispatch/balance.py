@@ -1,0 +1,149 @@
+"""Spread rows of different lengths over shards so that the shards' tokens are nearly equal."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+__all__ = ["Shard", "karmarkar_karp", "plan_shards"]
+
+#: Members of a part: an item's number, or two of these.
+_Members = Any
+#: Parts of some of the items as (weight, members), heaviest first; parts without items are left out.
+_Parts = list[tuple[int, _Members]]
+
+
+def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list[list[int]]:
+    """Items in ``parts`` parts of nearly equal weight, by the largest differencing method.
+
+    The heaviest part weighs at most ``max(weights)`` more than the lightest: merging two
+    partitions, heaviest parts with lightest, makes no difference larger than it was in either.
+
+    Args:
+        weights: of the items, at least 0 each.
+        parts: how many parts, at least 1.
+        equal_size: the same number of items in each part; ``parts`` must divide their number.
+
+    Returns:
+        The numbers of each part's items, ascending; the same for the same weights.
+    """
+    order = sorted(range(len(weights)), key=lambda item: -weights[item])
+    step = parts if equal_size else 1
+    heap: list[tuple[int, int, _Parts]] = []
+    for number, start in enumerate(range(0, len(order), step)):
+        found: _Parts = [(weights[item], item) for item in order[start : start + step]]
+        heap.append((-_difference(found, parts), number, found))
+    if not heap:
+        return [[] for _ in range(parts)]
+    heapq.heapify(heap)
+    number = len(heap)
+    while len(heap) > 1:
+        _, _, first = heapq.heappop(heap)
+        merged = _merge(first, heapq.heappop(heap)[2], parts)
+        heapq.heappush(heap, (-_difference(merged, parts), number, merged))
+        number += 1
+    members = [sorted(_flatten(tree)) for _, tree in heap[0][2]]
+    return sorted(members, key=lambda items: items[0]) + [[] for _ in range(parts - len(members))]
+
+
+def _difference(found: _Parts, parts: int) -> int:
+    return found[0][0] - (found[-1][0] if len(found) == parts else 0)
+
+
+def _merge(first: _Parts, second: _Parts, parts: int) -> _Parts:
+    """The heaviest part of one with the lightest of the other, and so on."""
+    alone = parts - len(second)
+    merged = first[:alone] + second[: parts - len(first)]
+    for (weight, members), (other_weight, others) in zip(first[alone:], reversed(second), strict=False):
+        merged.append((weight + other_weight, (members, others)))
+    merged.sort(key=lambda part: -part[0])
+    return merged
+
+
+def _flatten(tree: _Members) -> list[int]:
+    found, todo = [], [tree]
+    while todo:
+        node = todo.pop()
+        if isinstance(node, tuple):
+            todo.extend(node)
+        else:
+            found.append(node)
+    return found
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Rows of one shard.
+
+    Attributes:
+        rows: row numbers, ascending.
+        padding: row numbers that are repeated after them.
+    """
+
+    rows: list[int]
+    padding: list[int]
+
+
+def plan_shards(
+    lengths: Sequence[int], shards: int, groups: Sequence[Sequence[int]] | None, equal_size: bool
+) -> list[Shard]:
+    """Rows for each shard; every row is in one shard.
+
+    If consecutive runs of rows are balanced as well, they are chosen, because they need no copy.
+
+    Args:
+        lengths: tokens of each row.
+        shards: how many.
+        groups: row numbers that stay together; None if each row is by itself.
+        equal_size: pad shards to one number of rows. Padding repeats a short row of another shard,
+            so that it joins no group of its own shard.
+    """
+    items = [[row] for row in range(len(lengths))] if groups is None else [list(group) for group in groups]
+    balanced = _pad(_balance(lengths, shards, items, equal_size), lengths, equal_size)
+    runs = _cut(len(lengths), shards, equal_size)
+    owner = {row: number for number, run in enumerate(runs) for row in run}
+    if groups is None or all(len({owner[row] for row in item}) == 1 for item in items):
+        consecutive = _pad(runs, lengths, equal_size)
+        if _heaviest(consecutive, lengths) <= _heaviest(balanced, lengths):
+            return consecutive
+    return balanced
+
+
+def _balance(lengths: Sequence[int], shards: int, items: list[list[int]], equal_size: bool) -> list[list[int]]:
+    weights = [sum(lengths[row] for row in item) for item in items]
+    sizes = {len(item) for item in items}
+    even = equal_size and len(sizes) == 1
+    # Items of one size are dealt out in equal numbers; the missing ones are made up of the shortest row.
+    missing = -len(items) % shards if even else 0
+    if even:
+        weights += [sizes.pop() * min(lengths)] * missing
+    dealt = karmarkar_karp(weights, shards, even)
+    return [sorted(row for number in part if number < len(items) for row in items[number]) for part in dealt]
+
+
+def _cut(rows: int, shards: int, equal_size: bool) -> list[list[int]]:
+    if equal_size:
+        size = -(-rows // shards)
+        bounds = [min(number * size, rows) for number in range(shards + 1)]
+    else:
+        bounds = [number * rows // shards for number in range(shards + 1)]
+    return [list(range(bounds[number], bounds[number + 1])) for number in range(shards)]
+
+
+def _pad(parts: Sequence[list[int]], lengths: Sequence[int], equal_size: bool) -> list[Shard]:
+    size = max(map(len, parts)) if equal_size else 0
+    if all(len(rows) >= size for rows in parts):
+        return [Shard(rows, []) for rows in parts]
+    by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
+    padded = []
+    for rows in parts:
+        own = set(rows)
+        missing = max(size - len(rows), 0)
+        padded.append(Shard(rows, [next(row for row in by_length if row not in own)] * missing if missing else []))
+    return padded
+
+
+def _heaviest(shards: Sequence[Shard], lengths: Sequence[int]) -> int:
+    return max(sum(lengths[row] for row in (*shard.rows, *shard.padding)) for shard in shards)

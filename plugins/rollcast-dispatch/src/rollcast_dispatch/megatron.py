@@ -1,0 +1,215 @@
+"""Modes over a mesh with pipeline stages, as Megatron's engines have it.
+
+Each rank says its place once, usually in ``init_model``::
+
+    self.register_mesh("default", dp_rank, is_collect, coords={"tp": tp_rank, "pp": pp_rank})
+
+Further dimensions whose ranks work on the same rows (``cp``, say) are named beside ``tp``. These
+modes choose the ranks that answer by ``coords``, not by ``is_collect``: the *first* rank of a
+data-parallel rank's pipeline stage is the one whose coordinates but ``pp`` are all 0.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
+from rollcast.controller.worker import MeshInfo
+from rollcast.errors import DispatchError
+from rollcast_dispatch.layout import Layout
+from rollcast_dispatch.splitting import join_shards, split_call, split_lists
+
+__all__ = [
+    "MegatronCompute",
+    "MegatronComputeProto",
+    "MegatronPpAsDp",
+    "MegatronPpAsDpProto",
+    "MegatronPpOnly",
+    "PipelineGrid",
+]
+
+
+class PipelineGrid:
+    """The ranks of a mesh by data-parallel rank and pipeline stage.
+
+    Args:
+        mesh_name: for messages.
+        places: each rank's place, by rank; a coordinate that is missing is 0.
+
+    Attributes:
+        dp_size, pp_size: numbers of data-parallel ranks and of pipeline stages.
+
+    Raises:
+        DispatchError: the places do not fill a grid, each point once.
+    """
+
+    def __init__(self, mesh_name: str, places: Sequence[MeshInfo]) -> None:
+        names = sorted({name for place in places for name in place.coords} - {"pp"})
+        points = [
+            (place.dp_rank, place.coords.get("pp", 0), *(place.coords.get(name, 0) for name in names))
+            for place in places
+        ]
+        sizes = [max(values) + 1 for values in zip(*points, strict=True)]
+        if len(set(points)) != len(points) or math.prod(sizes) != len(points):
+            raise DispatchError(_explain(mesh_name, ["dp", "pp", *names], points, sizes))
+        self.dp_size, self.pp_size = sizes[:2]
+        self._dp_and_pp = [point[:2] for point in points]
+        self._first = {point[:2]: rank for rank, point in enumerate(points) if not any(point[2:])}
+
+    def by_dp(self) -> Layout:
+        """A shard for each data-parallel rank; the first rank of its last stage answers."""
+        last = self.pp_size - 1
+        return Layout(
+            tuple(dp for dp, _ in self._dp_and_pp), tuple(self._first[dp, last] for dp in range(self.dp_size))
+        )
+
+    def by_dp_and_pp(self) -> Layout:
+        """A shard for each stage of each data-parallel rank, stages side by side; its first rank answers."""
+        return Layout(
+            tuple(dp * self.pp_size + pp for dp, pp in self._dp_and_pp),
+            tuple(self._first[dp, pp] for dp in range(self.dp_size) for pp in range(self.pp_size)),
+        )
+
+    def stages(self) -> list[int]:
+        """The first rank of each stage of data-parallel rank 0."""
+        return [self._first[0, pp] for pp in range(self.pp_size)]
+
+
+def _explain(mesh_name: str, names: list[str], points: Sequence[tuple[int, ...]], sizes: Sequence[int]) -> str:
+    grid = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+    seen: dict[tuple[int, ...], int] = {}
+    for rank, point in enumerate(points):
+        if point in seen:
+            place = ", ".join(f"{name} {value}" for name, value in zip(names, point, strict=True))
+            fault = f"ranks {seen[point]} and {rank} are both at {place}"
+            break
+        seen[point] = rank
+    else:
+        fault = f"a grid of {grid} has {math.prod(sizes)} places, but there are {len(points)} ranks"
+    return (
+        f"mesh {mesh_name!r}: {fault}; every rank must say its own place: "
+        f"register_mesh({mesh_name!r}, dp_rank, is_collect, coords={{'tp': tp_rank, 'pp': pp_rank}})"
+    )
+
+
+class _OverGrid(DispatchMode):
+    """A mode over the pipeline grid of a mesh.
+
+    Args:
+        mesh_name: as the workers gave it to ``register_mesh``.
+    """
+
+    def __init__(self, mesh_name: str = "default") -> None:
+        self.mesh_name = mesh_name
+
+    def _label(self) -> str:
+        return f"{self.name}({self.mesh_name!r})"
+
+    def _grid(self, worker_group: DispatchTarget) -> PipelineGrid:
+        return PipelineGrid(self.mesh_name, worker_group.mesh(self.mesh_name))
+
+
+class _ListsOverGrid(_OverGrid):
+    """Arguments are lists with a value a shard; the result is the list of the shards' outputs."""
+
+    unit = "shards"
+
+    @abstractmethod
+    def _layout(self, worker_group: DispatchTarget) -> Layout: ...
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        layout = self._layout(worker_group)
+        calls = split_lists(self._label(), layout.shards, self.unit, args, kwargs)
+        return Calls(layout.spread(calls), layout)
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        layout: Layout = outputs.state
+        return layout.answers(outputs)
+
+
+class _BatchesOverGrid(_ListsOverGrid):
+    """Batches among the arguments are split; the shards' outputs are joined."""
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        layout = self._layout(worker_group)
+        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
+        return Calls(layout.spread(calls), (layout, padding))
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        layout, padding = outputs.state
+        return join_shards(self._label(), layout.answers(outputs), padding)
+
+
+class MegatronCompute(_ListsOverGrid):
+    """Every argument is a list or tuple with one value for each data-parallel rank.
+
+    All tensor- and pipeline-parallel ranks of a data-parallel rank get its value. The result is a
+    list by data-parallel rank: the output of the first rank of its last pipeline stage.
+    """
+
+    name = "megatron_compute"
+    unit = "data-parallel ranks"
+
+    def _layout(self, worker_group: DispatchTarget) -> Layout:
+        return self._grid(worker_group).by_dp()
+
+
+class MegatronComputeProto(_BatchesOverGrid):
+    """A shard for each data-parallel rank, which all its tensor- and pipeline-parallel ranks get.
+
+    Outputs of the first rank of each data-parallel rank's last pipeline stage are joined, in order.
+    Splitting, padding and joining are those of DP_COMPUTE_PROTO.
+    """
+
+    name = "megatron_compute_proto"
+
+    def _layout(self, worker_group: DispatchTarget) -> Layout:
+        return self._grid(worker_group).by_dp()
+
+
+class MegatronPpAsDp(_ListsOverGrid):
+    """Pipeline stages work on data of their own: a list with ``dp_size * pp_size`` values an argument.
+
+    Value ``dp_rank * pp_size + pp_rank`` goes to all tensor-parallel ranks of that stage. The
+    result is a list in the same order: the output of the first rank of each stage.
+    """
+
+    name = "megatron_pp_as_dp"
+    unit = "pipeline stages of all data-parallel ranks"
+
+    def _layout(self, worker_group: DispatchTarget) -> Layout:
+        return self._grid(worker_group).by_dp_and_pp()
+
+
+class MegatronPpAsDpProto(_BatchesOverGrid):
+    """A shard for each pipeline stage of each data-parallel rank, ``dp_size * pp_size`` in all.
+
+    The stages of one data-parallel rank get neighbouring shards. Outputs of the first rank of each
+    stage are joined in the same order. Splitting, padding and joining are those of DP_COMPUTE_PROTO.
+    """
+
+    name = "megatron_pp_as_dp_proto"
+
+    def _layout(self, worker_group: DispatchTarget) -> Layout:
+        return self._grid(worker_group).by_dp_and_pp()
+
+
+class MegatronPpOnly(_OverGrid):
+    """Every rank gets the same arguments; the result is a list by pipeline stage.
+
+    Of each stage the output of the first rank of data-parallel rank 0 counts: for what is the same
+    on every tensor- and data-parallel rank, such as the names of a stage's parameters.
+    """
+
+    name = "megatron_pp_only"
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        stages = self._grid(worker_group).stages()
+        return Calls([RankCall(args, kwargs)] * worker_group.world_size, stages)
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        by_rank = dict(zip(outputs.ranks, outputs, strict=True))
+        return [by_rank[rank] for rank in outputs.state]
