@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,8 +15,16 @@ from pathlib import Path
 from rollcast.controller.hosting import HostInfo
 from rollcast.controller.runtime import LaunchSpec
 from rollcast.controller.worker import WorkerContext
+from rollcast.errors import ResourceError
 
-__all__ = ["build_contexts", "default_object_store", "keeping_sigterm", "read_last_lines", "require_reachable"]
+__all__ = [
+    "build_contexts",
+    "check_temp_dir",
+    "default_object_store",
+    "keeping_sigterm",
+    "read_last_lines",
+    "require_reachable",
+]
 
 
 def build_contexts(counts: Sequence[int], spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
@@ -76,3 +86,25 @@ def keeping_sigterm() -> Iterator[None]:
     finally:
         if callable(before) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, before)
+
+
+#: What Ray adds to the folder, up to the end of its longest socket's name; a socket's path has 107 bytes.
+_LONGEST_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store"
+
+
+def check_temp_dir() -> None:
+    """Refuse a folder for temporary files with which Ray would wait for its workers without end.
+
+    Raises:
+        ResourceError: it is inside the virtual environment, or its path is too long for a socket.
+    """
+    folder = Path(tempfile.gettempdir()).resolve()
+    if sys.prefix != sys.base_prefix and folder.is_relative_to(Path(sys.prefix).resolve()):
+        reason = f"is inside the virtual environment {sys.prefix}"
+    elif len(os.fsencode(f"{folder}{_LONGEST_SOCKET}")) > 107:
+        reason = "has too long a path for the sockets that Ray puts there"
+    else:
+        return
+    raise ResourceError(
+        f"Ray cannot keep its files in {folder} (from TMPDIR), which {reason}. Set TMPDIR to a short folder outside"
+    )

@@ -31,6 +31,7 @@ from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTim
 from rollcast.plugins.inprocess import snapshot
 from rollcast.runtime.places import (
     build_contexts,
+    check_temp_dir,
     default_object_store,
     keeping_sigterm,
     read_last_lines,
@@ -140,6 +141,7 @@ class RayRuntime(Runtime):
         logger.info("joined Ray at %s", address)
 
     def _embed(self) -> None:
+        check_temp_dir()
         added = {key: value for key, value in _EMBEDDED_ENV.items() if key not in os.environ}
         os.environ.update(added)
         level = _auth_logger.level
