@@ -180,7 +180,7 @@ def test_methods_that_cannot_be_called_on_a_group_are_refused() -> None:
 
 
 def test_names_of_the_groups_own_are_refused() -> None:
-    own = {name for name in vars(WorkerGroup) if not name.startswith("_")}
+    own = {name for cls in WorkerGroup.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
     assert own == decorator.RESERVED_NAMES
     for name in own:
         with pytest.raises(DispatchError, match=f"WorkerGroup has a {name!r} of its own"):

@@ -22,12 +22,22 @@ _ATTRIBUTE = "__rollcast_registered__"
 #: What a worker group is asked by these names is about the group itself.
 RESERVED_NAMES = frozenset(
     {
+        "attach",
+        "contexts",
         "execute_all",
+        "execute_all_async",
+        "execute_all_sync",
+        "execute_func",
+        "execute_func_rank_zero",
         "execute_rank_zero",
+        "execute_rank_zero_async",
+        "execute_rank_zero_sync",
+        "fuse",
         "mesh",
         "name",
         "receive",
         "role",
+        "roles",
         "runtime",
         "send",
         "shutdown",

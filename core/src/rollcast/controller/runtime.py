@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from rollcast.controller.dispatch import RankCall
 from rollcast.controller.hosting import CallFailure, HostInfo
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.errors import RollcastError
+from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
+from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins.registry import Registry, subclass_of
 
-__all__ = ["CallFailed", "Host", "LaunchSpec", "Runtime", "runtimes"]
+__all__ = ["Attached", "CallFailed", "Host", "LaunchSpec", "Runtime", "runtimes"]
 
 
 class CallFailed(RollcastError):
@@ -51,10 +51,11 @@ class CallFailed(RollcastError):
 
 @dataclass(frozen=True)
 class Host:
-    """One started process: the runtime's own handle and where it runs."""
+    """One started process: the runtime's own handle, where it runs, and its place in the group."""
 
     handle: Any
     info: HostInfo
+    context: WorkerContext = field(default_factory=WorkerContext)
 
 
 @dataclass(frozen=True)
@@ -64,14 +65,64 @@ class LaunchSpec:
     Attributes:
         name: of the group.
         roles: what lives in every process of it.
-        env: environment variables of the processes.
+        env: environment variables of the processes, under those of the roles.
         threads: CPU threads a process; None lets the runtime share the cores of a node evenly.
+        runtime_env: Ray's runtime environment of the processes, under those of the roles.
+        detached: the group outlives this process, and is found again by its name.
     """
 
     name: str
     roles: Mapping[str, ClassWithInitArgs[Any]]
     env: Mapping[str, str]
     threads: int | None = None
+    runtime_env: Mapping[str, Any] = field(default_factory=dict)
+    detached: bool = False
+
+    def merged_env(self) -> dict[str, str]:
+        """The variables of the processes, those of the roles included.
+
+        Raises:
+            ResourceError: two roles, which share a process, want different values.
+        """
+        return {**self.env, **self._of_roles("env", {role: cls.env for role, cls in self.roles.items()})}
+
+    def merged_runtime_env(self) -> dict[str, Any]:
+        """The runtime environment of the processes, those of the roles included.
+
+        Raises:
+            ResourceError: two roles, which share a process, want different values.
+        """
+        wishes = {role: dict(cls.runtime_env) for role, cls in self.roles.items()}
+        variables = {role: wish.pop("env_vars", {}) for role, wish in wishes.items()}
+        merged = {**self.runtime_env, **self._of_roles("runtime_env", wishes)}
+        env_vars = {**self.runtime_env.get("env_vars", {}), **self._of_roles("env_vars", variables)}
+        return {**merged, "env_vars": env_vars} if env_vars else merged
+
+    def _of_roles(self, what: str, wishes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        for role, wish in wishes.items():
+            for key, value in wish.items():
+                if key in merged and merged[key] != value:
+                    raise ResourceError(
+                        f"roles {source[key]!r} and {role!r} of {self.name} share a process, but want {what} {key} to "
+                        f"be {merged[key]!r} and {value!r}; place them in different pools, or let them agree"
+                    )
+                merged[key], source[key] = value, role
+        return merged
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A detached group that was found again.
+
+    Attributes:
+        roles: role → class.
+        hosts: by rank.
+    """
+
+    roles: Mapping[str, type]
+    hosts: list[Host]
 
 
 class Runtime(ABC):
@@ -89,6 +140,21 @@ class Runtime(ABC):
             ResourceError: the pool cannot be placed before the deadline; says what was missing.
             CallFailed: a worker's constructor raised.
         """
+
+    def attach(self, name: str, timeout: float, roles: Mapping[str, type] | None = None) -> Attached:
+        """Find a detached group that another process has started.
+
+        Args:
+            name: the group's.
+            timeout: seconds within which every rank has to answer.
+            roles: its classes, where they cannot be imported here under the names they had there.
+
+        Raises:
+            ResourceError: there is none of that name, it has lost a rank, or its classes cannot be
+                imported here.
+            CallFailed: a rank does not answer.
+        """
+        raise ResourceError(f"group {name!r} cannot be found again: {type(self).__name__} has no detached groups")
 
     @abstractmethod
     def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:

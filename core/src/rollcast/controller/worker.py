@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextvars
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -28,6 +28,7 @@ class WorkerContext:
         node: address of the node.
         group, role: names, for messages.
         threads: CPU threads that this process should use.
+        device_index: number of this process's accelerator among those that it sees; None without one.
     """
 
     rank: int = 0
@@ -40,6 +41,7 @@ class WorkerContext:
     group: str = "group"
     role: str = "worker"
     threads: int = 1
+    device_index: int | None = None
 
     def environment(self) -> dict[str, str]:
         """The variables that ``torch.distributed`` and its users read."""
@@ -84,6 +86,23 @@ class ClassWithInitArgs(Generic[W]):
         self.cls = cls
         self.args = args
         self.kwargs = kwargs
+        self.env: dict[str, str] = {}
+        self.runtime_env: dict[str, Any] = {}
+
+    def with_options(
+        self, *, env: Mapping[str, str] | None = None, runtime_env: Mapping[str, Any] | None = None
+    ) -> ClassWithInitArgs[W]:
+        """The same, with wishes for the process in which the worker lives.
+
+        Args:
+            env: environment variables, over those of the group.
+            runtime_env: Ray's runtime environment, over that of the group: ``env_vars``, ``pip``,
+                ``working_dir`` and the rest. Its ``env_vars`` are set before the process starts.
+        """
+        made = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
+        made.env = {**self.env, **(env or {})}
+        made.runtime_env = {**self.runtime_env, **(runtime_env or {})}
+        return made
 
     def __call__(self) -> W:
         return self.cls(*self.args, **self.kwargs)
@@ -196,3 +215,8 @@ class Worker:
                 "usually in init_model"
             )
         return self._meshes[mesh_name]
+
+    def run_function(self, function: Callable[..., Any], roles: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
+        """Call a function with this worker first, or with a dict of its neighbours if there are several roles."""
+        subject: Any = self if len(roles) == 1 else {role: self._colocated[role] for role in roles}
+        return function(subject, *args, **kwargs)

@@ -6,15 +6,16 @@ import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
+from rollcast.controller.calls_by_name import CallsByName
 from rollcast.controller.decorator import Registered, iter_registered
 from rollcast.controller.dispatch import RankCall, RankOutputs, distribute, join
+from rollcast.controller.group_hosts import GroupHosts, explain_failure
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
-from rollcast.controller.worker import ClassWithInitArgs, MeshInfo
-from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
-from rollcast.plugins.inprocess import generation, snapshot
+from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, WorkerContext
+from rollcast.errors import DispatchError, ResourceError, WorkerError
 
 if TYPE_CHECKING:
     from rollcast.protocol.future import DataProtoFuture
@@ -24,57 +25,6 @@ __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 #: Deadline of a blocking call where nothing else is said, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
 _counter = itertools.count()
-
-
-class _Hosts:
-    """The processes that all views of one group share."""
-
-    def __init__(self, runtime: Runtime, pool: ResourcePool, spec: LaunchSpec, launch_timeout: float) -> None:
-        self.runtime = runtime
-        self.pool = pool
-        self.name = spec.name
-        self.roles = dict(spec.roles)
-        self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
-        self.closed = False
-        self.parts_generation = generation()
-        try:
-            self.hosts: list[Host] = runtime.launch(pool, spec, launch_timeout)
-        except CallFailed as failed:
-            raise explain_failure(
-                failed, self.name, "+".join(self.roles), "__init__", failed.index, None
-            ) from failed.cause
-
-    def install_new_parts(self, timeout: float) -> None:
-        """Send what was registered in-process since the last call."""
-        now = generation()
-        if self.parts_generation != now:
-            self.runtime.install_parts(self.hosts, snapshot(), timeout)
-            self.parts_generation = now
-
-
-def explain_failure(
-    failed: CallFailed, group: str, role: str, method: str, rank: int, host: Host | None
-) -> WorkerError:
-    """The one error for a failed group call: where it failed first, why, and the last log lines."""
-    failure = failed.failure
-    node = failure.node if failure else (host.info.node if host else "unknown node")
-    rank = failure.rank if failure else rank
-    role = failure.role if failure else role
-    where = f"{group}.{role}.{method} failed on rank {rank} (node {node})"
-    if failed.timed_out:
-        error: WorkerError = WorkerTimeoutError(f"{where}: {failed.detail}")
-    elif failure is not None:
-        lines = "".join(f"\n    {line}" for line in failure.log_lines)
-        log = f"\n  last log lines of the worker:{lines}" if lines else ""
-        error = WorkerError(f"{where}: {failure.cause_type}: {failure.message}{log}")
-        error.cause_type = failure.cause_type
-        error.remote_traceback = failure.traceback
-        error.add_note(f"Traceback on rank {rank}:\n{failure.traceback.rstrip()}")
-    else:
-        error = WorkerError(f"{where}: {failed.detail}")
-        error.cause_type = failed.cause_type
-    error.group, error.role, error.method, error.rank, error.node = group, role, method, rank, node
-    return error
 
 
 class GroupMethod:
@@ -143,7 +93,7 @@ def _as_handle(output: Any, fetch: Any) -> Any:
     return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
 
 
-class WorkerGroup:
+class WorkerGroup(CallsByName):
     """One role's workers on all ranks of a pool; registered methods are called on the group.
 
     Args:
@@ -153,10 +103,14 @@ class WorkerGroup:
         name: for messages; made up if empty.
         timeout: deadline of each blocking call, in seconds.
         launch_timeout: deadline of the start, in seconds.
-        env: environment variables of the processes.
+        env: environment variables of the processes; a role's own are given with
+            :meth:`ClassWithInitArgs.with_options`.
         threads: CPU threads a process; by default the node's cores are shared evenly.
+        runtime_env: Ray's runtime environment of the processes.
+        detached: the group and its reservation outlive this process; :meth:`attach` finds it again.
 
-    A group of several roles is called through the views that :meth:`spawn` gives.
+    A group of several roles is called through the views that :meth:`spawn` gives, or by role:
+    ``group.actor.update_actor(batch)``.
 
     Raises:
         ResourceError: the pool cannot be placed.
@@ -174,13 +128,51 @@ class WorkerGroup:
         launch_timeout: float = 300.0,
         env: Mapping[str, str] | None = None,
         threads: int | None = None,
+        runtime_env: Mapping[str, Any] | None = None,
+        detached: bool = False,
     ) -> None:
         by_role = dict(roles) if isinstance(roles, Mapping) else {"worker": roles}
         if not by_role:
             raise ResourceError("a worker group needs at least one role")
-        spec = LaunchSpec(name or f"group{next(_counter)}", by_role, dict(env or {}), threads)
-        self._shared = _Hosts(runtime, resource_pool, spec, launch_timeout)
-        self._role = next(iter(by_role)) if len(by_role) == 1 else None
+        if detached and not name:
+            raise ResourceError("a detached group needs a name, by which it is found again")
+        spec = LaunchSpec(
+            name or f"group{next(_counter)}", by_role, dict(env or {}), threads, dict(runtime_env or {}), detached
+        )
+        self._see(GroupHosts.launch(runtime, resource_pool, spec, launch_timeout), tuple(by_role), timeout)
+
+    @classmethod
+    def attach(
+        cls,
+        name: str,
+        *,
+        runtime: Runtime,
+        roles: Mapping[str, type] | None = None,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        attach_timeout: float = 60.0,
+    ) -> Self:
+        """A group that was started with ``detached=True``, perhaps by another process; ranks are the same.
+
+        Args:
+            name: as it was given there.
+            runtime: of the same kind, joined to the same cluster.
+            roles: its classes, where they cannot be imported here under the names they had there.
+            timeout: deadline of each blocking call, in seconds.
+            attach_timeout: seconds within which every rank has to answer.
+
+        Raises:
+            ResourceError: there is no such group, it has lost a rank, or its classes cannot be imported.
+            WorkerError: a rank does not answer.
+        """
+        shared = GroupHosts.attach(runtime, name, attach_timeout, roles)
+        group = object.__new__(cls)
+        group._see(shared, tuple(shared.roles), timeout)
+        return group
+
+    def _see(self, shared: GroupHosts, roles: tuple[str, ...], timeout: float) -> None:
+        self._shared = shared
+        self._roles = roles
+        self._role = roles[0] if len(roles) == 1 else None
         self._timeout = timeout
         self._methods = self._bind()
 
@@ -211,9 +203,19 @@ class WorkerGroup:
         return self._role
 
     @property
+    def roles(self) -> tuple[str, ...]:
+        """The roles that this view sees."""
+        return self._roles
+
+    @property
     def workers(self) -> Sequence[Host]:
         """The processes, by rank."""
         return tuple(self._shared.hosts)
+
+    @property
+    def contexts(self) -> Sequence[WorkerContext]:
+        """Where each rank stands."""
+        return tuple(host.context for host in self._shared.hosts)
 
     def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
         """Each rank's place in the mesh, asked of the workers once.
@@ -227,7 +229,7 @@ class WorkerGroup:
         return self._shared.meshes[key]
 
     def __repr__(self) -> str:
-        role = self._role or "+".join(self._shared.roles)
+        role = "+".join(self._roles)
         return f"{type(self).__name__}({self.name!r}, role={role!r}, world_size={self.world_size})"
 
     # -- views --------------------------------------------------------------------------------
@@ -238,26 +240,42 @@ class WorkerGroup:
         Raises:
             DispatchError: the group does not host such a role.
         """
-        wanted = list(self._shared.roles) if roles is None else list(roles)
-        for role in wanted:
-            if role not in self._shared.roles:
-                raise DispatchError(f"{self.name} hosts no role {role!r}; it hosts {', '.join(self._shared.roles)}")
-        return {role: self._view(role, self._timeout) for role in wanted}
+        return {role: self._view((role,), self._timeout) for role in self._hosted(roles)}
 
-    def with_timeout(self, seconds: float) -> WorkerGroup:
+    def fuse(self, roles: Iterable[str] | None = None) -> Self:
+        """One view of several roles (all by default), from any view of them: the inverse of :meth:`spawn`.
+
+        Raises:
+            DispatchError: the group does not host such a role.
+        """
+        return self._view(self._hosted(roles), self._timeout)
+
+    def with_timeout(self, seconds: float) -> Self:
         """The same group with another deadline for blocking calls."""
-        return self._view(self._role, seconds)
+        return self._view(self._roles, seconds)
 
-    def _view(self, role: str | None, timeout: float) -> WorkerGroup:
+    def _hosted(self, roles: Iterable[str] | None) -> tuple[str, ...]:
+        hosted = self._shared.roles
+        wanted = tuple(dict.fromkeys(hosted if roles is None else roles))
+        for role in wanted:
+            if role not in hosted:
+                raise DispatchError(f"{self.name} hosts no role {role!r}; it hosts {', '.join(hosted)}")
+        if not wanted:
+            raise DispatchError(f"a view of {self.name} needs a role; it hosts {', '.join(hosted)}")
+        return wanted
+
+    def _first_role(self) -> Self:
+        return self._view(self._roles[:1], self._timeout)
+
+    def _view(self, roles: tuple[str, ...], timeout: float) -> Self:
         view = object.__new__(type(self))
-        view._shared, view._role, view._timeout = self._shared, role, timeout
-        view._methods = view._bind()
+        view._see(self._shared, roles, timeout)
         return view
 
     def _bind(self) -> dict[str, GroupMethod]:
         if self._role is None:
             return {}
-        cls = self._shared.roles[self._role].cls
+        cls = self._shared.roles[self._role]
         return {name: GroupMethod(self, name, function, entry) for name, function, entry in iter_registered(cls)}
 
     def __getattr__(self, name: str) -> Any:
@@ -266,14 +284,17 @@ class WorkerGroup:
         methods = self.__dict__.get("_methods", {})
         if name in methods:
             return methods[name]
-        if self._role is None:
-            known = f"call it on a view: spawn()[{next(iter(self._shared.roles))!r}].{name}"
+        roles = self.__dict__.get("_roles", ())
+        if len(roles) > 1 and name in roles:
+            return self._view((name,), self._timeout)
+        if len(roles) != 1:
+            known = f"call it on a view: spawn()[{next(iter(roles), 'role')!r}].{name}"
         else:
             known = f"registered: {', '.join(methods)}"
         raise AttributeError(f"{self!r} has no method {name!r}; {known}")
 
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *self._methods})
+        return sorted({*super().__dir__(), *self._methods, *(self._roles if self._role is None else ())})
 
     # -- calls --------------------------------------------------------------------------------
 
@@ -335,15 +356,6 @@ class WorkerGroup:
                     seen[id(value)] = seen.get(id(value), 0) + 1
                     values[id(value)] = value
         return {key: self._shared.runtime.put(values[key]) for key, count in seen.items() if count > 1}
-
-    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call any method (registered or not) with the same arguments on all ranks; outputs by rank."""
-        ranks = list(range(self.world_size))
-        return self.receive(method, ranks, self.send(method, [(rank, RankCall(args, kwargs)) for rank in ranks]))
-
-    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call any method on rank 0."""
-        return self.receive(method, [0], self.send(method, [(0, RankCall(args, kwargs))]))[0]
 
     # -- end ----------------------------------------------------------------------------------
 

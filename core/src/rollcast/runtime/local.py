@@ -44,6 +44,16 @@ class LocalRuntime(Runtime):
                 f"runtime 'local' runs one process, pool {pool.name!r} asks for {pool.world_size}; "
                 "use runtime=ray, or placement.n_gpus_per_node=1 and placement.nnodes=1"
             )
+        if spec.detached:
+            raise ResourceError(f"group {spec.name!r} cannot be detached: runtime 'local' ends with this process")
+        runtime_env = spec.merged_runtime_env()
+        variables = runtime_env.pop("env_vars", {})
+        if runtime_env:
+            raise ResourceError(
+                f"group {spec.name!r} asks for a runtime_env with {', '.join(runtime_env)}, but runtime 'local' runs "
+                "in this process as it is; use runtime=ray"
+            )
+        env = spec.merged_env()
         threads = spec.threads or self._num_cpus
         if threads is not None:
             import torch
@@ -53,14 +63,14 @@ class LocalRuntime(Runtime):
         context = WorkerContext(
             master_port=info.free_port, node="localhost", group=spec.name, threads=threads or os.cpu_count() or 1
         )
-        self._set_env({**context.environment(), **spec.env})
+        self._set_env({**context.environment(), **variables, **env})
         worker_host = WorkerHost()
         try:
             worker_host.build(context, spec.roles)
         except WorkerRaised as raised:
             self._close(worker_host)
             raise CallFailed(0, raised.failure) from raised
-        host = Host(worker_host, info)
+        host = Host(worker_host, info, context)
         self._hosts.append(host)
         return [host]
 

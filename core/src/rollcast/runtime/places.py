@@ -27,15 +27,15 @@ __all__ = [
 ]
 
 
-def build_contexts(counts: Sequence[int], spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
+def build_contexts(nodes: Sequence[str], spec: LaunchSpec, infos: Sequence[HostInfo]) -> list[WorkerContext]:
     """A context for each rank; rank 0's node and free port are the rendezvous.
 
     Args:
-        counts: processes on each node, in rank order.
+        nodes: what tells each rank's node from others.
         spec: the group.
         infos: the process of each rank.
     """
-    places = [(local, count) for count in counts for local in range(count)]
+    places = [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
     cores = os.cpu_count() or 1
     return [
         WorkerContext(

@@ -5,13 +5,16 @@ from __future__ import annotations
 import os
 import pickle
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rollcast.controller.hosting import Store, WorkerHost
 from rollcast.controller.worker import WorkerContext
 from rollcast.plugins.inprocess import install_snapshot
+from rollcast.runtime.device import use_device
+from rollcast.runtime.visible_devices import local_device_index
 
 __all__ = ["HostProcess"]
 
@@ -33,6 +36,7 @@ class HostProcess:
 
         Raises:
             WorkerRaised: a constructor raised.
+            ResourceError: ``env`` hides the device that the process was given.
         """
         os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
@@ -43,7 +47,19 @@ class HostProcess:
             import torch
 
             torch.set_num_threads(context.threads)
-        self.host.build(context, pickle.loads(roles))
+        index = self._device_index(context)
+        use_device(index)
+        self.host.build(replace(context, device_index=index), pickle.loads(roles))
+
+    def accelerators(self) -> Mapping[str, Sequence[str]]:
+        """Kind of accelerator → ids of those that the runtime gave this process."""
+        return {}
+
+    def _device_index(self, context: WorkerContext) -> int | None:
+        for kind, ids in self.accelerators().items():
+            if ids:
+                return local_device_index(os.environ, ids, context.local_rank, kind)
+        return None
 
     def install(self, parts: bytes | None) -> None:
         """Make the driver's in-process parts known here, in place of earlier ones."""

@@ -8,37 +8,41 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import re
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import ray
-from ray import cloudpickle
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import HostInfo, WorkerRaised
-from rollcast.controller.resource_pool import NodeResources, ResourcePool, check_resources
-from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
+from rollcast.controller.hosting import WorkerRaised
+from rollcast.controller.resource_pool import NodeResources, ResourcePool
+from rollcast.controller.runtime import Attached, CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
-from rollcast.plugins.inprocess import snapshot
 from rollcast.runtime.places import (
-    build_contexts,
     check_temp_dir,
     default_object_store,
     keeping_sigterm,
     read_last_lines,
     require_reachable,
 )
-from rollcast.runtime.process import HostProcess
-from rollcast.runtime.ray_pool import RayResourcePool
+from rollcast.runtime.ray_actors import (
+    build_hosts,
+    detached_places,
+    find_actors,
+    keep_record,
+    kill_actors,
+    pack_roles,
+    read_record,
+    start_actors,
+    started_runtimes,
+)
+from rollcast.runtime.ray_pool import Placements, RayResourcePool, Slot, check_room, read_nodes
 
 __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
 
@@ -58,32 +62,14 @@ _CLOSE_GRACE_S = 5.0
 _SETTLE_S = 0.5
 
 
-class _ObjectStore:
-    """Ray's object store, as the workers see it."""
-
-    def put(self, value: Any) -> Any:
-        return ray.put(value)
-
-    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        return list(ray.get(list(refs), timeout=timeout))
-
-
-class _HostActor(HostProcess):
-    """The Ray actor."""
-
-    def __init__(self) -> None:
-        super().__init__(_ObjectStore())
-
-    def hello(self) -> HostInfo:
-        return self.host.describe(ray.util.get_node_ip_address())
-
-
 @dataclass
 class _Running:
-    """A group that runs: its processes, and where they were placed."""
+    """A group that runs: where it was placed, and its processes."""
 
-    pool: RayResourcePool
+    name: str
+    slots: list[Slot]
     hosts: list[Host]
+    detached: bool
 
 
 class RayRuntime(Runtime):
@@ -111,7 +97,7 @@ class RayRuntime(Runtime):
         self._object_store_memory = object_store_memory
         self._log_to_driver = log_to_driver
         self._initialized_ray = False
-        self._pools: dict[int, RayResourcePool] = {}
+        self._pools = Placements()
         self._running: list[_Running] = []
 
     @classmethod
@@ -123,6 +109,7 @@ class RayRuntime(Runtime):
 
     def start(self) -> None:
         """Start or join Ray; nothing if this process already has one."""
+        started_runtimes.add(self)
         if ray.is_initialized():
             return
         with keeping_sigterm():
@@ -161,87 +148,63 @@ class RayRuntime(Runtime):
 
     def nodes(self) -> list[NodeResources]:
         self.start()
-        return [
-            NodeResources(
-                n["NodeManagerAddress"], float(n["Resources"].get("CPU", 0)), float(n["Resources"].get("GPU", 0))
-            )
-            for n in ray.nodes()
-            if n["Alive"]
-        ]
+        return read_nodes()
 
     def launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
         self.start()
+        if spec.detached and self._initialized_ray and self._address is None:
+            logger.warning("the detached group %s ends with this process, whose Ray it runs on", spec.name)
         deadline = time.monotonic() + timeout
-        placed = self._placed(pool)
+        blob = pack_roles(spec)
         try:
-            if placed.placement_groups is None:
-                others = [other for other in self._pools.values() if other.placement_groups is not None]
-                check_resources([*others, placed], self.nodes())
-            hosts = self._start_hosts(placed, spec, timeout, deadline)
+            slots = self._pools.slots(pool, spec.detached, timeout)
+            check_room(pool, slots, [(running.name, running.slots) for running in self._running])
+            handles = start_actors(pool, slots, spec)
+            try:
+                get = self._getter(deadline)
+                hosts = build_hosts(handles, slots, spec, blob, get)
+                if spec.detached:
+                    keep_record(hosts, slots, spec, self._pools.owns(slots), get)
+            except BaseException:
+                kill_actors(handles)
+                raise
         except BaseException:
             self._release_unused()
             raise
-        self._running.append(_Running(placed, hosts))
+        self._running.append(_Running(spec.name, slots, hosts, spec.detached))
         return hosts
 
-    def _start_hosts(self, pool: RayResourcePool, spec: LaunchSpec, timeout: float, deadline: float) -> list[Host]:
-        try:
-            blob = cloudpickle.dumps((snapshot(), cloudpickle.dumps(dict(spec.roles))))
-        except (TypeError, AttributeError, pickle.PicklingError) as error:
-            raise DispatchError(
-                f"the classes or arguments of {spec.name} cannot be sent to workers: {error}"
-            ) from error
-        handles = self._start_actors(pool, timeout)
-        try:
-            infos = self._get([handle.hello.remote() for handle in handles], deadline)
-            counts = [count for count, _ in pool.get_placement_groups()]
-            built = [
-                handle.build.remote(context, dict(spec.env), list(sys.path), blob)
-                for handle, context in zip(handles, build_contexts(counts, spec, infos), strict=True)
-            ]
-            self._get(built, deadline)
-        except BaseException:
-            for handle in handles:
-                ray.kill(handle)
-            raise
-        return [Host(handle, info) for handle, info in zip(handles, infos, strict=True)]
+    def attach(self, name: str, timeout: float, roles: Mapping[str, type] | None = None) -> Attached:
+        self.start()
+        get = self._getter(time.monotonic() + timeout)
+        record = read_record(name, get)
+        known = dict(roles) if roles is not None else record.load_roles()
+        handles = find_actors(name, len(record.contexts))
+        infos = get([handle.hello.remote() for handle in handles])
+        hosts = [Host(*entry) for entry in zip(handles, infos, record.contexts, strict=True)]
+        self._pools.adopt(record.slots if record.owns_slots else ())
+        self._running.append(_Running(name, list(record.slots), hosts, detached=True))
+        return Attached(known, hosts)
 
-    def _placed(self, pool: ResourcePool) -> RayResourcePool:
-        if isinstance(pool, RayResourcePool):
-            if pool.placement_groups is None:
-                self._pools[id(pool)] = pool  # placed by us, and so released by us
-            return pool
-        if id(pool) not in self._pools:
-            placed = RayResourcePool(
-                pool.process_on_nodes, pool.use_gpu, pool.max_colocate_count, pool.name, pool.cpus_per_process
-            )
-            placed._origin = pool  # type: ignore[attr-defined]  # keeps its id from being reused
-            self._pools[id(pool)] = placed
-        return self._pools[id(pool)]
+    def end_detached(self, name: str, timeout: float = 60.0) -> None:
+        """End a detached group that cannot be attached to, because it has lost a rank.
 
-    @staticmethod
-    def _start_actors(pool: RayResourcePool, timeout: float) -> list[Any]:
-        actor, share = ray.remote(_HostActor), pool.max_colocate_count
-        return [
-            actor.options(
-                num_cpus=pool.cpus_per_process / share,
-                num_gpus=(1.0 / share if pool.use_gpu else 0),
-                scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index),
-            ).remote()
-            for count, group in pool.get_placement_groups(timeout)
-            for index in range(count)
-        ]
+        Raises:
+            ResourceError: there is no such group.
+        """
+        self.start()
+        record = read_record(name, self._getter(time.monotonic() + timeout))
+        kill_actors(find_actors(name))
+        self._pools.adopt(record.slots if record.owns_slots else ())
+        self._release_unused()
 
     def _release_unused(self) -> None:
         """Give back the places of pools on which no group runs any more."""
-        used = {id(running.pool) for running in self._running}
-        for key, pool in list(self._pools.items()):
-            if id(pool) not in used:
-                pool.release()
-                del self._pools[key]
+        used = {slot.key[0] for running in self._running for slot in running.slots}
+        self._pools.release_all_but(used | (detached_places() if self._pools.has_detached() else set()))
 
-    def _get(self, refs: Sequence[Any], deadline: float) -> list[Any]:
-        return self.gather(refs, max(deadline - time.monotonic(), 0.001))
+    def _getter(self, deadline: float) -> Callable[[Sequence[Any]], list[Any]]:
+        return lambda refs: self.gather(refs, max(deadline - time.monotonic(), 0.001))
 
     def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
         try:
@@ -333,7 +296,7 @@ class RayRuntime(Runtime):
             ray.cancel(ref, force=False, recursive=False)
 
     def stop(self, hosts: Sequence[Host]) -> None:
-        if not ray.is_initialized():
+        if not ray.is_initialized() or not hosts:
             return
         closing = [host.handle.close.remote() for host in hosts]
         closed, _ = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
@@ -344,8 +307,7 @@ class RayRuntime(Runtime):
                 logger.warning("close() of a worker raised: %s", getattr(error, "cause", error))
             except ray.exceptions.RayError as error:
                 logger.debug("a worker was gone before it was closed: %s", error)
-        for host in hosts:
-            ray.kill(host.handle)
+        kill_actors([host.handle for host in hosts])
         gone = {id(host) for host in hosts}
         for running in self._running:
             running.hosts = [host for host in running.hosts if id(host) not in gone]
@@ -353,12 +315,13 @@ class RayRuntime(Runtime):
         self._release_unused()
 
     def shutdown(self) -> None:
+        """End everything but detached groups, which run on where Ray does."""
         if ray.is_initialized():
-            self.stop([host for running in self._running for host in running.hosts])
+            self.stop([host for running in self._running if not running.detached for host in running.hosts])
             if self._initialized_ray:
                 # Ends a Ray of our own; of a cluster that was joined only this process's connection.
                 ray.shutdown()
-        self._pools.clear()
+        self._pools.forget()
         self._running.clear()
         self._initialized_ray = False
 
@@ -380,3 +343,8 @@ class RayWorkerGroup(WorkerGroup):
         **options: Any,
     ) -> None:
         super().__init__(resource_pool, ray_cls_with_init, runtime=runtime or RayRuntime.shared(), **options)
+
+    @classmethod
+    def attach(cls, name: str, *, runtime: Runtime | None = None, **options: Any) -> Self:
+        """See :meth:`WorkerGroup.attach`."""
+        return super().attach(name, runtime=runtime or RayRuntime.shared(), **options)

@@ -1,0 +1,248 @@
+"""The actors of a group on Ray: how they are started, and found again by name."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import sys
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import ray
+from ray import cloudpickle
+from ray.util import list_named_actors
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from rollcast.controller.hosting import HostInfo
+from rollcast.controller.resource_pool import ResourcePool
+from rollcast.controller.runtime import Host, LaunchSpec
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import DispatchError, ResourceError
+from rollcast.plugins.inprocess import snapshot
+from rollcast.runtime.places import build_contexts
+from rollcast.runtime.process import HostProcess
+from rollcast.runtime.ray_pool import Slot, remove_groups_made_by
+
+if TYPE_CHECKING:
+    from rollcast.controller.runtime import Runtime
+
+__all__ = [
+    "GroupRecord",
+    "HostActor",
+    "build_hosts",
+    "detached_places",
+    "find_actors",
+    "keep_record",
+    "kill_actors",
+    "pack_roles",
+    "read_record",
+    "start_actors",
+    "started_runtimes",
+]
+
+#: Ray's namespace of detached groups: the same for every driver.
+NAMESPACE = "rollcast"
+#: Says, beside group and rank, in which placement group the actor lives.
+_ACTOR_NAME = re.compile(r"(?P<group>.+)\.(?P<rank>\d+)@[0-9a-f]+", re.DOTALL)
+#: The runtimes that have started something from this process; a worker may hold groups of its own.
+started_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
+
+Get = Callable[[Sequence[Any]], list[Any]]
+
+
+@dataclass(frozen=True)
+class GroupRecord:
+    """What each actor of a detached group keeps, so that another driver can find the group.
+
+    Attributes:
+        name: of the group.
+        roles: pickle of role → class.
+        contexts, slots: by rank.
+        owns_slots: the placement groups end with the group.
+    """
+
+    name: str
+    roles: bytes
+    contexts: tuple[WorkerContext, ...]
+    slots: tuple[Slot, ...]
+    owns_slots: bool
+
+    def load_roles(self) -> dict[str, type]:
+        """Role → class.
+
+        Raises:
+            ResourceError: a class cannot be imported here.
+        """
+        try:
+            return dict(pickle.loads(self.roles))
+        except (ImportError, AttributeError) as error:
+            raise ResourceError(
+                f"a class of the detached group {self.name!r} cannot be imported here: {error}. Make its module "
+                "importable (PYTHONPATH), or give the classes: attach(name, roles={role: cls})"
+            ) from error
+
+
+class _ObjectStore:
+    """Ray's object store, as the workers see it."""
+
+    def put(self, value: Any) -> Any:
+        return ray.put(value)
+
+    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
+        return list(ray.get(list(refs), timeout=timeout))
+
+
+class HostActor(HostProcess):
+    """The Ray actor."""
+
+    def __init__(self) -> None:
+        super().__init__(_ObjectStore())
+        self._record: bytes | None = None
+
+    def hello(self) -> HostInfo:
+        """Where this is."""
+        return self.host.describe(ray.util.get_node_ip_address())
+
+    def accelerators(self) -> Mapping[str, Sequence[str]]:
+        return ray.get_runtime_context().get_accelerator_ids()
+
+    def remember(self, record: bytes) -> None:
+        """Keep the record of a detached group."""
+        self._record = record
+
+    def recall(self) -> bytes | None:
+        """The record."""
+        return self._record
+
+    def close(self) -> None:
+        try:
+            super().close()
+        finally:
+            for runtime in list(started_runtimes):
+                runtime.shutdown()
+
+
+def pack_roles(spec: LaunchSpec) -> bytes:
+    """The in-process parts and the classes with their arguments, for :meth:`HostProcess.build`.
+
+    Raises:
+        DispatchError: a class or argument cannot be sent.
+    """
+    try:
+        return bytes(cloudpickle.dumps((snapshot(), cloudpickle.dumps(dict(spec.roles)))))
+    except (TypeError, AttributeError, pickle.PicklingError) as error:
+        raise DispatchError(f"the classes or arguments of {spec.name} cannot be sent to workers: {error}") from error
+
+
+def start_actors(pool: ResourcePool, slots: Sequence[Slot], spec: LaunchSpec) -> list[Any]:
+    """An actor for each rank.
+
+    Raises:
+        ResourceError: a detached group of that name exists.
+    """
+    options: dict[str, Any] = {"num_cpus": pool.cpus_per_process / pool.max_colocate_count, "num_gpus": 0}
+    if pool.use_gpu:
+        share = 1.0 / pool.max_colocate_count
+        options.update({"num_gpus": share} if pool.accelerator == "GPU" else {"resources": {pool.accelerator: share}})
+    runtime_env = spec.merged_runtime_env()
+    if runtime_env:
+        options["runtime_env"] = runtime_env
+    if spec.detached:
+        if spec.name in find_detached():
+            raise ResourceError(
+                f"a detached group {spec.name!r} runs already; attach to it, shut it down, or choose another name"
+            )
+        options.update(lifetime="detached", namespace=NAMESPACE)
+    handles = []
+    for rank, slot in enumerate(slots):
+        here = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
+        name = {"name": f"{spec.name}.{rank}@{slot.key[0]}"} if spec.detached else {}
+        handles.append(ray.remote(HostActor).options(**options, **name, scheduling_strategy=here).remote())
+    return handles
+
+
+def kill_actors(handles: Sequence[Any]) -> None:
+    """End processes at once, and give back what groups of their own had reserved."""
+    for handle in handles:
+        ray.kill(handle)
+    remove_groups_made_by([handle._actor_id.hex() for handle in handles])
+
+
+def build_hosts(handles: Sequence[Any], slots: Sequence[Slot], spec: LaunchSpec, blob: bytes, get: Get) -> list[Host]:
+    """Build the workers in their actors.
+
+    Raises:
+        CallFailed: a constructor raised.
+    """
+    env = spec.merged_env()
+    infos = get([handle.hello.remote() for handle in handles])
+    contexts = build_contexts([slot.node_id for slot in slots], spec, infos)
+    get(
+        [
+            handle.build.remote(context, env, list(sys.path), blob)
+            for handle, context in zip(handles, contexts, strict=True)
+        ]
+    )
+    return [Host(*entry) for entry in zip(handles, infos, contexts, strict=True)]
+
+
+def keep_record(hosts: Sequence[Host], slots: Sequence[Slot], spec: LaunchSpec, owns_slots: bool, get: Get) -> None:
+    """Leave with each actor what another driver needs to find the group."""
+    roles = cloudpickle.dumps({role: wrapped.cls for role, wrapped in spec.roles.items()})
+    record = GroupRecord(spec.name, roles, tuple(host.context for host in hosts), tuple(slots), owns_slots)
+    blob = cloudpickle.dumps(record)
+    get([host.handle.remember.remote(blob) for host in hosts])
+
+
+def find_detached() -> dict[str, dict[int, str]]:
+    """The detached groups of the cluster: group → rank → the name of its actor, of ranks that live."""
+    found: dict[str, dict[int, str]] = {}
+    for entry in list_named_actors(all_namespaces=True):
+        parts = _ACTOR_NAME.fullmatch(entry["name"])
+        if entry["namespace"] == NAMESPACE and parts is not None:
+            found.setdefault(parts["group"], {})[int(parts["rank"])] = entry["name"]
+    return found
+
+
+def detached_places() -> set[str]:
+    """Ids of the placement groups in which detached groups live."""
+    names = [name for ranks in find_detached().values() for name in ranks.values()]
+    return {name.rpartition("@")[2] for name in names}
+
+
+def find_actors(group: str, size: int | None = None) -> list[Any]:
+    """The actors of a detached group, by rank.
+
+    Args:
+        group: its name.
+        size: how many there have to be; by default those that live.
+
+    Raises:
+        ResourceError: there is no such group, or it has lost a rank.
+    """
+    groups = find_detached()
+    if group not in groups:
+        raise ResourceError(f"no detached group {group!r} runs here; detached groups: {', '.join(groups) or 'none'}")
+    ranks = groups[group]
+    lost = sorted(set(range(size or 0)) - set(ranks))
+    if lost:
+        raise ResourceError(
+            f"the detached group {group!r} has lost ranks {lost} of {size}; end the rest of it with "
+            f"RayRuntime.end_detached({group!r}) and start it anew"
+        )
+    return [ray.get_actor(ranks[rank], namespace=NAMESPACE) for rank in sorted(ranks)]
+
+
+def read_record(group: str, get: Get) -> GroupRecord:
+    """What the group's first living rank keeps.
+
+    Raises:
+        ResourceError: no such group.
+        CallFailed: the rank does not answer.
+    """
+    blob = get([find_actors(group)[0].recall.remote()])[0]
+    if blob is None:
+        raise ResourceError(f"the detached group {group!r} is still being started; try again")
+    return pickle.loads(blob)  # type: ignore[no-any-return]

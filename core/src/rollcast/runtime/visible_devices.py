@@ -1,0 +1,114 @@
+"""Which device a process computes on: from its environment, and from what Ray gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollcast.errors import ResourceError
+
+__all__ = ["NOSET_SWITCHES", "local_device_index", "ray_noset_visible_devices", "visible_devices"]
+
+_NOSET = "RAY_EXPERIMENTAL_NOSET_"
+#: Ray's name of an accelerator → the variables that hide devices of that kind.
+_VARIABLES = {
+    "GPU": ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "ONEAPI_DEVICE_SELECTOR"),
+    "NPU": ("ASCEND_RT_VISIBLE_DEVICES",),
+    "HPU": ("HABANA_VISIBLE_MODULES",),
+    "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
+    "TPU": ("TPU_VISIBLE_CHIPS",),
+}
+#: Each tells Ray to leave the variable of its name alone; the process then sees all devices.
+NOSET_SWITCHES = tuple(_NOSET + name for names in _VARIABLES.values() for name in names)
+
+
+def ray_noset_visible_devices(env: Mapping[str, str], accelerator: str | None = None) -> bool:
+    """Whether a switch keeps Ray from hiding the devices of other processes.
+
+    Args:
+        env: an environment.
+        accelerator: look only at the switches for this kind, by Ray's name; by default at all.
+    """
+    names = NOSET_SWITCHES if accelerator is None else [_NOSET + name for name in _VARIABLES.get(accelerator, ())]
+    return any(env.get(name, "").lower() in ("1", "true") for name in names)
+
+
+def visible_devices(env: Mapping[str, str], accelerator: str = "GPU") -> list[str] | None:
+    """The devices that the environment leaves visible, in the order in which libraries number them.
+
+    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` mean the same on ROCm and have to agree.
+    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers what they choose from, so it stands alone.
+
+    Returns:
+        Ids as they are written; None where all devices are visible.
+
+    Raises:
+        ResourceError: the variables contradict each other.
+    """
+    if accelerator != "GPU":
+        values = [env[name] for name in _VARIABLES.get(accelerator, ()) if name in env]
+        return _ids(values[0]) if values else None
+    chosen = {name: env[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in env}
+    if any(not _ids(value) for value in chosen.values()):
+        return []
+    if len(set(chosen.values())) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in chosen.items())
+        raise ResourceError(f"{both} contradict each other: ROCm takes them for the same; unset one")
+    if "ROCR_VISIBLE_DEVICES" in env:
+        if chosen:
+            name, value = next(iter(chosen.items()))
+            raise ResourceError(
+                f"ROCR_VISIBLE_DEVICES={env['ROCR_VISIBLE_DEVICES']} renumbers the devices among which {name}={value} "
+                "chooses; set only HIP_VISIBLE_DEVICES"
+            )
+        return _ids(env["ROCR_VISIBLE_DEVICES"])
+    return _ids(next(iter(chosen.values()))) if chosen else None
+
+
+def _ids(value: str) -> list[str]:
+    """What a list of devices names: all up to the first that is invalid, as the drivers read it."""
+    found: list[str] = []
+    for part in (part.strip() for part in value.split(",")):
+        if part in ("", "NoDevFiles", "none") or part.startswith("-"):
+            break
+        found.append(part)
+    return found
+
+
+def local_device_index(
+    env: Mapping[str, str], assigned: Sequence[str | int], local_rank: int = 0, accelerator: str = "GPU"
+) -> int | None:
+    """The number by which this process calls its device, as in ``torch.device("cuda", number)``.
+
+    Ray hides from a process all devices but its own, whose number is then 0. Under a ``NOSET`` switch
+    it hides none, and the number is the place of the given id among all visible ones.
+
+    Args:
+        env: the process's environment.
+        assigned: ids that Ray gave the process; empty if it gave none.
+        local_rank: rank among the group's processes on the node; tells the devices where Ray says nothing.
+        accelerator: kind of device, by Ray's name.
+
+    Returns:
+        None if the environment hides every device.
+
+    Raises:
+        ResourceError: the environment contradicts itself, or hides the device that Ray gave.
+    """
+    visible = visible_devices(env, accelerator)
+    if visible == []:
+        return None
+    if not assigned:
+        return local_rank if visible is None else local_rank % len(visible)
+    given = str(assigned[0])
+    if visible is None:
+        if not given.isdigit():
+            raise ResourceError(f"Ray gave the process device {given}, and no variable says which number that is")
+        return int(given)
+    if given in visible:
+        return visible.index(given)
+    if ray_noset_visible_devices(env, accelerator):
+        return local_rank % len(visible)  # whoever threw the switch chooses the devices
+    raise ResourceError(
+        f"Ray gave the process device {given}, but its environment shows only {', '.join(visible)}; leave "
+        f"{', '.join(_VARIABLES.get(accelerator, ()))} out of env, or choose devices yourself under {_NOSET}*=1"
+    )
