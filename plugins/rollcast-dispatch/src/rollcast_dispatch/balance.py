@@ -97,15 +97,19 @@ def plan_shards(
         lengths: tokens of each row.
         shards: how many.
         groups: row numbers that stay together; None if each row is by itself.
-        equal_size: pad shards to one number of rows. Padding repeats a short row of another shard,
-            so that it joins no group of its own shard.
+        equal_size: pad shards to one number of rows. Padding repeats the shortest row; if there are
+            groups, the shortest of other shards, so that it joins no group of its own.
     """
     items = [[row] for row in range(len(lengths))] if groups is None else [list(group) for group in groups]
-    balanced = _pad(_balance(lengths, shards, items, equal_size), lengths, equal_size)
+
+    def padded(parts: Sequence[list[int]]) -> list[Shard]:
+        return _pad(parts, lengths, max(map(len, parts)) if equal_size else 0, apart=groups is not None)
+
+    balanced = padded(_balance(lengths, shards, items, equal_size))
     runs = _cut(len(lengths), shards, equal_size)
     owner = {row: number for number, run in enumerate(runs) for row in run}
     if groups is None or all(len({owner[row] for row in item}) == 1 for item in items):
-        consecutive = _pad(runs, lengths, equal_size)
+        consecutive = padded(runs)
         if _heaviest(consecutive, lengths) <= _heaviest(balanced, lengths):
             return consecutive
     return balanced
@@ -132,17 +136,17 @@ def _cut(rows: int, shards: int, equal_size: bool) -> list[list[int]]:
     return [list(range(bounds[number], bounds[number + 1])) for number in range(shards)]
 
 
-def _pad(parts: Sequence[list[int]], lengths: Sequence[int], equal_size: bool) -> list[Shard]:
-    size = max(map(len, parts)) if equal_size else 0
-    if all(len(rows) >= size for rows in parts):
-        return [Shard(rows, []) for rows in parts]
+def _pad(parts: Sequence[list[int]], lengths: Sequence[int], size: int, apart: bool) -> list[Shard]:
+    """Shards of ``size`` rows at least; what is added is no row of the shard itself if ``apart``."""
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
-    padded = []
-    for rows in parts:
-        own = set(rows)
-        missing = max(size - len(rows), 0)
-        padded.append(Shard(rows, [next(row for row in by_length if row not in own)] * missing if missing else []))
-    return padded
+
+    def padding(rows: list[int]) -> list[int]:
+        if len(rows) >= size:
+            return []
+        own = set(rows) if apart else ()
+        return [next(row for row in by_length if row not in own)] * (size - len(rows))
+
+    return [Shard(rows, padding(rows)) for rows in parts]
 
 
 def _heaviest(shards: Sequence[Shard], lengths: Sequence[int]) -> int:

@@ -27,10 +27,10 @@ class _State:
 class TokenBalanced(DispatchMode):
     """Rows go where they make the shards' numbers of tokens most equal; results come back in order.
 
-    Rows are dealt out by Karmarkar and Karp's largest differencing method. The heaviest shard has at
-    most the mean of all shards and the longest row (or the heaviest group) in tokens, and never more
-    than with DP_COMPUTE_PROTO's consecutive shards; where those are as good, rows stay in order and
-    are sent as views. With groups of rows this is said of calls that need no padding.
+    Rows are dealt out by Karmarkar and Karp's largest differencing method. In tokens the heaviest
+    shard exceeds the mean by the longest row at most (or the heaviest group), and it is never
+    heavier than with DP_COMPUTE_PROTO; where consecutive rows are as good, they stay in order and
+    are sent as views. Of groups both is said as far as no padding is needed.
 
     Workers return a row (of a DataProto or a list) for each row that they got, or all None. An
     empty batch goes to every shard empty.
@@ -43,8 +43,9 @@ class TokenBalanced(DispatchMode):
             column counts. Of a handle this column is fetched.
         group_key: a column whose equal values keep rows together on one shard, such as ``uid``.
         equal_size: give every shard the same number of rows, padded where rows or groups do not
-            come out even. A padded row is a copy of a row of another shard, and what came of it is
-            taken off. Without it shards may differ in rows, and have none.
+            come out even: with copies of the shortest row; of another shard's shortest row if there
+            are groups. What came of them is taken off. Without ``equal_size`` shards may differ in
+            rows, and have none.
     """
 
     name = "token_balanced"
