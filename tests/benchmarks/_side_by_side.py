@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import tempfile
 import time
@@ -162,12 +163,21 @@ class Pairs:
 
     rollcast's step is timed from the first hook of the step to the last, so that what trackers
     write is in it.
+
+    Attributes:
+        peer: the other side.
+        rows: responses a step.
+        load: processes that wanted to run in the minute before the benchmark.
+        ours, theirs: the steps so far.
+        phases: of our steps; name to seconds.
     """
 
     peer: Peer
     rows: int
+    load: float
     ours: list[StepReport] = field(default_factory=list)
     theirs: list[StepReport] = field(default_factory=list)
+    phases: list[dict[str, float]] = field(default_factory=list)
     _start: float = 0.0
 
     @hookimpl(tryfirst=True)
@@ -181,11 +191,12 @@ class Pairs:
         seconds = time.perf_counter() - self._start
         trained = self.rows * (1.0 - metrics["actor/zero_advantage_rows"])
         self.ours.append(StepReport(seconds, metrics["rollout/tokens"], trained, metrics["reward/mean"]))
+        self.phases.append({name: value for name, value in metrics.items() if name.startswith("time/")})
         self.theirs.append(self.peer.step())
 
     def drop_first(self, count: int) -> None:
         """Forget the first steps, which warm up caches and allocators."""
-        del self.ours[:count], self.theirs[:count]
+        del self.ours[:count], self.theirs[:count], self.phases[:count]
 
     def check_same_work(self, *names: str) -> None:
         """Refuse sides that differ in these fields of a step.
@@ -199,8 +210,15 @@ class Pairs:
                 raise RuntimeError(f"not the same work: {name} a step is {ours:.0f} here and {theirs:.0f} there")
 
     def notes(self, other: str) -> list[str]:
-        """One line a side: quartiles of the step time, tokens and rewards."""
-        return [_describe(name, side) for name, side in (("rollcast", self.ours), (other, self.theirs))]
+        """The step times of both sides with how much work they were, our phases, and how busy the machine was."""
+        medians = {name: statistics.median(phase[name] for phase in self.phases) for name in sorted(self.phases[0])}
+        phases = ", ".join(f"{name[5:-2]} {seconds:.3f}" for name, seconds in medians.items())
+        return [
+            _describe("rollcast", self.ours),
+            f"its phases (s): {phases}",
+            _describe(other, self.theirs),
+            f"load of the machine before: {self.load:.1f} on {os.cpu_count()} cores",
+        ]
 
 
 @dataclass(frozen=True)
@@ -240,8 +258,9 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
     Raises:
         RuntimeError: the other side ended early.
     """
+    load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="rollcast_bench_") as folder:
-        model = _prepare_model(Path(folder) / "first", options.seed)
+        model = _prepare_model(Path(folder), options.seed)
         config = compose(
             [
                 "recipe=quickstart",
@@ -266,29 +285,34 @@ def run_side_by_side(serve: Serve, options: Options) -> tuple[Work, Pairs]:
         with task:
             work = Work.of(task, options.threads)
             with _started(serve, work) as peer:
-                pairs = Pairs(peer, work.rows)
+                pairs = Pairs(peer, work.rows, load)
                 task.hooks.register(pairs)
                 trainer.fit()
     pairs.drop_first(options.warmup)
     return work, pairs
 
 
-def _prepare_model(run_dir: Path, seed: int) -> Path:
-    """Train the first part of the quick start; gives the folder of the exported model."""
-    settings = [
-        "runtime=local",
-        f"run_dir={run_dir}",
+def _prepare_model(folder: Path, seed: int) -> Path:
+    """Train the warm-up and the first part of the quick start; gives the folder of the exported model."""
+    warm = _train("recipe=quickstart_warmup", f"run_dir={folder}/warm_up", f"trainer.seed={seed}")
+    return _train(
+        "recipe=quickstart",
+        f"run_dir={folder}/first",
         f"trainer.seed={seed}",
+        f"model.path={warm}",
+        "trainer.warm_start=null",
         f"trainer.total_steps={_LEARNING_STEPS}",
         "actor.optim.total_training_steps=90",
+        "trainer.val_before_train=false",
         "trainer.test_freq=-1",
         "trainer.save_freq=-1",
-        "trainer.export=true",
-        "trackers=[jsonl]",
-    ]
-    config = compose(["recipe=quickstart", *settings]).config
+    )
+
+
+def _train(*overrides: str) -> Path:
+    config = compose([*overrides, "runtime=local", "trackers=[jsonl]", "trainer.export=true"]).config
     trainers.get(config.trainer.name).launch(config)
-    return run_dir / "export"
+    return Path(config.run_dir) / "export"
 
 
 @contextmanager
