@@ -18,7 +18,7 @@ from rollcast.protocol import DataProtoFuture
 from rollcast.protocol.stored import store_batch
 from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
-from rollcast_dispatch.balance import karmarkar_karp, plan_shards
+from rollcast_dispatch.balance import exchange_items, karmarkar_karp, plan_shards
 
 law = settings(deadline=None, max_examples=150)
 weights = st.lists(st.integers(0, 40) | st.just(1000), max_size=40)
@@ -43,6 +43,10 @@ def rows_of_lengths(lengths, uids=None) -> DataProto:
 
 def shards_of(mode, batch, ranks) -> list[DataProto]:
     return [call.args[0] for call in distribute(mode, data_parallel(ranks), (batch,), {}).per_rank]
+
+
+def load(lengths, rows) -> int:
+    return sum(lengths[row] for row in rows)
 
 
 def tokens(shard) -> int:
@@ -89,6 +93,35 @@ def test_known_partitions() -> None:
     assert karmarkar_karp([], 2, equal_size=True) == [[], []]
 
 
+@law
+@given(weights=weights, parts=parts)
+def test_exchanges_keep_sizes_and_make_nothing_worse(weights, parts) -> None:
+    weights = weights[: len(weights) // parts * parts]
+    before = [list(range(number, len(weights), parts)) for number in range(parts)]
+    after = exchange_items(before, weights)
+    assert sorted(item for part in after for item in part) == list(range(len(weights)))
+    assert [len(part) for part in after] == [len(part) for part in before]
+    assert max(load(weights, part) for part in after) <= max(load(weights, part) for part in before)
+    assert min(load(weights, part) for part in after) >= min(load(weights, part) for part in before)
+
+
+@law
+@given(weights=st.lists(st.integers(0, 40), min_size=2, max_size=8))
+def test_of_two_parts_no_exchange_is_left_that_would_help(weights) -> None:
+    half = len(weights) // 2
+    one, other = exchange_items([list(range(half)), list(range(half, half * 2))], weights)
+    gap = load(weights, one) - load(weights, other)
+    for a in one:
+        for b in other:
+            assert abs(gap - 2 * (weights[a] - weights[b])) >= abs(gap)
+
+
+def test_the_rank_of_a_very_long_row_gets_short_ones() -> None:
+    lengths = [60, 20, 20, 20, 20, 20, 10, 10]
+    assert max(load(lengths, part) for part in karmarkar_karp(lengths, 2, equal_size=True)) > 100
+    assert {load(lengths, shard.rows) for shard in plan_shards(lengths, 2, None, equal_size=True)} == {80, 100}
+
+
 # -- shards ---------------------------------------------------------------------------------------------
 
 
@@ -128,10 +161,6 @@ def test_shards_hold_every_row_once_and_keep_groups(found, shards, equal) -> Non
     assert len(sizes) == 1 if equal else not any(shard.padding for shard in plan)
     if equal and owner is None:
         assert sizes == {-(-len(lengths) // shards)}
-
-
-def load(lengths, rows) -> int:
-    return sum(lengths[row] for row in rows)
 
 
 @law

@@ -4,24 +4,19 @@ from __future__ import annotations
 
 import pytest
 import torch
-from dispatch_mesh_workers import Sharded
+from dispatch_functions import numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, WorkerGroup
+from rollcast import DataProto, Dispatch
 from rollcast.controller.dispatch import DispatchMode, RankOutputs, distribute, join
 from rollcast.controller.worker import MeshInfo
 from rollcast.errors import DataProtoError, DispatchError
-from rollcast.runtime.ray import RayRuntime
 from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import DpComputeProto, NdMesh
 
 law = settings(deadline=None, max_examples=60)
 rows_and_ranks = {"rows": st.integers(0, 20), "ranks": st.integers(1, 6)}
-
-
-def numbered(rows: int) -> DataProto:
-    return DataProto.from_dict({"x": torch.arange(rows)}, {"id": [f"r{row}" for row in range(rows)]}, {"t": [1]})
 
 
 def data_parallel(ranks: int) -> FakeGroup:
@@ -199,19 +194,3 @@ def test_a_mesh_that_makes_no_sense_is_refused(places, complaint) -> None:
     group = FakeGroup([MeshInfo(*place) for place in places])
     with pytest.raises(DispatchError, match=rf"mesh 'm': .*{complaint}"):
         distribute(NdMesh("m"), group, (numbered(4),), {})
-
-
-def test_a_mesh_on_real_workers(monkeypatch) -> None:
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    with RayRuntime(num_cpus=4, object_store_memory=100 << 20) as runtime:
-        stored = []
-        put = runtime.put
-        monkeypatch.setattr(runtime, "put", lambda value: stored.append(len(value)) or put(value))
-        group = WorkerGroup(ResourcePool([4]), ClassWithInitArgs(Sharded), runtime=runtime)
-        out = group.where(numbered(5))
-        assert out["x"].tolist() == [0, 1, 2, 3, 4]
-        assert out["rank"].tolist() == [1, 1, 1, 3, 3]
-        assert out["rows"].tolist() == [3] * 5
-        assert list(out["id"]) == ["r0", "r1", "r2", "r3", "r4"]
-        assert stored == [3, 3]
-        assert len(group.where(numbered(0))) == 0

@@ -48,6 +48,42 @@ def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list
     return sorted(members, key=lambda items: items[0]) + [[] for _ in range(parts - len(members))]
 
 
+def exchange_items(parts: Sequence[list[int]], weights: Sequence[int]) -> list[list[int]]:
+    """Parts of the same sizes, of which the heaviest is as heavy or lighter.
+
+    One very heavy item leaves its part heaviest when all parts must have one size. So, as long as
+    it helps, the heaviest and the lightest part swap the two items that make them most equal.
+    """
+    swapped = [sorted(part, key=lambda item: weights[item]) for part in parts]
+    loads = [sum(weights[item] for item in part) for part in swapped]
+    for _ in range(4 * len(parts)):
+        high, low = loads.index(max(loads)), loads.index(min(loads))
+        found = _best_swap(swapped[high], swapped[low], loads[high] - loads[low], weights)
+        if found is None:
+            break
+        i, j = found
+        moved = weights[swapped[high][i]] - weights[swapped[low][j]]
+        swapped[high][i], swapped[low][j] = swapped[low][j], swapped[high][i]
+        for part, change in ((high, -moved), (low, moved)):
+            swapped[part].sort(key=lambda item: weights[item])
+            loads[part] += change
+    return [sorted(part) for part in swapped]
+
+
+def _best_swap(high: list[int], low: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
+    """Positions in two parts, lightest first, whose swap leaves the least of ``gap``; None if none does."""
+    best, least, j = None, gap, 0
+    for i, item in enumerate(high):
+        # The remaining gap is |gap - 2 * moved|; heavier items of one part want heavier ones of the other.
+        while j + 1 < len(low) and 2 * (weights[item] - weights[low[j + 1]]) >= gap:
+            j += 1
+        for k in (j, j + 1):
+            remaining = abs(gap - 2 * (weights[item] - weights[low[k]])) if k < len(low) else gap
+            if remaining < least:
+                best, least = (i, k), remaining
+    return best
+
+
 def _difference(found: _Parts, parts: int) -> int:
     return found[0][0] - (found[-1][0] if len(found) == parts else 0)
 
@@ -124,6 +160,8 @@ def _balance(lengths: Sequence[int], shards: int, items: list[list[int]], equal_
     if even:
         weights += [sizes.pop() * min(lengths)] * missing
     dealt = karmarkar_karp(weights, shards, even)
+    if even:
+        dealt = exchange_items(dealt, weights)
     return [sorted(row for number in part if number < len(items) for row in items[number]) for part in dealt]
 
 

@@ -27,10 +27,11 @@ class _State:
 class TokenBalanced(DispatchMode):
     """Rows go where they make the shards' numbers of tokens most equal; results come back in order.
 
-    Rows are dealt out by Karmarkar and Karp's largest differencing method. In tokens the heaviest
-    shard exceeds the mean by the longest row at most (or the heaviest group), and it is never
-    heavier than with DP_COMPUTE_PROTO; where consecutive rows are as good, they stay in order and
-    are sent as views. Of groups both is said as far as no padding is needed.
+    Rows are dealt out by Karmarkar and Karp's largest differencing method; where shards must have
+    one size, rows of the heaviest and the lightest are then exchanged. In tokens the heaviest shard
+    exceeds the mean by the longest row at most (or the heaviest group) and, with ``equal_size``, is
+    never heavier than with DP_COMPUTE_PROTO. Where consecutive rows are as good, they stay in order
+    and are sent as views. Of groups all this is said as far as no padding is needed.
 
     Workers return a row (of a DataProto or a list) for each row that they got, or all None. An
     empty batch goes to every shard empty.
