@@ -4,7 +4,8 @@ The plain loop is what a practised person writes in an afternoon for one process
 model, a decode loop over its KV cache (each distinct prompt goes through the model once, and the
 cache is repeated for its samples; this beats ``model.generate``), recomputed log-probs with their
 entropy, group-relative advantages, clipped mini-batch updates with fused AdamW that leave out rows
-without advantage, and the usual metrics.
+without advantage, and the usual metrics. Unlike the quick start's recipe it does not share prompts
+in log-probs and updates; ``-- actor.engine.share_prompts=false`` makes the passes alike.
 """
 
 from __future__ import annotations
