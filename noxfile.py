@@ -128,7 +128,7 @@ def lint(session: nox.Session) -> None:
 @nox.session
 def types(session: nox.Session) -> None:
     """Mypy, strict, over every distribution's source."""
-    install(session, set(DISTRIBUTIONS), "mypy")
+    install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))

@@ -210,7 +210,7 @@ class RankOrder(OverMesh):
         (NoEmptyBatch(), "test_on_a_real_group"),
         (CopiesShards(), "test_ranks_that_share_a_shard_share_one_object"),
         (CollectsFirst(), "test_ranks_that_do_not_collect_may_return_nothing"),
-        (RankOrder(), "test_identity"),
+        (RankOrder(), "test_every_batch_size"),
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )

@@ -135,6 +135,7 @@ class RayRuntime(Runtime):
         _auth_logger.setLevel(logging.ERROR)
         try:
             ray.init(
+                address="local",  # else Ray would join whatever somebody has started on this machine
                 num_cpus=self._num_cpus or os.cpu_count(),
                 object_store_memory=self._object_store_memory or default_object_store(),
                 include_dashboard=False,
