@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 import uuid
+import weakref
 from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
@@ -84,6 +85,12 @@ def remove_groups_made_by(actor_ids: Iterable[str]) -> None:
             remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
 
 
+#: How long a pool waits for the nodes where it would be each time, in seconds.
+_HOME_S = 3.0
+#: The pools that this process holds.
+_in_place: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
+
+
 class RayResourcePool(ResourcePool):
     """A resource pool with Ray placement groups, one a node, made when they are first needed.
 
@@ -123,6 +130,7 @@ class RayResourcePool(ResourcePool):
         """
         if self._slots is None:
             self._slots = self._place(timeout)
+            _in_place.add(self)
         return self._slots
 
     def get_placement_groups(self, timeout: float = 300.0) -> list[Any]:
@@ -142,40 +150,60 @@ class RayResourcePool(ResourcePool):
         """Give the placement groups back."""
         for group in self.groups_by_id().values():
             remove_placement_group(group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Be as if not placed, without giving anything back."""
         self._slots = None
+        _in_place.discard(self)
 
     def _place(self, timeout: float) -> list[Slot]:
+        deadline = time.monotonic() + timeout
         shares = shares_of([self])
-        creator = ray.get_runtime_context().get_actor_id() or ""
-        groups = [
-            placement_group(
-                [dict(share.bundle) for _ in range(share.processes)],
-                strategy=self.strategy,
-                name=f"{_owner_prefix(creator)}{self.name}:{uuid.uuid4().hex}",
-                lifetime="detached" if self.detached else None,
-                _soft_target_node_id=target,
-            )
-            for share, target in zip(shares, self._targets(shares), strict=True)
-        ]
+        targets = self._targets(shares)
+        groups = [self._make_group(share, target) for share, target in zip(shares, targets, strict=True)]
         try:
-            self._wait(groups, shares, timeout)
+            grace = time.monotonic() + min(_HOME_S, timeout / 2)
+            for number, target in enumerate(targets):
+                if target is not None and not groups[number].wait(max(grace - time.monotonic(), 0.001)):
+                    # Somebody else is where this pool would be.
+                    remove_placement_group(groups[number])
+                    groups[number] = self._make_group(shares[number], None)
+            self._wait(groups, shares, timeout, deadline)
             return _slots_of(groups)
         except BaseException:
             for group in groups:
                 remove_placement_group(group)
             raise
 
-    def _targets(self, shares: Sequence[Share]) -> Sequence[str | None]:
-        """The nodes where this pool would be each time, as hints to Ray's scheduler."""
-        if self.strategy != "STRICT_PACK":
-            return [None] * len(shares)
-        nodes = read_nodes()
-        plan = plan_nodes(shares, [node.free or {} for node in nodes])
-        plan = plan or plan_nodes(shares, [node.total for node in nodes])
-        return [None] * len(shares) if plan is None else [nodes[number].node_id for number in plan]
+    def _make_group(self, share: Share, address: str | None) -> Any:
+        bundles = [dict(share.bundle) for _ in range(share.processes)]
+        if address is not None:
+            bundles[0][f"node:{address}"] = 0.001
+        creator = ray.get_runtime_context().get_actor_id() or ""
+        return placement_group(
+            bundles,
+            strategy=self.strategy,
+            name=f"{_owner_prefix(creator)}{self.name}:{uuid.uuid4().hex}",
+            lifetime="detached" if self.detached else None,
+        )
 
-    def _wait(self, groups: Sequence[Any], shares: Sequence[Share], timeout: float) -> None:
-        deadline = time.monotonic() + timeout
+    def _targets(self, shares: Sequence[Share]) -> list[str | None]:
+        """The addresses where this pool would be each time, as far as this process knows."""
+        nodes = read_nodes()
+        # What Ray says is free lags behind the end of a pool, which would move the next one.
+        left = {node.node_id: node.total for node in nodes}
+        for pool in _in_place:
+            for slot in pool.get_slots():
+                held = left.setdefault(slot.node_id, {})
+                for name, amount in pool.bundle().items():
+                    held[name] = held.get(name, 0.0) - amount
+        plan = plan_nodes(shares, [left[node.node_id] for node in nodes]) if self.strategy == "STRICT_PACK" else None
+        if plan is None or len(nodes) == 1 or len({node.address for node in nodes}) < len(nodes):
+            return [None] * len(shares)
+        return [nodes[number].address for number in plan]
+
+    def _wait(self, groups: Sequence[Any], shares: Sequence[Share], timeout: float, deadline: float) -> None:
         placed = [group.wait(max(deadline - time.monotonic(), 0.001)) for group in groups]
         if all(placed):
             return
@@ -271,6 +299,8 @@ class Placements:
 
     def forget(self) -> None:
         """Drop all pools without giving them back."""
+        for base in self._in_place():
+            base.forget()
         self._placed.clear()
         self._adopted.clear()
 
