@@ -311,6 +311,13 @@ def test_a_worker_holds_a_group_of_its_own_that_ends_with_it(make) -> None:
     assert reserved() == 0
 
 
+def test_a_group_that_is_given_to_a_worker_is_called_from_there(make) -> None:
+    group, caller = make(ResourcePool([1])), make(ResourcePool([1]), Parent)
+    assert caller.execute_func(lambda _, given: (given.increase(), given.node()), group) == [([1], group.node())]
+    caller.shutdown()  # what the worker was given is not its own
+    assert group.increase() == [2]
+
+
 def test_what_a_killed_worker_held_ends_too(make) -> None:
     group = make(ResourcePool([1], name="outer"), Parent)
     (children,) = group.start_children(1)

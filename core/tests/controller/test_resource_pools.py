@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast import ResourcePool, ResourcePoolManager
+from rollcast.controller.capacity import Share, plan_nodes
 from rollcast.controller.resource_pool import NodeResources, check_resources
 from rollcast.errors import ResourceError
 
@@ -116,3 +117,155 @@ def test_on_one_node_it_is_exact(count, capacity) -> None:
     except ResourceError:
         fits = False
     assert fits == (count <= capacity)
+
+
+# -- options ----------------------------------------------------------------------------------------
+
+
+def test_a_process_reserves_what_its_pool_says() -> None:
+    pool = ResourcePool(
+        [1], use_gpu=True, cpus_per_process=2, accelerator="NPU", accelerator_type="910B", resources={"disk": 0.5}
+    )
+    assert pool.bundle() == {"CPU": 2, "NPU": 1, "accelerator_type:910B": 0.001, "disk": 0.5}
+    assert repr(pool) == "ResourcePool([1], npu, name='pool')"
+    assert ResourcePool([1], use_gpu=True, cpus_per_process=0).bundle() == {"GPU": 1}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"strategy": "SPREAD"}, "strategy is 'SPREAD'; valid: STRICT_PACK, PACK"),
+        ({"cpus_per_process": -1}, "cpus_per_process is -1"),
+        ({"cpus_per_process": 0}, "needs something of its node"),
+        ({"resources": {"GPU": 1}}, "resources names 'GPU'; use .*use_gpu"),
+        ({"resources": {"NPU": 1}, "accelerator": "NPU"}, "resources names 'NPU'"),
+        ({"resources": {"disk": 0}}, r"resources\['disk'\] is 0"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(options, message) -> None:
+    with pytest.raises(ResourceError, match=rf"pool 'pool': .*{message}"):
+        ResourcePool([1], **options)
+
+
+# -- parts ------------------------------------------------------------------------------------------
+
+
+def test_parts_are_consecutive_and_know_their_nodes() -> None:
+    pool = ResourcePool([2, 3], name="p", max_colocate_count=2)
+    one, two, three = pool.split([1, 2, 2])
+    assert [part.world_size for part in (one, two, three)] == [1, 2, 2]
+    assert two.process_on_nodes == (1, 1)
+    assert two.local_rank_list() == [0, 0]
+    assert two.places() == [(pool, 1), (pool, 2)]
+    assert (two.name, two.max_colocate_count) == ("p[1:3]", 2)
+    assert [part.name for part in ResourcePool([4], name="q").split(2)] == ["q[0:2]", "q[2:4]"]
+
+
+@pytest.mark.parametrize("sizes", [0, -1, 3, 8, [], [2], [2, 3], [4, 0], [5, -1]])
+def test_parts_have_to_add_up(sizes) -> None:
+    with pytest.raises(ResourceError, match=r"pool 'p' has 4 processes; parts of .* do not add up"):
+        ResourcePool([4], name="p").split(sizes)
+
+
+@given(counts=st.lists(st.integers(1, 4), min_size=1, max_size=4), data=st.data())
+def test_split_and_merge_undo_each_other(counts, data) -> None:
+    pool = ResourcePool(counts)
+    cuts = data.draw(st.sets(st.integers(1, max(1, pool.world_size - 1)), max_size=3)) if pool.world_size > 1 else set()
+    edges = [0, *sorted(cuts), pool.world_size]
+    parts = pool.split([after - before for before, after in itertools.pairwise(edges)])
+    whole = parts[0].merge(*parts[1:])
+    assert whole.places() == pool.places()
+    assert whole.process_on_nodes == pool.process_on_nodes
+    again = whole.split([part.world_size for part in parts])
+    assert [part.places() for part in again] == [part.places() for part in parts]
+
+
+def test_pools_that_cannot_be_one_are_refused() -> None:
+    pool = ResourcePool([2], name="a")
+    with pytest.raises(ResourceError, match="a process twice"):
+        pool.merge(pool.split(1)[0])
+    with pytest.raises(ResourceError, match=r"different use_gpu cannot be one: \{'a': False, 'b': True\}"):
+        pool.merge(ResourcePool([2], use_gpu=True, name="b"))
+    with pytest.raises(ResourceError, match="different max_colocate_count"):
+        pool.merge(ResourcePool([2], max_colocate_count=2, name="b"))
+
+
+def test_a_pool_and_its_parts_are_counted_once() -> None:
+    pool = ResourcePool([2])
+    nodes = [NodeResources("a", 2, 0)]
+    check_resources([pool, *pool.split(1)], nodes)
+    with pytest.raises(ResourceError, match="ask for 4 CPUs"):
+        check_resources([pool, ResourcePool([2])], nodes)
+
+
+# -- what nodes can give ----------------------------------------------------------------------------
+
+
+def test_the_check_knows_custom_resources_and_what_is_free() -> None:
+    nodes = [NodeResources("a", 4, 0, {"disk": 2}, free={"CPU": 1, "disk": 2}), NodeResources("b", 4, 0)]
+    manager = ResourcePoolManager({"p": ResourcePool([2], name="p", resources={"disk": 1})}, {"actor": "p"})
+    manager.check(nodes)
+    with pytest.raises(ResourceError) as caught:
+        manager.check(nodes, now=True)
+    assert "asks for 2 processes on one node (2 CPUs, 0 GPUs, 2 disk), but no node has them free" in str(caught.value)
+    assert "node a: 4 CPUs, 0 GPUs, 2 disk (free: 1 CPUs, 0 GPUs, 2 disk); node b: 4 CPUs" in str(caught.value)
+
+
+def test_processes_of_a_packed_pool_may_lie_apart() -> None:
+    nodes = [NodeResources("a", 2, 0), NodeResources("b", 1, 0)]
+    check_resources([ResourcePool([3], strategy="PACK")], nodes)
+    with pytest.raises(ResourceError, match="on one node"):
+        check_resources([ResourcePool([3])], nodes)
+    with pytest.raises(ResourceError, match="ask for 4 CPUs"):
+        check_resources([ResourcePool([4], strategy="PACK")], nodes)
+
+
+def test_the_report_says_what_each_node_has_and_would_give() -> None:
+    manager = ResourcePoolManager({"big": [2], "small": ResourcePool([1], name="small")}, {"actor": "big"})
+    nodes = [NodeResources("a", 2, 0, free={"CPU": 2}), NodeResources("b", 8, 0)]
+    assert manager.report(nodes).splitlines() == [
+        "pool big: [2] processes, each 1 CPUs, 0 GPUs; roles: actor",
+        "pool small: [1] processes, each 1 CPUs, 0 GPUs; roles: none",
+        "node a: 2 CPUs, 0 GPUs (free: 2 CPUs, 0 GPUs); needed: 2 CPUs, 0 GPUs",
+        "node b: 8 CPUs, 0 GPUs; needed: 1 CPUs, 0 GPUs",
+    ]
+    packed = ResourcePoolManager({"p": ResourcePool([3], strategy="PACK")}, {})
+    nodes = [NodeResources("a", 2, 0), NodeResources("b", 2, 0)]
+    assert [line.rpartition("; ")[2] for line in packed.report(nodes).splitlines()[1:]] == [
+        "needed: 2 CPUs, 0 GPUs",
+        "needed: 1 CPUs, 0 GPUs",
+    ]
+
+
+wishes = st.lists(st.tuples(st.sampled_from("pq"), st.integers(1, 3)), min_size=1, max_size=4)
+
+
+@given(wishes=wishes, rooms=st.lists(st.integers(0, 6), min_size=1, max_size=4))
+def test_a_plan_fits_and_stays_the_same(wishes, rooms) -> None:
+    shares = [Share(pool, count, {"CPU": 1.0}) for pool, count in wishes]
+    capacities = [{"CPU": float(room)} for room in rooms]
+    plan = plan_nodes(shares, capacities)
+    assert plan == plan_nodes(shares, capacities)
+    if plan is None:
+        # One share alone, or all on one node, is never missed.
+        assert max(rooms) < sum(share.processes for share in shares)
+    else:
+        for node, room in enumerate(rooms):
+            assert sum(s.processes for s, place in zip(shares, plan, strict=True) if place == node) <= room
+
+
+@pytest.mark.parametrize(
+    ("counts", "rooms", "plan"),
+    [
+        ([1, 1], [4, 4], [0, 1]),  # different nodes where there are
+        ([1, 1], [4, 0], [0, 0]),
+        ([2, 1], [1, 2], [1, 0]),
+        ([1, 2], [2, 2], [0, 1]),  # in the order that was asked for
+        ([1, 2], [2, 1], [1, 0]),
+        ([1, 1, 1], [2, 2], [0, 1, 0]),
+        ([3], [2, 2], None),
+    ],
+)
+def test_plans(counts, rooms, plan) -> None:
+    shares = [Share("p", count, {"CPU": 1.0}) for count in counts]
+    assert plan_nodes(shares, [{"CPU": float(room)} for room in rooms]) == plan

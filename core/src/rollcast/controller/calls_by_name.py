@@ -48,24 +48,24 @@ class CallsByName(ABC):
     def _first_role(self) -> Self:
         """The view of the first of the roles."""
 
-    def execute_all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
         """Call any method (registered or not) with the same arguments on all ranks; outputs by rank."""
         ranks = range(self.world_size)
         return self.receive(method, ranks, self.send(method, [(rank, RankCall(args, kwargs)) for rank in ranks]))
 
     execute_all_sync = execute_all
 
-    def execute_all_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
+    def execute_all_async(self, method: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """:meth:`execute_all` that returns at once; ``get()`` of what it returns waits for the outputs."""
         return self._execute_later(method, range(self.world_size), RankCall(args, kwargs), list)
 
-    def execute_rank_zero(self, method: str, *args: Any, **kwargs: Any) -> Any:
+    def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
         """Call any method on rank 0."""
         return self.receive(method, [0], self.send(method, [(0, RankCall(args, kwargs))]))[0]
 
     execute_rank_zero_sync = execute_rank_zero
 
-    def execute_rank_zero_async(self, method: str, *args: Any, **kwargs: Any) -> DataProtoFuture:
+    def execute_rank_zero_async(self, method: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """:meth:`execute_rank_zero` that returns at once; ``get()`` of what it returns waits for the output."""
         return self._execute_later(method, [0], RankCall(args, kwargs), lambda outputs: outputs[0])
 
@@ -81,7 +81,7 @@ class CallsByName(ABC):
             functools.partial(self.runtime.ready, refs),
         )
 
-    def execute_func(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    def execute_func(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run ``function(worker, *args, **kwargs)`` on all ranks; outputs by rank.
 
         On a view of several roles the function gets a dict of role → worker in place of the worker. It
@@ -92,7 +92,7 @@ class CallsByName(ABC):
         """
         return self._first_role().execute_all("run_function", function, self.roles, *args, **kwargs)
 
-    def execute_func_rank_zero(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """:meth:`execute_func` on rank 0 alone.
 
         Raises:

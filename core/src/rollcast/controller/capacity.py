@@ -80,30 +80,37 @@ def describe_node(node: NodeResources, names: Iterable[str]) -> str:
     return f"node {node.address}: {describe(node.total, names)}{free}"
 
 
-def check_shares(shares: Sequence[Share], nodes: Sequence[NodeResources]) -> None:
-    """Refuse shares that the nodes can never hold, whatever else runs there.
+def check_shares(shares: Sequence[Share], nodes: Sequence[NodeResources], now: bool = False) -> None:
+    """Refuse shares that the nodes cannot hold.
 
     What it lets pass may still not fit, because finding the best packing is a hard problem; what it
     refuses never fits.
+
+    Args:
+        shares: of all pools.
+        nodes: of the cluster.
+        now: count what is free at present, where that is known; otherwise what the nodes have in all.
 
     Raises:
         ResourceError: with what each pool asks for and what each node has.
     """
     names = {name for share in shares for name in share.bundle}
     have = "; ".join(describe_node(node, names) for node in nodes) or "the cluster has no node"
+    capacities = [node.free if now and node.free is not None else node.total for node in nodes]
+    free = " free" if now else ""
     pieces = [piece for share in shares for piece in share.pieces()]
     for piece in pieces:
-        if not any(_fits(piece.total, node.total) for node in nodes):
+        if not any(_fits(piece.total, capacity) for capacity in capacities):
             raise ResourceError(
                 f"pool {piece.pool!r} asks for {piece.processes} processes on one node ({describe(piece.total)}), "
-                f"but no node has them. {have}. {_ADVICE}"
+                f"but no node has them{free}. {have}. {_ADVICE}"
             )
     asked = "; ".join(_describe_pool(name, [s for s in shares if s.pool == name]) for name in _pools(shares))
     for unit in sorted(names):
         complaint = _too_little(
             [piece.total.get(unit, 0.0) for piece in pieces],
-            [node.total.get(unit, 0.0) for node in nodes],
-            f"{unit}s" if unit in ("CPU", "GPU") else unit,
+            [capacity.get(unit, 0.0) for capacity in capacities],
+            (f"{unit}s" if unit in ("CPU", "GPU") else unit) + free,
         )
         if complaint is not None:
             raise ResourceError(f"{complaint}. {asked}. {have}. {_ADVICE}")

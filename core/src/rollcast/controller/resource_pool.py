@@ -206,13 +206,13 @@ def shares_of(pools: Sequence[ResourcePool]) -> list[Share]:
     ]
 
 
-def check_resources(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources]) -> None:
-    """Refuse pools that the cluster can never hold, before anything is started.
+def check_resources(pools: Sequence[ResourcePool], nodes: Sequence[NodeResources], now: bool = False) -> None:
+    """Refuse pools that the cluster can never hold, or with ``now`` cannot hold at present.
 
     Raises:
         ResourceError: with what each pool asks for and what each node has.
     """
-    check_shares(shares_of(pools), nodes)
+    check_shares(shares_of(pools), nodes, now)
 
 
 class ResourcePoolManager:
@@ -266,9 +266,17 @@ class ResourcePoolManager:
             by_pool[pool].append(role)
         return by_pool
 
-    def check(self, nodes: Sequence[NodeResources]) -> None:
-        """Raise :class:`ResourceError` with the numbers if the cluster cannot hold all pools."""
-        check_resources(list(self.resource_pool_dict.values()), nodes)
+    def check(self, nodes: Sequence[NodeResources], now: bool = False) -> None:
+        """Refuse pools that the cluster can never hold, before anything is started.
+
+        Args:
+            nodes: as ``runtime.nodes()`` gives them.
+            now: refuse also what would have to wait for others.
+
+        Raises:
+            ResourceError: with what each pool asks for and what each node has.
+        """
+        check_resources(list(self.resource_pool_dict.values()), nodes, now)
 
     def report(self, nodes: Sequence[NodeResources]) -> str:
         """What each pool asks for and, for each node, what it has and what it would have to give.

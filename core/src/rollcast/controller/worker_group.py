@@ -197,8 +197,7 @@ class WorkerGroup(CallsByName):
         """
         if self._role is None:
             raise DispatchError(
-                f"{self.name} hosts several roles ({', '.join(self._shared.roles)}): "
-                "call methods through the views of spawn()"
+                f"{self.name} hosts several roles ({', '.join(self._roles)}): call methods through the views of spawn()"
             )
         return self._role
 

@@ -107,6 +107,10 @@ class RayRuntime(Runtime):
             cls._shared = cls()
         return cls._shared
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # A group that is given to a worker is called from there through the runtime of that process.
+        return RayRuntime.shared, ()
+
     def start(self) -> None:
         """Start or join Ray; nothing if this process already has one."""
         started_runtimes.add(self)
