@@ -26,7 +26,7 @@ from controller_workers import (
 )
 
 from rollcast import ClassWithInitArgs, DataProto, RayResourcePool, RayWorkerGroup, ResourcePool, WorkerGroup
-from rollcast.controller.dispatch import dispatch_modes
+from rollcast.controller.dispatch import RankCall, dispatch_modes
 from rollcast.controller.runtime import runtimes
 from rollcast.errors import DispatchError, PluginError, ResourceError, WorkerError, WorkerTimeoutError
 from rollcast.runtime.ray import RayRuntime
@@ -128,6 +128,11 @@ def test_all_to_all_gives_each_its_own(probes) -> None:
 def test_rank_zero_runs_alone(probes) -> None:
     assert probes.only_first(7) == (0, 7)
     assert probes.first_of_all(8) == (0, 8)
+
+
+def test_results_of_ranks_that_do_not_answer_stay_where_they_are(probes) -> None:
+    refs = probes.send("add", [(0, RankCall((1,))), (1, RankCall((2,)))], answering=[1])
+    assert probes.receive("add", [0, 1], refs) == [None, 102]
 
 
 def test_async_methods_share_a_loop(probes) -> None:

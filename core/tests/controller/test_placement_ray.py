@@ -155,11 +155,11 @@ def test_a_pool_that_finds_no_place_says_what_it_waits_for(make) -> None:
     held.get_slots(30)
     try:
         with pytest.raises(ResourceError) as caught:
-            make(ResourcePool([1, 1], name="late"), launch_timeout=1.0)
+            make(ResourcePool([1, 1], name="late"), launch_timeout=4.0)
     finally:
         held.release()
     message = str(caught.value)
-    assert "pool 'late' ([1, 1] processes, each 1 CPUs, 0 GPUs) was not placed within 1 s" in message
+    assert "pool 'late' ([1, 1] processes, each 1 CPUs, 0 GPUs) was not placed within 4 s" in message
     assert "it waits for 1 of 2 nodes, for 1 CPUs, 0 GPUs free on one node" in message
     assert f"node {LARGE}: 2 CPUs, 2 GPUs (free: 0 CPUs, 2 GPUs)" in message
     assert make(ResourcePool([1, 1])).node() == [SMALL, LARGE]

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rollcast.controller.dispatch import RankCall
 from rollcast.controller.runtime import Runtime
+from rollcast.controller.worker import MeshInfo
 
 if TYPE_CHECKING:
     from rollcast.protocol.future import DataProtoFuture
@@ -24,6 +25,10 @@ class CallsByName(ABC):
     def world_size(self) -> int:
         """Number of ranks."""
 
+    @abstractmethod
+    def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
+        """Each rank's place in the mesh."""
+
     @property
     @abstractmethod
     def roles(self) -> tuple[str, ...]:
@@ -35,7 +40,13 @@ class CallsByName(ABC):
         """What carries the group's calls."""
 
     @abstractmethod
-    def send(self, method: str, calls: Sequence[tuple[int, RankCall | None]], keep: bool = False) -> list[Any]:
+    def send(
+        self,
+        method: str,
+        calls: Sequence[tuple[int, RankCall | None]],
+        keep: bool = False,
+        answering: Collection[int] | None = None,
+    ) -> list[Any]:
         """Start calls on the given ranks."""
 
     @abstractmethod

@@ -16,7 +16,7 @@ Example of a mode of one's own, announced in the group ``rollcast.dispatch_modes
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
 
@@ -71,10 +71,17 @@ class Calls:
     """A call for each rank (None for a rank that is left out), and what ``collect`` must know.
 
     Ranks that get the same object share one stored copy of it.
+
+    Attributes:
+        per_rank: the calls, by rank.
+        state: handed to ``collect`` as it is.
+        answering: ranks whose outputs ``collect`` reads, all by default. The others' outputs do not
+            travel; ``collect`` finds None in their place.
     """
 
     per_rank: Sequence[RankCall | None]
     state: Any = None
+    answering: Collection[int] | None = None
 
     @classmethod
     def each(cls, values: Sequence[Any], state: Any = None) -> Calls:

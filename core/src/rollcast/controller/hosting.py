@@ -15,25 +15,40 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, NamedTuple, Protocol
 
 from rollcast.controller.decorator import registered
 from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
 from rollcast.errors import DispatchError, RollcastError
 
-__all__ = ["CallFailure", "HostInfo", "Store", "WorkerHost", "WorkerRaised"]
+__all__ = ["CallFailure", "ControlAddress", "HostInfo", "Outcome", "Store", "WorkerHost", "WorkerRaised"]
 
 _LOG_LINES = 20
+#: What becomes of a call's result; see :meth:`WorkerHost.call`.
+Outcome = Literal["send", "keep", "drop"]
+
+
+class ControlAddress(NamedTuple):
+    """Where a process answers while it is busy with a call, and the key to be let in."""
+
+    host: str
+    port: int
+    key: bytes
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Where a host runs: node address, process id, and a port that was free for a rendezvous."""
+    """Where a host runs: node address, process id, and a port that was free for a rendezvous.
+
+    Attributes:
+        control: where it answers while a call runs; None if it does not.
+    """
 
     node: str
     pid: int
     free_port: int
+    control: ControlAddress | None = field(default=None, repr=False)
 
 
 @dataclass(frozen=True)
@@ -157,11 +172,18 @@ class WorkerHost:
                 raise self._failure(role, "__init__", error) from None
             self.workers[role] = worker
 
-    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], keep: bool = False) -> Any:
+    def call(
+        self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Outcome = "send"
+    ) -> Any:
         """Run ``method`` of the role's worker; a coroutine runs to its end in the host's event loop.
 
         Handles among the arguments are fetched, unless the method is registered to take them as they
-        are. With ``keep`` a DataProto stays here, and what describes it is returned.
+        are.
+
+        Args:
+            role, method, args, kwargs: what is called.
+            outcome: what becomes of the result: ``send`` returns it; with ``keep`` a DataProto stays
+                here, and what describes it is returned; ``drop`` returns None.
 
         Raises:
             WorkerRaised: the method raised, or does not exist.
@@ -178,7 +200,9 @@ class WorkerHost:
             result = function(*arrived, **named)
             if inspect.iscoroutine(result):
                 result = self._run(result)
-            return self._kept(result) if keep else result
+            if outcome == "drop":
+                return None
+            return self._kept(result) if outcome == "keep" else result
         except Exception as error:  # noqa: BLE001  # it travels to the controller
             raise self._failure(role, method, error) from None
 
@@ -223,12 +247,22 @@ class WorkerHost:
         """
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
+        task = self._loop.create_task(coroutine)
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return self._loop.run_until_complete(coroutine)
+            return self._to_the_end(self._loop, task)
         with ThreadPoolExecutor(1) as pool:
-            return pool.submit(self._loop.run_until_complete, coroutine).result()
+            return pool.submit(self._to_the_end, self._loop, task).result()
+
+    @staticmethod
+    def _to_the_end(loop: asyncio.AbstractEventLoop, task: asyncio.Task[Any]) -> Any:
+        try:
+            return loop.run_until_complete(task)
+        finally:
+            if not task.done():  # interrupted; it would go on with the loop's next call
+                task.cancel()
+                loop.run_until_complete(asyncio.wait([task]))
 
     def _failure(self, role: str, method: str, error: Exception) -> WorkerRaised:
         return WorkerRaised(

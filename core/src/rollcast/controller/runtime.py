@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import CallFailure, HostInfo
+from rollcast.controller.hosting import CallFailure, HostInfo, Outcome
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import ResourceError, RollcastError
@@ -25,6 +25,7 @@ class CallFailed(RollcastError):
         failure: the worker's own account; None if the process died or the deadline passed.
         detail: what the runtime knows, such as how the process died and its last output.
         timed_out: the deadline passed.
+        late: which calls had not ended by then.
         cause_type: name of what went wrong where there is no ``failure``.
     """
 
@@ -35,13 +36,15 @@ class CallFailed(RollcastError):
         detail: str = "",
         timed_out: bool = False,
         cause_type: str = "ProcessDied",
+        late: Sequence[int] = (),
     ) -> None:
-        super().__init__(index, failure, detail, timed_out, cause_type)
+        super().__init__(index, failure, detail, timed_out, cause_type, late)
         self.index = index
         self.failure = failure
         self.detail = detail
         self.timed_out = timed_out
         self.cause_type = cause_type
+        self.late = tuple(late)
 
     @property
     def cause(self) -> BaseException | None:
@@ -157,11 +160,12 @@ class Runtime(ABC):
         raise ResourceError(f"group {name!r} cannot be found again: {type(self).__name__} has no detached groups")
 
     @abstractmethod
-    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         """Send one call; returns a reference to its result at once.
 
-        With ``keep`` a DataProto that the method returns stays in the runtime's store, and the result
-        is the :class:`~rollcast.protocol.stored.StoredShard` that describes it.
+        With outcome ``keep`` a DataProto that the method returns stays in the runtime's store, and the
+        result is the :class:`~rollcast.protocol.stored.StoredShard` that describes it. With ``drop``
+        the result is None.
 
         Raises:
             DispatchError: an argument cannot be sent.
@@ -205,8 +209,19 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def cancel(self, refs: Sequence[Any]) -> None:
-        """Give up calls that have not started; running ones end with their process."""
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
+        """Give up calls that were sent to these hosts: they do not start, or are interrupted.
+
+        What runs outside of Python, such as a collective, is interrupted when it comes back.
+        """
+
+    def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
+        """Which of the hosts are known to be dead: index → how they died. Asks nobody, and waits for nothing."""
+        return {}
+
+    def stacks(self, hosts: Sequence[Host]) -> list[str]:
+        """Where the calls that run on these hosts are, as lines of a traceback; empty where that is not known."""
+        return [""] * len(hosts)
 
     @abstractmethod
     def stop(self, hosts: Sequence[Host]) -> None:

@@ -2,95 +2,29 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Self
+import textwrap
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import Any, Self
 
 from rollcast.controller.calls_by_name import CallsByName
-from rollcast.controller.decorator import Registered, iter_registered
-from rollcast.controller.dispatch import RankCall, RankOutputs, distribute, join
+from rollcast.controller.decorator import iter_registered
+from rollcast.controller.dispatch import RankCall
 from rollcast.controller.group_hosts import GroupHosts, explain_failure
+from rollcast.controller.group_method import GroupMethod
+from rollcast.controller.hosting import Outcome
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, WorkerContext
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 
-if TYPE_CHECKING:
-    from rollcast.protocol.future import DataProtoFuture
-
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 
 #: Deadline of a blocking call where nothing else is said, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
+#: Of how many late ranks an error shows where they are.
+_STACKS = 4
 _counter = itertools.count()
-
-
-class GroupMethod:
-    """A registered method as the controller calls it: dispatch, execute, collect.
-
-    ``group.method(...)`` gives the result, ``group.method.remote(...)`` a handle to it at once.
-    """
-
-    def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
-        self._group = group
-        self._entry = entry
-        functools.update_wrapper(self, function, updated=())
-        self.__name__ = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not self._entry.blocking:
-            return self.remote(*args, **kwargs)
-        finish, _ = self._start(args, kwargs, keep=False)
-        return finish(None)
-
-    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Start the call and return a handle; what it computes stays with the workers until it is read."""
-        from rollcast.protocol.future import DataProtoFuture
-
-        finish, refs = self._start(args, kwargs, keep=True)
-        runtime = self._group.runtime
-        return DataProtoFuture(finish, runtime.fetch, functools.partial(runtime.ready, refs))
-
-    def _start(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[Callable[[float | None], Any], list[Any]]:
-        """Send the calls; gives what waits for the result, and the references waited for."""
-        entry, group = self._entry, self._group
-        with self._named_in_errors():
-            calls = distribute(entry.dispatch_mode, group, args, kwargs)
-            ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
-            refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep)
-
-        def finish(timeout: float | None) -> Any:
-            outputs = group.receive(self.__name__, ranks, refs, timeout)
-            if keep:
-                outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
-            with self._named_in_errors():
-                found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
-                return join(entry.dispatch_mode, group, found)
-
-        return finish, refs
-
-    @contextmanager
-    def _named_in_errors(self) -> Iterator[None]:
-        """A mode knows nothing of the method that it serves, so the method's name is added here."""
-        try:
-            yield
-        except DispatchError as error:
-            error.add_note(f"in a call of {self!r}")
-            raise
-
-    def __repr__(self) -> str:
-        return f"<method {self.__name__} of {self._group!r}>"
-
-
-def _as_handle(output: Any, fetch: Any) -> Any:
-    from rollcast.protocol.future import DataProtoFuture
-    from rollcast.protocol.stored import StoredShard
-
-    return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
 
 
 class WorkerGroup(CallsByName):
@@ -302,15 +236,26 @@ class WorkerGroup(CallsByName):
         """What carries the group's calls."""
         return self._shared.runtime
 
-    def send(self, method: str, calls: Sequence[tuple[int, RankCall | None]], keep: bool = False) -> list[Any]:
+    def send(
+        self,
+        method: str,
+        calls: Sequence[tuple[int, RankCall | None]],
+        keep: bool = False,
+        answering: Collection[int] | None = None,
+    ) -> list[Any]:
         """Start calls on the given ranks; an object that several ranks get is stored once.
 
-        With ``keep`` the workers keep the DataProtos that they return, and describe them.
+        Args:
+            method: of the role that this view calls.
+            calls: rank and call; None is left out.
+            keep: the workers keep the DataProtos that they return, and describe them.
+            answering: ranks whose results are wanted, all by default; the others give None.
         """
         shared = self._shared
         if shared.closed:
             raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
         role = self.role
+        self._refuse_if_lost(method)
         try:
             shared.install_new_parts(self._timeout)
         except CallFailed as failed:
@@ -320,10 +265,12 @@ class WorkerGroup(CallsByName):
         refs: list[Any] = []
         try:
             for rank, call in present:
-                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored), keep))
+                silent = answering is not None and rank not in answering
+                outcome: Outcome = "drop" if silent else "keep" if keep else "send"
+                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored), outcome))
         except BaseException:
             # The calls that were sent would wait for the others in a collective.
-            shared.runtime.cancel(refs)
+            shared.runtime.cancel(refs, [shared.hosts[rank] for rank, _ in present[: len(refs)]])
             raise
         return refs
 
@@ -339,8 +286,30 @@ class WorkerGroup(CallsByName):
         try:
             return shared.runtime.gather(refs, self._timeout if timeout is None else timeout)
         except CallFailed as failed:
-            shared.runtime.cancel(refs)
+            hosts = [shared.hosts[rank] for rank in ranks]
+            failed.detail += self._where_they_are([ranks[index] for index in failed.late])
+            shared.runtime.cancel(refs, hosts)
             raise self._explained(failed, method, ranks) from failed.cause
+
+    def _where_they_are(self, late: Sequence[int]) -> str:
+        """Where the calls of the first of these ranks are."""
+        some = late[:_STACKS]
+        stacks = self._shared.runtime.stacks([self._shared.hosts[rank] for rank in some])
+        return "".join(
+            f"\n  rank {rank} is at:\n" + textwrap.indent(stack, "    ")
+            for rank, stack in zip(some, stacks, strict=True)
+            if stack
+        )
+
+    @property
+    def lost_ranks(self) -> list[int]:
+        """The ranks whose processes are known to have died; a watch notices it within seconds."""
+        return sorted(self._shared.runtime.lost(self._shared.hosts))
+
+    def _refuse_if_lost(self, method: str) -> None:
+        shared = self._shared
+        for rank, how in shared.runtime.lost(shared.hosts).items():
+            raise self._explained(CallFailed(rank, None, how), method, range(self.world_size))
 
     def _explained(self, failed: CallFailed, method: str, ranks: Sequence[int]) -> WorkerError:
         rank = ranks[failed.index]

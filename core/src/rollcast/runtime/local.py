@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import WorkerHost, WorkerRaised
+from rollcast.controller.hosting import Outcome, WorkerHost, WorkerRaised
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import WorkerContext
@@ -74,9 +74,9 @@ class LocalRuntime(Runtime):
         self._hosts.append(host)
         return [host]
 
-    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         try:
-            return host.handle.call(role, method, call.args, call.kwargs, keep)
+            return host.handle.call(role, method, call.args, call.kwargs, outcome)
         except WorkerRaised as raised:
             return raised
 
@@ -95,7 +95,7 @@ class LocalRuntime(Runtime):
     def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         """Nothing to do: the workers share this process's registries."""
 
-    def cancel(self, refs: Sequence[Any]) -> None:
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
         """Nothing to do: every call has ended."""
 
     def stop(self, hosts: Sequence[Host]) -> None:

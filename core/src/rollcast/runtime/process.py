@@ -10,9 +10,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rollcast.controller.hosting import Store, WorkerHost
+from rollcast.controller.hosting import HostInfo, Outcome, Store, WorkerHost
 from rollcast.controller.worker import WorkerContext
+from rollcast.errors import WorkerError
 from rollcast.plugins.inprocess import install_snapshot
+from rollcast.runtime.control import ControlServer, Interrupted, Interruptible
 from rollcast.runtime.device import use_device
 from rollcast.runtime.visible_devices import local_device_index
 
@@ -24,6 +26,18 @@ class HostProcess:
 
     def __init__(self, store: Store | None = None) -> None:
         self.host = WorkerHost(store)
+        self._main = Interruptible()
+        self._control: ControlServer | None = None
+
+    def introduce(self, node: str) -> HostInfo:
+        """Where this process is; from now on it answers there while it is busy."""
+        if self._control is None:
+            self._control = ControlServer(node, {"interrupt": self._main.interrupt, "stack": self._main.stack})
+        return replace(self.host.describe(node), control=self._control.address)
+
+    def token(self) -> str:
+        """The runtime's own name for the call that runs."""
+        return ""
 
     def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
         """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports.
@@ -65,14 +79,21 @@ class HostProcess:
         """Make the driver's in-process parts known here, in place of earlier ones."""
         install_snapshot(parts)
 
-    def call(self, role: str, method: str, keep: bool, keys: tuple[str, ...], *values: Any) -> Any:
-        """Run a method; ``keys`` name the last of the values. With ``keep`` a DataProto stays here.
+    def call(self, role: str, method: str, outcome: Outcome, keys: tuple[str, ...], *values: Any) -> Any:
+        """Run a method; ``keys`` name the last of the values. See :meth:`WorkerHost.call`.
 
         Raises:
             WorkerRaised: the method raised.
+            WorkerError: the controller gave the call up.
         """
         split = len(values) - len(keys)
-        return self.host.call(role, method, values[:split], dict(zip(keys, values[split:], strict=True)), keep)
+        try:
+            with self._main.running(self.token()):
+                return self.host.call(
+                    role, method, values[:split], dict(zip(keys, values[split:], strict=True)), outcome
+                )
+        except Interrupted:
+            raise WorkerError(f"{role}.{method} was given up by the controller") from None
 
     def close(self) -> None:
         """Close the workers.
@@ -80,4 +101,7 @@ class HostProcess:
         Raises:
             WorkerRaised: a ``close()`` raised.
         """
+        if self._control is not None:
+            self._control.close()
+            self._control = None
         self.host.close()

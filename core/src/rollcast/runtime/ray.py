@@ -18,12 +18,13 @@ from typing import Any, Self
 import ray
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import WorkerRaised
+from rollcast.controller.hosting import Outcome, WorkerRaised
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.runtime import Attached, CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
+from rollcast.runtime.control import ask_all
 from rollcast.runtime.places import (
     check_temp_dir,
     default_object_store,
@@ -42,7 +43,9 @@ from rollcast.runtime.ray_actors import (
     start_actors,
     started_runtimes,
 )
+from rollcast.runtime.ray_liveness import LivenessWatch
 from rollcast.runtime.ray_pool import Placements, RayResourcePool, Slot, check_room, read_nodes
+from rollcast.runtime.ray_store import FULL, explain_full
 
 __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
 
@@ -99,6 +102,7 @@ class RayRuntime(Runtime):
         self._initialized_ray = False
         self._pools = Placements()
         self._running: list[_Running] = []
+        self._liveness = LivenessWatch(self._how_it_died)
 
     @classmethod
     def shared(cls) -> RayRuntime:
@@ -176,7 +180,7 @@ class RayRuntime(Runtime):
         except BaseException:
             self._release_unused()
             raise
-        self._running.append(_Running(spec.name, slots, hosts, spec.detached))
+        self._now_runs(_Running(spec.name, slots, hosts, spec.detached))
         return hosts
 
     def attach(self, name: str, timeout: float, roles: Mapping[str, type] | None = None) -> Attached:
@@ -188,7 +192,7 @@ class RayRuntime(Runtime):
         infos = get([handle.hello.remote() for handle in handles])
         hosts = [Host(*entry) for entry in zip(handles, infos, record.contexts, strict=True)]
         self._pools.adopt(record.slots if record.owns_slots else ())
-        self._running.append(_Running(name, list(record.slots), hosts, detached=True))
+        self._now_runs(_Running(name, list(record.slots), hosts, detached=True))
         return Attached(known, hosts)
 
     def end_detached(self, name: str, timeout: float = 60.0) -> None:
@@ -203,6 +207,10 @@ class RayRuntime(Runtime):
         self._pools.adopt(record.slots if record.owns_slots else ())
         self._release_unused()
 
+    def _now_runs(self, running: _Running) -> None:
+        self._running.append(running)
+        self._liveness.watch(running.name, running.hosts)
+
     def _release_unused(self) -> None:
         """Give back the places of pools on which no group runs any more."""
         used = {slot.key[0] for running in self._running for slot in running.slots}
@@ -211,17 +219,22 @@ class RayRuntime(Runtime):
     def _getter(self, deadline: float) -> Callable[[Sequence[Any]], list[Any]]:
         return lambda refs: self.gather(refs, max(deadline - time.monotonic(), 0.001))
 
-    def call(self, host: Host, role: str, method: str, call: RankCall, keep: bool = False) -> Any:
+    def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         try:
-            return host.handle.call.remote(role, method, keep, tuple(call.kwargs), *call.args, *call.kwargs.values())
+            return host.handle.call.remote(role, method, outcome, tuple(call.kwargs), *call.args, *call.kwargs.values())
         except TypeError as error:
             raise DispatchError(f"an argument of {role}.{method} cannot be sent to a worker: {error}") from error
+        except FULL as error:
+            largest = max([*call.args, *call.kwargs.values()], key=lambda value: getattr(value, "nbytes", 0) or 0)
+            raise ResourceError(explain_full(f"an argument of {role}.{method}", largest)) from error
 
     def put(self, value: Any) -> Any:
         try:
             return ray.put(value)
         except TypeError as error:
             raise DispatchError(f"a {type(value).__name__} cannot be sent to workers: {error}") from error
+        except FULL as error:
+            raise ResourceError(explain_full(f"a {type(value).__name__} for several ranks", value)) from error
 
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         refs = list(refs)
@@ -231,7 +244,7 @@ class RayRuntime(Runtime):
             _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
             late = [i for i, ref in enumerate(refs) if ref in set(waiting)]
             detail = f"no answer within {timeout:g} s from {len(late)} of {len(refs)} ranks (indices {late[:8]})"
-            raise CallFailed(late[0] if late else 0, None, detail, timed_out=True) from None
+            raise CallFailed(late[0] if late else 0, None, detail, timed_out=True, late=late) from None
         except ray.exceptions.RayError as error:
             raise self._first_failure(refs, error) from None
 
@@ -269,40 +282,56 @@ class RayRuntime(Runtime):
 
     def _lost(self, index: int, error: Exception) -> CallFailed:
         """A call of which the worker gave no account: its process died, or Ray could not carry the result."""
+        cause = getattr(error, "cause", error)
+        if isinstance(cause, FULL):
+            return CallFailed(index, None, explain_full("the call's result"), cause_type=type(cause).__name__)
         if isinstance(error, ray.exceptions.RayTaskError):
-            cause = error.cause
             detail = f"{type(cause).__name__}: {cause}\n{_COLOURS.sub('', str(error)).strip()}"
             return CallFailed(index, None, detail, cause_type=type(cause).__name__)
         # Ray's own list of possible causes is long, and the same each time.
         text = str(error).partition(" Some common causes")[0].strip()
         if not isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
             return CallFailed(index, None, text, cause_type=type(error).__name__)
-        tail = self._last_output(getattr(error, "actor_id", None))
-        output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
-        detail = f"the worker's process died, perhaps for want of memory or in a crash of native code. {text}{output}"
-        return CallFailed(index, None, detail)
-
-    def _last_output(self, actor_id: str | None) -> list[str]:
-        """The end of a dead worker's output, where this machine has it."""
-        node = getattr(ray._private.worker, "_global_node", None)
-        pids = [
-            host.info.pid
+        dead = [
+            host
             for running in self._running
             for host in running.hosts
-            if host.handle._actor_id.hex() == actor_id
+            if host.handle._actor_id.hex() == getattr(error, "actor_id", None)
         ]
-        return read_last_lines(Path(node.get_logs_dir_path()), pids[0]) if node is not None and pids else []
+        detail = self._how_it_died(dead[0] if dead else None, error)
+        if dead and isinstance(error, ray.exceptions.ActorDiedError):
+            self._liveness.note(dead[0], detail)
+        return CallFailed(index, None, detail)
+
+    def _how_it_died(self, host: Host | None, error: Exception) -> str:
+        """What Ray says, and the end of the process's output where this machine has it."""
+        text = str(error).partition(" Some common causes")[0].strip()
+        node = getattr(ray._private.worker, "_global_node", None)
+        tail = read_last_lines(Path(node.get_logs_dir_path()), host.info.pid) if node is not None and host else []
+        output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
+        return f"the worker's process died, perhaps for want of memory or in a crash of native code. {text}{output}"
+
+    def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
+        return self._liveness.lost(hosts)
+
+    def stacks(self, hosts: Sequence[Host]) -> list[str]:
+        return [text or "" for text in ask_all([(host.info.control, {"ask": "stack"}) for host in hosts])]
 
     def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         self.gather([host.handle.install.remote(parts) for host in hosts], timeout)
 
-    def cancel(self, refs: Sequence[Any]) -> None:
-        for ref in refs:
-            ray.cancel(ref, force=False, recursive=False)
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
+        refs = list(refs)
+        running = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1]) if refs else set()
+        for ref in running:
+            ray.cancel(ref, force=False, recursive=False)  # does not touch a call that has started
+        wanted = [(ref, host) for ref, host in zip(refs, hosts, strict=True) if ref in running]
+        ask_all([(host.info.control, {"ask": "interrupt", "token": ref.task_id().hex()}) for ref, host in wanted])
 
     def stop(self, hosts: Sequence[Host]) -> None:
         if not ray.is_initialized() or not hosts:
             return
+        self._liveness.forget(hosts)
         closing = [host.handle.close.remote() for host in hosts]
         closed, _ = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
         for ref in closed:
@@ -321,6 +350,7 @@ class RayRuntime(Runtime):
 
     def shutdown(self) -> None:
         """End everything but detached groups, which run on where Ray does."""
+        self._liveness.stop()
         if ray.is_initialized():
             self.stop([host for running in self._running if not running.detached for host in running.hosts])
             if self._initialized_ray:

@@ -24,6 +24,7 @@ from rollcast.plugins.inprocess import snapshot
 from rollcast.runtime.places import build_contexts
 from rollcast.runtime.process import HostProcess
 from rollcast.runtime.ray_pool import Slot, remove_groups_made_by
+from rollcast.runtime.ray_store import ObjectStore
 
 if TYPE_CHECKING:
     from rollcast.controller.runtime import Runtime
@@ -84,26 +85,22 @@ class GroupRecord:
             ) from error
 
 
-class _ObjectStore:
-    """Ray's object store, as the workers see it."""
-
-    def put(self, value: Any) -> Any:
-        return ray.put(value)
-
-    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        return list(ray.get(list(refs), timeout=timeout))
-
-
 class HostActor(HostProcess):
     """The Ray actor."""
 
     def __init__(self) -> None:
-        super().__init__(_ObjectStore())
+        super().__init__(ObjectStore())
         self._record: bytes | None = None
 
     def hello(self) -> HostInfo:
         """Where this is."""
-        return self.host.describe(ray.util.get_node_ip_address())
+        return self.introduce(ray.util.get_node_ip_address())
+
+    def token(self) -> str:
+        return str(ray.get_runtime_context().get_task_id())
+
+    def ping(self) -> None:
+        """Nothing: an answer shows that the process is alive."""
 
     def accelerators(self) -> Mapping[str, Sequence[str]]:
         return ray.get_runtime_context().get_accelerator_ids()

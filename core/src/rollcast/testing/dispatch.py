@@ -331,7 +331,9 @@ def _outputs(mode: DispatchMode, group: FakeGroup, calls: Calls, work: Any = Non
         if call is not None:
             args, kwargs = pickle.loads(pickle.dumps((call.args, dict(call.kwargs))))
             value = _first_batch(_fetched(args), {key: _fetched(value) for key, value in kwargs.items()})
-            outputs.append(pickle.loads(pickle.dumps(value if work is None else work(value))))
+            answers = calls.answering is None or rank in calls.answering
+            output = (value if work is None else work(value)) if answers else None
+            outputs.append(pickle.loads(pickle.dumps(output)))
             ranks.append(rank)
     return RankOutputs(outputs, ranks, calls.state, execute.name)
 

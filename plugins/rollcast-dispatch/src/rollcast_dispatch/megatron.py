@@ -123,7 +123,7 @@ class _ListsOverGrid(_OverGrid):
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         layout = self._layout(worker_group)
         calls = split_lists(self._label(), layout.shards, self.unit, args, kwargs)
-        return Calls(layout.spread(calls), layout)
+        return Calls(layout.spread(calls), layout, layout.answering)
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         layout: Layout = outputs.state
@@ -136,7 +136,7 @@ class _BatchesOverGrid(_ListsOverGrid):
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         layout = self._layout(worker_group)
         calls, padding = split_call(self._label(), layout.shards, args, kwargs)
-        return Calls(layout.spread(calls), (layout, padding))
+        return Calls(layout.spread(calls), (layout, padding), layout.answering)
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         layout, padding = outputs.state
@@ -208,7 +208,7 @@ class MegatronPpOnly(_OverGrid):
 
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         stages = self._grid(worker_group).stages()
-        return Calls([RankCall(args, kwargs)] * worker_group.world_size, stages)
+        return Calls([RankCall(args, kwargs)] * worker_group.world_size, stages, stages)
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         by_rank = dict(zip(outputs.ranks, outputs, strict=True))

@@ -32,7 +32,7 @@ class NdMesh(DispatchMode):
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         layout = mesh_layout(worker_group, self.mesh_name)
         calls, padding = split_call(self._label(), layout.shards, args, kwargs)
-        return Calls(layout.spread(calls), (layout, padding))
+        return Calls(layout.spread(calls), (layout, padding), layout.answering)
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         layout, padding = outputs.state

@@ -79,7 +79,7 @@ class TokenBalanced(DispatchMode):
             return [_pick(value, shard) for shard in shards] if is_batch(value) and rows else [value] * layout.shards
 
         calls = make_calls(layout.shards, [deal(v) for v in args], {key: deal(v) for key, v in kwargs.items()})
-        return Calls(layout.spread(calls), _State(layout, shards, rows))
+        return Calls(layout.spread(calls), _State(layout, shards, rows), layout.answering)
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         state: _State = outputs.state
