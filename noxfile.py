@@ -3,7 +3,8 @@
 python -m nox -s quickstart               the main job, into runs/quickstart; overrides go after `--`
 python -m nox -s tests                    every test; a path or -k after `--` narrows it
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
-python -m nox -s lint types docs bench bench_peers
+python -m nox -s lint types docs
+python -m nox -s bench bench_peers        all benchmarks; the names of some after `--`
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
 QUICKSTART = "rollcast-quickstart"
+#: What verl's controller imports; the rest of what verl requires is for its trainers.
+VERL_NEEDS = ["torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -136,16 +139,35 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The quick start's step against a plain PyTorch loop; writes runs/bench/plain_loop.json."""
+    """The quick start's step against a plain PyTorch loop, and the controller against the machine's limits."""
     install(session, requirements(QUICKSTART))
-    session.run("python", "tests/benchmarks/bench_plain_loop.py", *session.posargs)
+    for name in chosen(session, "controller", "plain_loop"):
+        session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 
 @nox.session
 def bench_peers(session: nox.Session) -> None:
-    """The quick start's step against TRL; writes runs/bench/trl.json."""
-    install(session, requirements(QUICKSTART), "trl==1.16.*")
-    session.run("python", "tests/benchmarks/bench_trl.py", *session.posargs)
+    """The quick start's step against TRL, and the controller against verl, which has an environment of its own."""
+    names = chosen(session, "verl", "trl")
+    install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
+    if "verl" in names:
+        theirs = Path(session.virtualenv.location) / "verl"
+        session.run("python", "-m", "venv", str(theirs))
+        pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
+        session.run(*pip, *constraints(), *VERL_NEEDS, external=True)
+        session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
+        python = str(theirs / "bin" / "python")
+        session.run("python", "tests/benchmarks/bench_verl.py", "--verl-python", python)
+    if "trl" in names:
+        session.run("python", "tests/benchmarks/bench_trl.py")
+
+
+def chosen(session: nox.Session, *names: str) -> list[str]:
+    """Those of the benchmarks that are named after `--`; all by default."""
+    unknown = set(session.posargs) - set(names)
+    if unknown:
+        session.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names)}")
+    return [name for name in names if name in session.posargs or not session.posargs]
 
 
 @nox.session

@@ -15,6 +15,7 @@ from rollcast.controller.group_method import GroupMethod
 from rollcast.controller.hosting import Outcome
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
+from rollcast.controller.sharing import SharedValues
 from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, WorkerContext
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 
@@ -261,13 +262,13 @@ class WorkerGroup(CallsByName):
         except CallFailed as failed:
             raise self._explained(failed, "install_parts", range(self.world_size)) from failed.cause
         present = [(rank, call) for rank, call in calls if call is not None]
-        stored = self._store_shared([call for _, call in present])
+        values = SharedValues([call for _, call in present], shared.runtime.put)
         refs: list[Any] = []
         try:
             for rank, call in present:
                 silent = answering is not None and rank not in answering
                 outcome: Outcome = "drop" if silent else "keep" if keep else "send"
-                refs.append(shared.runtime.call(shared.hosts[rank], role, method, _replace(call, stored), outcome))
+                refs.append(shared.runtime.call(shared.hosts[rank], role, method, values.replace(call), outcome))
         except BaseException:
             # The calls that were sent would wait for the others in a collective.
             shared.runtime.cancel(refs, [shared.hosts[rank] for rank, _ in present[: len(refs)]])
@@ -315,16 +316,6 @@ class WorkerGroup(CallsByName):
         rank = ranks[failed.index]
         return explain_failure(failed, self.name, self.role, method, rank, self._shared.hosts[rank])
 
-    def _store_shared(self, calls: Sequence[RankCall]) -> dict[int, Any]:
-        seen: dict[int, int] = {}
-        values: dict[int, Any] = {}
-        for call in calls:
-            for value in (*call.args, *call.kwargs.values()):
-                if getattr(value, "nbytes", 0):
-                    seen[id(value)] = seen.get(id(value), 0) + 1
-                    values[id(value)] = value
-        return {key: self._shared.runtime.put(values[key]) for key, count in seen.items() if count > 1}
-
     # -- end ----------------------------------------------------------------------------------
 
     def shutdown(self) -> None:
@@ -332,12 +323,3 @@ class WorkerGroup(CallsByName):
         if not self._shared.closed:
             self._shared.closed = True
             self._shared.runtime.stop(self._shared.hosts)
-
-
-def _replace(call: RankCall, stored: Mapping[int, Any]) -> RankCall:
-    if not stored:
-        return call
-    return RankCall(
-        tuple(stored.get(id(value), value) for value in call.args),
-        {key: stored.get(id(value), value) for key, value in call.kwargs.items()},
-    )

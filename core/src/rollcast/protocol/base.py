@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
 from copy import deepcopy
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 import torch
-from tensordict import TensorDict, TensorDictBase
 
 from rollcast.errors import DataProtoError
 from rollcast.protocol import columns as ops
@@ -18,14 +17,23 @@ from rollcast.protocol.rows import Pick, RowSelector, pick_rows
 from rollcast.protocol.values import copy_meta, same_value
 from rollcast.protocol.views import ObjectColumnsView
 
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+
 
 class BatchBase:
-    """The state of a DataProto, whose operations are in :mod:`rollcast.protocol.dataproto`."""
+    """The state of a DataProto, whose operations are in :mod:`rollcast.protocol.dataproto`.
 
-    __slots__ = ("__weakref__", "_batch", "meta_info")
+    The columns lie in a TensorDict from the first look at :attr:`batch` on, and in a dict before that:
+    most batches go from process to process without one.
+    """
+
+    __slots__ = ("__weakref__", "_held", "_length", "_tensordict", "meta_info")
 
     meta_info: dict[str, Any]
-    _batch: TensorDict
+    _length: int
+    _held: ops.Columns
+    _tensordict: TensorDict | None
 
     def __init__(
         self,
@@ -35,7 +43,7 @@ class BatchBase:
         *,
         length: int | None = None,
     ) -> None:
-        if isinstance(batch, TensorDictBase):
+        if ops.is_tensordict(batch):
             columns = ops.from_tensordict(batch)
             if not columns and length is None and batch.batch_dims:
                 length = batch.batch_size[0]
@@ -48,7 +56,9 @@ class BatchBase:
         self._fill(columns, ops.common_length(columns, length), copy_meta(meta_info))
 
     def _fill(self, columns: ops.Columns, length: int, meta_info: dict[str, Any]) -> None:
-        self._batch = TensorDict(columns, batch_size=[length])
+        self._held = columns
+        self._length = length
+        self._tensordict = None
         self.meta_info = meta_info
 
     @classmethod
@@ -96,29 +106,55 @@ class BatchBase:
     @property
     def batch(self) -> TensorDict:
         """The live TensorDict ``[len]``; ``dp.batch["x"] = tensor`` changes this DataProto only."""
-        return self._batch
+        if self._tensordict is None:
+            from tensordict import TensorDict
+
+            self._tensordict = TensorDict(self._held, batch_size=[self._length])
+            self._held = {}
+        return self._tensordict
 
     @property
     def non_tensor_batch(self) -> MutableMapping[str, Any]:
         """The object columns, as a live mapping of read-only object arrays ``[len]``."""
-        return ObjectColumnsView(self._batch)
+        return ObjectColumnsView(self)
 
     def _columns(self) -> ops.Columns:
-        return ops.from_tensordict(self._batch)
+        return dict(self._held) if self._tensordict is None else ops.from_tensordict(self._tensordict)
+
+    def _column(self, name: str) -> torch.Tensor | None:
+        """A column, or None."""
+        if self._tensordict is None:
+            return self._held.get(name)
+        value = self._tensordict.get(name, None)
+        return None if value is None else ops.as_column(name, value)
+
+    def _set_column(self, name: str, column: torch.Tensor) -> None:
+        """Add or replace a column, in place."""
+        if self._tensordict is None:
+            self._held[name] = column
+        else:
+            self._tensordict.set(name, column)
+
+    def _delete_column(self, name: str) -> None:
+        """Take a column out, in place."""
+        if self._tensordict is None:
+            del self._held[name]
+        else:
+            self._tensordict.del_(name)
 
     def __len__(self) -> int:
-        return int(self._batch.batch_size[0])
+        return self._length
 
     def __iter__(self) -> Iterator[Self]:
         """One DataProto per row. To go over the columns use :meth:`keys`."""
         return (self[row] for row in range(len(self)))
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, str) and key in self._batch.keys()  # noqa: SIM118
+        return isinstance(key, str) and key in self.keys()
 
     def keys(self) -> list[str]:
         """The names of all columns, in the order in which they were added."""
-        return [str(key) for key in self._batch.keys()]  # noqa: SIM118
+        return list(self._held) if self._tensordict is None else [str(key) for key in self._tensordict.keys()]  # noqa: SIM118
 
     def __getitem__(self, key: str | RowSelector) -> Any:
         """A column by name (tensor, or object array), or a DataProto of the chosen rows.
@@ -129,9 +165,9 @@ class BatchBase:
         """
         if not isinstance(key, str):
             return self._take(pick_rows(key, len(self)))
-        if key not in self:
+        column = self._column(key)
+        if column is None:
             raise ops.missing(key, self.keys())
-        column = ops.as_column(key, self._batch.get(key))
         return column.objects() if isinstance(column, ObjectColumn) else column
 
     def dtypes(self) -> dict[str, torch.dtype | type[object]]:

@@ -9,21 +9,41 @@ A column is a ``torch.Tensor`` whose first dimension is the row:
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import deepcopy
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
-from tensordict import TensorDictBase, is_non_tensor, is_tensor_collection
 
 from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import jagged
+from rollcast.protocol import jagged, memory
 from rollcast.protocol.objects import ObjectColumn, join_tables
 from rollcast.protocol.rows import Pick
 from rollcast.protocol.values import same_tensor, same_value
 
+if TYPE_CHECKING:
+    from tensordict import TensorDictBase
+
 Columns = dict[str, torch.Tensor]
+
+
+def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
+    """Whether it is one; importing tensordict takes a second, and whoever has not has none."""
+    module = sys.modules.get("tensordict")
+    return module is not None and isinstance(value, module.TensorDictBase)
+
+
+def _is_non_tensor(value: object) -> bool:
+    module = sys.modules.get("tensordict")
+    return module is not None and bool(module.is_non_tensor(value))
+
+
+def _is_tensor_collection(value: object) -> bool:
+    module = sys.modules.get("tensordict")
+    return module is not None and bool(module.is_tensor_collection(value))
+
 
 _NUMERIC_KINDS = "biufc"
 
@@ -107,11 +127,11 @@ def as_object_column(name: str, value: Any) -> ObjectColumn:
     _check_name(name)
     if isinstance(value, ObjectColumn):
         return value
-    if is_non_tensor(value):
+    if _is_non_tensor(value):
         return _from_non_tensor(name, value)
     if isinstance(value, torch.Tensor):
         raise DataProtoError(f"column {name!r} is a tensor; give it among the tensors")
-    if is_tensor_collection(value):
+    if _is_tensor_collection(value):
         raise DataProtoError(
             f"column {name!r} is a {type(value).__name__}; columns do not nest: call flatten_keys() first"
         )
@@ -167,7 +187,8 @@ def _take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
         return jagged.take(column, pick)
     if pick.span is not None:
         return column[pick.span]
-    return column.index_select(0, pick.as_index(column.device))
+    index = pick.as_index(column.device)
+    return column.index_select(0, index) if isinstance(column, ObjectColumn) else memory.index_select(column, index)
 
 
 def concat_columns(members: Sequence[Mapping[str, torch.Tensor]]) -> Columns:
@@ -188,7 +209,7 @@ def concat_columns(members: Sequence[Mapping[str, torch.Tensor]]) -> Columns:
         elif kind == "jagged":
             joined[name] = jagged.concat(columns, ragged)
         else:
-            joined[name] = torch.cat(columns)
+            joined[name] = memory.concat(columns)
     return joined
 
 

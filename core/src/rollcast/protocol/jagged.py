@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import torch
 
+from rollcast.protocol import memory
 from rollcast.protocol.rows import Pick
 
 
@@ -89,7 +90,7 @@ def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
         starts = offsets.index_select(0, index)
         pick.ragged[id(offsets)] = _gather_plan(starts, offsets.index_select(0, index + 1) - starts)
     positions, packed = pick.ragged[id(offsets)]
-    return build(values.index_select(0, positions), packed)
+    return build(memory.index_select(values, positions), packed)
 
 
 def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -111,7 +112,7 @@ def concat(columns: Sequence[torch.Tensor], ragged: dict[tuple[int, ...], torch.
     key = tuple(id(offsets_of(column)) for column in columns)
     if key not in ragged:
         ragged[key] = _offsets_from(torch.cat([offsets_of(column).diff() for column in columns]))
-    return build(torch.cat([trimmed(column)[0] for column in columns]), ragged[key])
+    return build(memory.concat([trimmed(column)[0] for column in columns]), ragged[key])
 
 
 def same(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -79,19 +79,16 @@ class HostProcess:
         """Make the driver's in-process parts known here, in place of earlier ones."""
         install_snapshot(parts)
 
-    def call(self, role: str, method: str, outcome: Outcome, keys: tuple[str, ...], *values: Any) -> Any:
-        """Run a method; ``keys`` name the last of the values. See :meth:`WorkerHost.call`.
+    def call(self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Outcome) -> Any:
+        """Run a method, see :meth:`WorkerHost.call`, so that it can be interrupted.
 
         Raises:
             WorkerRaised: the method raised.
             WorkerError: the controller gave the call up.
         """
-        split = len(values) - len(keys)
         try:
             with self._main.running(self.token()):
-                return self.host.call(
-                    role, method, values[:split], dict(zip(keys, values[split:], strict=True)), outcome
-                )
+                return self.host.call(role, method, args, kwargs, outcome)
         except Interrupted:
             raise WorkerError(f"{role}.{method} was given up by the controller") from None
 

@@ -52,11 +52,13 @@ __all__ = ["RayResourcePool", "RayRuntime", "RayWorkerGroup"]
 logger = logging.getLogger(__name__)
 
 #: What an embedded Ray needs to behave on a small or busy machine: workers at nice 15 starve in
-#: collectives, and usage statistics want a network.
+#: collectives, and usage statistics want a network. What is freed is given back at once, not once a
+#: second: the next batch finds memory that is mapped already, which is ten times as fast as new pages.
 _EMBEDDED_ENV = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_free_objects_batch_size": "1",
 }
 #: Warns at each start that a local Ray asks for its token, which is as it should be.
 _auth_logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
@@ -103,6 +105,8 @@ class RayRuntime(Runtime):
         self._pools = Placements()
         self._running: list[_Running] = []
         self._liveness = LivenessWatch(self._how_it_died)
+        #: By id of host (which is kept, so that its id stays its own), role, method and outcome.
+        self._senders: dict[tuple[int, str, str, Outcome], tuple[Host, Callable[..., Any]]] = {}
 
     @classmethod
     def shared(cls) -> RayRuntime:
@@ -221,12 +225,20 @@ class RayRuntime(Runtime):
 
     def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         try:
-            return host.handle.call.remote(role, method, outcome, tuple(call.kwargs), *call.args, *call.kwargs.values())
+            return self._sender(host, role, method, outcome)(*call.args, **call.kwargs)
         except TypeError as error:
             raise DispatchError(f"an argument of {role}.{method} cannot be sent to a worker: {error}") from error
         except FULL as error:
             largest = max([*call.args, *call.kwargs.values()], key=lambda value: getattr(value, "nbytes", 0) or 0)
             raise ResourceError(explain_full(f"an argument of {role}.{method}", largest)) from error
+
+    def _sender(self, host: Host, role: str, method: str, outcome: Outcome) -> Callable[..., Any]:
+        key = (id(host), role, method, outcome)
+        if key not in self._senders:
+            # The task's name says what to call: it travels for nothing, unlike an argument, and Ray's tools show it.
+            made = getattr(host.handle, outcome).options(name=f"{role}.{method}").remote
+            self._senders[key] = (host, made)
+        return self._senders[key][1]
 
     def put(self, value: Any) -> Any:
         try:
@@ -332,6 +344,7 @@ class RayRuntime(Runtime):
         if not ray.is_initialized() or not hosts:
             return
         self._liveness.forget(hosts)
+        self._senders.clear()
         closing = [host.handle.close.remote() for host in hosts]
         closed, _ = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
         for ref in closed:

@@ -15,7 +15,7 @@ from ray import cloudpickle
 from ray.util import list_named_actors
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rollcast.controller.hosting import HostInfo
+from rollcast.controller.hosting import HostInfo, Outcome
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import Host, LaunchSpec
 from rollcast.controller.worker import WorkerContext
@@ -98,6 +98,22 @@ class HostActor(HostProcess):
 
     def token(self) -> str:
         return str(ray.get_runtime_context().get_task_id())
+
+    def send(self, /, *args: Any, **kwargs: Any) -> Any:
+        """Run the method that the task is named after, ``role.method``, and return its result."""
+        return self._run("send", args, kwargs)
+
+    def keep(self, /, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`send`, but a DataProto stays here."""
+        return self._run("keep", args, kwargs)
+
+    def drop(self, /, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`send`, but nothing is returned."""
+        return self._run("drop", args, kwargs)
+
+    def _run(self, outcome: Outcome, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        role, _, method = ray.get_runtime_context().get_task_name().rpartition(".")
+        return self.call(role, method, args, kwargs, outcome)
 
     def ping(self) -> None:
         """Nothing: an answer shows that the process is alive."""

@@ -1,0 +1,46 @@
+"""Fresh memory for large results: on huge pages where the system gives them on request.
+
+Most of the time that a large copy takes goes into the first touch of each 4 KiB page. NumPy asks for huge
+pages when it allocates; torch does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+__all__ = ["concat", "index_select"]
+
+_LARGE = 4 << 20  # bytes; NumPy asks from here on
+_ALIGN = 64  # bytes, as torch's own memory has it
+
+
+def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    size = math.prod(shape) * dtype.itemsize
+    memory = torch.from_numpy(np.empty(size + _ALIGN, np.uint8))
+    start = -memory.data_ptr() % _ALIGN
+    return memory[start : start + size].view(dtype).view(tuple(shape))
+
+
+def _suits(tensors: Sequence[torch.Tensor], size: int) -> bool:
+    first = tensors[0]
+    return size >= _LARGE and first.device.type == "cpu" and not any(tensor.requires_grad for tensor in tensors)
+
+
+def concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """``torch.cat`` of tensors that agree in dtype and row shape."""
+    if not _suits(tensors, sum(tensor.nbytes for tensor in tensors)):
+        return torch.cat(list(tensors))
+    rows = sum(len(tensor) for tensor in tensors)
+    return torch.cat(list(tensors), out=_empty((rows, *tensors[0].shape[1:]), tensors[0].dtype))
+
+
+def index_select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """``tensor.index_select(0, index)``."""
+    row = tensor[0].nbytes if len(tensor) else 0
+    if not _suits([tensor], row * len(index)):
+        return tensor.index_select(0, index)
+    return torch.index_select(tensor, 0, index, out=_empty((len(index), *tensor.shape[1:]), tensor.dtype))
