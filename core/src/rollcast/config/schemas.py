@@ -42,6 +42,7 @@ class RuntimeConfig:
         call_timeout_s: deadline of every blocking call.
         launch_timeout_s: deadline for placing and starting a worker group.
         threads_per_worker: CPU threads a worker; empty shares a node's cores evenly.
+        record: a method (``role.method:2`` for its second call) to record in RUN_DIR/records.
     """
 
     name: str = "ray"
@@ -52,6 +53,7 @@ class RuntimeConfig:
     call_timeout_s: float = 3600.0
     launch_timeout_s: float = 300.0
     threads_per_worker: int | None = None
+    record: str | None = None
 
 
 @dataclass

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rollcast.controller.dispatch import RankCall
-from rollcast.controller.runtime import Runtime
+from rollcast.controller.runtime import LaunchSpec, Runtime
 from rollcast.controller.worker import MeshInfo
 
 if TYPE_CHECKING:
@@ -33,6 +33,16 @@ class CallsByName(ABC):
     @abstractmethod
     def roles(self) -> tuple[str, ...]:
         """The roles that this view sees."""
+
+    @property
+    @abstractmethod
+    def role(self) -> str:
+        """The role that this view calls."""
+
+    @property
+    @abstractmethod
+    def launch_spec(self) -> LaunchSpec | None:
+        """What the group was started with; None if it was attached to."""
 
     @property
     @abstractmethod

@@ -33,6 +33,7 @@ RESERVED_NAMES = frozenset(
         "execute_rank_zero_async",
         "execute_rank_zero_sync",
         "fuse",
+        "launch_spec",
         "lost_ranks",
         "mesh",
         "name",

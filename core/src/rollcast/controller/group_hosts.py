@@ -33,6 +33,7 @@ class GroupHosts:
         self.hosts = list(hosts)
         self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
         self.closed = False
+        self.spec: LaunchSpec | None = None
         self.parts_generation = parts_generation
 
     @classmethod
@@ -50,7 +51,9 @@ class GroupHosts:
             raise explain_failure(
                 failed, spec.name, "+".join(spec.roles), "__init__", failed.index, None
             ) from failed.cause
-        return cls(runtime, spec.name, {role: wrapped.cls for role, wrapped in spec.roles.items()}, hosts, known)
+        made = cls(runtime, spec.name, {role: wrapped.cls for role, wrapped in spec.roles.items()}, hosts, known)
+        made.spec = spec
+        return made
 
     @classmethod
     def attach(cls, runtime: Runtime, name: str, timeout: float, roles: Mapping[str, type] | None) -> GroupHosts:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rollcast.controller.calls_by_name import CallsByName
@@ -49,18 +49,24 @@ class GroupMethod:
     ) -> tuple[Callable[[float | None], Any], list[Any]]:
         """Send the calls; gives what waits for the result, and the references waited for."""
         entry, group = self._entry, self._group
+        recorder = group.runtime.recorder
+        recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
         with self._named_in_errors():
             calls = distribute(entry.dispatch_mode, group, args, kwargs)
             ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
             refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)
 
         def finish(timeout: float | None) -> Any:
-            outputs = group.receive(self.__name__, ranks, refs, timeout)
-            if keep:
-                outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
-            with self._named_in_errors():
-                found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
-                return join(entry.dispatch_mode, group, found)
+            with recording or nullcontext():
+                outputs = group.receive(self.__name__, ranks, refs, timeout)
+                if keep:
+                    outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
+                with self._named_in_errors():
+                    found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
+                    result = join(entry.dispatch_mode, group, found)
+                if recording is not None:
+                    recording.end(result)
+            return result
 
         return finish, refs
 

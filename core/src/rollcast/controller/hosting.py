@@ -22,7 +22,7 @@ from rollcast.controller.decorator import registered
 from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
 from rollcast.errors import DispatchError, RollcastError
 
-__all__ = ["CallFailure", "ControlAddress", "HostInfo", "Outcome", "Store", "WorkerHost", "WorkerRaised"]
+__all__ = ["CallFailure", "ControlAddress", "HostInfo", "Outcome", "Store", "WorkerHost", "WorkerRaised", "is_handle"]
 
 _LOG_LINES = 20
 #: What becomes of a call's result; see :meth:`WorkerHost.call`.
@@ -126,7 +126,8 @@ class KeepHere:
         return list(refs)
 
 
-def _is_handle(value: Any) -> bool:
+def is_handle(value: Any) -> bool:
+    """Whether it is a :class:`~rollcast.protocol.future.DataProtoFuture`."""
     # Whoever has not imported the class has no instance; importing it here would cost torch.
     module = sys.modules.get("rollcast.protocol.future")
     return module is not None and isinstance(value, module.DataProtoFuture)
@@ -207,7 +208,7 @@ class WorkerHost:
             raise self._failure(role, method, error) from None
 
     def _arrived(self, value: Any, fetch: bool) -> Any:
-        if not _is_handle(value):
+        if not is_handle(value):
             return value
         handle = value.bind(self._store.fetch)
         return handle.get() if fetch else handle

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rollcast.controller.dispatch import RankCall
 from rollcast.controller.hosting import CallFailure, HostInfo, Outcome
@@ -13,6 +13,9 @@ from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins.registry import Registry, subclass_of
+
+if TYPE_CHECKING:
+    from rollcast.controller.recording import CallRecorder
 
 __all__ = ["Attached", "CallFailed", "Host", "LaunchSpec", "Runtime", "runtimes"]
 
@@ -129,7 +132,13 @@ class Attached:
 
 
 class Runtime(ABC):
-    """Starts hosts, carries calls, stops what it started."""
+    """Starts hosts, carries calls, stops what it started.
+
+    Attributes:
+        recorder: hears of every call of a registered method, where a call is to be recorded.
+    """
+
+    recorder: CallRecorder | None = None
 
     @abstractmethod
     def nodes(self) -> list[NodeResources]:

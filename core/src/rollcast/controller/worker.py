@@ -216,6 +216,22 @@ class Worker:
             )
         return self._meshes[mesh_name]
 
+    def record_state(self, folder: str) -> None:
+        """Write what a record of a call has to keep of this worker's state; nothing by default.
+
+        Called on every rank before the call that is recorded.
+
+        Args:
+            folder: exists, and is the same for all ranks.
+        """
+
+    def replay_state(self, folder: str) -> None:
+        """Make a worker that was just built ready for a recorded call; the inverse of :meth:`record_state`.
+
+        Args:
+            folder: what was written there, perhaps by another number of ranks.
+        """
+
     def run_function(self, function: Callable[..., Any], roles: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
         """Call a function with this worker first, or with a dict of its neighbours if there are several roles."""
         subject: Any = self if len(roles) == 1 else {role: self._colocated[role] for role in roles}

@@ -233,6 +233,11 @@ class WorkerGroup(CallsByName):
     # -- calls --------------------------------------------------------------------------------
 
     @property
+    def launch_spec(self) -> LaunchSpec | None:
+        """What the group was started with; None if it was attached to."""
+        return self._shared.spec
+
+    @property
     def runtime(self) -> Runtime:
         """What carries the group's calls."""
         return self._shared.runtime

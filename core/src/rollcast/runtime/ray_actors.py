@@ -112,7 +112,7 @@ class HostActor(HostProcess):
         return self._run("drop", args, kwargs)
 
     def _run(self, outcome: Outcome, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        role, _, method = ray.get_runtime_context().get_task_name().rpartition(".")
+        role, _, method = str(ray.get_runtime_context().get_task_name()).rpartition(".")
         return self.call(role, method, args, kwargs, outcome)
 
     def ping(self) -> None:

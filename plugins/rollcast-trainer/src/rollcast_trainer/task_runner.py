@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -17,6 +18,7 @@ from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
 from rollcast.contracts.rollout import BaseRollout, rollouts
 from rollcast.contracts.tracker import BaseTracker, trackers
+from rollcast.controller.recording import CallRecorder
 from rollcast.controller.resource_pool import ResourcePoolManager
 from rollcast.controller.runtime import Runtime, runtimes
 from rollcast.controller.worker import ClassWithInitArgs
@@ -41,6 +43,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = ["TaskRunner"]
+
+logger = logging.getLogger(__name__)
 
 _DEVICES = ("auto", "cpu", "cuda")
 
@@ -128,6 +132,7 @@ class TaskRunner:
     ) -> None:
         with ExitStack() as stack:
             if self._runtime is not None:
+                stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
             for tracker in self._trackers:
                 stack.callback(tracker.close)
@@ -142,7 +147,8 @@ class TaskRunner:
         self._runtime = self._build_runtime()
         self._pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
-            shared = {name: self.config[name] for name in ("runtime", "placement")}
+            shared = {name: self.config[name].copy() for name in ("runtime", "placement")}
+            shared["runtime"].record = None  # the calls of the run itself are meant
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
             self.model.path, self.model.random_init = str(exported), False
         for name, tracker_class in self._tracker_classes.items():
@@ -160,7 +166,10 @@ class TaskRunner:
                 "object_store_memory": settings.object_store_memory,
                 "log_to_driver": settings.log_to_driver,
             }
-        return cast("Runtime", self._runtime_class(**options))
+        made = cast("Runtime", self._runtime_class(**options))
+        if settings.record is not None:
+            made.recorder = CallRecorder(settings.record, self.run_dir / "records")
+        return made
 
     # -- what a trainer builds its loop from --------------------------------------------------
 
@@ -252,6 +261,12 @@ class TaskRunner:
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""
         getattr(self.hooks.hook, event)(**values)
+
+
+def _tell_if_nothing_recorded(recorder: CallRecorder | None) -> None:
+    if recorder is not None and recorder.recorded is None:
+        calls = recorder.describe_calls()
+        logger.warning("runtime.record=%s recorded nothing; calls that were made: %s", recorder.wanted, calls)
 
 
 @contextmanager

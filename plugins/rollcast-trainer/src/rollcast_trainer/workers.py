@@ -154,6 +154,7 @@ class ActorRolloutRefWorker(Worker):
         self.setup = setup
         self.actor = TrainingWorker(setup)
         self.ref = TrainingWorker(setup, frozen=True) if setup.has_reference else None
+        self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
 
@@ -169,6 +170,7 @@ class ActorRolloutRefWorker(Worker):
         _seed_process(seed)
         if self.setup.rollout is not None:
             self._build_rollout(seed)
+        self.is_built = True
         freeze_heap()
 
     def _build_rollout(self, seed: int) -> None:
@@ -264,6 +266,17 @@ class ActorRolloutRefWorker(Worker):
             self.rollout.load_state_dict(torch.load(state, weights_only=True))
         except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
             raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+    def record_state(self, folder: str) -> None:
+        """A checkpoint, if there is a model already."""
+        if self.is_built:
+            self.save_checkpoint(folder)
+
+    def replay_state(self, folder: str) -> None:
+        """The model and its checkpoint, if the record has one."""
+        if (Path(folder) / "actor").exists():
+            self.init_model()
+            self.load_checkpoint(folder)
 
     @register(dispatch_mode="one_to_all")
     def export(self, path: str) -> None:
