@@ -26,9 +26,10 @@ from _report import Comparison, write_report
 from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
 from rollcast.controller.dispatch import RankCall
 from rollcast.controller.hosting import HostInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.controller.resource_pool import NodeResources
 from rollcast.controller.runtime import Host, LaunchSpec, Runtime
-from rollcast.controller.worker import MeshInfo, WorkerContext
+from rollcast.controller.worker import WorkerContext
 from rollcast.runtime.ray import RayRuntime
 
 WORKERS = 4

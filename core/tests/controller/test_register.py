@@ -25,7 +25,8 @@ from rollcast.controller.dispatch import (
     resolve_dispatch_mode,
     resolve_execute_mode,
 )
-from rollcast.controller.worker import ClassWithInitArgs, MeshInfo
+from rollcast.controller.mesh import MeshInfo
+from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.errors import (
     DispatchError,
     PluginConflictError,

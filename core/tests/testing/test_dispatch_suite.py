@@ -241,7 +241,7 @@ def test_a_suite_without_a_mode_says_so() -> None:
 
 
 def _two_ranks() -> Any:
-    from rollcast.controller.worker import MeshInfo
+    from rollcast.controller.mesh import MeshInfo
     from rollcast.testing.dispatch import FakeGroup
 
     return FakeGroup([MeshInfo(0, True), MeshInfo(1, True)])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rollcast import DataProto
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 
 
 def doubled(worker, data: DataProto) -> DataProto:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rollcast import DataProto, Dispatch
 from rollcast.controller.dispatch import RankOutputs, distribute, join
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture
 from rollcast.protocol.stored import store_batch

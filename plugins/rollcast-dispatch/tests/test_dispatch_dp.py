@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from rollcast import ClassWithInitArgs, Dispatch, ResourcePool, Worker, WorkerGroup, register
 from rollcast.controller.dispatch import RankOutputs, distribute, join
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.runtime.local import LocalRuntime
 from rollcast.testing.dispatch import FakeGroup

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast.controller.dispatch import RankOutputs, distribute, join
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import (

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollcast import DataProto, Dispatch
 from rollcast.controller.dispatch import DispatchMode, RankOutputs, distribute, join
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DataProtoError, DispatchError
 from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import DpComputeProto, NdMesh

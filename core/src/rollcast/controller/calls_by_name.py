@@ -8,8 +8,8 @@ from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
 from rollcast.controller.dispatch import RankCall
+from rollcast.controller.mesh import MeshInfo
 from rollcast.controller.runtime import LaunchSpec, Runtime
-from rollcast.controller.worker import MeshInfo
 
 if TYPE_CHECKING:
     from rollcast.protocol.future import DataProtoFuture

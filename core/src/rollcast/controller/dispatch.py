@@ -18,13 +18,11 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol, TypeVar
 
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError, PluginNotFoundError, RollcastError, UnknownDispatchModeError
 from rollcast.plugins.registry import Registry, any_of, instance_of, subclass_of
-
-if TYPE_CHECKING:
-    from rollcast.controller.worker import MeshInfo
 
 __all__ = [
     "Calls",

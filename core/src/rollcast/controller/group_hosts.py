@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+from rollcast.controller.mesh import MeshInfo
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
-from rollcast.controller.worker import MeshInfo
 from rollcast.errors import WorkerError, WorkerTimeoutError
 from rollcast.plugins.inprocess import generation, snapshot
 

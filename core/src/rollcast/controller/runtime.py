@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from rollcast.controller.dispatch import RankCall
 from rollcast.controller.hosting import CallFailure, HostInfo, Outcome
@@ -14,10 +15,7 @@ from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins.registry import Registry, subclass_of
 
-if TYPE_CHECKING:
-    from rollcast.controller.recording import CallRecorder
-
-__all__ = ["Attached", "CallFailed", "Host", "LaunchSpec", "Runtime", "runtimes"]
+__all__ = ["Attached", "CallFailed", "Host", "LaunchSpec", "Recorder", "Recording", "Runtime", "runtimes"]
 
 
 class CallFailed(RollcastError):
@@ -131,6 +129,22 @@ class Attached:
     hosts: list[Host]
 
 
+class Recording(AbstractContextManager[None], Protocol):
+    """A call that is being recorded; what is raised inside is its outcome."""
+
+    def end(self, result: Any) -> None:
+        """The call is over."""
+        ...
+
+
+class Recorder(Protocol):
+    """Hears of calls; see :mod:`rollcast.controller.recording`."""
+
+    def begin(self, group: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording | None:
+        """A call of the group is about to be made; gives what has to hear of its end, if it is recorded."""
+        ...
+
+
 class Runtime(ABC):
     """Starts hosts, carries calls, stops what it started.
 
@@ -138,7 +152,7 @@ class Runtime(ABC):
         recorder: hears of every call of a registered method, where a call is to be recorded.
     """
 
-    recorder: CallRecorder | None = None
+    recorder: Recorder | None = None
 
     @abstractmethod
     def nodes(self) -> list[NodeResources]:

@@ -6,13 +6,14 @@ import contextvars
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from rollcast.controller.decorator import check_registered_methods, register
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 
-__all__ = ["ClassWithInitArgs", "MeshInfo", "Worker", "WorkerContext"]
+__all__ = ["ClassWithInitArgs", "Worker", "WorkerContext"]
 
 W = TypeVar("W")
 
@@ -53,22 +54,6 @@ class WorkerContext:
             "MASTER_ADDR": self.master_addr,
             "MASTER_PORT": str(self.master_port),
         }
-
-
-@dataclass(frozen=True)
-class MeshInfo:
-    """A worker's place in a named device mesh.
-
-    Attributes:
-        dp_rank: the data-parallel shard that it works on.
-        is_collect: whether its output counts.
-        coords: its place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``; one
-            that is missing is 0.
-    """
-
-    dp_rank: int
-    is_collect: bool
-    coords: Mapping[str, int] = field(default_factory=dict, hash=False)
 
 
 class ClassWithInitArgs(Generic[W]):

@@ -13,10 +13,11 @@ from rollcast.controller.dispatch import RankCall
 from rollcast.controller.group_hosts import GroupHosts, explain_failure
 from rollcast.controller.group_method import GroupMethod
 from rollcast.controller.hosting import Outcome
+from rollcast.controller.mesh import MeshInfo
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
 from rollcast.controller.sharing import SharedValues
-from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, WorkerContext
+from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]

@@ -3,16 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, MutableMapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
+import torch
 
 from rollcast.errors import DataProtoError
 from rollcast.protocol.columns import as_object_column, common_length, missing
 from rollcast.protocol.objects import ObjectColumn
 
-if TYPE_CHECKING:
-    from rollcast.protocol.base import BatchBase
+
+class ColumnOwner(Protocol):
+    """What the view needs of a DataProto."""
+
+    def __len__(self) -> int: ...
+
+    def __contains__(self, key: object) -> bool: ...
+
+    def keys(self) -> list[str]: ...
+
+    def _column(self, name: str) -> torch.Tensor | None: ...
+
+    def _set_column(self, name: str, column: torch.Tensor) -> None: ...
+
+    def _delete_column(self, name: str) -> None: ...
 
 
 class ObjectColumnsView(MutableMapping[str, Any]):
@@ -22,7 +36,7 @@ class ObjectColumnsView(MutableMapping[str, Any]):
     or array to its key: writing into the array would reach other DataProtos, so it raises.
     """
 
-    def __init__(self, owner: BatchBase) -> None:
+    def __init__(self, owner: ColumnOwner) -> None:
         self._owner = owner
 
     def _find(self, key: object) -> ObjectColumn:

@@ -25,8 +25,9 @@ from rollcast.controller.dispatch import (
     resolve_dispatch_mode,
     resolve_execute_mode,
 )
+from rollcast.controller.mesh import MeshInfo
 from rollcast.controller.resource_pool import ResourcePool
-from rollcast.controller.worker import ClassWithInitArgs, MeshInfo, Worker
+from rollcast.controller.worker import ClassWithInitArgs, Worker
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
-from rollcast.controller.worker import MeshInfo
+from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast_dispatch.layout import Layout
 from rollcast_dispatch.splitting import join_shards, split_call, split_lists
