@@ -15,14 +15,28 @@ from rollcast_rewards.schemas import RewardConfig
 CONF = Path(rollcast_rewards.__file__).parent / "conf" / "reward"
 
 
-@pytest.mark.parametrize(("name", "options"), [("exact_match", {}), ("gsm8k", {}), ("function", {"path": "???"})])
-def test_each_option_names_every_key(name: str, options: dict[str, str]) -> None:
+@pytest.mark.parametrize(
+    ("name", "manager", "options"),
+    [
+        ("code", "prime", {}),
+        ("exact_match", "naive", {}),
+        ("format", "naive", {}),
+        ("function", "prime", {"path": "???"}),
+        ("gsm8k", "naive", {}),
+        ("http", "remote", {"url": "???"}),
+        ("math", "prime", {}),
+        ("multiple_choice", "naive", {}),
+        ("weighted_sum", "prime", {"rewards": "???"}),
+    ],
+)
+def test_each_option_names_every_key(name: str, manager: str, options: dict[str, str]) -> None:
     text = (CONF / f"{name}.yaml").read_text()
     assert text.startswith("# @package reward\n")
     given = OmegaConf.to_container(OmegaConf.create(text))
     assert given == {
         **dataclasses.asdict(RewardConfig()),
         "name": name,
+        "reward_manager": manager,
         "reward_kwargs": options,
     }
 

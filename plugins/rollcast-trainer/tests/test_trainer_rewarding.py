@@ -103,6 +103,7 @@ def test_metrics_of_a_batch(tokenizer: Any) -> None:
         "reward/mean": 2.5,
         "reward/max": 4.0,
         "reward/min": 1.0,
+        "reward/errors": 0.0,
         # Only the finished sample has it.
         "reward/length": 1.0,
     }

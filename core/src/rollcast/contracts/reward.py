@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from rollcast.errors import ConfigError
 from rollcast.plugins.registry import Registry, any_of, is_callable, subclass_of
 
 __all__ = [
@@ -25,7 +26,9 @@ __all__ = [
     "RewardFunction",
     "RewardResult",
     "RewardSample",
+    "RewardSettings",
     "build_reward",
+    "build_reward_manager",
     "reward_managers",
     "rewards",
 ]
@@ -58,23 +61,25 @@ class RewardResult:
     """A score with named further numbers (each becomes the metric ``reward/<name>``).
 
     ``correct`` feeds ``val/accuracy``; without it a sample counts as correct if its score is the
-    reward's ``max_score``.
+    reward's ``max_score``. A manager sets ``error``, which says why a sample has no score of its own, and
+    ``dropped``, which leaves it out of the update.
     """
 
     score: float
     correct: bool | None = None
     extra: Mapping[str, float] = field(default_factory=dict)
+    error: str = ""
+    dropped: bool = False
 
+
+#: What may become of a bad sample.
+ON_ERROR = ("stop", "zero", "drop")
 
 RewardFunction = Callable[[RewardSample], float | RewardResult]
 
 
 class BaseReward(ABC):
-    """A reward with settings or state; built once per run with the config's ``reward`` options.
-
-    Args:
-        options: the config's ``reward.reward_kwargs``, as keyword arguments.
-    """
+    """A reward with settings or state; built once per run with ``reward.reward_kwargs`` as keyword arguments."""
 
     #: The score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is not given.
     max_score: float = 1.0
@@ -98,20 +103,56 @@ class _FunctionReward(BaseReward):
         return self._function(sample)
 
 
-class BaseRewardManager(ABC):
-    """Applies a reward to a batch of samples and owns the policy for bad ones."""
+@dataclass(frozen=True)
+class RewardSettings:
+    """What every manager is told of the run.
 
-    def __init__(self, reward: BaseReward) -> None:
+    Attributes:
+        on_error: ``stop`` the run at a bad sample (its reward raised, took too long, or gave no finite
+            number), score it ``zero``, or ``drop`` it from the update.
+        max_bad_share: with ``zero`` and ``drop``, the share of a batch from 0 to 1 that may be bad; more stop the run.
+        timeout_s: the longest that one sample's reward may take, in seconds; None sets no limit.
+        max_response_length: the run's limit of a response, in tokens; None where it is not known.
+
+    Raises:
+        ConfigError: a value is out of its range; names the config's key.
+    """
+
+    on_error: str = "stop"
+    max_bad_share: float = 0.1
+    timeout_s: float | None = 30.0
+    max_response_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_error not in ON_ERROR:
+            raise ConfigError(f"reward.on_error is {self.on_error!r}; valid: {', '.join(ON_ERROR)}")
+        if not 0.0 <= self.max_bad_share <= 1.0:
+            raise ConfigError(f"reward.max_bad_share is {self.max_bad_share}; it is a share, from 0 to 1")
+        if self.timeout_s is not None and not self.timeout_s > 0:
+            raise ConfigError(f"reward.timeout_s is {self.timeout_s}; it has to be above 0, or null for no limit")
+
+
+class BaseRewardManager(ABC):
+    """Applies a reward to a batch of samples and owns the policy for bad ones.
+
+    A subclass's further keyword arguments are the config's ``reward.reward_manager_kwargs``.
+    """
+
+    def __init__(self, reward: BaseReward, settings: RewardSettings | None = None) -> None:
         self.reward = reward
+        self.settings = settings or RewardSettings()
 
     @abstractmethod
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
         """One finite result a sample, in order.
 
         Raises:
-            RewardError: the reward raised, gave a non-finite score, or the wrong number of them;
-                the message shows the sample.
+            RewardError: a sample is bad and the policy is to stop, too many are bad, or the reward
+                gave the wrong number of scores; the message shows the sample.
         """
+
+    def close(self) -> None:  # noqa: B027 -- most managers hold nothing
+        """Release processes and threads; may be called again."""
 
 
 RewardPart = type[BaseReward] | RewardFunction
@@ -139,3 +180,19 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseRew
         built = _FunctionReward(part)
     built.name = built.name or name
     return built
+
+
+def build_reward_manager(
+    name: str, reward: BaseReward, settings: RewardSettings | None = None, options: Mapping[str, Any] | None = None
+) -> BaseRewardManager:
+    """The reward manager called ``name`` over ``reward``.
+
+    Raises:
+        PluginError: no such manager, or it does not load.
+        ConfigError: it does not take these options.
+    """
+    part = reward_managers.get(name)
+    try:
+        return part(reward, settings or RewardSettings(), **dict(options or {}))
+    except TypeError as error:
+        raise ConfigError(f"reward.reward_manager_kwargs do not fit the manager {name!r}: {error}") from error

@@ -24,7 +24,7 @@ from typing import Any
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
 from rollcast.errors import ConfigError, RewardError
 
-__all__ = ["FunctionReward"]
+__all__ = ["FunctionReward", "result_from_mapping"]
 
 _KEY = "reward.reward_kwargs.path"
 _COLUMNS = ("data_source", "solution_str", "ground_truth")
@@ -63,7 +63,7 @@ class FunctionReward(BaseReward):
             RewardError: it gave a mapping without a score. Its own exceptions pass through.
         """
         value = self._call(sample)
-        return _from_mapping(value) if isinstance(value, Mapping) else value
+        return result_from_mapping(value) if isinstance(value, Mapping) else value
 
 
 def _rebuild(path: str, kwargs: dict[str, Any]) -> FunctionReward:
@@ -159,9 +159,14 @@ def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> C
     return call_by_column if by_column else call_with_sample
 
 
-def _from_mapping(value: Mapping[str, Any]) -> RewardResult:
+def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
+    """A result from verl's form: ``score``, perhaps ``acc``, and further numbers.
+
+    Raises:
+        RewardError: there is no score.
+    """
     if "score" not in value:
-        raise RewardError(f"the function gave a mapping without 'score'; its keys: {', '.join(map(str, value))}")
+        raise RewardError(f"the reward gave a mapping without 'score'; its keys: {', '.join(map(str, value))}")
     correct = value.get("acc")
     extra = {
         str(key): float(item)

@@ -1,93 +1,102 @@
-"""The reward manager ``naive``: scores samples where it is called, and refuses bad scores."""
+"""The reward managers ``naive`` and ``batch``, which score in the caller's process."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample
-from rollcast.errors import RewardError
+from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
+from rollcast.errors import ConfigError, RewardError
+from rollcast_rewards.alarm import Alarm, TimeUp
+from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager, check_value, failure_of
 
-__all__ = ["NaiveRewardManager"]
-
-_EXCERPT = 200
+__all__ = ["BatchRewardManager", "NaiveRewardManager"]
 
 
-class NaiveRewardManager(BaseRewardManager):
-    """Scores a batch in this process, in order, and stops at the first bad score.
+class NaiveRewardManager(PolicyRewardManager):
+    """Scores a batch in this process, one sample after the other.
 
-    A reward that only scores single samples is called one by one, so that a failure names its
-    sample; one that overrides ``score_batch`` gets the whole batch.
+    A reward that overrides ``score_batch`` gets the whole batch, as with :class:`BatchRewardManager`.
+    The time limit is that of :class:`Alarm`: it ends Python code that hangs or sleeps, not C code;
+    nothing limits memory. ``prime`` does both.
     """
 
-    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One finite result a sample, in order.
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        with Alarm(self.settings.timeout_s) as alarm:
+            if type(self.reward).score_batch is not BaseReward.score_batch:
+                score_in_batches(self.reward, samples, judge, alarm, self.settings.timeout_s, len(samples))
+                return
+            for index, sample in enumerate(samples):
+                try:
+                    outcome = check_value(alarm.call(self.reward.score, sample))
+                except TimeUp:
+                    outcome = timed_out(self.settings.timeout_s)
+                except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+                    outcome = failure_of(error)
+                judge.add(index, outcome)
 
-        Raises:
-            RewardError: the reward raised (its exception is chained), gave something that is not
-                a finite number, or the wrong number of scores; shows reward and sample.
-        """
-        scores = self._score(samples)
-        if len(scores) != len(samples):
-            raise RewardError(f"reward {self._name}: {len(samples)} samples were given, {len(scores)} scores came back")
-        return [self._check(score, index, samples) for index, score in enumerate(scores)]
 
-    @property
-    def _name(self) -> str:
-        return str(getattr(self.reward, "name", "") or type(self.reward).__name__)
+class BatchRewardManager(PolicyRewardManager):
+    """Hands the reward's ``score_batch`` whole batches, for rewards that are cheaper that way.
 
-    def _score(self, samples: Sequence[RewardSample]) -> list[Any]:
-        if type(self.reward).score_batch is BaseReward.score_batch:
-            return [self._score_one(index, samples) for index in range(len(samples))]
+    Where a batch raises, its halves are tried, and theirs, until the sample is found whose error it
+    is. ``reward.timeout_s`` is the limit of one call; all samples of a call that takes longer are bad.
+
+    Args:
+        reward, settings: as in :class:`BaseRewardManager`.
+        batch_size: samples a call; None for all at once.
+
+    Raises:
+        ConfigError: ``batch_size`` is not positive.
+    """
+
+    def __init__(
+        self, reward: BaseReward, settings: RewardSettings | None = None, batch_size: int | None = None
+    ) -> None:
+        super().__init__(reward, settings)
+        if batch_size is not None and batch_size < 1:
+            raise ConfigError(f"reward.reward_manager_kwargs.batch_size is {batch_size}; it must be at least 1")
+        self._batch_size = batch_size
+
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        limit = self.settings.timeout_s
+        with Alarm(limit) as alarm:
+            score_in_batches(self.reward, samples, judge, alarm, limit, self._batch_size or len(samples))
+
+
+def timed_out(seconds: float | None, what: str = "") -> Failure:
+    """The failure of a sample that took too long."""
+    return Failure("timeout", f"took longer than reward.timeout_s = {seconds:g} s{what}" if seconds else "hung")
+
+
+def score_in_batches(
+    reward: BaseReward, samples: Sequence[RewardSample], judge: Judge, alarm: Alarm, limit: float | None, size: int
+) -> None:
+    """Score by ``reward.score_batch``, ``size`` samples a call, and find the bad samples of a call that raises.
+
+    Raises:
+        RewardError: a call gave the wrong number of scores, or the judge's.
+    """
+    name = type(reward).__name__ if not reward.name else reward.name
+    waiting = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)][::-1]
+    while waiting:
+        indices = waiting.pop()
+        part = [samples[index] for index in indices]
+        outcomes: list[Outcome]
         try:
-            return list(self.reward.score_batch(samples))
-        except Exception as error:
-            raise RewardError(
-                f"reward {self._name} failed on a batch of {len(samples)} samples: {type(error).__name__}: {error}"
-            ) from error
-
-    def _score_one(self, index: int, samples: Sequence[RewardSample]) -> Any:
-        try:
-            return self.reward.score(samples[index])
-        except Exception as error:
-            raise self._error(f"failed: {type(error).__name__}: {error}", index, samples) from error
-
-    def _check(self, value: Any, index: int, samples: Sequence[RewardSample]) -> RewardResult:
-        result = value if isinstance(value, RewardResult) else RewardResult(value)
-        for name, item in {"score": result.score, **result.extra}.items():
-            number = _as_number(item)
-            if number is None:
-                what = f"gave {name} = {_excerpt(repr(item))}, which is not a number ({type(item).__name__})"
-                raise self._error(what, index, samples)
-            if not math.isfinite(number):
-                raise self._error(f"gave {name} = {number}, which is not finite", index, samples)
-        extra = {name: float(item) for name, item in result.extra.items()}
-        return RewardResult(float(result.score), result.correct, extra)
-
-    def _error(self, what: str, index: int, samples: Sequence[RewardSample]) -> RewardError:
-        sample = samples[index]
-        return RewardError(
-            f"reward {self._name} {what}\n"
-            f"  sample {index} of {len(samples)}, data source {sample.data_source!r}\n"
-            f"  prompt: {_excerpt(sample.prompt)!r}\n"
-            f"  response: {_excerpt(sample.response)!r}\n"
-            f"  ground truth: {_excerpt(str(sample.ground_truth))!r}"
-        )
-
-
-def _as_number(value: Any) -> float | None:
-    # Whatever can stand for one number (numpy's and torch's scalars too); float() alone would parse strings.
-    if not hasattr(value, "__float__"):
-        return None
-    try:
-        return float(value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return None
-
-
-def _excerpt(text: str) -> str:
-    if len(text) <= _EXCERPT:
-        return text
-    half = _EXCERPT // 2
-    return f"{text[:half]} … {text[-half:]}"
+            values: list[Any] = list(alarm.call(reward.score_batch, part))
+        except TimeUp:
+            failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
+            outcomes = [failure] * len(part)
+        except Exception as error:  # noqa: BLE001 -- it is found out whose it is
+            if len(part) > 1:
+                middle = len(indices) // 2
+                waiting += [indices[middle:], indices[:middle]]
+                continue
+            outcomes = [failure_of(error)]
+        else:
+            if len(values) != len(part):
+                raise RewardError(f"reward {name}: {len(part)} samples were given, {len(values)} scores came back")
+            outcomes = [check_value(value) for value in values]
+        for index, outcome in zip(indices, outcomes, strict=True):
+            judge.add(index, outcome)

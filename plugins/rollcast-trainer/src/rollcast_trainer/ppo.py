@@ -22,7 +22,7 @@ from rollcast.contracts.algorithm import (
     policy_losses,
 )
 from rollcast.controller.worker_group import WorkerGroup
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import CapabilityError, ConfigError, RewardError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
@@ -165,10 +165,20 @@ class PpoTrainer(LoopTrainer):
         }
 
     def reward_step(self, state: StepState) -> None:
-        """Score the responses: ``token_level_scores`` ``[B, T]``, the score at the last token."""
+        """Score the responses: ``token_level_scores`` ``[B, T]``, the score at the last token.
+
+        Rows that ``reward.on_error=drop`` drops leave the batch.
+
+        Raises:
+            RewardError: no row is left.
+        """
         scored = self.scorer.score(state.batch)
         scores = scored.token_level_scores(state.batch["response_mask"])
         state.batch = state.batch.with_columns({"token_level_scores": scores})
+        if not bool(scored.kept.all()):
+            if not bool(scored.kept.any()):
+                raise RewardError(f"no sample of step {self.step + 1} has a score: {scored.results[0].error}")
+            state.batch = state.batch.select_idxs(scored.kept.nonzero().flatten())
         state.metrics |= {**scored.metrics("reward"), "reward/accuracy": scored.accuracy}
 
     def old_log_prob_step(self, state: StepState) -> None:

@@ -12,8 +12,9 @@ from rollcast.contracts.reward import (
     BaseRewardManager,
     RewardResult,
     RewardSample,
+    RewardSettings,
     build_reward,
-    reward_managers,
+    build_reward_manager,
 )
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
@@ -41,10 +42,14 @@ class Scored:
             result.correct if result.correct is not None else result.score >= max_score for result in results
         ]
 
+        #: Rows (bool ``[B]``) that stay in the batch.
+        self.kept = torch.tensor([not result.dropped for result in results], dtype=torch.bool)
+
     @property
     def accuracy(self) -> float:
-        """Share of correct samples."""
-        return sum(self.correct) / max(len(self.correct), 1)
+        """Share of correct samples among those that are kept."""
+        kept = [correct for correct, result in zip(self.correct, self.results, strict=True) if not result.dropped]
+        return sum(kept) / max(len(kept), 1)
 
     def token_level_scores(self, response_mask: torch.Tensor) -> torch.Tensor:
         """The scores at each row's last token under the mask ``[B, T]``, float32 ``[B, T]``.
@@ -58,13 +63,15 @@ class Scored:
         return scores
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Mean, largest and smallest score, and the mean of every extra number."""
-        if not len(self.scores):
+        """Mean, largest and smallest score and the mean of every extra number, and how many samples are bad."""
+        scores = self.scores[self.kept]
+        if not len(scores):
             return {}
         values = {
-            f"{prefix}/mean": float(self.scores.mean()),
-            f"{prefix}/max": float(self.scores.max()),
-            f"{prefix}/min": float(self.scores.min()),
+            f"{prefix}/mean": float(scores.mean()),
+            f"{prefix}/max": float(scores.max()),
+            f"{prefix}/min": float(scores.min()),
+            f"{prefix}/errors": float(sum(bool(result.error) for result in self.results)),
         }
         for name in sorted({name for result in self.results for name in result.extra}):
             given = [result.extra[name] for result in self.results if name in result.extra]
@@ -83,6 +90,7 @@ class Scored:
                 "finished": sample.finished,
                 "score": result.score,
                 "correct": bool(correct),
+                **({"error": result.error} if result.error else {}),
             }
             for sample, result, correct in zip(self.samples, self.results, self.correct, strict=True)
         ]
@@ -95,27 +103,41 @@ class RewardScorer:
         name, options: of the reward.
         manager: name of the reward manager.
         tokenizer: the model's.
+        settings: what becomes of bad samples, and the limits; None for the contract's defaults.
+        manager_options: of the manager.
 
     Raises:
-        ConfigError: the reward does not take these options.
+        ConfigError: the reward or the manager does not take these options.
     """
 
-    def __init__(self, name: str, manager: str, options: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self,
+        name: str,
+        manager: str,
+        options: Mapping[str, Any],
+        tokenizer: PreTrainedTokenizerBase,
+        settings: RewardSettings | None = None,
+        manager_options: Mapping[str, Any] | None = None,
+    ) -> None:
         try:
             self.reward: BaseReward = build_reward(name, options)
         except TypeError as error:
             raise ConfigError(f"reward.reward_kwargs do not fit reward {name!r}: {error}") from error
-        self._manager: BaseRewardManager = reward_managers.get(manager)(self.reward)
+        self._manager: BaseRewardManager = build_reward_manager(manager, self.reward, settings, manager_options)
         self._tokenizer = tokenizer
 
     def score(self, batch: DataProto) -> Scored:
         """Score every row of a generated batch.
 
         Raises:
-            RewardError: the reward failed on a sample.
+            RewardError: the reward failed on a sample, and the settings do not bear it.
         """
         samples = self._samples(batch)
         return Scored(samples, self._manager(samples), self.reward.max_score)
+
+    def close(self) -> None:
+        """Release the manager's processes and threads."""
+        self._manager.close()
 
     def _samples(self, batch: DataProto) -> list[RewardSample]:
         def text(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]], list[str]]:

@@ -16,6 +16,7 @@ from rollcast.config.schemas import PlacementConfig, RuntimeConfig
 from rollcast.config.validation import build_section
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
+from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, rollouts
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.controller.recording import CallRecorder
@@ -90,6 +91,7 @@ class TaskRunner:
         self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
         self._trackers: list[BaseTracker] = []
+        self._scorers: list[RewardScorer] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
     def section(self, path: str, schema: type) -> Any:
@@ -136,7 +138,9 @@ class TaskRunner:
                 stack.callback(self._runtime.shutdown)
             for tracker in self._trackers:
                 stack.callback(tracker.close)
-        self._runtime, self._trackers = None, []
+            for scorer in self._scorers:
+                stack.callback(scorer.close)
+        self._runtime, self._trackers, self._scorers = None, [], []
 
     def start(self) -> None:
         """Bring up the runtime, train the warm start if there is one, and start the trackers.
@@ -225,7 +229,20 @@ class TaskRunner:
 
     def scorer(self) -> RewardScorer:
         """The run's reward."""
-        return RewardScorer(self.reward.name, self.reward.reward_manager, self.reward.reward_kwargs, self.tokenizer)
+        reward = self.reward
+        settings = RewardSettings(
+            reward.on_error, reward.max_bad_share, reward.timeout_s, self.data.max_response_length
+        )
+        scorer = RewardScorer(
+            reward.name,
+            reward.reward_manager,
+            reward.reward_kwargs,
+            self.tokenizer,
+            settings,
+            reward.reward_manager_kwargs,
+        )
+        self._scorers.append(scorer)
+        return scorer
 
     def worker_setup(self, **parts: Any) -> WorkerSetup:
         """The workers' setup; ``parts`` are the fields that the trainer decides."""

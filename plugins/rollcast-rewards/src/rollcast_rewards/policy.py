@@ -1,0 +1,183 @@
+"""What a reward gave for a sample, and what becomes of a batch with bad samples in it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, RewardSettings
+from rollcast.errors import RewardError
+
+__all__ = ["Failure", "Judge", "Outcome", "PolicyRewardManager", "check_value", "describe_error"]
+
+logger = logging.getLogger(__name__)
+_EXCERPT = 200
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a sample has no score.
+
+    Attributes:
+        kind: ``raised``, ``timeout``, ``value``, ``memory`` or ``died`` (its process did).
+        what: for people, in the past tense, such as ``failed: KeyError: 'x'``.
+        cause: the exception, where it was raised in this process.
+    """
+
+    kind: str
+    what: str
+    cause: BaseException | None = None
+
+
+Outcome = RewardResult | Failure
+
+
+def describe_error(error: BaseException) -> str:
+    """An exception's class and message; the class alone where it has no message."""
+    text = str(error)
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def failure_of(error: BaseException) -> Failure:
+    """The failure that an exception of a reward is."""
+    kind = "memory" if isinstance(error, MemoryError) else "raised"
+    return Failure(kind, f"failed: {describe_error(error)}", error)
+
+
+def check_value(value: Any) -> Outcome:
+    """What a reward returned, as a result of plain floats, or as the failure that it is."""
+    result = value if isinstance(value, RewardResult) else RewardResult(value)
+    numbers: list[float] = []
+    for name, item in [("score", result.score), *result.extra.items()]:
+        number = _as_number(item)
+        if number is None:
+            shown = _excerpt(repr(item))
+            return Failure("value", f"gave {name} = {shown}, which is not a number ({type(item).__name__})")
+        if not math.isfinite(number):
+            return Failure("value", f"gave {name} = {number}, which is not finite")
+        numbers.append(number)
+    return replace(result, score=numbers[0], extra=dict(zip(result.extra, numbers[1:], strict=True)))
+
+
+class Judge:
+    """Takes the outcomes of one batch in any order, and holds them to the settings' policy.
+
+    Args:
+        name: of the reward, for messages.
+        samples: the batch.
+        settings: what to do with bad ones.
+    """
+
+    def __init__(self, name: str, samples: Sequence[RewardSample], settings: RewardSettings) -> None:
+        self._name = name
+        self._samples = samples
+        self._settings = settings
+        self._results: list[RewardResult | None] = [None] * len(samples)
+        self._failures: dict[int, Failure] = {}
+        #: Samples without an outcome so far.
+        self.undecided = len(samples)
+
+    def add(self, index: int, outcome: Outcome) -> None:
+        """The outcome of one sample.
+
+        Raises:
+            RewardError: the policy is to stop, or too many samples are bad by now.
+        """
+        self.undecided -= self._results[index] is None
+        if isinstance(outcome, RewardResult):
+            self._results[index] = outcome
+            return
+        self._failures[index] = outcome
+        error = f"reward {self._name} {outcome.what}"
+        if self._settings.on_error == "stop":
+            raise RewardError(f"{error}\n{self._show(index)}") from outcome.cause
+        dropped = self._settings.on_error == "drop"
+        self._results[index] = RewardResult(0.0, correct=False, error=error, dropped=dropped)
+        if len(self._failures) > self._settings.max_bad_share * len(self._samples):
+            raise RewardError(
+                f"reward {self._name}: {len(self._failures)} of {len(self._samples)} samples got no score"
+                f" ({self._kinds()}), and reward.max_bad_share is {self._settings.max_bad_share:g}; the last one"
+                f" {outcome.what}\n{self._show(index)}"
+            ) from outcome.cause
+
+    def results(self) -> list[RewardResult]:
+        """One result a sample, in order; bad samples are told of in the log.
+
+        Raises:
+            RewardError: a sample has no outcome.
+        """
+        results = [result for result in self._results if result is not None]
+        if len(results) != len(self._samples):
+            raise RewardError(f"reward {self._name}: {self.undecided} of {len(self._samples)} samples were left out")
+        if self._failures:
+            index, failure = min(self._failures.items())
+            logger.warning(
+                "reward %s: %d of %d samples got no score (%s) and %s; the first one %s\n%s",
+                self._name,
+                len(self._failures),
+                len(self._samples),
+                self._kinds(),
+                "are dropped" if self._settings.on_error == "drop" else "count as zero",
+                failure.what,
+                self._show(index),
+            )
+        return results
+
+    def _kinds(self) -> str:
+        counts = Counter(failure.kind for failure in self._failures.values())
+        return ", ".join(f"{kind}: {count}" for kind, count in sorted(counts.items()))
+
+    def _show(self, index: int) -> str:
+        sample = self._samples[index]
+        return (
+            f"  sample {index} of {len(self._samples)}, data source {sample.data_source!r}\n"
+            f"  prompt: {_excerpt(sample.prompt)!r}\n"
+            f"  response: {_excerpt(sample.response)!r}\n"
+            f"  ground truth: {_excerpt(str(sample.ground_truth))!r}"
+        )
+
+
+class PolicyRewardManager(BaseRewardManager):
+    """A manager that holds a batch to the policy of its settings; a subclass says how samples are scored."""
+
+    @property
+    def name(self) -> str:
+        """The reward's name, for messages."""
+        return reward_name(self.reward)
+
+    def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
+        judge = Judge(self.name, samples, self.settings)
+        if samples:
+            self.score_all(samples, judge)
+        return judge.results()
+
+    @abstractmethod
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        """Give the judge the outcome of every sample; there is at least one."""
+
+
+def reward_name(reward: BaseReward) -> str:
+    """A reward's name; its class where it has none."""
+    return str(getattr(reward, "name", "") or type(reward).__name__)
+
+
+def _as_number(value: Any) -> float | None:
+    # Whatever can stand for one number (numpy's and torch's scalars too); float() alone would parse strings.
+    if not hasattr(value, "__float__"):
+        return None
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return None
+
+
+def _excerpt(text: str) -> str:
+    if len(text) <= _EXCERPT:
+        return text
+    half = _EXCERPT // 2
+    return f"{text[:half]} … {text[-half:]}"

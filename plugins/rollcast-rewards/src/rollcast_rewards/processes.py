@@ -1,0 +1,241 @@
+"""The reward manager ``prime``: scores in processes of its own, which it may end."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pickle
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import cloudpickle  # type: ignore[import-untyped]
+
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings
+from rollcast.errors import ConfigError, RewardError
+from rollcast_rewards.managers import timed_out
+from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager
+from rollcast_rewards.worker import HEADER
+
+__all__ = ["PrimeRewardManager"]
+
+logger = logging.getLogger(__name__)
+_WORKER = Path(__file__).with_name("worker.py")
+_MOST_PROCESSES = 8
+#: A process that cannot load the reward in this time never will.
+_LOAD_S = 120.0
+_CHUNK = 1 << 16
+
+
+class _Process:
+    """One worker process: what it is busy with, and until when."""
+
+    def __init__(self, setup: bytes) -> None:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.popen = subprocess.Popen(  # noqa: S603 -- our own interpreter and file
+                [sys.executable, "-P", str(_WORKER), str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        self.connection = ours
+        self.ready = False
+        self.index: int | None = None
+        self.deadline: float | None = time.monotonic() + _LOAD_S
+        self._received = bytearray()
+        self.send(setup)
+
+    def send(self, data: bytes) -> None:
+        """Send one message; that the process is gone is noticed when it is read from."""
+        self.connection.settimeout(_LOAD_S)
+        with suppress(OSError):
+            self.connection.sendall(HEADER.pack(len(data)) + data)
+
+    def receive(self) -> tuple[Any, ...] | None:
+        """The next whole message, if it is there.
+
+        Raises:
+            EOFError: the process is gone.
+        """
+        self.connection.setblocking(False)
+        try:
+            part = self.connection.recv(_CHUNK)
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise EOFError from error
+        if not part:
+            raise EOFError
+        self._received += part
+        if len(self._received) < HEADER.size:
+            return None
+        end = HEADER.size + HEADER.unpack_from(self._received)[0]
+        if len(self._received) < end:
+            return None
+        message: tuple[Any, ...] = pickle.loads(bytes(self._received[HEADER.size : end]))
+        del self._received[:end]
+        return message
+
+    def end(self) -> int:
+        """End the process and what it started; its exit status."""
+        self.connection.close()
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        return self.popen.wait()
+
+
+class PrimeRewardManager(PolicyRewardManager):
+    """Scores samples in parallel processes, which start with the first batch and are kept.
+
+    A process whose sample takes longer than ``reward.timeout_s``, or more memory than it may, is ended
+    and another one takes its place, so neither a hang in C code nor a crash goes beyond its sample.
+    The reward is pickled (by value where it is a lambda or stands in a notebook); module-level state is
+    each process's own.
+
+    Args:
+        reward, settings: as in :class:`BaseRewardManager`.
+        num_processes: how many; None for one a CPU core, at most 8.
+        memory_limit_mb: how much each may allocate beside what it needs to load the reward, in MiB; None for no limit.
+
+    Raises:
+        ConfigError: a number is not positive, or the reward cannot be pickled.
+    """
+
+    def __init__(
+        self,
+        reward: BaseReward,
+        settings: RewardSettings | None = None,
+        num_processes: int | None = None,
+        memory_limit_mb: int | None = 2048,
+    ) -> None:
+        super().__init__(reward, settings)
+        for key, value in {"num_processes": num_processes, "memory_limit_mb": memory_limit_mb}.items():
+            if value is not None and value < 1:
+                raise ConfigError(f"reward.reward_manager_kwargs.{key} is {value}; it must be at least 1")
+        self._count = num_processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+        try:
+            pickled = cloudpickle.dumps(reward)
+        except Exception as error:
+            raise ConfigError(
+                f"reward {self.name} cannot be pickled for the processes of reward.reward_manager=prime "
+                f"({type(error).__name__}: {error}); naive scores without them"
+            ) from error
+        setup = {"reward": pickled, "timeout_s": self.settings.timeout_s, "memory_limit_mb": memory_limit_mb}
+        self._setup = setup
+        self._processes: list[_Process] = []
+        self._finalizer = weakref.finalize(self, _end_all, self._processes)
+
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        waiting = deque(range(len(samples)))
+        setup = pickle.dumps({**self._setup, "path": sys.path})
+        for process in [each for each in self._processes if each.popen.poll() is not None]:
+            process.end()
+            self._processes.remove(process)
+        while len(self._processes) < min(self._count, len(samples)):
+            self._processes.append(_Process(setup))
+        try:
+            while judge.undecided:
+                self._assign(samples, waiting, judge)
+                for process in self._wait():
+                    self._handle(process, waiting, judge, setup)
+        except BaseException:
+            self.close()  # what the others are busy with belongs to a batch that is over
+            raise
+
+    def close(self) -> None:
+        _end_all(self._processes)
+
+    def _assign(self, samples: Sequence[RewardSample], waiting: deque[int], judge: Judge) -> None:
+        for process in self._processes:
+            while process.ready and process.index is None and waiting:
+                index = waiting.popleft()
+                try:
+                    data = cloudpickle.dumps(samples[index])
+                except Exception as error:  # noqa: BLE001 -- it is the sample's
+                    judge.add(index, Failure("raised", f"cannot get the sample, which does not pickle: {error}", error))
+                    continue
+                process.index = index
+                limit = self.settings.timeout_s
+                process.send(data)
+                process.deadline = None if limit is None else time.monotonic() + limit
+
+    def _wait(self) -> list[_Process]:
+        """Processes with news: a message, their end, or a deadline that is over."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                selector.register(process.connection, selectors.EVENT_READ, process)
+            deadlines = [process.deadline for process in self._processes if process.deadline is not None]
+            timeout = max(min(deadlines) - time.monotonic(), 0.0) if deadlines else None
+            ready = [key.data for key, _ in selector.select(timeout)]
+        now = time.monotonic()
+        late = [each for each in self._processes if each.deadline is not None and each.deadline <= now]
+        return ready + [process for process in late if process not in ready]
+
+    def _handle(self, process: _Process, waiting: deque[int], judge: Judge, setup: bytes) -> None:
+        try:
+            message = process.receive()
+        except EOFError:
+            self._replace(process, self._died(process), judge, setup, bool(waiting))
+            return
+        if message is None:
+            if process.deadline is not None and process.deadline <= time.monotonic():
+                self._replace(process, self._late(process), judge, setup, bool(waiting))
+            return
+        if message[0] == "broken":
+            raise RewardError(
+                f"reward {self.name} cannot be loaded in a process of reward.reward_manager=prime: {message[1]}"
+            )
+        if message[0] == "ready":
+            process.ready, process.deadline = True, None
+            return
+        outcome = _read_outcome(message)
+        if isinstance(outcome, Failure) and outcome.kind == "memory":
+            # What it allocated may still be held by the reward.
+            self._replace(process, outcome, judge, setup, bool(waiting))
+            return
+        index, process.index, process.deadline = process.index, None, None
+        if index is not None:
+            judge.add(index, outcome)
+
+    def _died(self, process: _Process) -> Failure:
+        status = process.end()
+        how = f"signal {signal.Signals(-status).name}" if status < 0 else f"exit status {status}"
+        if not process.ready:
+            raise RewardError(f"reward {self.name}: a process of reward.reward_manager=prime did not start ({how})")
+        return Failure("died", f"ended its process ({how})")
+
+    def _late(self, process: _Process) -> Failure:
+        if not process.ready:
+            raise RewardError(f"reward {self.name} was not loaded within {_LOAD_S:g} s in a process of its own")
+        return timed_out(self.settings.timeout_s)
+
+    def _replace(self, process: _Process, failure: Failure, judge: Judge, setup: bytes, more: bool) -> None:
+        """End a process and judge its sample; another one starts if samples are waiting."""
+        process.end()
+        self._processes.remove(process)
+        if more:
+            self._processes.append(_Process(setup))
+        if process.index is not None:
+            judge.add(process.index, failure)
+
+
+def _read_outcome(message: tuple[Any, ...]) -> Outcome:
+    if message[0] == "failure":
+        return Failure(message[1], message[2])
+    return RewardResult(message[1], message[2], message[3])
+
+
+def _end_all(processes: list[_Process]) -> None:
+    while processes:
+        processes.pop().end()

@@ -1,0 +1,168 @@
+"""The reward manager ``remote``: many samples at once in threads, for rewards that wait for a network."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Sequence
+from queue import Empty, SimpleQueue
+
+from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
+from rollcast.errors import ConfigError
+from rollcast_rewards.managers import timed_out
+from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of
+
+__all__ = ["RateLimit", "RemoteRewardManager", "TransientError"]
+
+_LONGEST_PAUSE_S = 30.0
+
+
+class TransientError(ConnectionError):
+    """A request failed in a way that another try may mend.
+
+    Attributes:
+        retry_after_s: how long the server asks to wait; None where it does not say.
+    """
+
+    retry_after_s: float | None = None
+
+
+class RateLimit:
+    """Lets calls through at an even pace.
+
+    Args:
+        per_minute: how many; None for as many as come.
+    """
+
+    def __init__(self, per_minute: float | None) -> None:
+        self._interval = 60.0 / per_minute if per_minute else 0.0
+        self._next = 0.0
+        self._lock = threading.Lock()
+
+    def reserve(self) -> float:
+        """Take the next place in the row; the seconds until it comes."""
+        with self._lock:
+            now = time.monotonic()
+            place = max(self._next, now)
+            self._next = place + self._interval
+            return place - now
+
+
+class _Batch:
+    """One batch on its way through the threads."""
+
+    def __init__(self, samples: Sequence[RewardSample]) -> None:
+        self.samples = samples
+        self.waiting = deque(range(len(samples)))
+        self.started: dict[int, float] = {}
+        self.done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
+        self.over = threading.Event()
+
+    def take(self) -> int | None:
+        """The next sample that nobody has taken."""
+        try:
+            return self.waiting.popleft()
+        except IndexError:
+            return None
+
+
+class RemoteRewardManager(PolicyRewardManager):
+    """Scores up to ``max_concurrent`` samples at a time in threads of this process.
+
+    A reward that raises :class:`TransientError`, ``ConnectionError`` or ``TimeoutError`` is tried again.
+    ``reward.timeout_s`` holds for a sample with all its tries; a thread that is still busy with a
+    sample after that is left behind, and another one takes its place.
+
+    Args:
+        reward, settings: as in :class:`BaseRewardManager`; the reward is called from several threads.
+        max_concurrent: calls at a time.
+        max_rpm: calls a minute, further tries included; None for no limit.
+        max_retries: further tries of a sample.
+        backoff_s: pause before the first further try, in seconds; it doubles with each, up to 30 s.
+
+    Raises:
+        ConfigError: a number is out of its range.
+    """
+
+    def __init__(
+        self,
+        reward: BaseReward,
+        settings: RewardSettings | None = None,
+        max_concurrent: int = 32,
+        max_rpm: float | None = None,
+        max_retries: int = 3,
+        backoff_s: float = 0.5,
+    ) -> None:
+        super().__init__(reward, settings)
+        for key, value, least in (
+            ("max_concurrent", max_concurrent, 1),
+            ("max_rpm", 1 if max_rpm is None else max_rpm, 1e-3),
+            ("max_retries", max_retries, 0),
+            ("backoff_s", backoff_s, 0),
+        ):
+            if value < least:
+                raise ConfigError(f"reward.reward_manager_kwargs.{key} is {value}; it must be at least {least}")
+        self._limit = RateLimit(max_rpm)
+        self._max_concurrent = max_concurrent
+        self._max_retries = max_retries
+        self._backoff_s = backoff_s
+
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        batch = _Batch(samples)
+        for _ in range(min(self._max_concurrent, len(samples))):
+            self._start_thread(batch)
+        decided: set[int] = set()
+        try:
+            while judge.undecided:
+                try:
+                    finished = [batch.done.get(timeout=self._until_next_deadline(batch))]
+                except Empty:
+                    finished = [(index, timed_out(self.settings.timeout_s)) for index in self._late(batch)]
+                    for _ in finished:
+                        self._start_thread(batch)
+                for index, outcome in finished:
+                    batch.started.pop(index, None)
+                    if index not in decided:
+                        decided.add(index)
+                        judge.add(index, outcome)
+        finally:
+            batch.over.set()
+
+    def _until_next_deadline(self, batch: _Batch) -> float | None:
+        if self.settings.timeout_s is None:
+            return None
+        first = min(list(batch.started.values()), default=time.monotonic())
+        return max(first + self.settings.timeout_s - time.monotonic(), 1e-3)
+
+    def _late(self, batch: _Batch) -> list[int]:
+        limit, now = self.settings.timeout_s, time.monotonic()
+        return [index for index, start in list(batch.started.items()) if limit is not None and start + limit <= now]
+
+    def _start_thread(self, batch: _Batch) -> None:
+        # A daemon, so that a call which never returns cannot keep the run from ending.
+        threading.Thread(target=self._work, args=(batch,), name="rollcast-remote-reward", daemon=True).start()
+
+    def _work(self, batch: _Batch) -> None:
+        while not batch.over.is_set() and (index := batch.take()) is not None:
+            if batch.over.wait(self._limit.reserve()):
+                return
+            start = batch.started[index] = time.monotonic()
+            batch.done.put((index, self._score(batch, index)))
+            if self.settings.timeout_s is not None and time.monotonic() - start > self.settings.timeout_s:
+                return  # somebody else has taken over
+
+    def _score(self, batch: _Batch, index: int) -> Outcome:
+        pause = self._backoff_s
+        for left in range(self._max_retries, -1, -1):
+            try:
+                return check_value(self.reward.score(batch.samples[index]))
+            except (ConnectionError, TimeoutError) as error:
+                asked = getattr(error, "retry_after_s", None)
+                failure = failure_of(error)
+                if not left or batch.over.wait(max(pause if asked is None else asked, self._limit.reserve())):
+                    return failure
+                pause = min(pause * 2, _LONGEST_PAUSE_S)
+            except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+                return failure_of(error)
+        return failure

@@ -1,0 +1,72 @@
+"""The reward ``weighted_sum``: several rewards added up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
+from rollcast.errors import ConfigError
+from rollcast_rewards.policy import Failure, check_value
+
+__all__ = ["WeightedSum"]
+
+_KEY = "reward.reward_kwargs.rewards"
+_FIELDS = ("name", "weight", "reward_kwargs")
+
+
+class WeightedSum(BaseReward):
+    """The weighted sum of the scores of several rewards.
+
+    Whether a sample is correct is for the first reward to say. Each part's score, without its weight, is
+    an extra number under the reward's name (``gsm8k``, and ``gsm8k_2`` if it stands there again), and its
+    extra numbers follow as ``gsm8k/<name>``.
+
+    Args:
+        rewards: mappings with ``name``, ``weight`` (1 if not given) and ``reward_kwargs``.
+
+    Raises:
+        ConfigError: there are none, or one has a wrong key or weight, or does not take its options.
+        PluginError: a reward does not exist or does not load.
+    """
+
+    def __init__(self, rewards: Sequence[Mapping[str, Any]]) -> None:
+        if not rewards:
+            raise ConfigError(f"{_KEY} is empty; give at least one mapping with the keys {', '.join(_FIELDS)}")
+        self._parts: dict[str, tuple[float, BaseReward]] = {}
+        seen: Counter[str] = Counter()
+        for place, entry in enumerate(rewards):
+            label, weight, reward = _read(entry, f"{_KEY}[{place}]")
+            seen[label] += 1
+            self._parts[label if seen[label] == 1 else f"{label}_{seen[label]}"] = weight, reward
+        self.max_score = sum(weight * reward.max_score for weight, reward in self._parts.values() if weight > 0)
+
+    def score(self, sample: RewardSample) -> RewardResult:
+        """Add up.
+
+        Raises:
+            ValueError: a part gave no finite number. A part's own exceptions pass through.
+        """
+        total, extra, correct = 0.0, dict[str, float](), None
+        for place, (label, (weight, reward)) in enumerate(self._parts.items()):
+            result = check_value(reward.score(sample))
+            if isinstance(result, Failure):
+                raise ValueError(f"{label} {result.what}")
+            total += weight * result.score
+            extra |= {label: result.score} | {f"{label}/{name}": value for name, value in result.extra.items()}
+            if place == 0:
+                correct = result.score >= reward.max_score if result.correct is None else result.correct
+        return RewardResult(total, correct, extra)
+
+
+def _read(entry: Mapping[str, Any], key: str) -> tuple[str, float, BaseReward]:
+    if not isinstance(entry, Mapping) or "name" not in entry or set(entry) - set(_FIELDS):
+        raise ConfigError(f"{key} is {entry!r}; it has to be a mapping with name, and perhaps weight and reward_kwargs")
+    weight = entry.get("weight", 1.0)
+    if isinstance(weight, bool) or not isinstance(weight, int | float):
+        raise ConfigError(f"{key}.weight is {weight!r}; it has to be a number")
+    try:
+        return str(entry["name"]), float(weight), build_reward(str(entry["name"]), entry.get("reward_kwargs"))
+    except TypeError as error:
+        raise ConfigError(f"{key}.reward_kwargs do not fit reward {entry['name']!r}: {error}") from error

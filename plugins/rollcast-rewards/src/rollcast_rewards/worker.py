@@ -1,0 +1,108 @@
+"""A process that scores samples for the manager ``prime``; run as ``python -P worker.py <socket's number>``.
+
+The first message brings the module search path and the reward, each further one a sample. Messages are
+pickles with their length in front. At the top this file needs nothing but the standard library, because the
+search path is not there yet.
+"""
+
+from __future__ import annotations
+
+import pickle
+import resource
+import signal
+import socket
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+__all__ = ["HEADER", "main"]
+
+HEADER = struct.Struct("!Q")
+#: How much later than the manager the kernel ends a sample, should the manager be gone.
+_GRACE_S = 5.0
+
+
+def main(number: int) -> None:
+    """Serve one manager until it closes its end."""
+    connection = socket.socket(fileno=number)
+    message = _receive(connection)
+    if message is None:
+        return
+    setup: dict[str, Any] = pickle.loads(message)
+    sys.path[:] = setup["path"]
+    try:
+        score = _prepare(setup)
+    except Exception as error:  # noqa: BLE001 -- the manager raises it
+        _send(connection, ("broken", f"{type(error).__name__}: {error}"))
+        return
+    _send(connection, ("ready",))
+    limit = setup["timeout_s"]
+    while (message := _receive(connection)) is not None:
+        if limit is not None:
+            signal.setitimer(signal.ITIMER_REAL, limit + _GRACE_S)
+        answer = score(message)
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        _send(connection, answer)
+
+
+def _prepare(setup: dict[str, Any]) -> Any:
+    from rollcast_rewards.policy import check_value, failure_of
+
+    # The kernel's default for an alarm is to end the process, which needs no help from a hung interpreter.
+    signal.signal(signal.SIGALRM, signal.SIG_DFL)
+    reward = pickle.loads(setup["reward"])
+    if setup["memory_limit_mb"] is not None:
+        _limit_memory(setup["memory_limit_mb"] << 20)
+
+    def score(message: bytes) -> tuple[Any, ...]:
+        try:
+            outcome: Any = check_value(reward.score(pickle.loads(message)))
+        except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+            outcome = failure_of(error)
+        if hasattr(outcome, "kind"):
+            return "failure", outcome.kind, outcome.what + _where(outcome.cause)
+        return "result", outcome.score, outcome.correct, dict(outcome.extra)
+
+    return score
+
+
+def _where(error: BaseException | None) -> str:
+    # The exception itself stays here, so that its message says where it was raised.
+    frames = traceback.extract_tb(error.__traceback__) if error is not None else []
+    return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
+
+
+def _limit_memory(extra: int) -> None:
+    """Let the address space grow by ``extra`` bytes over what it is now."""
+    pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    limit = pages * resource.getpagesize() + extra
+    if hard != resource.RLIM_INFINITY:
+        limit = min(limit, hard)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+def _send(connection: socket.socket, message: tuple[Any, ...]) -> None:
+    data = pickle.dumps(message)
+    connection.sendall(HEADER.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> bytes | None:
+    header = _read(connection, HEADER.size)
+    return None if header is None else _read(connection, HEADER.unpack(header)[0])
+
+
+def _read(connection: socket.socket, count: int) -> bytes | None:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(min(count - len(parts), 1 << 20))
+        if not part:
+            return None
+        parts += part
+    return bytes(parts)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))
