@@ -22,6 +22,7 @@ from rollcast.contracts.algorithm import (
     PolicyLossOutput,
     advantage,
     advantages,
+    policy_loss,
     policy_losses,
 )
 from rollcast.testing import AdvantageSuite, PolicyLossSuite
@@ -40,13 +41,13 @@ def one_step(inputs: AdvantageInputs) -> AdvantageOutputs:
     if inputs.values is None:
         raise ValueError("one_step needs values")
     chosen = inputs.response_mask != 0
-    rewards = torch.where(chosen, inputs.token_level_rewards, 0.0)
-    return AdvantageOutputs(rewards - torch.where(chosen, inputs.values, 0.0), rewards)
+    rewards = torch.where(chosen, inputs.token_level_rewards, 0.0).float()
+    return AdvantageOutputs(rewards - torch.where(chosen, inputs.values.float(), 0.0), rewards)
 
 
 @advantage()
 def plain(inputs: AdvantageInputs) -> AdvantageOutputs:
-    rewards = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0)
+    rewards = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).float()
     return AdvantageOutputs(rewards, rewards.clone())
 
 
@@ -141,7 +142,28 @@ def by_group_number(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(out.advantages * inputs.group_ids.unsqueeze(-1), out.returns)
 
 
-@pytest.mark.parametrize("estimator", [centred, one_step, plain])
+@advantage(needs_reward_components=True, needs_reward_baselines=True)
+def of_components(inputs: AdvantageInputs) -> AdvantageOutputs:
+    if not inputs.reward_components or inputs.reward_baselines is None:
+        raise ValueError("of_components needs reward_components and reward_baselines")
+    total = sum(inputs.reward_components.values(), -inputs.reward_baselines).float()
+    return AdvantageOutputs.from_scores(total, inputs.response_mask)
+
+
+@advantage()
+def secretly_weighing(inputs: AdvantageInputs) -> AdvantageOutputs:
+    out = plain(inputs)
+    scale = 1.0 if inputs.sum_pi_squared is None else inputs.sum_pi_squared
+    return AdvantageOutputs(out.advantages * scale, out.returns)
+
+
+@advantage(needs_old_log_probs=True)
+def crashing_without(inputs: AdvantageInputs) -> AdvantageOutputs:
+    out = plain(inputs)
+    return AdvantageOutputs(out.advantages * inputs.old_log_probs.exp(), out.returns)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("estimator", [centred, one_step, plain, of_components])
 def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
     assert broken_laws(AdvantageSuite(), estimator) == set()
 
@@ -170,6 +192,10 @@ def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
         (secretly_grouped, "says_honestly_whether_it_needs_groups"),
         (secretly_valued, "says_honestly_whether_it_needs_values"),
         (needing_too_much, "says_honestly_whether_it_needs_groups"),
+        (secretly_weighing, "says_honestly_which_columns_it_needs"),
+        (crashing_without, "says_honestly_which_columns_it_needs"),
+        (with_outputs(lambda _, adv: adv - adv.mean()), "does_not_mix_groups"),
+        (with_outputs(lambda i, adv: adv.to(i.token_level_rewards.dtype)), "takes_other_dtypes"),
         (needing_too_much, "says_honestly_whether_it_needs_values"),
         (position_in_the_batch, "follows_a_permutation_of_rows"),
         (by_group_number, "ignores_the_order_of_group_ids"),
@@ -181,7 +207,34 @@ def test_wrong_estimators_fail(estimator: AdvantageEstimator, law: str) -> None:
 
 def test_every_advantage_law_is_broken_by_something_above() -> None:
     marks = test_wrong_estimators_fail.pytestmark  # type: ignore[attr-defined]
-    assert {law for _, law in marks[0].args[1]} == laws_of(AdvantageSuite)
+    assert {law for _, law in marks[0].args[1]} == laws_of(AdvantageSuite) - {"agrees_with_its_examples"}
+
+
+def test_examples_of_an_estimator_are_checked() -> None:
+    inputs = AdvantageInputs(
+        torch.tensor([[1.0, 2.0], [4.0, 9.0]]), torch.tensor([[1, 1], [1, 0]]), torch.zeros(2).long()
+    )
+
+    class Right(AdvantageSuite):
+        examples = ((inputs, [[-0.5, -0.5], [0.5, 0.0]]),)
+
+    class Wrong(AdvantageSuite):
+        examples = ((inputs, [[-0.5, -0.5], [0.6, 0.0]]),)
+
+    assert broken_laws(Right(), centred) == set()
+    assert broken_laws(Wrong(), centred) == {"agrees_with_its_examples"}
+
+
+def test_an_estimator_may_look_at_the_whole_batch() -> None:
+    class Suite(AdvantageSuite):
+        mixes_groups = True
+
+    def over_the_batch(inputs: AdvantageInputs, advantages: Tensor) -> Tensor:
+        chosen = inputs.response_mask != 0
+        return torch.where(chosen, advantages - advantages.sum() / chosen.sum().clamp(min=1), 0.0)
+
+    assert broken_laws(Suite(), with_outputs(over_the_batch)) == set()
+    assert broken_laws(AdvantageSuite(), with_outputs(over_the_batch)) == {"does_not_mix_groups"}
 
 
 def test_an_estimator_may_refuse_groups_of_one_row() -> None:
@@ -209,7 +262,7 @@ def test_options_reach_the_estimator() -> None:
         return AdvantageOutputs(out.advantages * inputs.options["scale"], out.returns)
 
     assert broken_laws(Suite(), scaled) == set()
-    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite)
+    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite) - {"agrees_with_its_examples"}
 
 
 def with_losses(change: Callable[[PolicyLossInputs, Tensor], Tensor]) -> PolicyLoss:
@@ -285,6 +338,10 @@ def test_a_right_loss_passes() -> None:
         (with_losses(lambda _, losses: losses / losses.shape[1]), "ignores_right_padding"),
         (with_losses(lambda i, losses: losses * ~i.response_mask), "ignores_the_masks_dtype"),
         (whitening, "does_not_mix_rows"),
+        (
+            with_losses(lambda _, losses: losses * torch.arange(len(losses)).unsqueeze(-1)),
+            "follows_a_permutation_of_rows",
+        ),
         (with_losses(lambda _, losses: -losses), "has_the_policy_gradient_on_policy"),
         (unbounded, "is_finite_at_extreme_ratios"),
         (in_the_inputs_precision, "takes_half_precision"),
@@ -299,7 +356,48 @@ def test_wrong_losses_fail(loss: PolicyLoss, law: str) -> None:
 
 def test_every_policy_loss_law_is_broken_by_something_above() -> None:
     marks = test_wrong_losses_fail.pytestmark  # type: ignore[attr-defined]
-    assert {law for _, law in marks[0].args[1]} == laws_of(PolicyLossSuite)
+    assert {law for _, law in marks[0].args[1]} == laws_of(PolicyLossSuite) - {"agrees_with_its_examples"}
+
+
+def test_examples_of_a_loss_are_checked() -> None:
+    inputs = PolicyLossInputs(
+        torch.tensor([[-1.0, -1.0]]), torch.tensor([[-1.0, -9.0]]), torch.tensor([[2.0, 5.0]]), torch.tensor([[1, 0]])
+    )
+
+    class Right(PolicyLossSuite):
+        examples = ((inputs, [[-2.0, 0.0]]),)
+
+    class Wrong(PolicyLossSuite):
+        examples = ((inputs, [[2.0, 0.0]]),)
+
+    assert broken_laws(Right(), reinforce) == set()
+    assert broken_laws(Wrong(), reinforce) == {"agrees_with_its_examples"}
+
+
+def centre_of_the_batch(inputs: PolicyLossInputs) -> dict[str, Tensor]:
+    chosen = inputs.response_mask != 0
+    advantages = torch.where(chosen, inputs.advantages.float(), 0.0)
+    mean = advantages.sum() / chosen.sum().clamp(min=1)
+    return {"centred": torch.where(chosen, advantages - mean, 0.0)}
+
+
+@policy_loss(prepare=centre_of_the_batch)
+def with_a_preparation(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return reinforce(replace(inputs, advantages=inputs.prepared["centred"]))
+
+
+@policy_loss(prepare=lambda inputs: {"first": torch.zeros_like(inputs.advantages) + inputs.advantages[0, 0]})
+def with_a_partial_preparation(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return reinforce(replace(inputs, advantages=inputs.advantages - inputs.prepared["first"]))
+
+
+def test_a_loss_may_prepare_columns_from_the_whole_batch() -> None:
+    class Suite(PolicyLossSuite):
+        on_policy_gradient = False
+
+    assert broken_laws(Suite(), with_a_preparation) == set()
+    # The first row is another one after a permutation.
+    assert "follows_a_permutation_of_rows" in broken_laws(Suite(), with_a_partial_preparation)
 
 
 def test_a_loss_may_have_another_gradient_on_policy() -> None:
@@ -347,7 +445,11 @@ def test_authors_write_an_empty_subclass(pytester: pytest.Pytester) -> None:
     wrong_laws = len(broken_laws(AdvantageSuite(), wrong))
     count, losses = len(laws_of(AdvantageSuite)), len(laws_of(PolicyLossSuite))
     result.assert_outcomes(
-        passed=count + (count - wrong_laws) + (losses - 1), failed=wrong_laws, errors=2 * count, skipped=1
+        # Of each suite the examples are skipped, and of the loss its gradient on policy.
+        passed=(count - 1) + (count - 1 - wrong_laws) + (losses - 2),
+        failed=wrong_laws,
+        errors=2 * count,
+        skipped=4,
     )
     result.stdout.fnmatch_lines_random(
         [

@@ -1,27 +1,311 @@
-"""The first-party parts pass the suites that third parties are given."""
+"""The first-party parts pass the suites that third parties are given, with examples worked out by hand."""
 
 from __future__ import annotations
 
-import pytest
+import math
+from typing import Any
 
-from rollcast.contracts.algorithm import AdvantageEstimator, PolicyLoss
+import pytest
+import torch
+
+from rollcast.contracts.algorithm import AdvantageInputs, PolicyLossInputs, advantages, policy_losses
 from rollcast.testing import AdvantageSuite, PolicyLossSuite
-from rollcast_algorithms import gae, grpo, vanilla
+
+
+def scored(scores: list[float], groups: list[int], **more: Any) -> AdvantageInputs:
+    """Two tokens a row, the score on the second."""
+    rewards = torch.tensor([[0.0, score] for score in scores])
+    return AdvantageInputs(rewards, torch.ones_like(rewards), torch.tensor(groups), **more)
+
+
+def rows(*values: float) -> list[list[float]]:
+    """Each value at both tokens of its row."""
+    return [[value, value] for value in values]
+
+
+def ratios(ratio: list[float], advantage: list[float], **more: Any) -> PolicyLossInputs:
+    """One row, whose old log-probs are -1."""
+    old = torch.full((1, len(ratio)), -1.0)
+    return PolicyLossInputs(
+        old + torch.tensor([ratio]).log(), old, torch.tensor([advantage]), torch.ones(1, len(ratio)), **more
+    )
 
 
 class TestGrpo(AdvantageSuite):
-    @pytest.fixture
-    def estimator(self) -> AdvantageEstimator:
-        return grpo
+    name = "grpo"
+    # Group 0: scores 1, 0, mean 1/2, sample std sqrt(1/2). Group 1: 3, 0, 0, mean 1, std sqrt(3).
+    examples = (
+        (
+            scored([1.0, 3.0, 0.0, 0.0, 0.0], [0, 1, 0, 1, 1]),
+            rows(math.sqrt(0.5), 2 / math.sqrt(3), -math.sqrt(0.5), -1 / math.sqrt(3), -1 / math.sqrt(3)),
+        ),
+        (
+            scored([1.0, 3.0, 0.0, 0.0, 0.0], [0, 1, 0, 1, 1], norm_adv_by_std_in_grpo=False),
+            rows(0.5, 2.0, -0.5, -1.0, -1.0),
+        ),
+    )
+
+
+class TestGrpoPassk(AdvantageSuite):
+    name = "grpo_passk"
+    # Group 0: 4 leads 1 by 3, the std of 4, 1, 1 is sqrt(3). Group 1: nobody leads. Group 2: one row.
+    examples = (
+        (scored([1.0, 4.0, 1.0, 2.0, 2.0, 9.0], [0, 0, 0, 1, 1, 2]), rows(0.0, math.sqrt(3), 0.0, 0.0, 0.0, 0.0)),
+        (scored([1.0, 4.0, 1.0], [0, 0, 0], norm_adv_by_std_in_grpo=False), rows(0.0, 3.0, 0.0)),
+    )
+
+
+class TestGdpo(AdvantageSuite):
+    name = "gdpo"
+    mixes_groups = True
+    # Both components normalise to ±sqrt(1/2); weights 3 and 1 give ±4·sqrt(1/2), -+2·sqrt(1/2) in
+    # group 1. Over the eight tokens that has mean 0 and sample variance 4·(8 + 2)·2/2/7 = 40/7.
+    examples = (
+        (
+            scored(
+                [0.0, 0.0, 0.0, 0.0],
+                [0, 0, 1, 1],
+                reward_components={
+                    "right": torch.tensor([1.0, 0.0, 0.0, 5.0]),
+                    "form": torch.tensor([1.0, 0.0, 10.0, 0.0]),
+                },
+                options={"gdpo_reward_keys": ["right", "form"], "gdpo_reward_weights": [3.0, 1.0]},
+            ),
+            rows(*(value * math.sqrt(0.5) / math.sqrt(40 / 7) for value in (4.0, -4.0, -2.0, 2.0))),
+        ),
+    )
+
+
+class TestReinforcePlusPlus(AdvantageSuite):
+    name = "reinforce_plus_plus"
+    mixes_groups = True
+    # gamma 1/2: returns 2, 4 and 0, 0, of mean 3/2 and sample variance 11/3.
+    examples = (
+        (
+            scored([4.0, 0.0], [0, 1], gamma=0.5),
+            [[0.5 / math.sqrt(11 / 3), 2.5 / math.sqrt(11 / 3)], [-1.5 / math.sqrt(11 / 3)] * 2],
+        ),
+    )
+
+
+class TestReinforcePlusPlusBaseline(AdvantageSuite):
+    name = "reinforce_plus_plus_baseline"
+    mixes_groups = True
+    # Centred: 1, -1, 3, -3; over the eight tokens the mean is 0 and the sample variance 40/7.
+    examples = (
+        (
+            scored([2.0, 0.0, 6.0, 0.0], [0, 0, 1, 1]),
+            rows(*(value / math.sqrt(40 / 7) for value in (1.0, -1.0, 3.0, -3.0))),
+        ),
+    )
+
+
+class TestRemax(AdvantageSuite):
+    name = "remax"
+    examples = (
+        (scored([4.0, 1.0], [0, 1], reward_baselines=torch.tensor([3.0, 0.5])), rows(1.0, 0.5)),
+        # A reward on the way is no longer to come at the next token.
+        (
+            AdvantageInputs(
+                torch.tensor([[1.0, 0.0, 4.0]]),
+                torch.ones(1, 3),
+                torch.tensor([0]),
+                reward_baselines=torch.tensor([2.0]),
+            ),
+            [[3.0, 2.0, 2.0]],
+        ),
+    )
+
+
+class TestRloo(AdvantageSuite):
+    name = "rloo"
+    # Each against the mean of the other two: 6 - 1.5, 3 - 3, 0 - 4.5; alone, its score.
+    examples = ((scored([6.0, 3.0, 0.0, 2.0], [0, 0, 0, 1]), rows(4.5, 0.0, -4.5, 2.0)),)
+
+
+class TestOpo(AdvantageSuite):
+    name = "opo"
+    # Lengths 3 and 1: baseline (3·4 + 1·0) / 4 = 3.
+    examples = (
+        (
+            AdvantageInputs(
+                torch.tensor([[0.0, 0.0, 4.0], [0.0, 0.0, 0.0], [7.0, 0.0, 0.0]]),
+                torch.tensor([[1, 1, 1], [1, 0, 0], [1, 0, 0]]),
+                torch.tensor([0, 0, 1]),
+            ),
+            [[1.0, 1.0, 1.0], [-3.0, 0.0, 0.0], [7.0, 0.0, 0.0]],
+        ),
+    )
+
+
+class TestGpgEstimator(AdvantageSuite):
+    name = "gpg"
+    mixes_groups = True
+    # Four rows, one with a score: scaled by 4 / 1, and by 1 / f_norm.
+    examples = ((scored([2.0, 0.0, 0.0, 0.0], [0, 0, 1, 1], options={"f_norm": 2.0}), rows(2.0, -2.0, 0.0, 0.0)),)
+
+
+def two_rows() -> AdvantageInputs:
+    """Probability 1/2 and Σπ² 1/2 everywhere, so that each token adds 1/2 to its row's weight."""
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
+    return AdvantageInputs(
+        torch.tensor([[0.0, 0.0, 4.0], [0.0, 1.0, 0.0]]),
+        mask,
+        torch.tensor([0, 0]),
+        old_log_probs=torch.full((2, 3), math.log(0.5)),
+        sum_pi_squared=torch.full((2, 3), 0.5),
+    )
+
+
+class TestOptimalTokenBaseline(AdvantageSuite):
+    name = "optimal_token_baseline"
+    # Equal weights: (4 + 1) / 2 at the first two columns; nobody to compare with at the third.
+    examples = ((two_rows(), [[1.5, 1.5, 4.0], [-1.5, -1.5, 0.0]]),)
+
+
+class TestTirOptimalTokenBaseline(AdvantageSuite):
+    name = "tir_optimal_token_baseline"
+    examples = ((two_rows(), [[1.5, 1.5, 4.0], [-1.5, -1.5, 0.0]]),)
 
 
 class TestGae(AdvantageSuite):
-    @pytest.fixture
-    def estimator(self) -> AdvantageEstimator:
-        return gae
+    name = "gae"
+    mixes_groups = True
+    # gamma and lambda 1/2: before whitening 1/4, 1, 4, of mean 7/4 and sample variance 63/16.
+    examples = (
+        (
+            AdvantageInputs(
+                torch.tensor([[0.0, 0.0, 8.0]]),
+                torch.ones(1, 3),
+                torch.tensor([0]),
+                torch.tensor([[1.0, 2.0, 4.0]]),
+                gamma=0.5,
+                lam=0.5,
+            ),
+            [[-1.5 / math.sqrt(63 / 16), -0.75 / math.sqrt(63 / 16), 2.25 / math.sqrt(63 / 16)]],
+        ),
+    )
 
 
 class TestVanilla(PolicyLossSuite):
-    @pytest.fixture
-    def policy_loss(self) -> PolicyLoss:
-        return vanilla
+    name = "vanilla"
+    # Clip at 1.2 and 0.8, dual clip at 3.
+    examples = ((ratios([1.5, 0.5, 1.1, 9.0], [2.0, -2.0, 2.0, -2.0]), [[-2.4, 1.6, -2.2, 6.0]]),)
+
+
+class TestGspo(PolicyLossSuite):
+    name = "gspo"
+    # The row's ratio is the geometric mean sqrt(2 · 0.5) = 1; then sqrt(8 · 2) = 4, clipped at 1.2.
+    examples = (
+        (ratios([2.0, 0.5], [1.0, -3.0]), [[-1.0, 3.0]]),
+        (ratios([8.0, 2.0], [1.0, -3.0]), [[-1.2, 12.0]]),
+    )
+
+
+class TestSapo(PolicyLossSuite):
+    name = "sapo"
+    # tau 2: 2 · sigmoid(2 (ratio - 1)), which is 1 at ratio 1, and 2 · sigmoid(1) at 1.5.
+    options = {"tau_pos": 2.0, "tau_neg": 4.0}  # noqa: RUF012
+    examples = (
+        (
+            ratios([1.0, 1.5, 1.0], [3.0, 1.0, -1.0], options={"tau_pos": 2.0, "tau_neg": 4.0}),
+            [[-3.0, -2 / (1 + math.exp(-1)), 0.5]],
+        ),
+    )
+
+
+class TestGpgLoss(PolicyLossSuite):
+    name = "gpg"
+    examples = ((ratios([1.0, math.e**-1], [3.0, -2.0]), [[3.0, -4.0]]),)
+
+
+class TestClipCov(PolicyLossSuite):
+    name = "clip_cov"
+    options = {"clip_cov_ratio": 0.2, "clip_cov_lb": 0.0, "clip_cov_ub": 10.0}  # noqa: RUF012
+    on_policy_gradient = False
+    # The mean of A is -1/2, of log π -3/2: covariances 3/4, -1/4, -3/4, 5/4. Between the bounds: the first.
+    examples = (
+        (
+            PolicyLossInputs(
+                torch.tensor([[-1.0, -1.0, -2.0, -2.0]]),
+                torch.tensor([[-1.0, -1.0, -2.0, -2.0]]),
+                torch.tensor([[1.0, -1.0, 1.0, -3.0]]),
+                torch.ones(1, 4),
+                options={"clip_cov_ratio": 1.0, "clip_cov_lb": 0.3, "clip_cov_ub": 1.0},
+            ),
+            [[0.0, 1.0, -1.0, 3.0]],
+        ),
+    )
+
+
+class TestKlCov(PolicyLossSuite):
+    name = "kl_cov"
+    options = {"kl_cov_ratio": 0.2}  # noqa: RUF012
+    # The covariances are those of the old log-probs, as above: 5/4 is the largest.
+    examples = (
+        (
+            PolicyLossInputs(
+                torch.tensor([[-1.0, -1.0, -2.0, -2.0 + math.log(2)]]),
+                torch.tensor([[-1.0, -1.0, -2.0, -2.0]]),
+                torch.tensor([[1.0, -1.0, 1.0, -3.0]]),
+                torch.ones(1, 4),
+                options={"kl_cov_ratio": 0.25, "ppo_kl_coef": 0.5},
+            ),
+            [[-1.0, 1.0, -1.0, 6.0 + 0.5 * math.log(2)]],
+        ),
+    )
+
+
+class TestGeoMean(PolicyLossSuite):
+    name = "geo_mean"
+    on_policy_gradient = False  # each token has the mean of its row's advantages
+    # Log-ratios 1 and 0.2 clipped to 0.4 and 0.2, of mean 0.3; A is 2 throughout.
+    examples = (
+        (
+            ratios([math.e, math.e**0.2], [2.0, 2.0], clip_ratio_low=0.4, clip_ratio_high=0.4),
+            [[-2 * math.e**0.3, -2 * math.e**0.3]],
+        ),
+    )
+
+
+class TestCispo(PolicyLossSuite):
+    name = "cispo"
+    # log π is -1 + log(ratio); the weight is clipped to [0.8, 1.2].
+    examples = ((ratios([1.0, math.e], [2.0, 2.0]), [[2.0, 0.0]]), (ratios([math.e**2], [2.0]), [[-2.4]]))
+
+
+class TestDro(PolicyLossSuite):
+    name = "dro"
+    options = {"dro_beta": 0.5}  # noqa: RUF012
+    # -(log π · A - 1/4 · d²) with d = 2 and log π = 1.
+    examples = ((ratios([1.0, math.e**2], [3.0, 3.0], options={"dro_beta": 0.5}), [[3.0, -2.0]]),)
+
+
+class TestDppoTv(PolicyLossSuite):
+    name = "dppo_tv"
+    # Probabilities from 1/e: the ratio 2 changes it by 0.37, the ratio 1.1 by 0.04. Bad and likelier is kept.
+    examples = (
+        (ratios([2.0, 1.1, 2.0], [1.0, 1.0, -1.0]), [[0.0, 1.1 * (1 - math.log(1.1)), -2.0 * (1 - math.log(2))]]),
+    )
+
+
+class TestDppoKl(PolicyLossSuite):
+    name = "dppo_kl"
+    # From 1/e to 2/e the binary KL is about 0.29 nats, above 0.2; bad and likelier is kept.
+    examples = (
+        (ratios([2.0, 1.1, 2.0], [1.0, 1.0, -1.0]), [[0.0, 1.1 * (1 - math.log(1.1)), -2.0 * (1 - math.log(2))]]),
+    )
+
+
+class TestTopr(PolicyLossSuite):
+    name = "topr"
+    # The response's ratio is 0.5 · 0.5; it weighs on the bad token only.
+    examples = ((ratios([0.5, 0.5], [1.0, -1.0]), [[1 + math.log(2), -0.25 * (1 + math.log(2))]]),)
+
+
+@pytest.mark.parametrize(("registry", "suite"), [(advantages, AdvantageSuite), (policy_losses, PolicyLossSuite)])
+def test_every_part_of_this_distribution_is_tested_here(registry: Any, suite: type) -> None:
+    ours = {name for name in registry.names() if registry.find(name).distribution == "rollcast-algorithms"}
+    here = [case for case in globals().values() if isinstance(case, type) and issubclass(case, suite)]
+    assert {case.name for case in here if case is not suite} == ours
+    assert all(case.examples for case in here if case is not suite)

@@ -34,11 +34,25 @@ def test_every_announced_part_is_what_its_group_holds(group: str, name: str) -> 
     assert find_registry(group).expect(part) is None
 
 
-@pytest.mark.parametrize("option", ["grpo", "gae"])
+ESTIMATORS = sorted(ENTRY_POINTS["rollcast.advantages"])
+
+
+def test_there_is_an_option_for_every_estimator() -> None:
+    assert sorted(path.stem for path in (CONF / "algorithm").glob("*.yaml")) == ESTIMATORS
+
+
+@pytest.mark.parametrize("option", ESTIMATORS)
 def test_every_option_gives_every_key_its_default(option: str) -> None:
+    """All but the first are what `grpo` is, with another estimator."""
     path = CONF / "algorithm" / f"{option}.yaml"
     assert path.read_text().startswith("# @package algorithm\n")
-    assert OmegaConf.to_container(OmegaConf.load(path)) == dataclasses.asdict(AlgorithmConfig(adv_estimator=option))
+    keys = OmegaConf.to_container(OmegaConf.load(path))
+    assert isinstance(keys, dict)
+    if option != "grpo":
+        assert keys.pop("defaults") == ["grpo", "_self_"]
+        assert keys == {"adv_estimator": option}
+        keys = {**dataclasses.asdict(AlgorithmConfig()), **keys}
+    assert keys == dataclasses.asdict(AlgorithmConfig(adv_estimator=option))
 
 
 def test_the_config_package_announces_its_schema() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -22,6 +22,15 @@ from rollcast.contracts.algorithm import (
 __all__ = ["AdvantageSuite"]
 
 _OUTPUTS = ("advantages", "returns")
+_TOKEN_TENSORS = (
+    "token_level_rewards",
+    "response_mask",
+    "values",
+    "old_log_probs",
+    "sum_pi_squared",
+    "rollout_is_weights",
+)
+_ROW_TENSORS = ("group_ids", "reward_baselines")
 
 
 class AdvantageSuite:
@@ -43,6 +52,11 @@ class AdvantageSuite:
     #: Whether it gives numbers for a prompt with only one sample; if not, it must raise
     #: a ValueError that speaks of the group.
     single_row_groups: ClassVar[bool] = True
+    #: Whether a prompt's rows depend on those of other prompts, as when advantages are whitened over
+    #: the batch.
+    mixes_groups: ClassVar[bool] = False
+    #: Inputs worked out by hand, and the advantages that they give, ``[B, T]``.
+    examples: ClassVar[Sequence[tuple[AdvantageInputs, Sequence[Sequence[float]]]]] = ()
     rtol: ClassVar[float] = 1e-4
     atol: ClassVar[float] = 1e-5
 
@@ -59,16 +73,25 @@ class AdvantageSuite:
         lengths = torch.tensor([7, 3, 5, 1, 6, 2])
         mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
         mask[2, 1:3] = 0  # a tool's answer inside a response
-        values = torch.randn(6, 7, generator=generator) if advantage_needs(estimator).values else None
+        needs = advantage_needs(estimator)
+        given = {name: draw(generator) for name, draw in _DRAWS.items() if getattr(needs, name)}
         return AdvantageInputs(
             token_level_rewards=torch.randn(6, 7, generator=generator) * mask,
             response_mask=mask,
             group_ids=torch.tensor([0, 0, 1, 1, 2, 2]),
-            values=values,
             gamma=0.9,
             lam=0.8,
             options=copy.deepcopy(dict(self.options)),
+            **given,
         )
+
+    def test_agrees_with_its_examples(self, estimator: AdvantageEstimator) -> None:
+        if not self.examples:
+            pytest.skip("the suite has no examples")
+        for number, (inputs, worked_out) in enumerate(self.examples):
+            out = estimator(inputs)
+            expected = AdvantageOutputs(torch.tensor(worked_out), out.returns)
+            self._require_close(out, expected, f"example {number} gives what was worked out by hand")
 
     def test_gives_float32_of_the_masks_shape(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -108,10 +131,22 @@ class AdvantageSuite:
             other = replace(inputs, response_mask=inputs.response_mask.to(dtype))
             self._require_close(estimator(other), expected, f"a {dtype} mask means the same as an int64 one")
 
+    def test_takes_other_dtypes(self, estimator: AdvantageEstimator) -> None:
+        inputs = self.inputs(estimator)
+        for dtype in (torch.bfloat16, torch.float16, torch.float64):
+            other = _map_floats(inputs, dtype)
+            out = estimator(other)
+            for name, tensor in _outputs(out).items():
+                _require(tensor.dtype == torch.float32, f"{name} are float32 for {dtype}, not {tensor.dtype}")
+            expected, wide = _outputs(out), _outputs(estimator(_map_floats(other, torch.float32)))
+            for name in _OUTPUTS:
+                close = torch.allclose(expected[name], wide[name], rtol=0.05, atol=0.05)
+                _require(close, f"{name} for {dtype} are those of the same numbers in float32")
+
     def test_follows_a_permutation_of_rows(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         order = torch.tensor([4, 0, 3, 5, 1, 2])
-        out = estimator(_map_tokens(replace(inputs, group_ids=inputs.group_ids[order]), lambda tensor: tensor[order]))
+        out = estimator(_take_rows(inputs, order))
         expected = estimator(inputs)
         moved = AdvantageOutputs(expected.advantages[order], expected.returns[order])
         self._require_close(out, moved, "permuted rows give permuted results")
@@ -120,6 +155,18 @@ class AdvantageSuite:
         inputs = self.inputs(estimator)
         renamed = replace(inputs, group_ids=torch.tensor([2, 0, 1])[inputs.group_ids])
         self._require_close(estimator(renamed), estimator(inputs), "a group's number means nothing")
+
+    def test_does_not_mix_groups(self, estimator: AdvantageEstimator) -> None:
+        # What makes the advantages the same however many prompts are in a batch, on however many ranks.
+        if self.mixes_groups:
+            pytest.skip("mixes_groups is True")
+        inputs = self.inputs(estimator)
+        whole = estimator(inputs)
+        for group in range(int(inputs.group_ids.max()) + 1):
+            rows = (inputs.group_ids == group).nonzero().squeeze(-1)
+            alone = replace(_take_rows(inputs, rows), group_ids=torch.zeros_like(rows))
+            expected = AdvantageOutputs(whole.advantages[rows], whole.returns[rows])
+            self._require_close(estimator(alone), expected, "a group alone gives what it gives in a batch")
 
     def test_is_deterministic(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -131,9 +178,9 @@ class AdvantageSuite:
         before = copy.deepcopy(inputs)
         estimator(inputs)
         for item in fields(AdvantageInputs):
-            old, new = getattr(before, item.name), getattr(inputs, item.name)
-            same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
-            _require(same, f"inputs.{item.name} is not modified")
+            _require(
+                _same(getattr(before, item.name), getattr(inputs, item.name)), f"inputs.{item.name} is not modified"
+            )
 
     def test_is_finite_for_constant_rewards(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -164,22 +211,16 @@ class AdvantageSuite:
 
     def test_takes_an_empty_batch(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
-        empty = _map_tokens(replace(inputs, group_ids=inputs.group_ids[:0]), lambda tensor: tensor[:0])
+        empty = _take_rows(inputs, torch.arange(0))
         for name, tensor in _outputs(estimator(empty)).items():
             _require(tensor.shape == empty.response_mask.shape, f"{name} of no rows are {empty.response_mask.shape}")
 
     def test_says_honestly_whether_it_needs_values(self, estimator: AdvantageEstimator) -> None:
-        inputs = self.inputs(estimator)
-        one, other = (torch.randn(inputs.response_mask.shape, generator=_seeded(seed)) for seed in (1, 2))
-        with_one = estimator(replace(inputs, values=one))
-        if not advantage_needs(estimator).values:
-            law = "declared without needs_values, so values change nothing"
-            self._require_close(with_one, estimator(replace(inputs, values=None)), law)
-            return
-        with_other = estimator(replace(inputs, values=other))
-        _require(not self._close(with_one, with_other), "declared with needs_values, so values change something")
-        with pytest.raises(ValueError, match="values"):
-            estimator(replace(inputs, values=None))
+        self._require_honest(estimator, "values")
+
+    def test_says_honestly_which_columns_it_needs(self, estimator: AdvantageEstimator) -> None:
+        for name in _DRAWS:
+            self._require_honest(estimator, name)
 
     def test_says_honestly_whether_it_needs_groups(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
@@ -190,6 +231,21 @@ class AdvantageSuite:
         else:
             law = "declared without needs_groups, so group_ids change nothing"
             self._require_close(estimator(regrouped), estimator(inputs), law)
+
+    def _require_honest(self, estimator: AdvantageEstimator, name: str) -> None:
+        __tracebackhide__ = True
+        inputs = self.inputs(estimator)
+        one, other = (replace(inputs, **{name: _DRAWS[name](_seeded(seed))}) for seed in (1, 2))
+        nothing: dict[str, Any] = {name: {} if name == "reward_components" else None}
+        without = replace(inputs, **nothing)
+        if not getattr(advantage_needs(estimator), name):
+            law = f"declared without needs_{name}, so {name} change nothing"
+            self._require_close(estimator(one), estimator(without), law)
+            return
+        law = f"declared with needs_{name}, so {name} change something"
+        _require(not self._close(estimator(one), estimator(other)), law)
+        with pytest.raises(ValueError, match=name):
+            estimator(without)
 
     def _close(self, actual: AdvantageOutputs, expected: AdvantageOutputs) -> bool:
         pairs = [(_outputs(actual)[name], _outputs(expected)[name]) for name in _OUTPUTS]
@@ -228,18 +284,63 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
+def _components(generator: torch.Generator) -> dict[str, Tensor]:
+    return {name: torch.randn(6, generator=generator) for name in ("accuracy", "format")}
+
+
+#: Of each tensor that an estimator may need: one that fits the suite's inputs.
+_DRAWS: Mapping[str, Callable[[torch.Generator], Any]] = {
+    "values": lambda generator: torch.randn(6, 7, generator=generator),
+    "old_log_probs": lambda generator: -2 * torch.rand(6, 7, generator=generator) - 0.1,
+    "sum_pi_squared": lambda generator: 0.8 + 0.2 * torch.rand(6, 7, generator=generator),
+    "reward_baselines": lambda generator: torch.randn(6, generator=generator),
+    "reward_components": _components,
+}
+
+
+def _map(
+    inputs: AdvantageInputs, names: Sequence[str], change: Callable[[Tensor], Tensor], *, components: bool
+) -> AdvantageInputs:
+    """``change`` applied to the named tensors that there are, and to the reward's components."""
+    given = {name: getattr(inputs, name) for name in names}
+    changed: dict[str, Any] = {name: change(tensor) for name, tensor in given.items() if tensor is not None}
+    if components:
+        changed["reward_components"] = {name: change(part) for name, part in inputs.reward_components.items()}
+    return replace(inputs, **changed)
+
+
 def _map_tokens(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:
     """``change`` applied to every ``[B, T]`` tensor."""
-    return replace(
-        inputs,
-        token_level_rewards=change(inputs.token_level_rewards),
-        response_mask=change(inputs.response_mask),
-        values=None if inputs.values is None else change(inputs.values),
-    )
+    return _map(inputs, _TOKEN_TENSORS, change, components=False)
+
+
+def _take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
+    """The rows of these numbers."""
+    return _map(inputs, (*_TOKEN_TENSORS, *_ROW_TENSORS), lambda tensor: tensor[rows], components=True)
+
+
+def _map_floats(inputs: AdvantageInputs, dtype: torch.dtype) -> AdvantageInputs:
+    """Every float tensor in ``dtype``."""
+
+    def cast(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    return _map(inputs, (*_TOKEN_TENSORS, *_ROW_TENSORS), cast, components=True)
 
 
 def _fill_masked(inputs: AdvantageInputs, garbage: float) -> AdvantageInputs:
     hidden = inputs.response_mask == 0
-    values = None if inputs.values is None else inputs.values.masked_fill(hidden, garbage)
-    rewards = inputs.token_level_rewards.masked_fill(hidden, garbage)
-    return replace(inputs, token_level_rewards=rewards, values=values)
+
+    def fill(tensor: Tensor) -> Tensor:
+        return tensor.masked_fill(hidden, garbage)
+
+    names = [name for name in _TOKEN_TENSORS if name != "response_mask"]
+    return _map(inputs, names, fill, components=False)
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor):
+        return torch.equal(old, new)
+    if isinstance(old, Mapping):
+        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in old)
+    return bool(old == new)

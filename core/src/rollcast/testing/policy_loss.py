@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
 
@@ -13,7 +13,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollcast.contracts.algorithm import PolicyLoss, PolicyLossInputs, PolicyLossOutput, policy_losses
+from rollcast.contracts.algorithm import (
+    PolicyLoss,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    policy_losses,
+    prepare_policy_loss,
+)
 
 __all__ = ["PolicyLossSuite"]
 
@@ -29,6 +35,7 @@ class PolicyLossSuite:
             name = "my_loss"
 
     The gradients are those of the sum of the losses under the mask, with respect to the log-probs.
+    What the loss prepares from a whole batch is prepared before each call.
     """
 
     #: Name of the loss in ``rollcast.policy_losses``.
@@ -38,6 +45,8 @@ class PolicyLossSuite:
     #: Whether the gradient of an on-policy token is minus its advantage: true of every loss that is
     #: the policy gradient at ratio 1.
     on_policy_gradient: ClassVar[bool] = True
+    #: Inputs worked out by hand, and the losses that they give, ``[B, T]``.
+    examples: ClassVar[Sequence[tuple[PolicyLossInputs, Sequence[Sequence[float]]]]] = ()
     rtol: ClassVar[float] = 1e-4
     atol: ClassVar[float] = 1e-5
 
@@ -63,8 +72,16 @@ class PolicyLossSuite:
             options=copy.deepcopy(dict(self.options)),
         )
 
+    def test_agrees_with_its_examples(self, policy_loss: PolicyLoss) -> None:
+        if not self.examples:
+            pytest.skip("the suite has no examples")
+        for number, (inputs, losses) in enumerate(self.examples):
+            actual = {"losses": _evaluate(policy_loss, inputs)["losses"]}
+            law = f"example {number} gives what was worked out by hand"
+            self._require_close(actual, {"losses": torch.tensor(losses)}, law)
+
     def test_gives_a_float32_loss_per_token(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = _prepared(policy_loss, self.inputs())
         out = policy_loss(inputs)
         shape = inputs.response_mask.shape
         _require(isinstance(out, PolicyLossOutput), f"gives PolicyLossOutput, not {type(out).__name__}")
@@ -73,7 +90,7 @@ class PolicyLossSuite:
         _require(out.losses.requires_grad, "losses depend on the log-probs")
 
     def test_gives_metrics_per_token_without_gradient(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = _prepared(policy_loss, self.inputs())
         for name, metric in policy_loss(inputs).metrics.items():
             shape = inputs.response_mask.shape
             _require(metric.shape == shape, f"metric {name} has the mask's shape, not {metric.shape}")
@@ -112,9 +129,15 @@ class PolicyLossSuite:
             actual = _evaluate(policy_loss, replace(inputs, response_mask=inputs.response_mask.to(dtype)))
             self._require_close(actual, expected, f"a {dtype} mask means the same as an int64 one")
 
+    def test_follows_a_permutation_of_rows(self, policy_loss: PolicyLoss) -> None:
+        inputs, order = self.inputs(), torch.tensor([3, 0, 4, 1, 2])
+        actual = _evaluate(policy_loss, _map(inputs, lambda tensor: tensor[order]))
+        moved = {name: tensor[order] for name, tensor in _evaluate(policy_loss, inputs).items()}
+        self._require_close(actual, moved, "permuted rows give permuted results")
+
     def test_does_not_mix_rows(self, policy_loss: PolicyLoss) -> None:
-        # What makes an update the same however the engine cuts a batch into micro-batches.
-        inputs = self.inputs()
+        # What makes an update the same however a batch is cut into ranks and micro-batches.
+        inputs = _prepared(policy_loss, self.inputs())
         alone = [_map(inputs, operator.itemgetter(slice(row, row + 1))) for row in range(len(inputs.response_mask))]
         parts = [_evaluate(policy_loss, row) for row in alone]
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -168,7 +191,7 @@ class PolicyLossSuite:
     def test_leaves_its_inputs_alone(self, policy_loss: PolicyLoss) -> None:
         inputs = self.inputs()
         before = copy.deepcopy(inputs)
-        policy_loss(inputs)
+        policy_loss(_prepared(policy_loss, inputs))
         for item in fields(PolicyLossInputs):
             old, new = getattr(before, item.name), getattr(inputs, item.name)
             same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
@@ -196,17 +219,25 @@ def _require(condition: bool, law: str) -> None:
 def _map(inputs: PolicyLossInputs, change: Callable[[Tensor], Tensor]) -> PolicyLossInputs:
     """``change`` applied to every tensor."""
     changed: dict[str, Any] = {name: change(getattr(inputs, name).detach()) for name in _TENSORS}
-    return replace(inputs, **changed)
+    prepared = {name: change(column) for name, column in inputs.prepared.items()}
+    return replace(inputs, prepared=prepared, **changed)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
+def _prepared(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLossInputs:
+    """With what the loss prepares from these rows, if that is not there yet."""
+    if inputs.prepared:
+        return inputs
+    return replace(inputs, prepared=prepare_policy_loss(policy_loss, replace(inputs, log_probs=inputs.old_log_probs)))
+
+
 def _evaluate(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
     """Losses and metrics with zeros under the mask, and the gradient as it is, all ``[B, T]``."""
     leaf = inputs.log_probs.detach().clone().requires_grad_()
-    out = policy_loss(replace(inputs, log_probs=leaf))
+    out = policy_loss(replace(_prepared(policy_loss, inputs), log_probs=leaf))
     chosen = inputs.response_mask != 0
     losses = torch.where(chosen, out.losses, 0.0)
     (gradient,) = torch.autograd.grad(losses.sum(), leaf)

@@ -5,6 +5,11 @@ Divergence, http://joschu.net/blog/kl-approx.html. All take ``log_probs`` and ``
 one shape, usually ``[B, T]``, and return that shape in float32 or wider; different shapes raise
 ValueError. They know no mask: a caller who has one fills what is under its zeros before, and
 masks the result.
+
+The forms with a ``+`` have the value of their estimate and the gradient of k2, which is that of the
+divergence in expectation (the gradients of k1, abs and k3 are not): ``k2 - sg(k2) + sg(estimate)``,
+with sg the stop of the gradient. They are for a loss; in a reward only the value counts. The exact
+divergence over the vocabulary, ``full``, is in :mod:`rollcast_algorithms.vocabulary`.
 """
 
 from __future__ import annotations
@@ -12,9 +17,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollcast.contracts.algorithm import KlPenalty
 from rollcast_algorithms._masking import widen
 
-__all__ = ["MAX_K3", "MAX_LOG_RATIO", "k1", "k2", "k3"]
+__all__ = ["MAX_K3", "MAX_LOG_RATIO", "absolute", "absolute_plus", "k1", "k1_plus", "k2", "k2_plus", "k3", "k3_plus"]
 
 MAX_LOG_RATIO = 20.0
 """k3 clamps ``d`` to ± this before ``exp``; verl's value."""
@@ -32,6 +38,11 @@ def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     return -_log_ratio(log_probs, ref_log_probs)
 
 
+def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """``|d|``: the name ``abs``; biased, never negative."""
+    return _log_ratio(log_probs, ref_log_probs).abs()
+
+
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     """``d² / 2``: biased, never negative; its gradient is that of the KL (verl's ``mse``)."""
     return 0.5 * _log_ratio(log_probs, ref_log_probs).square()
@@ -46,6 +57,31 @@ def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
     d = _log_ratio(log_probs, ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     # expm1 keeps the digits that exp(d) - 1 loses where the policies are close.
     return (torch.expm1(d) - d).clamp(-MAX_K3, MAX_K3)
+
+
+def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of :func:`k1`, the gradient of :func:`k2`; the name ``k1+``."""
+    return _straight_through(k1, log_probs, ref_log_probs)
+
+
+def absolute_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of :func:`absolute`, the gradient of :func:`k2`; the name ``abs+``."""
+    return _straight_through(absolute, log_probs, ref_log_probs)
+
+
+def k2_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The same as :func:`k2`; the name ``k2+``."""
+    return k2(log_probs, ref_log_probs)
+
+
+def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The value of :func:`k3`, the gradient of :func:`k2`; the name ``k3+``."""
+    return _straight_through(k3, log_probs, ref_log_probs)
+
+
+def _straight_through(estimate: KlPenalty, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    slope = k2(log_probs, ref_log_probs)
+    return slope - slope.detach() + estimate(log_probs.detach(), ref_log_probs).detach()
 
 
 def _log_ratio(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:

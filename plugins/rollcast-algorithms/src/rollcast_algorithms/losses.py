@@ -11,13 +11,23 @@ from typing import Any
 
 from torch import Tensor
 
-from rollcast.contracts.algorithm import KlPenalty, LossAggregation, PolicyLoss, PolicyLossInputs
+from rollcast.contracts.algorithm import (
+    KlPenalty,
+    LossAggregation,
+    PolicyLoss,
+    PolicyLossInputs,
+    needs_vocabulary,
+    prepare_policy_loss,
+)
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
 from rollcast_algorithms.aggregation import token_mean
 
-__all__ = ["PpoLoss", "SftLoss", "make_ppo_loss"]
+__all__ = ["PREPARED", "PpoLoss", "SftLoss", "make_ppo_loss"]
+
+PREPARED = "policy_loss/"
+"""Prefix of the columns that a policy loss prepared from the whole batch."""
 
 
 @dataclass(frozen=True)
@@ -26,12 +36,14 @@ class PpoLoss:
 
     ::
 
-        loss = agg(policy_loss) - entropy_coeff · agg(entropy) + kl_loss_coef · agg(KL(π ‖ π_ref))
+        loss = agg(w · policy_loss) - entropy_coeff · agg(entropy) + kl_loss_coef · agg(KL(π ‖ π_ref))
 
-    Reads the columns ``old_log_probs`` and ``advantages``, and ``ref_log_prob`` if there is a KL
-    penalty. Metrics: ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine gave the entropy),
-    ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for every metric of the policy
-    loss, averaged over those of the mini-batch's tokens that are in the batch.
+    with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
+    and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
+    penalty, and those that :meth:`prepare` gave. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
+    (if the engine gave the entropy), ``actor/kl_loss`` (if there is a KL penalty), and
+    ``actor/<name>`` for every metric of the policy loss, averaged over those of the mini-batch's
+    tokens that are in the batch.
 
     Attributes:
         policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
@@ -39,9 +51,11 @@ class PpoLoss:
         entropy_coeff: weight of the entropy bonus; not 0 only if the engine calculates the entropy.
         kl_loss_coef: weight of the KL penalty.
         options: for the policy loss.
+        use_rollout_is_weights: multiply the policy loss by the column ``rollout_is_weights``.
 
     Raises:
-        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``; when called, no log-probs,
+        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``, or a penalty that needs the
+            whole vocabulary; when called, no log-probs,
             no entropy though it has a weight, or shapes that do not fit together.
         ColumnError: when called, the batch lacks a column.
     """
@@ -55,27 +69,61 @@ class PpoLoss:
     kl_penalty: KlPenalty | None = None
     kl_loss_coef: float = 0.0
     options: Mapping[str, Any] = field(default_factory=dict)
+    use_rollout_is_weights: bool = False
 
     def __post_init__(self) -> None:
         if self.kl_loss_coef and self.kl_penalty is None:
             raise ValueError(f"kl_loss_coef is {self.kl_loss_coef}, but there is no kl_penalty to weigh")
+        if self.kl_penalty is not None and needs_vocabulary(self.kl_penalty):
+            raise ValueError(
+                "the KL penalty needs the log-probs of the whole vocabulary, which a loss function does not see; "
+                "only an engine can calculate it: choose one of the sampled tokens, such as k3+"
+            )
+
+    def prepare(self, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
+        """Columns that the policy loss needs from the batch as a whole, before it is split.
+
+        Args:
+            old_log_probs, advantages, response_mask: of the whole batch, ``[B, T]``.
+
+        Returns:
+            Columns ``[B, T]`` to add to the batch; none for a loss that looks at each row by itself.
+        """
+        inputs = self._inputs(old_log_probs, old_log_probs, advantages, response_mask, {})
+        return {PREPARED + name: column for name, column in prepare_policy_loss(self.policy_loss, inputs).items()}
+
+    def _inputs(
+        self,
+        log_probs: Tensor,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        prepared: Mapping[str, Tensor],
+    ) -> PolicyLossInputs:
+        return PolicyLossInputs(
+            log_probs=log_probs,
+            old_log_probs=old_log_probs,
+            advantages=advantages,
+            response_mask=response_mask,
+            clip_ratio_low=self.clip_ratio_low,
+            clip_ratio_high=self.clip_ratio_high,
+            clip_ratio_c=self.clip_ratio_c,
+            options=self.options,
+            prepared=prepared,
+        )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
         mask, counts = inputs.response_mask, inputs.denominators
         log_probs = _log_probs(inputs)
-        policy = self.policy_loss(
-            PolicyLossInputs(
-                log_probs=log_probs,
-                old_log_probs=_column(inputs, "old_log_probs"),
-                advantages=_column(inputs, "advantages"),
-                response_mask=mask,
-                clip_ratio_low=self.clip_ratio_low,
-                clip_ratio_high=self.clip_ratio_high,
-                clip_ratio_c=self.clip_ratio_c,
-                options=self.options,
-            )
-        )
-        loss = self.aggregation(policy.losses, mask, counts)
+        old_log_probs, advantages = _column(inputs, "old_log_probs"), _column(inputs, "advantages")
+        prepared = {
+            name.removeprefix(PREPARED): column for name, column in inputs.columns.items() if name.startswith(PREPARED)
+        }
+        policy = self.policy_loss(self._inputs(log_probs, old_log_probs, advantages, mask, prepared))
+        losses = policy.losses
+        if self.use_rollout_is_weights:
+            losses = losses * masked("rollout_is_weights", _column(inputs, "rollout_is_weights"), mask).detach()
+        loss = self.aggregation(losses, mask, counts)
         metrics = {"actor/pg_loss": loss.detach()}
         present = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
         for name, values in policy.metrics.items():
@@ -109,11 +157,12 @@ def make_ppo_loss(
     kl_penalty: KlPenalty | None = None,
     kl_loss_coef: float = 0.0,
     options: Mapping[str, Any] | None = None,
+    use_rollout_is_weights: bool = False,
 ) -> PpoLoss:
     """The actor's loss function from its parts; see :class:`PpoLoss`.
 
     Raises:
-        ValueError: a ``kl_loss_coef`` without ``kl_penalty``.
+        ValueError: a ``kl_loss_coef`` without ``kl_penalty``, or a penalty that needs the vocabulary.
     """
     return PpoLoss(
         policy_loss,
@@ -125,6 +174,7 @@ def make_ppo_loss(
         kl_penalty=kl_penalty,
         kl_loss_coef=kl_loss_coef,
         options=dict(options or {}),
+        use_rollout_is_weights=use_rollout_is_weights,
     )
 
 

@@ -1,0 +1,226 @@
+"""Outcome estimators: one score a row, compared with the other samples of its prompt.
+
+In all of them ``s_i`` is the sum of row i's rewards under the mask, the advantage is the same at
+each of the row's tokens, and ``returns = advantages``. A row without tokens takes part in its
+group's mean with the score 0. Inputs: rewards and mask ``[B, T]``, ``group_ids`` int64 ``[B]``.
+Outputs: float32 ``[B, T]``, zero where the mask is zero. ValueError: shapes that do not fit
+together, or an option that the estimator does not have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
+from rollcast_algorithms._options import read_options
+from rollcast_algorithms._rows import Rows, read_rows, whiten_rows
+
+__all__ = ["GRPO_EPSILON", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo"]
+
+GRPO_EPSILON = 1e-6
+"""Added to the group's standard deviation; verl's value."""
+
+
+@advantage(needs_groups=True)
+def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Group-relative advantage of an outcome score (GRPO; without std, Dr. GRPO).
+
+    With mean and std over the rows of row i's group::
+
+        A_i = (s_i - mean) / (std + 1e-6)
+
+    std is the sample standard deviation (n - 1). Without ``norm_adv_by_std_in_grpo`` nothing is
+    divided. A group of one row has mean 0 and std 1 by convention: its advantage is its score.
+
+    Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; Liu et al. 2025, Understanding
+    R1-Zero-Like Training, arXiv:2503.20783 (without std).
+    """
+    read_options("grpo", inputs.options, {})
+    rows = read_rows(inputs)
+    return _spread(_group_normalised(rows.scores, inputs), rows)
+
+
+@advantage(needs_groups=True)
+def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Pass@k: only a group's best row has an advantage, its lead over the second best.
+
+    ::
+
+        A_i = (s_best - s_second) / (std + 1e-6)    for the best row;    0 for the others
+
+    std as in :func:`grpo`, and not divided by without ``norm_adv_by_std_in_grpo``. Where two rows
+    are the best, nobody leads. A group of one row has no second, and gives 0.
+
+    Source: Tang et al. 2025, Optimizing Language Models for Inference Time Objectives using
+    Reinforcement Learning, arXiv:2503.19595.
+    """
+    read_options("grpo_passk", inputs.options, {})
+    rows = read_rows(inputs)
+    groups, scores = inputs.group_ids, rows.scores
+    # Sorted by score within each group, a group's last two rows are its best and its second.
+    order = scores.argsort(stable=True)
+    order = order[groups[order].argsort(stable=True)]
+    sizes = groups.bincount()
+    ends = sizes.cumsum(0) - 1
+    led = sizes > 1
+    best, second = order[ends[led]], order[ends[led] - 1]
+    lead = scores[best] - scores[second]
+    if inputs.norm_adv_by_std_in_grpo:
+        lead = lead / (_group_std(scores - inputs.group_mean(scores), inputs)[best] + GRPO_EPSILON)
+    return _spread(torch.zeros_like(scores).index_copy(0, best, lead), rows)
+
+
+@advantage(needs_groups=True, needs_reward_components=True)
+def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Group-normalise each component of the reward by itself, add, and whiten over the tokens (GDPO).
+
+    With ``s_ik`` the component k of row i's score and ``w_k`` its weight::
+
+        A_i = whiten(Σ_k w_k · (s_ik - mean_k) / (std_k + 1e-6))
+
+    mean and std as in :func:`grpo`; whitened with mean and sample variance over the batch's tokens.
+    ``token_level_rewards`` are not read, and so a KL penalty in the reward has no effect.
+
+    Options: ``gdpo_reward_keys``, names of the components (all by default), and
+    ``gdpo_reward_weights``, a weight for each of those keys (1 by default).
+
+    Source: Liu et al. 2026, GDPO: Group reward-Decoupled Normalization Policy Optimization,
+    arXiv:2601.05242.
+
+    Raises:
+        ValueError: there are no ``reward_components``, one of the keys is not among them, or keys and
+            weights are not equally many.
+    """
+    options = read_options("gdpo", inputs.options, {"gdpo_reward_keys": None, "gdpo_reward_weights": None})
+    rows = read_rows(inputs)
+    total = torch.zeros_like(rows.scores)
+    for key, weight in _weights(inputs.reward_components, **options).items():
+        component = inputs.reward_components[key].to(rows.scores)
+        if component.shape != total.shape:
+            raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
+        total = total + weight * _group_normalised(component, inputs)
+    return _spread(whiten_rows(total, rows.lengths), rows)
+
+
+@advantage(needs_groups=True)
+def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """REINFORCE++ with the group's mean as its baseline: centre, then whiten over the tokens.
+
+    ::
+
+        A_i = whiten(s_i - mean)
+
+    The mean is over the rows of row i's group, and 0 for a group of one row; whitened with mean and
+    sample variance over the tokens of the batch.
+
+    Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262.
+    """
+    read_options("reinforce_plus_plus_baseline", inputs.options, {})
+    rows = read_rows(inputs)
+    return _spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths), rows)
+
+
+@advantage(needs_groups=True)
+def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Leave one out: a row against the mean of the others of its group (RLOO).
+
+    With n rows in the group::
+
+        A_i = s_i - mean_{j≠i} s_j = (s_i - mean) · n / (n - 1)
+
+    A group of one row has no others: its advantage is its score.
+
+    Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740.
+    """
+    read_options("rloo", inputs.options, {})
+    rows = read_rows(inputs)
+    sizes = inputs.group_sizes()
+    return _spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0), rows)
+
+
+@advantage(needs_groups=True)
+def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """On-policy optimal baseline: the group's mean weighted by length (OPO).
+
+    With ``n_j`` the tokens of row j::
+
+        A_i = s_i - Σ_j n_j s_j / Σ_j n_j
+
+    The sums are over row i's group. A group of one row has the baseline 0.
+
+    Source: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
+    """
+    read_options("opo", inputs.options, {})
+    rows = read_rows(inputs)
+    lengths = rows.lengths.double()
+    baseline = inputs.group_mean(rows.scores * lengths) / inputs.group_mean(lengths).clamp(min=1e-12)
+    return _spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline), rows)
+
+
+@advantage(needs_groups=True)
+def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Group policy gradient: centred scores, scaled up for the rows that scored nothing (GPG).
+
+    With B rows in the batch, of which m have a score other than 0::
+
+        A_i = (B / max(m, 1)) · (s_i - mean) / f_norm
+
+    The mean is over the rows of row i's group, and 0 for a group of one row.
+
+    Option: ``f_norm`` (1.0).
+
+    Source: Chu et al. 2025, GPG, arXiv:2504.02546.
+    """
+    options = read_options("gpg", inputs.options, {"f_norm": 1.0})
+    rows = read_rows(inputs)
+    scale = len(rows.scores) / rows.scores.count_nonzero().clamp(min=1)
+    return _spread(scale * _centred(rows.scores, inputs) / options["f_norm"], rows)
+
+
+def _spread(scores: Tensor, rows: Rows) -> AdvantageOutputs:
+    return AdvantageOutputs.from_scores(scores.float(), rows.chosen)
+
+
+def _centred(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Less the group's mean, which is 0 for a group of one row."""
+    return torch.where(inputs.group_sizes() == 1, scores, scores - inputs.group_mean(scores))
+
+
+def _group_std(deviations: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Sample standard deviation of each row's group, ``[B]``, from deviations from its mean."""
+    sizes = inputs.group_sizes()
+    return (inputs.group_mean(deviations.square()) * sizes / (sizes - 1).clamp(min=1)).sqrt()
+
+
+def _group_normalised(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """GRPO's advantage of ``scores`` ``[B]``."""
+    centred = _centred(scores, inputs)
+    if not inputs.norm_adv_by_std_in_grpo:
+        return centred
+    return centred / torch.where(inputs.group_sizes() == 1, 1.0, _group_std(centred, inputs) + GRPO_EPSILON)
+
+
+def _weights(
+    components: Mapping[str, Any],
+    gdpo_reward_keys: Sequence[str] | None,
+    gdpo_reward_weights: Sequence[float] | None,
+) -> dict[str, float]:
+    if not components:
+        raise ValueError("gdpo needs reward_components, the parts that the scores were made of, but there are none")
+    keys = sorted(components) if gdpo_reward_keys is None else list(gdpo_reward_keys)
+    missing = [key for key in keys if key not in components]
+    if missing:
+        known = ", ".join(sorted(components))
+        raise ValueError(f"gdpo_reward_keys names {', '.join(missing)}; the reward's components are {known}")
+    if gdpo_reward_weights is None:
+        return dict.fromkeys(keys, 1.0)
+    if gdpo_reward_keys is None or len(gdpo_reward_weights) != len(keys):
+        raise ValueError(
+            f"gdpo_reward_weights has {len(gdpo_reward_weights)} weights, but gdpo_reward_keys "
+            f"{'is not set' if gdpo_reward_keys is None else f'names {len(keys)}'}; give one weight for each key"
+        )
+    return {key: float(weight) for key, weight in zip(keys, gdpo_reward_weights, strict=True)}

@@ -1,0 +1,112 @@
+"""Optimal token baselines: a baseline of its own at each position of a group's responses.
+
+The baseline that leaves the least variance weighs each return with the squared length of the score
+function up to there. For a softmax the squared length of one token's is ``1 - 2π + Σ_v π_v²``, from
+the token's own probability and the sum over the vocabulary, which an engine gives.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
+from rollcast_algorithms._masking import masked
+from rollcast_algorithms._options import read_options
+from rollcast_algorithms._rows import suffix_sums
+
+__all__ = ["OTB_EPSILON", "optimal_token_baseline", "tir_optimal_token_baseline"]
+
+OTB_EPSILON = 1e-8
+"""Added to the sum of weights; verl's value."""
+
+
+@advantage(needs_groups=True, needs_old_log_probs=True, needs_sum_pi_squared=True)
+def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Optimal token baseline of single-turn responses, by column.
+
+    For row i and column t, with the sums over the rows j of its group that have a token there::
+
+        w_t = 1 - 2π_t + Σ_v π_v²         W_t = Σ_{u ≤ t} c_u² w_u
+        G_t = r_t + G_{t+1}               B_t = Σ_j G_jt W_jt / (Σ_j W_jt + 1e-8)
+        A_it = G_it - B_t                 returns = G
+
+    ``π_t = exp(old_log_prob)``; c are the rollout correction's importance weights, 1 without them.
+    Where no other row of the group has a token, the baseline would be the row's own return, and is
+    0 instead; with the option ``handle_zero_tail`` false only in groups of one row.
+
+    Option: ``handle_zero_tail`` (true).
+
+    Source: Li et al. 2026, The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL,
+    PMLR 306.
+
+    Args:
+        inputs: rewards, mask, ``old_log_probs`` and ``sum_pi_squared`` ``[B, T]``, ``group_ids`` int64
+            ``[B]``; ``rollout_is_weights`` ``[B, T]`` or None.
+
+    Returns:
+        Both float32 ``[B, T]``, zero where the mask is zero.
+
+    Raises:
+        ValueError: a tensor is missing, or the shapes do not fit together.
+    """
+    chosen, returns, weights = _returns_and_weights("optimal_token_baseline", inputs)
+    baselines = _baselines(returns, weights, chosen, inputs)
+    return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
+
+
+@advantage(needs_groups=True, needs_old_log_probs=True, needs_sum_pi_squared=True)
+def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
+    """Optimal token baseline of multi-turn responses, by the number of the policy's own tokens.
+
+    As :func:`optimal_token_baseline`, but the k-th token that the policy chose in a row is compared
+    with the k-th that it chose in the others, whatever tools or users wrote in between.
+
+    Source, arguments, option and errors: as there.
+    """
+    chosen, returns, weights = _returns_and_weights("tir_optimal_token_baseline", inputs)
+    # Each row's own tokens move to its front; what is under the mask goes behind them.
+    order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
+    front_returns, front_weights, front_chosen = (tensor.gather(-1, order) for tensor in (returns, weights, chosen))
+    front = _baselines(front_returns, front_weights, front_chosen, inputs)
+    baselines = torch.zeros_like(returns).scatter(-1, order, front)
+    return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
+
+
+def _returns_and_weights(part: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """The mask as bool, and G and W, float64, zero where the mask is zero; all ``[B, T]``."""
+    given = {"old_log_probs": inputs.old_log_probs, "sum_pi_squared": inputs.sum_pi_squared}
+    for name, tensor in given.items():
+        if tensor is None:
+            raise ValueError(f"{part} needs {name}, but inputs.{name} is None")
+    chosen = inputs.response_mask != 0
+    rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).double()
+    own, squares = (masked(name, tensor, chosen).double() for name, tensor in given.items() if tensor is not None)
+    # The squared length is never negative, but half precision can make it so.
+    weights = torch.where(chosen, (1 - 2 * own.exp() + squares).clamp(min=0.0), 0.0)
+    if inputs.rollout_is_weights is not None:
+        weights = weights * masked("rollout_is_weights", inputs.rollout_is_weights, chosen).double().square()
+    return (
+        chosen,
+        torch.where(chosen, suffix_sums(rewards), 0.0),
+        torch.where(chosen, weights.cumsum(-1), 0.0),
+    )
+
+
+def _baselines(returns: Tensor, weights: Tensor, chosen: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Each group's weighted mean at each column, ``[B, T]``."""
+    options = read_options("an optimal token baseline", inputs.options, {"handle_zero_tail": True})
+    groups = inputs.group_ids
+    if groups.shape != chosen.shape[:1]:
+        raise ValueError(f"group_ids is {list(groups.shape)}, but there are {len(chosen)} rows")
+    count = int(groups.max()) + 1 if len(groups) else 0
+
+    def over_group(tensor: Tensor) -> Tensor:
+        return tensor.new_zeros(count, *tensor.shape[1:]).index_add_(0, groups, tensor)[groups]
+
+    means = over_group(returns * weights) / (over_group(weights) + OTB_EPSILON)
+    if options["handle_zero_tail"]:
+        compared = over_group(chosen.long()) > 1
+    else:
+        compared = (over_group(chosen.any(-1).long()) > 1).unsqueeze(-1)
+    return torch.where(compared, means, 0.0)

@@ -1,0 +1,325 @@
+"""Correction for the gap between the policy that sampled and the policy that is trained.
+
+The rollout engine's log-probs ``log μ`` differ from the trainer's ``log π_old`` of the same tokens:
+other kernels, other precision, or weights that are some steps old. With ``d = log π_old - log μ``:
+
+* importance weights multiply the policy loss, truncated, or zero outside two bounds (IcePop);
+* rejection and veto take tokens or whole rows out of the response mask;
+* bypass takes ``log μ`` for ``log π_old`` and saves that pass, while the gap is small enough.
+
+Call :func:`correct_rollout` once with the whole batch. Estimate the advantages with the mask from
+*before*: a score lies on a row's last token, and would be lost with it.
+
+Sources: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
+(truncated weights); Ling Team 2025, Every Step Evolves, arXiv:2510.18855 (IcePop); Liu, Li et al. 2025,
+When Speed Kills Stability (sequence level, rejection, veto). The keys are verl's.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rollcast_algorithms._masking import masked
+from rollcast_algorithms.schemas import RolloutCorrectionConfig
+
+__all__ = [
+    "MAX_LOG_RATIO",
+    "RolloutCorrection",
+    "correct_rollout",
+    "importance_weights",
+    "may_bypass",
+    "measure_gap",
+    "rejection",
+    "veto",
+]
+
+MAX_LOG_RATIO = 20.0
+"""Log-ratios, of a token or a row, are clamped to ± this before ``exp``; verl's value."""
+
+
+@dataclass(frozen=True)
+class RolloutCorrection:
+    """What a correction gives.
+
+    Attributes:
+        weights: float32 ``[B, T]``, zero where the given mask is zero; None without ``rollout_is``.
+            The column ``rollout_is_weights``.
+        response_mask: ``[B, T]``, the given one with zeros at what was rejected, of its dtype.
+        metrics: ``rollout_corr/…``, means over the given mask's tokens, or over its rows with tokens.
+    """
+
+    weights: Tensor | None
+    response_mask: Tensor
+    metrics: Mapping[str, float]
+
+
+def correct_rollout(
+    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+) -> RolloutCorrection:
+    """Weights, mask and metrics of a whole batch.
+
+    Args:
+        old_log_probs, rollout_log_probs: of the sampled tokens, ``[B, T]``.
+        response_mask: ``[B, T]``.
+        config: what to do.
+
+    Raises:
+        ValueError: shapes that differ, a level, rule or threshold that means nothing.
+    """
+    inside = response_mask != 0
+    metrics = measure_gap(old_log_probs, rollout_log_probs, inside)
+    old = masked("old_log_probs", old_log_probs, inside)
+    log_ratio = (old - masked("rollout_log_probs", rollout_log_probs, inside)).detach()
+    weights = None
+    if config.rollout_is is not None:
+        lower, upper = _bounds("rollout_is_threshold", config.rollout_is_threshold)
+        weights = importance_weights(
+            log_ratio, inside, config.rollout_is, lower, upper, config.rollout_is_batch_normalize
+        )
+        metrics |= _weight_metrics(weights, log_ratio, inside, config.rollout_is, lower, upper)
+    keep = inside
+    if config.rollout_rs is not None:
+        keep = keep & rejection(log_ratio, inside, config.rollout_rs, config.rollout_rs_threshold)
+    if config.rollout_token_veto_threshold is not None:
+        vetoed = veto(log_ratio, inside, config.rollout_token_veto_threshold)
+        metrics["rollout_corr/rollout_veto_fraction"] = _row_share(vetoed, inside)
+        keep = keep & ~vetoed.unsqueeze(-1)
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = _token_share(~keep, inside)
+    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _row_share((inside & ~keep).any(-1), inside)
+    return RolloutCorrection(weights, torch.where(keep, response_mask, torch.zeros_like(response_mask)), metrics)
+
+
+def importance_weights(
+    log_ratio: Tensor, inside: Tensor, level: str, lower: float | None, upper: float, batch_normalize: bool = False
+) -> Tensor:
+    """Importance weights of the sampled tokens.
+
+    With ``d`` the log-ratio, and ``w_t = exp(d_t)`` at the level ``token``, or ``w_t = exp(Σ_u d_u)`` of
+    the row at the level ``sequence``::
+
+        truncation (lower is None)     min(w, upper)
+        IcePop                         w where lower ≤ w ≤ upper, 0 elsewhere
+
+    Args:
+        log_ratio: ``log π_old - log μ``, float ``[B, T]``, zero where the mask is zero.
+        inside: bool ``[B, T]``.
+        level: ``token`` or ``sequence``.
+        lower, upper: the bounds.
+        batch_normalize: divide by the mean over the batch's tokens, or over its rows at the level
+            ``sequence``.
+
+    Returns:
+        float32 ``[B, T]``, zero where the mask is zero, without gradient.
+
+    Raises:
+        ValueError: an unknown level.
+    """
+    if level not in ("token", "sequence"):
+        raise ValueError(f"rollout_is is {level!r}; valid: token, sequence, or null for no weights")
+    total = log_ratio.detach() if level == "token" else log_ratio.detach().sum(-1, keepdim=True).expand_as(log_ratio)
+    raw = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    bounded = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
+    weights = torch.where(inside, bounded, 0.0)
+    if batch_normalize:
+        # At the sequence level all of a row's weights are the same: its largest is its weight.
+        ones, values = (inside, weights) if level == "token" else (inside.any(-1), weights.amax(-1))
+        mean = values.sum() / ones.sum().clamp(min=1)
+        weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
+    return weights.float()
+
+
+def rejection(log_ratio: Tensor, inside: Tensor, rules: str, thresholds: str | float | None) -> Tensor:
+    """Tokens that every rule keeps.
+
+    A rule is a level and an estimate of the divergence, such as ``token_k1`` or ``seq_mean_k3``;
+    several are separated by commas. Of a token, with ``d`` its log-ratio, clamped to ±20::
+
+        k1 = -d        k2 = d² / 2        k3 = exp(d) - 1 - d
+
+    The level ``token`` looks at each token; ``seq_sum``, ``seq_mean`` and ``seq_max`` at the sum, the
+    mean and the extremes over a row's tokens, and keep or reject the row. A rule with k2 or k3 keeps
+    what is at most its threshold. A rule with k1 has two bounds of the ratio ``μ / π_old``, written
+    ``0.5_2.0``, and keeps ``log lower ≤ k1 ≤ log upper``; one number u stands for ``1/u`` and u.
+
+    Args:
+        log_ratio: float ``[B, T]``, zero where the mask is zero.
+        inside: bool ``[B, T]``.
+        rules: names, separated by commas.
+        thresholds: one for all rules, or as many as there are, separated by commas.
+
+    Returns:
+        bool ``[B, T]``; what stands under a zero of ``inside`` means nothing.
+
+    Raises:
+        ValueError: a rule or threshold that means nothing, or a wrong number of them.
+    """
+    names = [name.strip() for name in rules.split(",") if name.strip()]
+    texts = [text.strip() for text in str(thresholds).split(",") if text.strip()]
+    if not names or thresholds is None or len(texts) not in (1, len(names)):
+        raise ValueError(
+            f"rollout_rs is {rules!r} and rollout_rs_threshold {thresholds!r}; give one threshold for all rules, "
+            "or one for each, separated by commas"
+        )
+    keep = torch.ones_like(inside)
+    for name, text in zip(names, texts * len(names) if len(texts) == 1 else texts, strict=True):
+        level, _, estimate = name.rpartition("_")
+        if level not in _LEVELS or estimate not in _ESTIMATES:
+            valid = ", ".join(f"{one}_{other}" for one in _LEVELS for other in _ESTIMATES)
+            raise ValueError(f"rollout_rs names {name!r}; valid: {valid}")
+        divergence = _ESTIMATES[estimate](log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        low, high = _rule_bounds(name, estimate, text)
+        smallest, largest = _LEVELS[level](torch.where(inside, divergence, 0.0), inside)
+        keep = keep & (smallest >= low) & (largest <= high)
+    return keep
+
+
+def veto(log_ratio: Tensor, inside: Tensor, threshold: float) -> Tensor:
+    """Rows with a token whose ratio ``π_old / μ`` is below ``threshold``, bool ``[B]``.
+
+    Such a token was hardly possible under the policy in training: whatever came after it is from
+    another distribution.
+
+    Raises:
+        ValueError: the threshold is not above 0.
+    """
+    if not threshold > 0:
+        raise ValueError(f"rollout_token_veto_threshold must be greater than 0, got {threshold}")
+    return (inside & (log_ratio < math.log(threshold))).any(-1)
+
+
+def measure_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+    """How far the two policies are apart on the sampled tokens.
+
+    With ``d = log π_old - log μ``, over the tokens under the mask: ``rollout_corr/kl`` is mean(-d),
+    ``k3_kl`` mean(exp(d) - 1 - d), both estimates of KL(μ ‖ π_old) in nats per token; ``chi2_token`` is
+    mean(exp(d)²) - 1; ``log_ppl_abs_diff`` the mean over rows of |mean of d|. ``exp`` is of d clamped to
+    ±20. Without tokens all are 0.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    inside = response_mask != 0
+    old = masked("old_log_probs", old_log_probs, inside)
+    d = (old - masked("rollout_log_probs", rollout_log_probs, inside)).detach().double()
+    count, rows = inside.sum().clamp(min=1), inside.any(-1).sum().clamp(min=1)
+    bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    row_means = d.sum(-1) / inside.sum(-1).clamp(min=1)
+    means = {
+        "kl": -d.sum() / count,
+        "k3_kl": (bounded.expm1() - d).sum() / count,
+        "chi2_token": (2.0 * bounded).expm1().sum() / count,
+        "log_ppl_abs_diff": row_means.abs().sum() / rows,
+    }
+    return {f"rollout_corr/{name}": float(value) for name, value in means.items()}
+
+
+def may_bypass(config: RolloutCorrectionConfig, last_k3_kl: float | None, steps_since: int) -> bool:
+    """Whether the next step may take the rollout's log-probs for the old ones.
+
+    Without ``bypass_max_kl`` always. With it, only while the gap that was last measured,
+    ``rollout_corr/k3_kl``, is at most that, and is measured anew every ``bypass_check_freq`` steps.
+
+    Args:
+        config: nothing is bypassed without its ``bypass_mode``.
+        last_k3_kl: the last measured gap in nats per token; None if there is none yet.
+        steps_since: steps since it was measured, 1 in the step after.
+    """
+    if not config.bypass_mode:
+        return False
+    if config.bypass_max_kl is None:
+        return True
+    if last_k3_kl is None or steps_since >= config.bypass_check_freq:
+        return False
+    return last_k3_kl <= config.bypass_max_kl
+
+
+def _each_token(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - one of _LEVELS
+    return values, values
+
+
+def _row_sums(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - one of _LEVELS
+    total = values.sum(-1, keepdim=True)
+    return total, total
+
+
+def _row_means(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    mean = values.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)
+    return mean, mean
+
+
+def _row_extremes(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
+    if values.shape[-1] == 0:
+        return _row_sums(values, inside)
+    # A row without tokens has the extremes 0; elsewhere what is outside must not count.
+    some = inside.any(-1, keepdim=True)
+    low = torch.where(inside | ~some, values, torch.inf).amin(-1, keepdim=True)
+    return low, torch.where(inside | ~some, values, -torch.inf).amax(-1, keepdim=True)
+
+
+# Smallest and largest of what a level looks at, each [B, T] or [B, 1].
+_LEVELS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+    "token": _each_token,
+    "seq_sum": _row_sums,
+    "seq_mean": _row_means,
+    "seq_max": _row_extremes,
+}
+_ESTIMATES: Mapping[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda d: -d,
+    "k2": lambda d: 0.5 * d.square(),
+    "k3": lambda d: d.expm1() - d,
+}
+
+
+def _rule_bounds(name: str, estimate: str, text: str) -> tuple[float, float]:
+    key = f"rollout_rs_threshold of {name}"
+    lower, upper = _bounds(key, text)
+    if estimate == "k1":
+        return math.log(1.0 / upper if lower is None else lower), math.log(upper)
+    if lower is not None:
+        raise ValueError(f"{key} is {text!r}; a rule with {estimate} takes one number, what it keeps at most")
+    return -math.inf, upper
+
+
+def _bounds(key: str, text: str | float | Sequence[float]) -> tuple[float | None, float]:
+    """``2.0`` is (None, 2.0); ``0.5_2.0`` and ``[0.5, 2.0]`` are (0.5, 2.0)."""
+    parts = str(text).split("_") if isinstance(text, str | float | int) else list(text)
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        numbers = []
+    if len(numbers) not in (1, 2) or not all(0 < number < math.inf for number in numbers) or numbers != sorted(numbers):
+        raise ValueError(f"{key} is {text!r}; it must be a number above 0, or two in order, such as 0.5_2.0")
+    return (None if len(numbers) == 1 else numbers[0]), numbers[-1]
+
+
+def _weight_metrics(
+    weights: Tensor, log_ratio: Tensor, inside: Tensor, level: str, lower: float | None, upper: float
+) -> dict[str, float]:
+    total = log_ratio if level == "token" else log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
+    count = inside.sum().clamp(min=1)
+    values = weights.double()
+    mean = values.sum() / count
+    square = values.square().sum() / count
+    metrics = {
+        "mean": float(mean),
+        "max": float(values.max()) if values.numel() else 0.0,
+        # The share of the tokens that as many equal weights would have the same variance with.
+        "eff_sample_size": float(mean.square() / square) if square > 0 else 0.0,
+        "ratio_fraction_high": _token_share(total > math.log(upper), inside),
+        "ratio_fraction_low": _token_share(total < math.log(lower or 1.0 / upper), inside),
+    }
+    return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
+
+
+def _token_share(tokens: Tensor, inside: Tensor) -> float:
+    return float((tokens & inside).sum()) / max(int(inside.sum()), 1)
+
+
+def _row_share(rows: Tensor, inside: Tensor) -> float:
+    some = inside.any(-1)
+    return float((rows & some).sum()) / max(int(some.sum()), 1)
