@@ -23,6 +23,7 @@ from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.validation import answer_extractor, pick_samples, summarize_samples
 
 __all__ = ["LoopTrainer", "Timer"]
 
@@ -224,9 +225,11 @@ class LoopTrainer(BaseTrainer):
             prompts = batch.repeat(repeats, interleave=True) if repeats > 1 else batch
             scored.append(self.scorer.score(self.generate(prompts, sampling)))
         rows = [row for part in scored for row in part.as_rows()]
-        metrics = summarize(rows)
+        extract = answer_extractor(self.scorer.reward)
+        metrics = {**summarize_samples(rows, max(repeats, 1), extract, self.task.trainer.seed), **summarize(rows)}
         self.best_accuracy = max(self.best_accuracy, metrics["val/accuracy"])
-        self.task.emit("on_validation_end", trainer=self, step=self.step, metrics=metrics, samples=rows)
+        logged = pick_samples(rows, self.task.trainer.log_val_generations)
+        self.task.emit("on_validation_end", trainer=self, step=self.step, metrics=metrics, samples=logged)
         return metrics
 
     def export(self) -> None:

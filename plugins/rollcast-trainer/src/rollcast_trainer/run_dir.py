@@ -40,6 +40,7 @@ _FREE = (
     "trainer.total_epochs",
     "trainer.save_freq",
     "trainer.test_freq",
+    "trainer.log_val_generations",
     "trainer.max_ckpt_to_keep",
     "trainer.resume_mode",
     "trainer.export",

@@ -102,6 +102,7 @@ class TrainerConfig:
         save_freq: a checkpoint every so many steps and at the end; -1 for none.
         test_freq: a validation every so many steps and at the end; -1 for none.
         val_before_train: validate before the first step.
+        log_val_generations: samples of a validation that trackers are given, evenly over all; -1 for all.
         max_ckpt_to_keep: checkpoints that are kept, the newest; -1 for all.
         resume_mode: ``auto`` goes on from the newest checkpoint in ``run_dir``, ``disable`` sets an
             earlier run in ``run_dir`` aside and starts anew.
@@ -120,6 +121,7 @@ class TrainerConfig:
     save_freq: int = -1
     test_freq: int = -1
     val_before_train: bool = True
+    log_val_generations: int = -1
     max_ckpt_to_keep: int = -1
     resume_mode: str = "auto"
     warm_start: str | None = None
@@ -137,6 +139,9 @@ class TrainerConfig:
             value = getattr(self, key)
             if value < 1 and value != -1:
                 raise ConfigError(f"trainer.{key} is {value}; it must be at least 1, or -1")
+        if self.log_val_generations < -1:
+            value = self.log_val_generations
+            raise ConfigError(f"trainer.log_val_generations is {value}; it must be at least 0, or -1 for all")
         _at_least_one("trainer.total_steps", self.total_steps)
         _at_least_one("trainer.total_epochs", self.total_epochs)
 

@@ -1,0 +1,286 @@
+"""Validation with several samples a prompt: mean@k, best@k and maj@k, each with a bootstrap interval.
+
+Axes: ``P`` prompts, ``N`` samples of each, ``S`` subsets of the samples, ``R`` bootstrap resamples.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from decimal import Decimal, InvalidOperation
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from rollcast.errors import RewardError
+
+__all__ = [
+    "ExtractsAnswers",
+    "answer_extractor",
+    "best_at_k",
+    "bootstrap_interval",
+    "extract_answer",
+    "majority_at_k",
+    "pick_samples",
+    "summarize_samples",
+]
+
+Extractor = Callable[[str], str | None]
+
+RESAMPLES = 1000
+"""Bootstrap resamples of the prompts."""
+CONFIDENCE = 0.95
+"""Share of the resamples that lie between ``low`` and ``high``."""
+MAX_SUBSETS = 128
+"""Subsets of the samples for a majority among fewer than all of them; fewer are gone through one by one."""
+
+_CHUNK = 1 << 22
+_MARKED = (
+    re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL | re.IGNORECASE),
+    re.compile(r"####[ \t]*([^\n]+)"),
+    re.compile(r"\banswer[ \t]*(?:is|:|=)[ \t]*:?[ \t]*([^\n]+)", re.IGNORECASE),
+)
+_BOXED = "\\boxed{"
+
+
+@runtime_checkable
+class ExtractsAnswers(Protocol):
+    """A reward that says which answer a response gives; equal answers are equal texts."""
+
+    def extract(self, response: str) -> str | None:
+        """The answer, or None if the response gives none."""
+        ...
+
+
+def answer_extractor(reward: object) -> Extractor:
+    """How the answers of a majority vote are read: as the reward does it, or by :func:`extract_answer`."""
+    if not isinstance(reward, ExtractsAnswers):
+        return extract_answer
+
+    def extract(response: str) -> str | None:
+        try:
+            answer = reward.extract(response)
+        except Exception as error:
+            name = getattr(reward, "name", "") or type(reward).__name__
+            shown = response if len(response) <= 200 else f"{response[:200]}…"
+            raise RewardError(f"{name}.extract failed on the response {shown!r}: {error}") from error
+        return None if answer is None else str(answer)
+
+    return extract
+
+
+def extract_answer(response: str) -> str | None:
+    r"""The answer of a response, in a form in which equal answers are equal texts.
+
+    It is what stands in the last ``\boxed{...}``; without one in the last ``<answer>...</answer>``, after
+    the last ``####``, or after the last ``answer is`` or ``answer:``; without any of them the whole
+    response. Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer; of
+    other text, letter case, white space and a full stop at the end do not count. None if nothing is left.
+    """
+    found = _last_boxed(response)
+    for pattern in _MARKED:
+        if found is not None:
+            break
+        matches = pattern.findall(response)
+        found = matches[-1] if matches else None
+    return _normalise(response if found is None else found)
+
+
+def _last_boxed(response: str) -> str | None:
+    start = response.rfind(_BOXED)
+    if start < 0:
+        return None
+    begin = start + len(_BOXED)
+    depth = 1
+    for position in range(begin, len(response)):
+        depth += (response[position] == "{") - (response[position] == "}")
+        if depth == 0:
+            return response[begin:position]
+    return None
+
+
+def _normalise(text: str) -> str | None:
+    plain = " ".join(text.split()).strip(" $").rstrip(".").strip(" $*")
+    try:
+        number = Decimal(plain.replace(",", "").replace("$", ""))
+    except InvalidOperation:
+        return plain.casefold() or None
+    return format(number.normalize(), "f") if number.is_finite() and abs(number.adjusted()) < 100 else plain.casefold()
+
+
+def summarize_samples(
+    rows: Sequence[Mapping[str, Any]], samples: int, extract: Extractor = extract_answer, seed: int = 0
+) -> dict[str, float]:
+    """A validation's metrics over the samples of each prompt, over all prompts and by data source.
+
+    ``val/acc/mean@N`` is the share of correct samples; ``val/acc/best@k/mean`` is the chance that at
+    least one of ``k`` samples is correct, and ``val/acc/maj@k/mean`` the chance that the answer which most
+    of them give is. ``k`` goes through the powers of two below ``N``, and ``N``. ``/low`` and ``/high``
+    stand beside each: the bounds of the 95 % interval by bootstrap over the prompts. The same stands under
+    ``val/<source>/acc/`` for each ``data_source`` that is not empty.
+
+    Args:
+        rows: with ``correct``, ``response`` and ``data_source``; the ``samples`` rows of a prompt in a row.
+        samples: ``N``.
+        extract: the answer that a response gives.
+        seed: of the bootstrap and of the subsets; the same rows and seed give the same numbers.
+
+    Raises:
+        ValueError: the rows are not a multiple of ``samples``.
+        RewardError: the reward could not extract an answer.
+    """
+    if samples < 1 or len(rows) % samples:
+        raise ValueError(f"{len(rows)} rows are no whole number of prompts with {samples} samples each")
+    if not rows:
+        return {}
+    values = _values(rows, samples, extract, seed)
+    metrics = _with_intervals("val/acc", values, seed)
+    sources = [str(row["data_source"]) for row in rows[::samples]]
+    for source in sorted(set(sources) - {""}):
+        chosen = torch.tensor([each == source for each in sources])
+        metrics |= _with_intervals(f"val/{source}/acc", {name: each[chosen] for name, each in values.items()}, seed)
+    return metrics
+
+
+def _values(rows: Sequence[Mapping[str, Any]], samples: int, extract: Extractor, seed: int) -> dict[str, Tensor]:
+    """Name → value of each prompt, float64 ``[P]``."""
+    correct = torch.tensor([float(row["correct"]) for row in rows], dtype=torch.float64).reshape(-1, samples)
+    values = {f"mean@{samples}": correct.mean(-1)}
+    if samples == 1:
+        return values
+    numbers: dict[str, int] = {}
+    given = [extract(str(row["response"])) for row in rows]
+    ids = [-1 if answer is None else numbers.setdefault(answer, len(numbers)) for answer in given]
+    answers = torch.tensor(ids).reshape(-1, samples)
+    sizes = [size for size in (2**power for power in range(1, samples.bit_length())) if size < samples]
+    for size in (*sizes, samples):
+        values[f"best@{size}"] = best_at_k(correct, size)
+        values[f"maj@{size}"] = majority_at_k(correct, answers, size, seed)
+    return values
+
+
+def _with_intervals(prefix: str, values: Mapping[str, Tensor], seed: int) -> dict[str, float]:
+    stacked = torch.stack(list(values.values()), -1)
+    means = stacked.mean(0).tolist()
+    low, high = (bound.tolist() for bound in bootstrap_interval(stacked, seed))
+    metrics: dict[str, float] = {}
+    for index, name in enumerate(values):
+        # Of mean@N the name alone is the mean, as it has no further parts in other frameworks either.
+        metrics[f"{prefix}/{name}" if name.startswith("mean@") else f"{prefix}/{name}/mean"] = means[index]
+        metrics |= {f"{prefix}/{name}/low": low[index], f"{prefix}/{name}/high": high[index]}
+    return metrics
+
+
+def best_at_k(values: Tensor, k: int) -> Tensor:
+    r"""The expected best of ``k`` different samples of each prompt, exact.
+
+    With the values in rising order it is :math:`\sum_i v_i \binom{i-1}{k-1} / \binom{N}{k}`; for values
+    that are 0 or 1 it is pass@k, :math:`1 - \binom{N-c}{k} / \binom{N}{k}` with ``c`` ones.
+
+    Args:
+        values: ``[P, N]``.
+        k: from 1 to ``N``.
+
+    Returns:
+        float64 ``[P]``.
+
+    Raises:
+        ValueError: there are fewer than ``k`` samples.
+    """
+    count = _check_k(values, k)
+    total = math.comb(count, k)
+    weights = torch.tensor([math.comb(rank, k - 1) / total for rank in range(count)], dtype=torch.float64)
+    return values.double().sort(-1).values @ weights
+
+
+def majority_at_k(correct: Tensor, answers: Tensor, k: int, seed: int = 0) -> Tensor:
+    """How often the answer that most of ``k`` samples give is correct, for each prompt.
+
+    Every sample has one vote, and one without an answer has none; answers with equally many votes share
+    the win. Where samples with the same answer differ in ``correct``, their mean counts. All subsets of
+    ``k`` samples are gone through where there are at most 128 of them, else 128 drawn ones.
+
+    Args:
+        correct: ``[P, N]``, from 0 to 1.
+        answers: int64 ``[P, N]``; equal numbers are equal answers, negative ones are none.
+        k: from 1 to ``N``.
+        seed: of the drawn subsets.
+
+    Returns:
+        float64 ``[P]``; 0 where no sample has an answer.
+
+    Raises:
+        ValueError: there are fewer than ``k`` samples.
+    """
+    count = _check_k(correct, k)
+    subsets = _subsets(count, k, seed)
+    rows_at_once = max(_CHUNK // (len(subsets) * k * k), 1)
+    parts = [
+        _majority(correct[start : start + rows_at_once].double(), answers[start : start + rows_at_once], subsets)
+        for start in range(0, len(correct), rows_at_once)
+    ]
+    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.float64)
+
+
+def _majority(correct: Tensor, answers: Tensor, subsets: Tensor) -> Tensor:
+    right, given = correct[:, subsets], answers[:, subsets]  # [P, S, k]
+    has_vote = given >= 0
+    votes = (given.unsqueeze(-1) == given.unsqueeze(-2)).sum(-1).masked_fill(~has_vote, 0)
+    # Each answer that wins is there as often as any other that does, so the mean over its samples shares fairly.
+    wins = (votes == votes.amax(-1, keepdim=True)) & has_vote
+    return ((right * wins).sum(-1) / wins.sum(-1).clamp(min=1)).mean(-1)
+
+
+def _subsets(count: int, k: int, seed: int) -> Tensor:
+    """Indices ``[S, k]`` of different samples."""
+    if math.comb(count, k) <= MAX_SUBSETS:
+        return torch.tensor(list(itertools.combinations(range(count), k)))
+    generator = torch.Generator().manual_seed(seed)
+    return torch.rand((MAX_SUBSETS, count), generator=generator).argsort(-1)[:, :k]
+
+
+def bootstrap_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """The 95 % interval of the mean over prompts, from 1,000 resamples of the prompts (percentiles).
+
+    Args:
+        values: ``[P]`` or ``[P, M]`` for ``M`` metrics, which share the resamples; at least one prompt.
+        seed: of the resamples.
+
+    Returns:
+        Lower and upper bound, float64 ``[]`` or ``[M]``.
+
+    Raises:
+        ValueError: there are no prompts.
+    """
+    count = len(values)
+    if not count:
+        raise ValueError("an interval needs at least one prompt")
+    generator = torch.Generator().manual_seed(seed)
+    at_once = max(min(_CHUNK // count, RESAMPLES), 1)
+    means: list[Tensor] = []
+    for start in range(0, RESAMPLES, at_once):
+        drawn = torch.randint(count, (min(at_once, RESAMPLES - start), count), generator=generator)
+        times = torch.zeros(drawn.shape, dtype=torch.float64).scatter_add_(
+            1, drawn, torch.ones(1, 1, dtype=torch.float64).expand(drawn.shape)
+        )
+        means.append(times @ values.double() / count)
+    tail = (1 - CONFIDENCE) / 2
+    low, high = torch.quantile(torch.cat(means), torch.tensor([tail, 1 - tail], dtype=torch.float64), dim=0)
+    return low, high
+
+
+def pick_samples(rows: Sequence[Any], most: int) -> list[Any]:
+    """At most ``most`` of the rows, evenly over them and always the same ones; -1 for all."""
+    if most < 0 or len(rows) <= most:
+        return list(rows)
+    return [rows[index * len(rows) // most] for index in range(most)]
+
+
+def _check_k(values: Tensor, k: int) -> int:
+    count = values.shape[-1]
+    if not 1 <= k <= count:
+        raise ValueError(f"k is {k}; it has to be from 1 to the {count} samples of a prompt")
+    return count
