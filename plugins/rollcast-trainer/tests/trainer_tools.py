@@ -74,6 +74,7 @@ class SmallTask:
             *self.data(),
             f"run_dir={run_dir}",
             "reward=function",
+            "reward.reward_manager=naive",
             f"reward.reward_kwargs.path={self.folder / 'reward.py'}:has_digit",
             "data.train_batch_size=4",
             "rollout.n=4",

@@ -85,6 +85,8 @@ class BaseReward(ABC):
     max_score: float = 1.0
     #: For messages; by default the name that it was asked for by.
     name: str = ""
+    #: It may remember things from one sample to the next, so that one process scores all unless told otherwise.
+    sequential: bool = False
 
     @abstractmethod
     def score(self, sample: RewardSample) -> float | RewardResult:
@@ -133,10 +135,7 @@ class RewardSettings:
 
 
 class BaseRewardManager(ABC):
-    """Applies a reward to a batch of samples and owns the policy for bad ones.
-
-    A subclass's further keyword arguments are the config's ``reward.reward_manager_kwargs``.
-    """
+    """Applies a reward to a batch; further keyword arguments of a subclass are ``reward.reward_manager_kwargs``."""
 
     def __init__(self, reward: BaseReward, settings: RewardSettings | None = None) -> None:
         self.reward = reward

@@ -45,6 +45,9 @@ class FunctionReward(BaseReward):
             take the arguments it would be called with.
     """
 
+    #: Nobody knows what the file's functions remember.
+    sequential = True
+
     def __init__(self, path: str, **kwargs: Any) -> None:
         file, name = _split(path)
         self.name = f"{file.name}:{name}"

@@ -105,7 +105,7 @@ class PrimeRewardManager(PolicyRewardManager):
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
-        num_processes: how many; None for one a CPU core, at most 8.
+        num_processes: how many; None for one a CPU core, at most 8, or for one if the reward is ``sequential``.
         memory_limit_mb: how much each may allocate beside what it needs to load the reward, in MiB; None for no limit.
 
     Raises:
@@ -123,7 +123,7 @@ class PrimeRewardManager(PolicyRewardManager):
         for key, value in {"num_processes": num_processes, "memory_limit_mb": memory_limit_mb}.items():
             if value is not None and value < 1:
                 raise ConfigError(f"reward.reward_manager_kwargs.{key} is {value}; it must be at least 1")
-        self._count = num_processes or min(os.cpu_count() or 1, _MOST_PROCESSES)
+        self._count = num_processes or (1 if reward.sequential else min(os.cpu_count() or 1, _MOST_PROCESSES))
         try:
             pickled = cloudpickle.dumps(reward)
         except Exception as error:
