@@ -8,6 +8,7 @@ may import torch.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["ConfigSchema", "PlacementConfig", "RuntimeConfig"]
 
@@ -64,11 +65,15 @@ class PlacementConfig:
         nnodes: number of nodes.
         n_gpus_per_node: processes a node (verl's name; without a GPU they are CPU processes).
         device: ``auto`` takes GPUs where the machine has them, ``cpu`` or ``cuda`` insist.
+        pools: further pools: name → processes on each node, as in ``{critic_pool: [8, 8]}``.
+        mapping: role → pool; roles that are not in it share the pool of the numbers above.
     """
 
     nnodes: int = 1
     n_gpus_per_node: int = 1
     device: str = "auto"
+    pools: dict[str, list[int]] = field(default_factory=dict)
+    mapping: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -78,7 +83,9 @@ class RootConfig:
     Attributes:
         run_dir: where everything of the run is written.
         trackers: names of the trackers that watch it.
+        tracker_kwargs: options of trackers, by their names.
     """
 
     run_dir: str = "runs/run"
     trackers: list[str] = field(default_factory=list)
+    tracker_kwargs: dict[str, Any] = field(default_factory=dict)

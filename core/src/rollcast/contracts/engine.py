@@ -98,6 +98,7 @@ class EngineCapabilities:
     """What an engine can do; compared with the rollout's and the sync's before anything starts."""
 
     value_model: bool = False
+    sum_pi_squared: bool = False
     in_process_module: bool = False
     token_budget: bool = False
     packing: bool = False
@@ -135,6 +136,8 @@ class ForwardSettings:
     Attributes:
         temperature: logits are divided by it before log-probs and entropy.
         calculate_entropy: give per-token entropy too.
+        calculate_sum_pi_squared: give the sum of the squared probabilities at each position too
+            (``sum_pi_squared`` ``[B, T]``), which some advantage estimators need.
         micro_batch_size_per_gpu: rows a micro-batch; None for all rows at once.
         max_token_len_per_gpu: token budget a micro-batch (padded tokens); takes precedence.
         max_response_length: the constant of the ``seq-mean-token-sum-norm`` aggregation; None
@@ -146,6 +149,7 @@ class ForwardSettings:
 
     temperature: float = 1.0
     calculate_entropy: bool = False
+    calculate_sum_pi_squared: bool = False
     micro_batch_size_per_gpu: int | None = None
     max_token_len_per_gpu: int | None = None
     max_response_length: int | None = None

@@ -46,7 +46,7 @@ class FsdpEngine(BaseEngine):
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
-        value_model=True, in_process_module=True, token_budget=True, offload=True
+        value_model=True, sum_pi_squared=True, in_process_module=True, token_budget=True, offload=True
     )
     config_schema: ClassVar[type] = FsdpConfig
 
@@ -193,8 +193,10 @@ class FsdpEngine(BaseEngine):
     ) -> dict[str, Tensor]:
         """Forward, and backward if gradients are on; gives float32 ``[B, T]`` outputs if they are off."""
         training = torch.is_grad_enabled()
-        names = ["values"] if self._is_value_model() else ["log_probs"]
-        names += ["entropy"] if settings.calculate_entropy and not self._is_value_model() else []
+        names = ["values"]
+        if not self._is_value_model():
+            asked = {"entropy": settings.calculate_entropy, "sum_pi_squared": settings.calculate_sum_pi_squared}
+            names = ["log_probs", *(name for name, wanted in asked.items() if wanted)]
         shape = (len(plan.starts), plan.response_width)
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names} if not training else {}
         # FSDP2 averages gradients over the ranks; the shares have to be added up.

@@ -16,7 +16,7 @@ from rollcast_fsdp.prompts import shared_prompt_logits
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["response_logits", "response_values", "token_entropy", "token_log_probs"]
+__all__ = ["response_logits", "response_values", "sum_pi_squared", "token_entropy", "token_log_probs"]
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -32,6 +32,11 @@ def token_entropy(logits: Tensor) -> Tensor:
     """Entropy in nats of the distributions ``logits`` float ``[B, T, V]``, as ``[B, T]``."""
     mean_logit = (torch.softmax(logits, dim=-1) * logits).sum(-1)
     return torch.logsumexp(logits, dim=-1) - mean_logit
+
+
+def sum_pi_squared(logits: Tensor) -> Tensor:
+    """``Σ_v p_v²`` of the distributions ``logits`` float ``[B, T, V]``, as ``[B, T]``."""
+    return (torch.logsumexp(2 * logits, dim=-1) - 2 * torch.logsumexp(logits, dim=-1)).exp()
 
 
 def response_logits(

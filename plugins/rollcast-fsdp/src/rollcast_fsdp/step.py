@@ -8,7 +8,7 @@ import torch
 
 from rollcast.contracts.engine import ForwardSettings, LossInputs
 from rollcast_fsdp.batching import dummy_micro_batch
-from rollcast_fsdp.logprobs import response_logits, response_values, token_entropy, token_log_probs
+from rollcast_fsdp.logprobs import response_logits, response_values, sum_pi_squared, token_entropy, token_log_probs
 from rollcast_fsdp.model import ValueModel
 
 if TYPE_CHECKING:
@@ -86,4 +86,6 @@ def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings, sh
     given = {"log_probs": token_log_probs(logits, micro.responses).where(chosen, 0.0)}
     if settings.calculate_entropy:
         given["entropy"] = token_entropy(logits).where(chosen, 0.0)
+    if settings.calculate_sum_pi_squared:
+        given["sum_pi_squared"] = sum_pi_squared(logits).where(chosen, 0.0)
     return given

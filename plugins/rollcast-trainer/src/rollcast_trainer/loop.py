@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
@@ -20,6 +20,7 @@ from rollcast_data.loader import EpochIterator
 from rollcast_trainer.generation import trim_responses
 from rollcast_trainer.heap import frozen_heap
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
+from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.task_runner import TaskRunner
@@ -60,7 +61,8 @@ class LoopTrainer(BaseTrainer):
         total_steps: training steps of the run; known after :meth:`setup`.
         best_accuracy: the highest ``val/accuracy`` so far, ``-inf`` before any.
         metrics: of the last step.
-        batches, val_batches, scorer, group: data, reward and workers; set by :meth:`setup`.
+        batches, val_batches, scorer: data and reward; set by :meth:`setup`.
+        groups: the workers by role; ``group`` is the actor's. Set by :meth:`setup`.
 
     Args:
         task: the run, not yet entered; what is wrong with its config is refused here.
@@ -74,6 +76,7 @@ class LoopTrainer(BaseTrainer):
     batches: EpochIterator
     val_batches: list[DataProto]
     scorer: RewardScorer
+    groups: dict[Role, WorkerGroup]
     group: WorkerGroup
 
     def __init__(self, task: TaskRunner) -> None:
@@ -107,8 +110,8 @@ class LoopTrainer(BaseTrainer):
     # -- what a subclass decides --------------------------------------------------------------
 
     @abstractmethod
-    def start_workers(self) -> WorkerGroup:
-        """Start the actor's group."""
+    def start_workers(self) -> dict[Role, WorkerGroup]:
+        """Start all roles; the actor's is the first."""
 
     @abstractmethod
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
@@ -122,6 +125,13 @@ class LoopTrainer(BaseTrainer):
         """Whether to end before ``total_steps``; asked before each step."""
         return False
 
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the trainer itself, beside step, data and best accuracy; JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what :meth:`state_dict` gave."""
+
     # -- the loop -----------------------------------------------------------------------------
 
     def setup(self) -> None:
@@ -134,7 +144,8 @@ class LoopTrainer(BaseTrainer):
         self.scorer = task.scorer()
         self.val_batches = self.load_val_batches()
         task.start()
-        self.group = self.start_workers()
+        self.groups = self.start_workers()
+        self.group = next(iter(self.groups.values()))
         if task.start_step:
             self._resume(task.start_step)
 
@@ -252,9 +263,12 @@ class LoopTrainer(BaseTrainer):
             "step": self.step,
             "data": self.batches.state_dict(),
             "best_accuracy": self.best_accuracy if has_best else None,
+            "trainer": self.state_dict(),
         }
         with self.task.checkpoints.writing(self.step, state) as folder:
-            self.group.save_checkpoint(str(folder.resolve()))
+            for role, group in self.groups.items():
+                if role.trains:
+                    group.save_checkpoint(str(folder.resolve()))
         path = self.task.checkpoints.path(self.step)
         self.task.emit("on_checkpoint_saved", trainer=self, step=self.step, path=str(path))
 
@@ -263,8 +277,11 @@ class LoopTrainer(BaseTrainer):
         self.batches.load_state_dict(state["data"])
         if state["best_accuracy"] is not None:
             self.best_accuracy = float(state["best_accuracy"])
+        self.load_state_dict(state.get("trainer", {}))
         path = self.task.checkpoints.path(step)
-        self.group.load_checkpoint(str(path.resolve()))
+        for role, group in self.groups.items():
+            if role.trains:
+                group.load_checkpoint(str(path.resolve()))
         self.step = step
         logger.info("resumed from %s", path)
 

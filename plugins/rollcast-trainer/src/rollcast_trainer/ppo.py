@@ -1,40 +1,52 @@
-"""Trainer ``ppo``: policy optimisation with sampled responses; GRPO and its relatives by config.
+"""Trainer ``ppo``: policy optimisation with sampled responses; PPO, GRPO and their relatives by config.
 
-This version is critic-free: estimators that need values are refused at the start.
+What a step does beyond generating, scoring and updating follows from what the estimator says that it
+needs: a critic's values, a greedy baseline.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
-from typing import cast
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, cast
 
 import torch
 
 from rollcast.contracts.algorithm import (
     AdvantageInputs,
-    KlPenalty,
-    PolicyLossInputs,
+    Denominators,
     advantage_needs,
     advantages,
     kl_penalties,
     loss_aggregations,
     policy_losses,
 )
+from rollcast.contracts.engine import LossInputs
+from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import CapabilityError, ConfigError, RewardError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_algorithms.value_loss import ValueLoss
 from rollcast_trainer.batching import BatchAlgebra, draw_mini_batches, plan_update
+from rollcast_trainer.correction import OffPolicyCorrection
+from rollcast_trainer.critic import CriticWorker
 from rollcast_trainer.loop import LoopTrainer, Timer
+from rollcast_trainer.reference import RefWorker
+from rollcast_trainer.reward_kl import RewardKl
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import PpoActorConfig, PpoTrainerConfig
+from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig
 from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 
 __all__ = ["PpoTrainer", "StepState"]
 
 logger = logging.getLogger(__name__)
+#: Of a batch, what an estimator is given if it is there.
+_ESTIMATOR_COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "reward_baselines", "rollout_is_weights")
+_COMPONENT = "reward_component/"
 _MODEL_COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -43,15 +55,15 @@ class StepState:
     """A training step between its named steps: the batch so far and the metrics so far."""
 
     batch: DataProto
-    metrics: dict[str, float]
+    metrics: dict[str, float] = field(default_factory=dict)
+    prompts: DataProto | None = None
 
 
 class PpoTrainer(LoopTrainer):
     """Generate, reward, log-probs, advantages, update; each a method that a recipe can replace.
 
     Attributes:
-        policy: the config's ``actor`` section.
-        algorithm: the config's ``algorithm`` section.
+        policy, critic, algorithm: the config's sections ``actor``, ``critic`` and ``algorithm``.
         algebra: the sizes of a step.
         loss_function: what the update minimises.
     """
@@ -61,14 +73,16 @@ class PpoTrainer(LoopTrainer):
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)
         self.policy: PpoActorConfig = task.actor
+        self.critic: CriticConfig = task.section("critic", CriticConfig)
+        self.critic.check()
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
         self.algebra = self._algebra()
         self.algebra.check()
         self._estimator = advantages.get(self.algorithm.adv_estimator)
+        self._needs = advantage_needs(self._estimator)
         self._check_needs()
-        self._reward_penalty: KlPenalty | None = None
-        if self.algorithm.use_kl_in_reward:
-            self._reward_penalty = kl_penalties.get(self.algorithm.kl_penalty, "algorithm.kl_penalty")
+        self._reward_kl = RewardKl(self.algorithm) if self.algorithm.use_kl_in_reward else None
+        self._correction = OffPolicyCorrection(self.algorithm.rollout_correction)
         self.loss_function = self._loss()
         self._may_skip = self.policy.skip_zero_advantage and needs_advantage(self.loss_function)
 
@@ -85,12 +99,14 @@ class PpoTrainer(LoopTrainer):
         )
 
     def _check_needs(self) -> None:
-        name, needs = self.algorithm.adv_estimator, advantage_needs(self._estimator)
-        if needs.values:
-            raise CapabilityError(
-                f"algorithm.adv_estimator={name} needs a critic's values, and this trainer has no critic yet; "
-                f"installed estimators: {', '.join(advantages.names())}"
-            )
+        name, needs = self.algorithm.adv_estimator, self._needs
+        capabilities = self.task.engine_class.capabilities
+        for need, what in (("values", "value_model"), ("sum_pi_squared", "sum_pi_squared")):
+            if getattr(needs, need) and not getattr(capabilities, what):
+                raise CapabilityError(
+                    f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={self.task.engine.name} "
+                    "cannot give"
+                )
         if needs.groups and self.algebra.samples < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
@@ -109,28 +125,66 @@ class PpoTrainer(LoopTrainer):
             kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
             kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
             options=policy.policy_loss_kwargs,
+            use_rollout_is_weights=self._correction.gives_weights,
         )
+
+    @property
+    def uses_critic(self) -> bool:
+        """Whether there is a value model."""
+        return self._needs.values
 
     @property
     def uses_reference(self) -> bool:
         """Whether reference log-probs are computed."""
         return self.policy.use_kl_loss or self.algorithm.use_kl_in_reward
 
-    def start_workers(self) -> WorkerGroup:
+    def start_workers(self) -> dict[Role, WorkerGroup]:
         logger.info("%s", self.algebra.describe())
         settings = self.forward_settings()
         rows = self.policy.log_prob_micro_batch_size_per_gpu or self.policy.ppo_micro_batch_size_per_gpu
+        apart = self.uses_reference and self.task.has_own_pool(Role.REF)
+        fused = self.uses_reference and not apart
         setup = self.task.worker_setup(
             loss_function=self.loss_function,
-            has_reference=self.uses_reference,
+            has_reference=fused,
             forward=replace(settings, calculate_entropy=self.policy.entropy_coeff != 0),
-            infer=replace(settings, calculate_entropy=True, micro_batch_size_per_gpu=rows),
+            infer=replace(
+                settings,
+                calculate_entropy=True,
+                calculate_sum_pi_squared=self._needs.sum_pi_squared,
+                micro_batch_size_per_gpu=rows,
+            ),
         )
-        role = Role.ACTOR_ROLLOUT_REF if self.uses_reference else Role.ACTOR_ROLLOUT
-        return self.task.start_actor(role, setup)
+        actor = Role.ACTOR_ROLLOUT_REF if fused else Role.ACTOR_ROLLOUT
+        workers: dict[Role, ClassWithInitArgs[Any]] = {actor: ClassWithInitArgs(ActorRolloutRefWorker, setup)}
+        if apart:
+            workers[Role.REF] = ClassWithInitArgs(RefWorker, replace(setup, optim=None, rollout=None))
+        if self.uses_critic:
+            workers[Role.CRITIC] = ClassWithInitArgs(CriticWorker, self._critic_setup(setup))
+        return self.task.start_roles(workers)
+
+    def _critic_setup(self, setup: WorkerSetup) -> WorkerSetup:
+        critic = self.critic
+        if critic.optim.total_training_steps < 1:
+            critic.optim.total_training_steps = self.total_steps
+        path = critic.model.path or setup.model.path
+        rows = critic.ppo_micro_batch_size_per_gpu or self.policy.ppo_micro_batch_size_per_gpu
+        settings = replace(
+            setup.forward, calculate_entropy=False, calculate_sum_pi_squared=False, micro_batch_size_per_gpu=rows
+        )
+        return replace(
+            setup,
+            model=replace(setup.model, path=path, random_init=setup.model.random_init and critic.model.path is None),
+            optim=critic.optim,
+            rollout=None,
+            loss_function=ValueLoss(loss_aggregations.get(critic.loss_agg_mode), critic.cliprange_value),
+            has_reference=False,
+            forward=settings,
+            infer=settings,
+        )
 
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
-        state = StepState(batch, {})
+        state = StepState(batch, prompts=batch)
         with timer.phase("generate"):
             self.rollout_step(state)
         state.metrics["rollout/tokens_per_s"] = state.metrics["rollout/tokens"] / max(timer.seconds["generate"], 1e-9)
@@ -138,16 +192,26 @@ class PpoTrainer(LoopTrainer):
         with timer.phase("reward"):
             self.reward_step(state)
         self.task.emit("on_batch_after_reward", trainer=self, step=self.step + 1, batch=state.batch)
+        if self._needs.reward_baselines:
+            with timer.phase("baseline"):
+                self.baseline_step(state)
         with timer.phase("old_log_prob"):
             self.old_log_prob_step(state)
         if self.uses_reference:
             with timer.phase("ref_log_prob"):
                 self.ref_log_prob_step(state)
+        if self.uses_critic:
+            with timer.phase("values"):
+                self.values_step(state)
         with timer.phase("advantage"):
             self.advantage_step(state)
         self.task.emit("on_batch_after_advantage", trainer=self, step=self.step + 1, batch=state.batch)
-        with timer.phase("update_actor"):
-            self.update_actor_step(state)
+        if self.uses_critic:
+            with timer.phase("update_critic"):
+                self.update_critic_step(state)
+        if not self.uses_critic or self.step >= self.task.trainer.critic_warmup:
+            with timer.phase("update_actor"):
+                self.update_actor_step(state)
         return state.metrics
 
     # -- named steps --------------------------------------------------------------------------
@@ -174,64 +238,109 @@ class PpoTrainer(LoopTrainer):
         """
         scored = self.scorer.score(state.batch)
         scores = scored.token_level_scores(state.batch["response_mask"])
-        state.batch = state.batch.with_columns({"token_level_scores": scores})
+        columns = {"token_level_scores": scores}
+        if self._needs.reward_components:
+            columns |= {_COMPONENT + name: values for name, values in scored.components().items()}
+        state.batch = state.batch.with_columns(columns)
         if not bool(scored.kept.all()):
             if not bool(scored.kept.any()):
                 raise RewardError(f"no sample of step {self.step + 1} has a score: {scored.results[0].error}")
             state.batch = state.batch.select_idxs(scored.kept.nonzero().flatten())
         state.metrics |= {**scored.metrics("reward"), "reward/accuracy": scored.accuracy}
 
+    def baseline_step(self, state: StepState) -> None:
+        """The score of a greedy response to each prompt: ``reward_baselines`` float32 ``[B]``."""
+        prompts = cast("DataProto", state.prompts)
+        greedy = replace(self.sampling(), temperature=0.0)
+        scores = self.scorer.score(self.generate(prompts, greedy)).scores
+        state.batch = state.batch.with_columns({"reward_baselines": scores[state.batch["uid"]]})
+        state.metrics["reward/baseline_mean"] = float(scores.mean())
+
     def old_log_prob_step(self, state: StepState) -> None:
         """Log-probs under the policy before the update, and how far the rollout's are from them."""
+        if self._correction.may_bypass():
+            state.batch = state.batch.with_columns({"old_log_probs": state.batch["rollout_log_probs"]})
+            return
         output = self.group.compute_log_prob(state.batch.select(_MODEL_COLUMNS))
         mask = state.batch["response_mask"].bool()
         tokens = max(int(mask.sum()), 1)
         gap = (output["old_log_probs"] - state.batch["rollout_log_probs"]).abs().masked_fill(~mask, 0.0)
-        state.batch = state.batch.union(output.select(["old_log_probs"]))
+        state.batch = state.batch.union(output.drop(["entropy"]))
         state.metrics |= {
             "actor/entropy": float(output["entropy"].masked_fill(~mask, 0.0).sum()) / tokens,
             "rollout/logprob_gap_max": float(gap.max()),
             "rollout/logprob_gap_mean": float(gap.sum()) / tokens,
         }
+        state.batch, metrics = self._correction.apply(state.batch)
+        state.metrics |= metrics
 
     def ref_log_prob_step(self, state: StepState) -> None:
         """Log-probs under the reference policy."""
-        state.batch = state.batch.union(self.group.compute_ref_log_prob(state.batch.select(_MODEL_COLUMNS)))
+        group = self.groups.get(Role.REF, self.group)
+        state.batch = state.batch.union(group.compute_ref_log_prob(state.batch.select(_MODEL_COLUMNS)))
+
+    def values_step(self, state: StepState) -> None:
+        """The critic's values of the states in which tokens were chosen: ``values`` ``[B, T]``."""
+        state.batch = state.batch.union(self.groups[Role.CRITIC].compute_values(state.batch.select(_MODEL_COLUMNS)))
 
     def advantage_step(self, state: StepState) -> None:
         """Scores less the KL penalty (if it is in the reward), then the estimator."""
         batch, algorithm = state.batch, self.algorithm
-        mask = batch["response_mask"]
         rewards = batch["token_level_scores"]
-        if self._reward_penalty is not None:
-            inside = mask != 0
-            old, ref = (batch[name].masked_fill(~inside, 0.0) for name in ("old_log_probs", "ref_log_prob"))
-            penalty = self._reward_penalty(old, ref).masked_fill(~inside, 0.0)
-            rewards = rewards - algorithm.kl_coef * penalty
-            state.metrics["actor/reward_kl_penalty"] = float(penalty.sum()) / max(float(inside.sum()), 1.0)
+        if self._reward_kl is not None:
+            rewards, metrics = self._reward_kl.subtract(rewards, batch)
+            state.metrics |= metrics
+        given = {name: batch[name] for name in _ESTIMATOR_COLUMNS if name in batch}
         output = self._estimator(
             AdvantageInputs(
                 token_level_rewards=rewards,
-                response_mask=mask,
+                response_mask=batch["response_mask"],
                 group_ids=batch["uid"],
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 options=algorithm.adv_kwargs,
+                reward_components={
+                    name.removeprefix(_COMPONENT): batch[name]
+                    for name in batch.keys()  # noqa: SIM118  # iteration is over rows
+                    if name.startswith(_COMPONENT)
+                },
+                **given,
             )
         )
         columns = {"token_level_rewards": rewards, "advantages": output.advantages, "returns": output.returns}
         state.batch = batch.with_columns(columns)
         state.metrics["actor/zero_advantage_rows"] = float(_without_advantage(state.batch).float().mean())
+        if "values" in batch:
+            inside = batch["response_mask"].bool()
+            left = (output.returns - batch["values"])[inside].var()
+            state.metrics["critic/explained_variance"] = float(1 - left / output.returns[inside].var().clamp(min=1e-8))
+
+    def update_critic_step(self, state: StepState) -> None:
+        """Mini-batches over all rows, each an optimizer step of the critic."""
+        batch, critic, group = state.batch, self.critic, self.groups[Role.CRITIC]
+        prompts = critic.ppo_mini_batch_size or self.policy.ppo_mini_batch_size
+        count = max(self.algebra.prompts // prompts, 1)
+        mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, self._order_seed(1))
+        ranks = max(place.dp_rank for place in group.mesh("critic")) + 1
+        longest = self.task.data.max_response_length
+        arranged, plan = plan_update(
+            batch.select([*_MODEL_COLUMNS, "values", "returns"]), mini_batches, ranks, longest, epochs
+        )
+        state.metrics |= group.update_critic(arranged, plan)[0]
 
     def update_actor_step(self, state: StepState) -> None:
         """Mini-batches over the rows, each an optimizer step."""
-        batch, policy = state.batch, self.policy
-        seed = (self.task.trainer.seed * 1_000_003 + self.step) & 0x7FFF_FFFF if policy.shuffle else None
-        mini_batches, epochs = draw_mini_batches(len(batch), self.algebra.mini_batches, policy.ppo_epochs, seed)
-        columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages"] + (["ref_log_prob"] if policy.use_kl_loss else [])
+        batch, policy = self._correction.mask_rejected(state.batch), self.policy
+        prepared = self.loss_function.prepare(batch["old_log_probs"], batch["advantages"], batch["response_mask"])
+        batch = batch.with_columns(prepared)
+        mini_batches, epochs = draw_mini_batches(
+            len(batch), self.algebra.mini_batches, policy.ppo_epochs, self._order_seed(0)
+        )
+        optional = ["rollout_is_weights"] + (["ref_log_prob"] if policy.use_kl_loss else [])
+        columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages", *prepared]
         arranged, plan = plan_update(
-            batch.select(columns),
+            batch.select([*columns, *(name for name in optional if name in batch)]),
             mini_batches,
             self.dp_size,
             self.task.data.max_response_length,
@@ -239,6 +348,20 @@ class PpoTrainer(LoopTrainer):
             _without_advantage(batch) if self._may_skip else None,
         )
         state.metrics |= self.group.update_actor(arranged, plan)[0]
+
+    def _order_seed(self, stream: int) -> int | None:
+        """Seed of the order of rows in this step's mini-batches; None to keep the batch's."""
+        if not self.policy.shuffle:
+            return None
+        seed = int(self.task.trainer.seed)
+        return (seed * 1_000_003 + self.step + stream * 500_009) & 0x7FFF_FFFF
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._reward_kl is None else {"kl_controller": self._reward_kl.controller.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._reward_kl is not None and "kl_controller" in state:
+            self._reward_kl.controller.load_state_dict(state["kl_controller"])
 
 
 def needs_advantage(loss: PpoLoss) -> bool:
@@ -253,18 +376,12 @@ def needs_advantage(loss: PpoLoss) -> bool:
     generator = torch.Generator().manual_seed(0)
     old = torch.rand((4, 16), generator=generator).log()
     new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
-    inputs = PolicyLossInputs(
-        log_probs=new,
-        old_log_probs=old,
-        advantages=torch.zeros(4, 16),
-        response_mask=torch.ones(4, 16, dtype=torch.int64),
-        clip_ratio_low=loss.clip_ratio_low,
-        clip_ratio_high=loss.clip_ratio_high,
-        clip_ratio_c=loss.clip_ratio_c,
-        options=loss.options,
-    )
+    mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     try:
-        total = loss.policy_loss(inputs).losses.sum()
+        columns = {"old_log_probs": old, "advantages": nothing, **loss.prepare(old, nothing, mask)}
+        tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
+        counts = Denominators(64.0, 4.0, 16.0)
+        total = tried(LossInputs(new, None, None, mask, columns, counts)).loss
     except (ValueError, TypeError, LookupError) as error:
         raise ConfigError(f"actor.policy_loss does not work with the settings in actor: {error}") from error
     if loss.entropy_coeff or loss.kl_penalty is not None:

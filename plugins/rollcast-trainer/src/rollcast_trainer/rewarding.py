@@ -78,6 +78,14 @@ class Scored:
             values[f"{prefix}/{name}"] = sum(given) / len(given)
         return values
 
+    def components(self) -> dict[str, torch.Tensor]:
+        """The extra numbers that every result has, float32 ``[B]`` each, by name."""
+        names = set.intersection(*(set(result.extra) for result in self.results)) if self.results else set()
+        return {
+            name: torch.tensor([float(result.extra[name]) for result in self.results], dtype=torch.float32)
+            for name in sorted(names)
+        }
+
     def as_rows(self) -> list[dict[str, Any]]:
         """Samples for ``samples.jsonl``."""
         return [

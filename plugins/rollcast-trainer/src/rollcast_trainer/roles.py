@@ -8,14 +8,28 @@ __all__ = ["Role"]
 
 
 class Role(Enum):
-    """A role, and the name under which its workers are hosted."""
+    """A role, and the name under which its workers are hosted and placed."""
 
     ACTOR_ROLLOUT = "actor_rollout"
     """The policy in training, and its rollout in the same process."""
     ACTOR_ROLLOUT_REF = "actor_rollout_ref"
     """The same with the frozen reference policy beside it."""
+    REF = "ref"
+    """The reference policy by itself."""
+    CRITIC = "critic"
+    """The value model."""
 
     @property
     def has_reference(self) -> bool:
         """Whether the workers hold a reference policy too."""
         return "ref" in self.value
+
+    @property
+    def trains(self) -> bool:
+        """Whether it has a state that checkpoints keep."""
+        return self is not Role.REF
+
+    @property
+    def placed_as(self) -> str:
+        """Its name in ``placement.mapping``: the actor's stays the same with a reference beside it."""
+        return "actor_rollout" if self is Role.ACTOR_ROLLOUT_REF else self.value

@@ -8,7 +8,15 @@ from typing import Any, ClassVar
 from rollcast.contracts.engine import OptimConfig
 from rollcast.errors import ConfigError
 
-__all__ = ["ActorConfig", "PpoActorConfig", "PpoTrainerConfig", "SftTrainerConfig", "TrainerConfig"]
+__all__ = [
+    "ActorConfig",
+    "CriticConfig",
+    "CriticModelConfig",
+    "PpoActorConfig",
+    "PpoTrainerConfig",
+    "SftTrainerConfig",
+    "TrainerConfig",
+]
 
 RESUME_MODES = ("auto", "disable")
 
@@ -91,6 +99,52 @@ class PpoActorConfig(ActorConfig):
 
 
 @dataclass
+class CriticModelConfig:
+    """What the critic starts from.
+
+    Attributes:
+        path: a Hugging Face folder; empty for ``model.path``. The value head starts at zero, unless the
+            folder is that of an exported critic.
+    """
+
+    path: str | None = None
+
+
+@dataclass
+class CriticConfig:
+    """The value model, which runs where the estimator needs values; on the actor's engine.
+
+    Attributes:
+        model: what it starts from.
+        optim: optimizer and schedule; one scheduler step is one training step.
+        ppo_mini_batch_size: prompts an optimizer step; empty for the actor's.
+        ppo_micro_batch_size_per_gpu: rows a pass; empty for the actor's.
+        ppo_epochs: passes over the step's batch.
+        cliprange_value: how far a value may move from the one before the update, in the loss.
+        loss_agg_mode: name in ``rollcast.loss_aggregations``.
+    """
+
+    model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+    ppo_mini_batch_size: int | None = None
+    ppo_micro_batch_size_per_gpu: int | None = None
+    ppo_epochs: int = 1
+    cliprange_value: float = 0.5
+    loss_agg_mode: str = "token-mean"
+
+    def check(self) -> None:
+        """Refuse values that mean nothing.
+
+        Raises:
+            ConfigError: names the key and what it must be.
+        """
+        for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs"):
+            _at_least_one(f"critic.{key}", getattr(self, key))
+        if self.cliprange_value <= 0:
+            raise ConfigError(f"critic.cliprange_value is {self.cliprange_value:g}; it must be above 0")
+
+
+@dataclass
 class TrainerConfig:
     """What every trainer reads.
 
@@ -140,8 +194,9 @@ class TrainerConfig:
             if value < 1 and value != -1:
                 raise ConfigError(f"trainer.{key} is {value}; it must be at least 1, or -1")
         if self.log_val_generations < -1:
-            value = self.log_val_generations
-            raise ConfigError(f"trainer.log_val_generations is {value}; it must be at least 0, or -1 for all")
+            raise ConfigError(
+                f"trainer.log_val_generations is {self.log_val_generations}; it must be at least 0, or -1"
+            )
         _at_least_one("trainer.total_steps", self.total_steps)
         _at_least_one("trainer.total_epochs", self.total_epochs)
 
@@ -152,9 +207,20 @@ class TrainerConfig:
 
 @dataclass
 class PpoTrainerConfig(TrainerConfig):
-    """Keys of ``trainer=ppo``."""
+    """Keys of ``trainer=ppo``.
+
+    Attributes:
+        critic_warmup: steps at the start that train the critic alone.
+    """
 
     actor_schema: ClassVar[type[ActorConfig]] = PpoActorConfig
+
+    critic_warmup: int = 0
+
+    def check(self) -> None:
+        super().check()
+        if self.critic_warmup < 0:
+            raise ConfigError(f"trainer.critic_warmup is {self.critic_warmup}; it cannot be negative")
 
 
 @dataclass

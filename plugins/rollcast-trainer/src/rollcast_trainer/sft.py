@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import torch
 
+from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import SftLoss
@@ -13,6 +14,7 @@ from rollcast_trainer.batching import plan_update
 from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import SftTrainerConfig
+from rollcast_trainer.workers import ActorRolloutRefWorker
 
 __all__ = ["SftTrainer"]
 
@@ -24,11 +26,11 @@ class SftTrainer(LoopTrainer):
 
     schema = SftTrainerConfig
 
-    def start_workers(self) -> WorkerGroup:
+    def start_workers(self) -> dict[Role, WorkerGroup]:
         # A rollout's temperature has no part in a supervised loss.
         settings = replace(self.forward_settings(), temperature=1.0)
         setup = self.task.worker_setup(loss_function=SftLoss(), has_reference=False, forward=settings, infer=settings)
-        return self.task.start_actor(Role.ACTOR_ROLLOUT, setup)
+        return self.task.start_roles({Role.ACTOR_ROLLOUT: ClassWithInitArgs(ActorRolloutRefWorker, setup)})
 
     def load_val_batches(self) -> list[DataProto]:
         """The prompts of supervised rows; a generated response is compared with the row's own."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
@@ -18,26 +18,27 @@ from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, rollouts
-from rollcast.contracts.tracker import BaseTracker, trackers
+from rollcast.controller.placement import start_groups
 from rollcast.controller.recording import CallRecorder
-from rollcast.controller.resource_pool import ResourcePoolManager
 from rollcast.controller.runtime import Runtime, runtimes
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError, DataError
 from rollcast.plugins.manager import build_hook_manager
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import HIDE_ACCELERATORS, device_count
+from rollcast.runtime.device import HIDE_ACCELERATORS
+from rollcast.trackers.tracker_set import TrackerSet
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_trainer.placing import build_pools
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
 from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.startup import check_capabilities, preprocess_data, train_warm_start
-from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
+from rollcast_trainer.workers import WorkerSetup
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
@@ -46,8 +47,6 @@ if TYPE_CHECKING:
 __all__ = ["TaskRunner"]
 
 logger = logging.getLogger(__name__)
-
-_DEVICES = ("auto", "cpu", "cuda")
 
 
 class TaskRunner:
@@ -84,13 +83,12 @@ class TaskRunner:
         self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
         check_capabilities(self.engine_class, self.engine, self.rollout_class, self.rollout)
         self._runtime_class: Any = runtimes.get(self.runtime_config.name)
-        self._tracker_classes = {name: trackers.get(name) for name in config.trackers}
-        self._pools = self._resource_pools()
+        self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
+        self._pools = build_pools(self.placement)
         self.checkpoints = Checkpoints(self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep)
         self.start_step = 0
         self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
-        self._trackers: list[BaseTracker] = []
         self._scorers: list[RewardScorer] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
 
@@ -109,17 +107,6 @@ class TaskRunner:
             raise ConfigError(f"{path}.name is not set; choose one with {group}=...")
         return str(name)
 
-    def _resource_pools(self) -> ResourcePoolManager:
-        device = self.placement.device
-        if device not in _DEVICES:
-            raise ConfigError(f"placement.device is {device!r}; valid: {', '.join(_DEVICES)}")
-        for key in ("nnodes", "n_gpus_per_node"):
-            if getattr(self.placement, key) < 1:
-                raise ConfigError(f"placement.{key} is {getattr(self.placement, key)}; it must be at least 1")
-        use_gpu = device == "cuda" or (device == "auto" and device_count() > 0)
-        counts = [self.placement.n_gpus_per_node] * self.placement.nnodes
-        return ResourcePoolManager({"global_pool": counts}, dict.fromkeys(Role, "global_pool"), use_gpu)
-
     # -- start and stop -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
@@ -136,11 +123,10 @@ class TaskRunner:
             if self._runtime is not None:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
-            for tracker in self._trackers:
-                stack.callback(tracker.close)
+            stack.callback(self._trackers.close)
             for scorer in self._scorers:
                 stack.callback(scorer.close)
-        self._runtime, self._trackers, self._scorers = None, [], []
+        self._runtime, self._scorers = None, []
 
     def start(self) -> None:
         """Bring up the runtime, train the warm start if there is one, and start the trackers.
@@ -155,10 +141,7 @@ class TaskRunner:
             shared["runtime"].record = None  # the calls of the run itself are meant
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
             self.model.path, self.model.random_init = str(exported), False
-        for name, tracker_class in self._tracker_classes.items():
-            tracker = tracker_class(self.run_dir, self.plain, self.start_step)
-            self._trackers.append(tracker)
-            self.hooks.register(tracker, name=f"tracker:{name}")
+        self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
 
     def _build_runtime(self) -> Runtime:
         settings = self.runtime_config
@@ -166,7 +149,7 @@ class TaskRunner:
         if settings.name != "local":
             options = {
                 "address": settings.address,
-                "num_cpus": settings.num_cpus or max(os.cpu_count() or 1, self.world_size),
+                "num_cpus": settings.num_cpus or max(os.cpu_count() or 1, self.processes),
                 "object_store_memory": settings.object_store_memory,
                 "log_to_driver": settings.log_to_driver,
             }
@@ -186,8 +169,17 @@ class TaskRunner:
 
     @property
     def world_size(self) -> int:
-        """Worker processes."""
-        return int(self.placement.nnodes * self.placement.n_gpus_per_node)
+        """Worker processes of the actor."""
+        return self._pools.get_resource_pool(Role.ACTOR_ROLLOUT).world_size
+
+    @property
+    def processes(self) -> int:
+        """Worker processes of all pools."""
+        return sum(pool.world_size for pool in self._pools.resource_pool_dict.values())
+
+    def has_own_pool(self, role: Role) -> bool:
+        """Whether a role lives apart from the actor."""
+        return self._pools.mapping[role] != self._pools.mapping[Role.ACTOR_ROLLOUT]
 
     def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
         """A dataset over ``files`` with the config's settings and some changed."""
@@ -247,41 +239,43 @@ class TaskRunner:
     def worker_setup(self, **parts: Any) -> WorkerSetup:
         """The workers' setup; ``parts`` are the fields that the trainer decides."""
         tokenizer = self.tokenizer
+        fields = {"model": self.model, "engine": self.engine, "optim": self.actor.optim, "rollout": self.rollout}
         return WorkerSetup(
-            model=self.model,
-            engine=self.engine,
-            optim=self.actor.optim,
-            rollout=self.rollout,
             seed=self.trainer.seed,
             pad_token_id=int(tokenizer.pad_token_id),
             eos_token_id=int(tokenizer.eos_token_id),
-            **parts,
+            **{**fields, **parts},
         )
 
-    def start_actor(self, role: Role, setup: WorkerSetup) -> WorkerGroup:
-        """Start the actor's group and build its model."""
+    def start_roles(self, workers: Mapping[Role, ClassWithInitArgs[Any]]) -> dict[Role, WorkerGroup]:
+        """Start a group in each pool and build the models; roles of one pool share its processes.
+
+        Raises:
+            ResourceError: a pool cannot be placed.
+            WorkerError: a worker or model cannot be built.
+        """
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
-        group = WorkerGroup(
-            self._pools.get_resource_pool(role),
-            {role.value: ClassWithInitArgs(ActorRolloutRefWorker, setup)},
+        groups = start_groups(
+            self._pools,
+            {role: wrapped for role, wrapped in workers.items()},  # noqa: C416  # of keys that may be any role
             runtime=self._runtime,
-            name="policy",
             timeout=self.runtime_config.call_timeout_s,
             launch_timeout=self.runtime_config.launch_timeout_s,
             env=HIDE_ACCELERATORS if self.placement.device == "cpu" else None,
             threads=self.runtime_config.threads_per_worker,
         )
-        group.init_model()
-        return group
+        for group in groups.values():
+            group.init_model()
+        return {role: groups[role] for role in workers}
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""
         getattr(self.hooks.hook, event)(**values)
 
 
-def _tell_if_nothing_recorded(recorder: CallRecorder | None) -> None:
-    if recorder is not None and recorder.recorded is None:
+def _tell_if_nothing_recorded(recorder: object) -> None:
+    if isinstance(recorder, CallRecorder) and recorder.recorded is None:
         calls = recorder.describe_calls()
         logger.warning("runtime.record=%s recorded nothing; calls that were made: %s", recorder.wanted, calls)
 

@@ -20,6 +20,7 @@ from rollcast.contracts.engine import (
     ForwardSettings,
     LossFunction,
     ModelConfig,
+    ModelType,
     OptimConfig,
     engines,
 )
@@ -33,7 +34,7 @@ from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.generation import generate_sequences
 from rollcast_trainer.heap import freeze_heap, unfreeze_heap
 
-__all__ = ["ActorRolloutRefWorker", "TrainingWorker", "UpdatePlan", "WorkerSetup"]
+__all__ = ["ActorRolloutRefWorker", "TrainingWorker", "UpdatePlan", "WorkerSetup", "leave_process_group"]
 
 
 @dataclass(frozen=True)
@@ -78,14 +79,28 @@ class UpdatePlan:
 
 
 class TrainingWorker(Worker):
-    """An engine behind registered methods; the mesh is called ``train``."""
+    """An engine behind registered methods; the mesh is called ``train``.
 
-    def __init__(self, setup: WorkerSetup, frozen: bool = False) -> None:
+    Args:
+        setup: of the run's workers.
+        frozen: build no optimizer.
+        model_type: what the model gives.
+        prefix: of the optimizer's metrics.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        frozen: bool = False,
+        model_type: ModelType = "language_model",
+        prefix: str = "actor",
+    ) -> None:
         self.setup = setup
+        self.prefix = prefix
         engine_class = engines.get(setup.engine.name, requested_by="actor.engine.name")
         self.engine: BaseEngine = engine_class(
             EngineSetup(
-                model_type="language_model",
+                model_type=model_type,
                 model=setup.model,
                 engine=setup.engine,
                 optim=None if frozen else setup.optim,
@@ -120,9 +135,9 @@ class TrainingWorker(Worker):
                     steps.append(
                         {
                             **output.metrics,
-                            "actor/grad_norm": output.grad_norm,
-                            "actor/lr": output.lr,
-                            "actor/skipped_steps": float(output.skipped),
+                            f"{self.prefix}/grad_norm": output.grad_norm,
+                            f"{self.prefix}/lr": output.lr,
+                            f"{self.prefix}/skipped_steps": float(output.skipped),
                         }
                     )
             self.engine.lr_scheduler_step()
@@ -130,9 +145,15 @@ class TrainingWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
-        """``log_probs`` (and ``entropy``) of the responses, float32 ``[B, T]``."""
+        """``log_probs`` (and ``entropy``), or ``values``, of the responses, float32 ``[B, T]``."""
         with self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
+
+
+def leave_process_group() -> None:
+    """Leave torch's process group, if the process is in one; may be called again."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
@@ -207,7 +228,8 @@ class ActorRolloutRefWorker(Worker):
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
             )
-        output = self.ref.infer_batch(data, replace(self.setup.infer, calculate_entropy=False))
+        plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
+        output = self.ref.infer_batch(data, plain)
         return output.rename({"log_probs": "ref_log_prob"})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
@@ -287,6 +309,5 @@ class ActorRolloutRefWorker(Worker):
         """Stop the rollout and leave the process group."""
         if self.rollout is not None:
             self.rollout.close()
-        if torch.distributed.is_available() and torch.distributed.is_initialized():
-            torch.distributed.destroy_process_group()
+        leave_process_group()
         unfreeze_heap()

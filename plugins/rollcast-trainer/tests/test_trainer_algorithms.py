@@ -1,0 +1,135 @@
+"""Every installed algorithm in a run, the critic, and roles in pools of their own."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from trainer_tools import SmallTask, launch, read_metrics, set_up, without_times, worker_of
+
+from rollcast.contracts.algorithm import advantages, policy_losses
+from rollcast_trainer.ppo import StepState
+from rollcast_trainer.roles import Role
+
+SHORT = ["trainer.total_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+
+
+TWO_PARTS = """
+from rollcast.contracts.reward import RewardResult
+
+
+def two_parts(sample):
+    length = float(len(sample.response))
+    return RewardResult(length % 2, extra={"length": length, "digit": float("1" in sample.response)})
+"""
+
+
+def finite(run_dir: Path) -> list[dict[str, float]]:
+    rows = read_metrics(run_dir)
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(value) for row in rows for value in row.values())
+    return rows
+
+
+@pytest.mark.parametrize("name", sorted(advantages.names()))
+def test_every_estimator_trains(small_task: SmallTask, tmp_path: Path, name: str) -> None:
+    file = tmp_path / "parts.py"
+    file.write_text(TWO_PARTS)
+    changes = [f"reward.reward_kwargs.path={file}:two_parts"] if name == "gdpo" else []
+    launch(small_task.ppo(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={name}", *changes))
+    rows = finite(tmp_path / "run")
+    assert rows[0]["actor/grad_norm"] > 0
+    assert ("critic/vf_loss" in rows[0]) == (name == "gae")
+    assert ("reward/baseline_mean" in rows[0]) == (name == "remax")
+
+
+@pytest.mark.parametrize("name", sorted(policy_losses.names()))
+def test_every_policy_loss_trains(small_task: SmallTask, tmp_path: Path, name: str) -> None:
+    options = {"dro": ["actor.policy_loss_kwargs={dro_beta: 0.1}"]}.get(name, [])
+    launch(small_task.ppo(tmp_path, *SHORT, f"actor.policy_loss={name}", "actor.ppo_epochs=2", *options))
+    assert finite(tmp_path)[1]["actor/grad_norm"] > 0
+
+
+def test_a_correction_weighs_and_rejects(small_task: SmallTask, tmp_path: Path) -> None:
+    section = "algorithm.rollout_correction"
+    launch(
+        small_task.ppo(
+            tmp_path,
+            *SHORT,
+            f"{section}.rollout_is=token",
+            f"{section}.rollout_rs=token_k1",
+            f"{section}.rollout_rs_threshold=1.01",
+        )
+    )
+    assert finite(tmp_path)[0]["rollout_corr/k3_kl"] < 1e-6
+
+
+def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(small_task.ppo(tmp_path, *SHORT, "algorithm.rollout_correction.bypass_mode=true"))
+    assert all("rollout/logprob_gap_max" not in row for row in finite(tmp_path))
+
+
+def critic_run(small_task: SmallTask, run_dir: Path, *changes: str) -> list[str]:
+    return small_task.ppo(run_dir, "algorithm=gae", "critic.optim.lr=1e-2", *changes)
+
+
+def test_the_critic_learns_and_a_stopped_run_goes_on_with_it(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(critic_run(small_task, tmp_path / "whole"))
+    launch(critic_run(small_task, tmp_path / "parts", "trainer.total_steps=2"))
+    torch.manual_seed(99)
+    launch(critic_run(small_task, tmp_path / "parts"))
+    whole = without_times(read_metrics(tmp_path / "whole"))
+    assert whole == without_times(read_metrics(tmp_path / "parts"))
+    assert whole[1]["critic/vpred_mean"] != whole[4]["critic/vpred_mean"]
+    assert (tmp_path / "whole" / "checkpoints" / "step_4" / "critic").is_dir()
+
+
+def test_the_weight_of_an_adaptive_penalty_is_part_of_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
+    changes = [
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_controller=adaptive",
+        "algorithm.kl_coef=0.1",
+        "algorithm.target_kl=0.001",
+        "algorithm.horizon=50",
+        "algorithm.kl_penalty=k3",
+    ]
+    launch(small_task.ppo(tmp_path / "whole", *changes))
+    launch(small_task.ppo(tmp_path / "parts", *changes, "trainer.total_steps=2"))
+    launch(small_task.ppo(tmp_path / "parts", *changes))
+    whole = without_times(read_metrics(tmp_path / "whole"))
+    assert whole == without_times(read_metrics(tmp_path / "parts"))
+    assert len({row["actor/kl_coef"] for row in whole[1:]}) == 4
+
+
+def test_the_actor_waits_while_the_critic_warms_up(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(critic_run(small_task, tmp_path, *SHORT, "trainer.critic_warmup=1"))
+    first, second = finite(tmp_path)
+    assert "actor/grad_norm" not in first
+    assert first["critic/grad_norm"] > 0
+    assert second["actor/grad_norm"] > 0
+
+
+def test_a_greedy_baseline_is_that_of_the_rows_prompt(small_task: SmallTask, tmp_path: Path) -> None:
+    with set_up(small_task.ppo(tmp_path, "algorithm.adv_estimator=remax")) as trainer:
+        batch = next(trainer.batches)
+        state = StepState(batch, prompts=batch)
+        trainer.rollout_step(state)
+        trainer.reward_step(state)
+        trainer.baseline_step(state)
+        baselines = state.batch["reward_baselines"].view(len(batch), -1)
+        assert torch.equal(baselines, baselines[:, :1].expand_as(baselines))
+        assert worker_of(trainer) is not None
+
+
+def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp_path: Path) -> None:
+    on_ray = ["runtime=ray", "runtime.threads_per_worker=1", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"]
+    launch(critic_run(small_task, tmp_path / "fused", *SHORT, *on_ray))
+    apart = ["placement.pools={critics: [1], refs: [1]}", "placement.mapping={critic: critics, ref: refs}"]
+    launch(critic_run(small_task, tmp_path / "split", *SHORT, *on_ray, *apart))
+    assert without_times(finite(tmp_path / "split")) == without_times(finite(tmp_path / "fused"))
+
+
+def test_what_checkpoints_keep() -> None:
+    assert {role for role in Role if not role.trains} == {Role.REF}
