@@ -33,6 +33,9 @@ class BaseTracker:
         config: the resolved config as plain dicts and lists.
         start_step: the step that the run continues from; 0 for a fresh run. A tracker that
             appends must drop what it wrote after this step in an earlier, interrupted run.
+
+    Further keyword arguments of a subclass are the config's ``tracker_kwargs.<name>``. What a tracker
+    raises, other than in :meth:`check_requirements`, is logged and never stops the run.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -40,6 +43,14 @@ class BaseTracker:
         self.config = config
         self.start_step = start_step
         self.logger = logging.getLogger(f"rollcast.trackers.{type(self).__name__}")
+
+    @classmethod
+    def check_requirements(cls) -> None:
+        """Called before anything of the run is started.
+
+        Raises:
+            PluginLoadError: a library is missing; names the pip command.
+        """
 
     def close(self) -> None:
         """Flush and release; called once, also after an error."""

@@ -139,13 +139,24 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "rollcast-algorithms", "k1", "abs", "k2", "k3", "k1+", "abs+", "k2+", "k3+", "full"
         ),
         "rollcast.kl_controllers": _names("rollcast-algorithms", "fixed", "adaptive"),
-        "rollcast.rewards": _names("rollcast-rewards", "exact_match", "gsm8k", "function"),
-        "rollcast.reward_managers": _names("rollcast-rewards", "naive"),
+        "rollcast.rewards": _names(
+            "rollcast-rewards",
+            "code",
+            "exact_match",
+            "format",
+            "function",
+            "gsm8k",
+            "http",
+            "math",
+            "multiple_choice",
+            "weighted_sum",
+        ),
+        "rollcast.reward_managers": _names("rollcast-rewards", "batch", "dapo", "naive", "prime", "remote"),
         "rollcast.datasets": _names("rollcast-data", "prompts", "supervised"),
         "rollcast.preprocessors": _names("rollcast-data", "gsm8k"),
         "rollcast.trackers": {
             **_names(CORE_DISTRIBUTION, "console", "jsonl", "report"),
-            **_names("rollcast-trackers", "tensorboard", "wandb", "mlflow"),
+            **_names("rollcast-trackers", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml"),
         },
         "rollcast.trainers": _names("rollcast-trainer", "ppo", "sft"),
     }

@@ -26,6 +26,7 @@ _UNFINISHED = ".unfinished-"
 _FREE = (
     "run_dir",
     "trackers",
+    "tracker_kwargs",
     "runtime",
     "placement",
     "data.num_workers",

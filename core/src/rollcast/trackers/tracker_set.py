@@ -1,0 +1,136 @@
+"""A run's trackers together: checked before it starts, and kept from ever stopping it."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.tracker import BaseTracker, trackers
+from rollcast.errors import ConfigError
+from rollcast.plugins.hookspecs import PROJECT
+
+if TYPE_CHECKING:
+    from pluggy import PluginManager
+
+__all__ = ["TrackerSet"]
+
+logger = logging.getLogger(__name__)
+_MARK = f"{PROJECT}_impl"
+
+
+class TrackerSet:
+    """The trackers that a config names.
+
+    Built, it has found the classes and knows that they take their options and have what they need, and
+    none is created. What a tracker raises after that, while it is created too, is logged and goes no
+    further: the first time with its traceback, then counted.
+
+    Args:
+        names: the config's ``trackers``.
+        options: the config's ``tracker_kwargs``: tracker → keyword arguments.
+
+    Raises:
+        PluginError: a tracker does not exist, does not load, or lacks a library.
+        ConfigError: a tracker does not take its options, or one that is not chosen is given some.
+    """
+
+    def __init__(self, names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
+        given = {name: dict(values or {}) for name, values in (options or {}).items()}
+        unused = sorted(set(given) - set(names))
+        if unused:
+            raise ConfigError(
+                f"tracker_kwargs.{unused[0]} is set, but trackers has no {unused[0]!r}; it has: {', '.join(names)}"
+            )
+        self._parts = {name: (trackers.get(name), given.get(name, {})) for name in names}
+        for name, (part, values) in self._parts.items():
+            _check_options(name, part, values)
+            part.check_requirements()
+        self._trackers: dict[str, BaseTracker] = {}
+        self._failures: dict[str, int] = {}
+
+    def start(self, hooks: PluginManager, run_dir: Path, config: dict[str, Any], start_step: int) -> None:
+        """Create the trackers and let them listen.
+
+        Args:
+            hooks: whose events they hear.
+            run_dir, config, start_step: see :class:`BaseTracker`.
+
+        Raises:
+            ConfigError: an option has a wrong value.
+        """
+        for name, (part, values) in self._parts.items():
+            try:
+                tracker = part(run_dir, config, start_step, **values)
+            except ConfigError:
+                raise
+            except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
+                self._tell(name, "was not created, and the run goes on without it", error)
+                continue
+            self._trackers[name] = tracker
+            hooks.register(_Guarded(tracker, functools.partial(self._tell, name)), name=f"tracker:{name}")
+
+    def close(self) -> None:
+        """Close every tracker; may be called again."""
+        while self._trackers:
+            name, tracker = self._trackers.popitem()
+            try:
+                tracker.close()
+            except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
+                self._tell(name, "close failed", error)
+        for name, count in self._failures.items():
+            if count > 1:
+                logger.warning("tracker %s failed %d times in all; what it shows is not complete", name, count)
+        self._failures.clear()
+
+    def _tell(self, name: str, what: str, error: Exception) -> None:
+        self._failures[name] = self._failures.get(name, 0) + 1
+        if self._failures[name] == 1:
+            reason = f"{type(error).__name__}: {error}"
+            logger.warning("tracker %s: %s (%s)", name, what, reason, exc_info=error)
+
+
+class _Guarded:
+    """A tracker's hook implementations, with their errors told to ``tell`` in place of raised."""
+
+    def __init__(self, tracker: BaseTracker, tell: Callable[[str, Exception], None]) -> None:
+        for name in dir(tracker):
+            function = getattr(tracker, name, None)
+            if inspect.isroutine(function) and hasattr(function, _MARK):
+                setattr(self, name, _guard(function, name, tell))
+
+
+def _guard(function: Callable[..., None], event: str, tell: Callable[[str, Exception], None]) -> Callable[..., None]:
+    @functools.wraps(function)  # pluggy reads mark and argument names
+    def guarded(*args: Any, **kwargs: Any) -> None:
+        try:
+            function(*args, **kwargs)
+        except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
+            tell(f"{event} failed, and the run goes on", error)
+
+    return guarded
+
+
+def _check_options(name: str, part: type[BaseTracker], values: Mapping[str, Any]) -> None:
+    known = _option_names(part)
+    unknown = [key for key in values if key not in known]
+    if unknown:
+        raise ConfigError(
+            f"tracker_kwargs.{name}: there is no option {unknown[0]!r}; options: {', '.join(known) or 'none'}"
+        )
+
+
+def _option_names(part: type[BaseTracker]) -> list[str]:
+    """Keyword arguments of a tracker, those of its bases too where ``**kwargs`` go there."""
+    names: list[str] = []
+    for base in part.__mro__:
+        if "__init__" not in vars(base):
+            continue
+        parameters = list(inspect.signature(vars(base)["__init__"]).parameters.values())[4:]
+        names += [each.name for each in parameters if each.kind is not each.VAR_KEYWORD and each.name not in names]
+        if not any(each.kind is each.VAR_KEYWORD for each in parameters):
+            break
+    return names
