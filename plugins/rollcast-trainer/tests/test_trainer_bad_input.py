@@ -160,7 +160,7 @@ def test_tool_of_no_engine(small_task: SmallTask, tmp_path: Path) -> None:
 
 
 def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
-    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from rollcast.trackers.jsonl import JsonlTracker
 
@@ -168,7 +168,8 @@ def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
         raise OSError("cannot close")
 
     monkeypatch.setattr(JsonlTracker, "close", fail)
-    with pytest.raises(OSError, match="cannot close"), set_up(small_task.ppo(tmp_path)) as trainer:
+    with set_up(small_task.ppo(tmp_path)) as trainer:
         host = trainer.group.workers[0].handle
         assert host.workers
     assert not host.workers
+    assert "cannot close" in caplog.text

@@ -187,7 +187,7 @@ def no_gradient(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def needs_option(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    return PolicyLossOutput(vanilla(inputs).losses * inputs.options["weight"])
+    return PolicyLossOutput(vanilla(replace(inputs, options={})).losses * inputs.options["weight"])
 
 
 def test_which_losses_allow_rows_to_be_left_out() -> None:
