@@ -110,8 +110,12 @@ class AdvantageOutputs:
         """Spread one score a row (``[B]``) over its response tokens, as float32."""
         import torch
 
+        from rollcast.protocol.memory import empty
+
         chosen = response_mask if response_mask.dtype == torch.bool else response_mask != 0
-        spread = torch.where(chosen, scores.float().unsqueeze(-1), 0.0)
+        spread = empty(chosen.shape, torch.float32, scores.device)
+        column = scores.detach().float().unsqueeze(-1)
+        torch.where(chosen, column, torch.zeros((), device=scores.device), out=spread)
         return cls(spread, spread)
 
 

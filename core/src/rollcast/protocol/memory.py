@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["concat", "index_select"]
+__all__ = ["concat", "empty", "index_select"]
 
 _LARGE = 4 << 20  # bytes; NumPy asks from here on
 _ALIGN = 64  # bytes, as torch's own memory has it
@@ -23,6 +23,13 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     memory = torch.from_numpy(np.empty(size + _ALIGN, np.uint8))
     start = -memory.data_ptr() % _ALIGN
     return memory[start : start + size].view(dtype).view(tuple(shape))
+
+
+def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """``torch.empty``."""
+    if device.type != "cpu" or math.prod(shape) * dtype.itemsize < _LARGE:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    return _empty(shape, dtype)
 
 
 def _suits(tensors: Sequence[torch.Tensor], size: int) -> bool:

@@ -9,15 +9,16 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollcast.contracts.algorithm import AdvantageInputs
-from rollcast_algorithms._masking import masked
+from rollcast.protocol.memory import empty
 
 __all__ = ["WHITEN_EPSILON", "Rows", "discounted_suffix_sums", "read_rows", "suffix_sums", "whiten", "whiten_rows"]
 
 WHITEN_EPSILON = 1e-8
 """Added to a variance before its root is divided by; verl's value."""
 
-# Elements a block on a CPU: its temporaries stay in the cache.
-_BLOCK = 1 << 18
+# Elements a block on a CPU: small enough for its temporaries to stay in the cache, and large enough for few
+# parallel regions, of which each has to wait for all threads.
+_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,20 @@ class Rows:
 
     Attributes:
         scores: float64 ``[B]``, the sum of each row's rewards under the mask.
-        lengths: int64 ``[B]``, tokens under the mask.
         chosen: bool ``[B, T]``.
     """
 
     scores: Tensor
-    lengths: Tensor
     chosen: Tensor
+
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 ``[B]``."""
+        if self.chosen.numel() == 0:
+            return self.chosen.sum(-1)
+        # Summing bools is ten times slower than summing what they are cast to, while that is in the cache.
+        step = _block_rows(self.chosen)
+        blocks = [self.chosen[start : start + step] for start in range(0, len(self.chosen), step)]
+        return torch.cat([block.long().sum(-1) for block in blocks])
 
 
 def read_rows(inputs: AdvantageInputs) -> Rows:
@@ -49,17 +57,25 @@ def read_rows(inputs: AdvantageInputs) -> Rows:
         raise ValueError(f"token_level_rewards is {list(rewards.shape)}, but the mask is {list(mask.shape)}")
     if inputs.group_ids.shape != mask.shape[:1]:
         raise ValueError(f"group_ids is {list(inputs.group_ids.shape)}, but there are {len(mask)} rows")
-    count, width = mask.shape
-    step = max(1, _BLOCK // max(width, 1)) if mask.device.type == "cpu" else max(count, 1)
-    scores = torch.empty(count, dtype=torch.float64, device=mask.device)
-    lengths = torch.empty(count, dtype=torch.int64, device=mask.device)
-    chosen = torch.empty(count, width, dtype=torch.bool, device=mask.device)
-    for start in range(0, count, step):
+    step = _block_rows(mask)
+    scores = torch.empty(len(mask), dtype=torch.float64, device=mask.device)
+    chosen = empty(mask.shape, torch.bool, mask.device)
+    dtype = torch.promote_types(rewards.dtype, torch.float32)
+    room = torch.empty(min(step, len(mask)), mask.shape[1], dtype=dtype, device=mask.device)
+    zero = torch.zeros((), dtype=dtype, device=mask.device)
+    for start in range(0, len(mask), step):
         block = slice(start, start + step)
-        inside = torch.ne(mask[block], 0, out=chosen[block])
-        lengths[block] = inside.long().sum(-1)  # summing bools is ten times slower
-        scores[block] = masked("token_level_rewards", rewards[block], inside).sum(-1, dtype=torch.float64)
-    return Rows(scores, lengths, chosen)
+        torch.ne(mask[block], 0, out=chosen[block])
+        inside = room[: len(chosen[block])]
+        torch.where(chosen[block], rewards[block].detach().to(dtype), zero, out=inside)
+        torch.sum(inside, -1, dtype=torch.float64, out=scores[block])
+    return Rows(scores, chosen)
+
+
+def _block_rows(tensor: Tensor) -> int:
+    """Rows of ``[B, T]`` to work on at once."""
+    count, width = tensor.shape
+    return max(1, _BLOCK // max(width, 1)) if tensor.device.type == "cpu" else max(count, 1)
 
 
 def suffix_sums(terms: Tensor) -> Tensor:

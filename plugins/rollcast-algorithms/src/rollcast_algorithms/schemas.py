@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["AlgorithmConfig", "RolloutCorrectionConfig"]
+__all__ = ["AlgorithmConfig", "FilterGroupsConfig", "RolloutCorrectionConfig"]
 
 
 @dataclass
@@ -39,6 +39,19 @@ class RolloutCorrectionConfig:
 
 
 @dataclass
+class FilterGroupsConfig:
+    """Dynamic sampling (DAPO, arXiv:2503.14476, §3.2). Names are verl's.
+
+    Attributes:
+        enable: leave out prompts whose samples all have the same score, and sample further prompts for them.
+        max_num_gen_batches: batches of prompts a step at most; the step then goes on with what it has.
+    """
+
+    enable: bool = False
+    max_num_gen_batches: int = 10
+
+
+@dataclass
 class AlgorithmConfig:
     """How rewards become advantages. Names are verl's.
 
@@ -55,6 +68,7 @@ class AlgorithmConfig:
         target_kl, horizon: of an adaptive controller (verl's ``kl_ctrl.target_kl`` and ``.horizon``).
         adv_kwargs: options of the estimator.
         rollout_correction: for the gap between the sampling and the training policy.
+        filter_groups: dynamic sampling.
     """
 
     adv_estimator: str = "grpo"
@@ -69,3 +83,4 @@ class AlgorithmConfig:
     horizon: int = 10_000
     adv_kwargs: dict[str, Any] = field(default_factory=dict)
     rollout_correction: RolloutCorrectionConfig = field(default_factory=RolloutCorrectionConfig)
+    filter_groups: FilterGroupsConfig = field(default_factory=FilterGroupsConfig)

@@ -103,7 +103,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
         total = total + weight * _group_normalised(component, inputs)
-    return _spread(whiten_rows(total, rows.lengths), rows)
+    return _spread(whiten_rows(total, rows.lengths()), rows)
 
 
 @advantage(needs_groups=True)
@@ -121,7 +121,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     read_options("reinforce_plus_plus_baseline", inputs.options, {})
     rows = read_rows(inputs)
-    return _spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths), rows)
+    return _spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths()), rows)
 
 
 @advantage(needs_groups=True)
@@ -156,7 +156,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     read_options("opo", inputs.options, {})
     rows = read_rows(inputs)
-    lengths = rows.lengths.double()
+    lengths = rows.lengths().double()
     baseline = inputs.group_mean(rows.scores * lengths) / inputs.group_mean(lengths).clamp(min=1e-12)
     return _spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline), rows)
 
