@@ -10,6 +10,9 @@ import torch
 from trainer_tools import SmallTask, launch, read_metrics, set_up, without_times, worker_of
 
 from rollcast.contracts.algorithm import advantages, policy_losses
+from rollcast.protocol import DataProto
+from rollcast_trainer.dynamic_batch import first_groups, groups_that_differ, join_generated
+from rollcast_trainer.loop import Timer
 from rollcast_trainer.ppo import StepState
 from rollcast_trainer.roles import Role
 
@@ -133,3 +136,63 @@ def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp
 
 def test_what_checkpoints_keep() -> None:
     assert {role for role in Role if not role.trains} == {Role.REF}
+
+
+def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTask, tmp_path: Path) -> None:
+    changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3", "rollout.n=2"]
+    with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
+        for _ in range(3):
+            batch = next(trainer.batches)
+            state, timer = StepState(batch, prompts=batch), Timer()
+            trainer.sample(state, timer)
+            trainer.filter_groups_step(state, timer)
+            kept = int(state.metrics["rollout/kept_groups"])
+            assert kept <= 4
+            assert kept == 4 or state.metrics["rollout/gen_batches"] == 3
+            assert state.batch["uid"].unique().tolist() == list(range(max(kept, 1)))[: len(state.batch["uid"].unique())]
+            assert state.prompts is not None
+            if kept:
+                assert bool(groups_that_differ(state.batch).all())
+                for row in range(len(state.batch)):
+                    mine = state.batch["prompts"][row], state.prompts["input_ids"][int(state.batch["uid"][row])]
+                    assert [i for i in mine[0].tolist() if i] == [i for i in mine[1].tolist() if i]
+
+
+def test_dynamic_batches_train_and_go_on(small_task: SmallTask, tmp_path: Path) -> None:
+    changes = ["algorithm.filter_groups.enable=true", "algorithm.adv_estimator=remax"]
+    launch(small_task.ppo(tmp_path / "whole", *changes))
+    launch(small_task.ppo(tmp_path / "parts", *changes, "trainer.total_steps=2"))
+    launch(small_task.ppo(tmp_path / "parts", *changes))
+    assert without_times(read_metrics(tmp_path / "whole")) == without_times(read_metrics(tmp_path / "parts"))
+
+
+def test_batches_of_different_widths_are_joined() -> None:
+    def generated(prompt: int, response: int, scores: list[float]) -> DataProto:
+        rows = len(scores)
+        mask = torch.ones(rows, prompt + response, dtype=torch.int64)
+        return DataProto.from_dict(
+            {
+                "uid": torch.arange(rows) // 2,
+                "prompts": torch.full((rows, prompt), 5),
+                "responses": torch.full((rows, response), 7),
+                "input_ids": torch.cat([torch.full((rows, prompt), 5), torch.full((rows, response), 7)], 1),
+                "attention_mask": mask,
+                "position_ids": mask.cumsum(-1) - 1,
+                "response_mask": mask[:, prompt:],
+                "rollout_log_probs": -torch.ones(rows, response),
+                "token_level_scores": torch.nn.functional.pad(torch.tensor(scores).unsqueeze(-1), (response - 1, 0)),
+            }
+        )
+
+    first, second = generated(2, 3, [0.0, 1.0, 1.0, 1.0]), generated(4, 2, [0.0, 0.0, 2.0, 1.0])
+    assert groups_that_differ(first).tolist() == [True, True, False, False]
+    joined = join_generated([first, second], 9)
+    assert joined["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    assert joined["input_ids"][0].tolist() == [9, 9, 5, 5, 7, 7, 7]
+    assert joined["input_ids"][4].tolist() == [5, 5, 5, 5, 7, 7, 9]
+    assert joined["attention_mask"][4].tolist() == [1, 1, 1, 1, 1, 1, 0]
+    assert joined["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3, 4]
+    assert joined["response_mask"][4].tolist() == [1, 1, 0]
+    assert joined["token_level_scores"].sum(-1).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 1.0]
+    chosen = first_groups(joined.select_idxs(groups_that_differ(joined).nonzero().flatten()), 1)
+    assert chosen["uid"].tolist() == [0, 0]

@@ -18,7 +18,8 @@ from rollcast.protocol import DataProto
 from rollcast.testing.tiny import plain_log_probs, plain_model
 from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
 from rollcast_trainer.batching import plan_update
-from rollcast_trainer.ppo import PpoTrainer, needs_advantage
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.skipping import needs_advantage
 from rollcast_trainer.workers import UpdatePlan
 
 WIDTH = 6

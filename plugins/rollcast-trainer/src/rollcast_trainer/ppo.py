@@ -15,14 +15,12 @@ import torch
 
 from rollcast.contracts.algorithm import (
     AdvantageInputs,
-    Denominators,
     advantage_needs,
     advantages,
     kl_penalties,
     loss_aggregations,
     policy_losses,
 )
-from rollcast.contracts.engine import LossInputs
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import CapabilityError, ConfigError, RewardError
@@ -33,11 +31,13 @@ from rollcast_algorithms.value_loss import ValueLoss
 from rollcast_trainer.batching import BatchAlgebra, draw_mini_batches, plan_update
 from rollcast_trainer.correction import OffPolicyCorrection
 from rollcast_trainer.critic import CriticWorker
+from rollcast_trainer.dynamic_batch import groups_that_differ, join_groups
 from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.reference import RefWorker
 from rollcast_trainer.reward_kl import RewardKl
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig
+from rollcast_trainer.skipping import needs_advantage, without_advantage
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 
@@ -107,6 +107,9 @@ class PpoTrainer(LoopTrainer):
                     f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={self.task.engine.name} "
                     "cannot give"
                 )
+        limit = self.algorithm.filter_groups.max_num_gen_batches
+        if limit < 1:
+            raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
         if needs.groups and self.algebra.samples < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
@@ -185,12 +188,9 @@ class PpoTrainer(LoopTrainer):
 
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         state = StepState(batch, prompts=batch)
-        with timer.phase("generate"):
-            self.rollout_step(state)
-        state.metrics["rollout/tokens_per_s"] = state.metrics["rollout/tokens"] / max(timer.seconds["generate"], 1e-9)
-        self.task.emit("on_batch_after_rollout", trainer=self, step=self.step + 1, batch=state.batch)
-        with timer.phase("reward"):
-            self.reward_step(state)
+        self.sample(state, timer)
+        if self.algorithm.filter_groups.enable:
+            self.filter_groups_step(state, timer)
         self.task.emit("on_batch_after_reward", trainer=self, step=self.step + 1, batch=state.batch)
         if self._needs.reward_baselines:
             with timer.phase("baseline"):
@@ -213,6 +213,15 @@ class PpoTrainer(LoopTrainer):
             with timer.phase("update_actor"):
                 self.update_actor_step(state)
         return state.metrics
+
+    def sample(self, state: StepState, timer: Timer) -> None:
+        """Generate and score."""
+        with timer.phase("generate"):
+            self.rollout_step(state)
+        state.metrics["rollout/tokens_per_s"] = state.metrics["rollout/tokens"] / max(timer.seconds["generate"], 1e-9)
+        self.task.emit("on_batch_after_rollout", trainer=self, step=self.step + 1, batch=state.batch)
+        with timer.phase("reward"):
+            self.reward_step(state)
 
     # -- named steps --------------------------------------------------------------------------
 
@@ -247,6 +256,31 @@ class PpoTrainer(LoopTrainer):
                 raise RewardError(f"no sample of step {self.step + 1} has a score: {scored.results[0].error}")
             state.batch = state.batch.select_idxs(scored.kept.nonzero().flatten())
         state.metrics |= {**scored.metrics("reward"), "reward/accuracy": scored.accuracy}
+
+    def filter_groups_step(self, state: StepState, timer: Timer) -> None:
+        """Groups with scores that differ, from further prompts where too many have none.
+
+        Metrics are those of the first batch, which is not chosen, and ``rollout/gen_batches`` and
+        ``rollout/kept_groups``.
+        """
+        wanted, limit = self.algebra.prompts, self.algorithm.filter_groups.max_num_gen_batches
+        kept: list[tuple[DataProto, DataProto]] = []
+        current, groups, count = state, 0, 0
+        while True:
+            count += 1
+            differing = current.batch.select_idxs(groups_that_differ(current.batch).nonzero().flatten())
+            kept.append((differing, cast("DataProto", current.prompts)))
+            groups += len(differing["uid"].unique())
+            if groups >= wanted or count >= limit:
+                break
+            further = next(self.batches)
+            current = StepState(further, prompts=further)
+            self.sample(current, timer)
+        state.metrics |= {"rollout/gen_batches": float(count), "rollout/kept_groups": float(min(groups, wanted))}
+        if not groups:
+            logger.warning("step %d: no group of %d batches has scores that differ", self.step + 1, count)
+            return
+        state.batch, state.prompts = join_groups(kept, wanted, int(self.task.tokenizer.pad_token_id))
 
     def baseline_step(self, state: StepState) -> None:
         """The score of a greedy response to each prompt: ``reward_baselines`` float32 ``[B]``."""
@@ -310,7 +344,7 @@ class PpoTrainer(LoopTrainer):
         )
         columns = {"token_level_rewards": rewards, "advantages": output.advantages, "returns": output.returns}
         state.batch = batch.with_columns(columns)
-        state.metrics["actor/zero_advantage_rows"] = float(_without_advantage(state.batch).float().mean())
+        state.metrics["actor/zero_advantage_rows"] = float(without_advantage(state.batch).float().mean())
         if "values" in batch:
             inside = batch["response_mask"].bool()
             left = (output.returns - batch["values"])[inside].var()
@@ -345,7 +379,7 @@ class PpoTrainer(LoopTrainer):
             self.dp_size,
             self.task.data.max_response_length,
             epochs,
-            _without_advantage(batch) if self._may_skip else None,
+            without_advantage(batch) if self._may_skip else None,
         )
         state.metrics |= self.group.update_actor(arranged, plan)[0]
 
@@ -362,36 +396,3 @@ class PpoTrainer(LoopTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._reward_kl is not None and "kl_controller" in state:
             self._reward_kl.controller.load_state_dict(state["kl_controller"])
-
-
-def needs_advantage(loss: PpoLoss) -> bool:
-    """Whether a row with zero advantages has no gradient, so that it may be left out of an update.
-
-    Terms beside the policy loss always have one. The policy loss itself is tried on a few tokens,
-    which also finds options that it refuses.
-
-    Raises:
-        ConfigError: it does not take its options.
-    """
-    generator = torch.Generator().manual_seed(0)
-    old = torch.rand((4, 16), generator=generator).log()
-    new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
-    mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
-    try:
-        columns = {"old_log_probs": old, "advantages": nothing, **loss.prepare(old, nothing, mask)}
-        tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
-        counts = Denominators(64.0, 4.0, 16.0)
-        total = tried(LossInputs(new, None, None, mask, columns, counts)).loss
-    except (ValueError, TypeError, LookupError) as error:
-        raise ConfigError(f"actor.policy_loss does not work with the settings in actor: {error}") from error
-    if loss.entropy_coeff or loss.kl_penalty is not None:
-        return False
-    if not total.requires_grad:
-        return True
-    (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
-    return gradient is None or not bool(gradient.any())
-
-
-def _without_advantage(batch: DataProto) -> torch.Tensor:
-    """Rows (bool ``[B]``) whose advantage is zero at every token."""
-    return cast("torch.Tensor", batch["advantages"].abs().amax(-1) == 0)
