@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from itertools import chain
 from pathlib import Path
 
 import nox
@@ -19,6 +20,8 @@ ROOT = Path(__file__).parent
 CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
+#: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
+TEST_LIBRARIES = {"rollcast-rewards": ["math-verify[antlr4_9_3]"], "rollcast-trackers": ["tensorboard"]}
 QUICKSTART = "rollcast-quickstart"
 #: What verl's controller imports; the rest of what verl requires is for its trainers.
 VERL_NEEDS = ["torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"]
@@ -104,7 +107,7 @@ def quickstart(session: nox.Session) -> None:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every distribution's tests and those that cross them, on installed wheels."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS)
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
     chosen = session.posargs or ["-n", "2", "--dist", "loadfile"]
     session.run("python", "-m", "pytest", "-q", *chosen)
@@ -114,7 +117,7 @@ def tests(session: nox.Session) -> None:
 @nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
 def plugin(session: nox.Session, name: str) -> None:
     """One distribution's own tests, with nothing installed but what it and they require."""
-    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS)
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
 
@@ -141,7 +144,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The quick start's step against a plain PyTorch loop, and the controller against the machine's limits."""
     install(session, requirements(QUICKSTART))
-    for name in chosen(session, "controller", "plain_loop"):
+    for name in chosen(session, "controller", "plain_loop", "rewards"):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from rollcast.testing.dispatch import DispatchSuite
     from rollcast.testing.engine import EngineSuite
     from rollcast.testing.policy_loss import PolicyLossSuite
-    from rollcast.testing.reward import RewardSuite
+    from rollcast.testing.reward import RewardManagerSuite, RewardSuite
     from rollcast.testing.rollout import RolloutSuite
 
 _EXPORTS = {
@@ -27,6 +27,7 @@ _EXPORTS = {
     "DispatchSuite": "rollcast.testing.dispatch",
     "EngineSuite": "rollcast.testing.engine",
     "PolicyLossSuite": "rollcast.testing.policy_loss",
+    "RewardManagerSuite": "rollcast.testing.reward",
     "RewardSuite": "rollcast.testing.reward",
     "RolloutSuite": "rollcast.testing.rollout",
 }
@@ -36,6 +37,7 @@ __all__ = [
     "DispatchSuite",
     "EngineSuite",
     "PolicyLossSuite",
+    "RewardManagerSuite",
     "RewardSuite",
     "RolloutSuite",
 ]
