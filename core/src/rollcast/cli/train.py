@@ -13,7 +13,7 @@ from rollcast.cli.output import hide_library_bars
 if TYPE_CHECKING:
     from rollcast.config import Composed
 
-__all__ = ["find_newest_checkpoint", "train"]
+__all__ = ["check_trainer", "find_newest_checkpoint", "train"]
 
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)")
@@ -31,7 +31,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     from rollcast.contracts.trainer import trainers
 
     composed = compose(overrides or (), config_dir)
-    _check_trainer(composed, config_dir)
+    check_trainer(composed, config_dir)
     # A part that cannot be loaded is found here, not after the minutes that come before its first use.
     load_parts(composed.config, composed.origins)
     trainer = trainers.get(composed.config.trainer.name)
@@ -44,7 +44,7 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     logger.info("trained to step %d; everything is in %s", result.step, result.run_dir)
 
 
-def _check_trainer(composed: Composed, config_dir: Path | None) -> None:
+def check_trainer(composed: Composed, config_dir: Path | None) -> None:
     """Refuse a configuration without a trainer.
 
     Raises:

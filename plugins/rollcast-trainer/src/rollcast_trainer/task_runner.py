@@ -84,8 +84,10 @@ class TaskRunner:
         check_capabilities(self.engine_class, self.engine, self.rollout_class, self.rollout)
         self._runtime_class: Any = runtimes.get(self.runtime_config.name)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
-        self._pools = build_pools(self.placement)
-        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep)
+        self.pools = build_pools(self.placement)
+        self.checkpoints = Checkpoints(
+            self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
+        )
         self.start_step = 0
         self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
@@ -135,7 +137,7 @@ class TaskRunner:
             ResourceError: the machines do not have what the run asks for.
         """
         self._runtime = self._build_runtime()
-        self._pools.check(self._runtime.nodes())
+        self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
             shared = {name: self.config[name].copy() for name in ("runtime", "placement")}
             shared["runtime"].record = None  # the calls of the run itself are meant
@@ -170,16 +172,16 @@ class TaskRunner:
     @property
     def world_size(self) -> int:
         """Worker processes of the actor."""
-        return self._pools.get_resource_pool(Role.ACTOR_ROLLOUT).world_size
+        return self.pools.get_resource_pool(Role.ACTOR_ROLLOUT).world_size
 
     @property
     def processes(self) -> int:
         """Worker processes of all pools."""
-        return sum(pool.world_size for pool in self._pools.resource_pool_dict.values())
+        return sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
 
     def has_own_pool(self, role: Role) -> bool:
         """Whether a role lives apart from the actor."""
-        return self._pools.mapping[role] != self._pools.mapping[Role.ACTOR_ROLLOUT]
+        return self.pools.mapping[role] != self.pools.mapping[Role.ACTOR_ROLLOUT]
 
     def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
         """A dataset over ``files`` with the config's settings and some changed."""
@@ -257,7 +259,7 @@ class TaskRunner:
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
         groups = start_groups(
-            self._pools,
+            self.pools,
             {role: wrapped for role, wrapped in workers.items()},  # noqa: C416  # of keys that may be any role
             runtime=self._runtime,
             timeout=self.runtime_config.call_timeout_s,

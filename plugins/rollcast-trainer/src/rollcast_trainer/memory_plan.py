@@ -1,0 +1,160 @@
+"""Which models a run has, in which pool, and what they take there."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.weight_sync import weight_syncs
+from rollcast.controller.resource_pool import ResourcePool
+from rollcast.errors import ConfigError
+from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.memory import (
+    EngineLayout,
+    MemoryItem,
+    ModelSize,
+    Passes,
+    bound_activations,
+    count_frozen,
+    count_gathered,
+    count_kv_cache,
+    count_trained,
+    measure_model,
+    total,
+)
+
+__all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
+
+
+def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
+    """Pool → the roles of this run that live in it."""
+    pools = trainer.task.pools
+    places = {getattr(role, "value", role): pool for role, pool in pools.mapping.items()}
+    actor = places["actor_rollout"]
+    roles = {"actor": actor, "rollout": actor}
+    # Not every trainer has a reference and a critic.
+    if getattr(trainer, "uses_reference", False):
+        roles["reference"] = places.get("ref", actor)
+    if getattr(trainer, "uses_critic", False):
+        roles["critic"] = places.get("critic", actor)
+    found: dict[ResourcePool, list[str]] = {}
+    for role, pool in roles.items():
+        found.setdefault(pools.resource_pool_dict[pool], []).append(role)
+    return found
+
+
+def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
+    """Rows of the longest length in the largest forward and backward pass of a rank."""
+    if algebra.micro_batch_tokens is not None:
+        return min(max(algebra.micro_batch_tokens // longest, 1), algebra.rows_per_rank)
+    return min(algebra.micro_batch_rows or algebra.rows_per_rank, algebra.rows_per_rank)
+
+
+def plan_memory(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> list[tuple[str, Any, str]]:
+    """Key, value and text of each line about memory; bytes on each rank.
+
+    Raises:
+        ConfigError: the model folder is not one, and nothing in the run would make it.
+    """
+    model, reason = _find_model(trainer)
+    if model is None:
+        notes.append(f"the size of the model is not known yet: {reason}")
+        return [("parameters", None, "parameters: not known"), ("pools", None, "memory: not known")]
+    size = measure_model(model)
+    lines: list[tuple[str, Any, str]] = [("parameters", size.parameters, f"{size.parameters:,} parameters")]
+    if not EngineLayout.read(trainer.task.engine, 1).known:
+        notes.append(f"engine {trainer.task.engine.name} does not say how it stores a model: whole in fp32 is assumed")
+    stored = trained = 0
+    by_pool: dict[str, Any] = {}
+    for pool, roles in placed_roles(trainer).items():
+        layout = EngineLayout.read(trainer.task.engine, pool.world_size)
+        items = [item for role in roles for item in _items(role, trainer, algebra, size, layout, pool)]
+        phases = {"held": total(items, "held")}
+        phases |= {"generating": total(items, "generate")} if "rollout" in roles else {}
+        phases |= {"updating": total(items, "update")} if {"actor", "critic"} & set(roles) else {}
+        by_pool[pool.name] = {"items": {item.name: item.bytes for item in items}, "device": phases}
+        for item in items:
+            how = [*(["rough bound"] if item.is_bound else []), *(["in host memory"] if item.on_host else [])]
+            aside = f" ({', '.join(how)})" if how else ""
+            lines.append(("", None, f"{pool.name}: {item.name} {format_bytes(item.bytes)}{aside}"))
+        shown = ", ".join(f"{format_bytes(most)} {phase}" for phase, most in phases.items())
+        lines.append(("", None, f"{pool.name}: in all {shown}"))
+        trained += size.parameters * ("actor" in roles) + _critic_parameters(trainer, size) * ("critic" in roles)
+        stored = layout.stored
+    disk = 3 * trained * stored
+    lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
+    lines.append(("pools", by_pool, ""))
+    return lines
+
+
+def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
+    """The model that the run starts from; or None and why it cannot be known."""
+    task = trainer.task
+    warm = task.run_dir / "warm_start" / "export"
+    if task.trainer.warm_start is not None and (warm / "config.json").is_file():
+        return replace(task.model, path=str(warm)), ""
+    folder = Path(task.model.path)
+    if (folder / "config.json").is_file():
+        return task.model, ""
+    if task.data.preprocess is not None and not folder.exists():
+        return None, f"{folder} does not exist; data.preprocess={task.data.preprocess} may make it when the run starts"
+    if task.trainer.warm_start is not None and not folder.exists():
+        return None, f"{folder} does not exist; recipe {task.trainer.warm_start} is trained first and may make it"
+    what = "has no config.json" if folder.is_dir() else "is not a folder"
+    raise ConfigError(f"model.path: {folder} {what}; give a Hugging Face model folder")
+
+
+def _items(
+    role: str, trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, layout: EngineLayout, pool: ResourcePool
+) -> list[MemoryItem]:
+    data = trainer.task.data
+    longest = data.max_prompt_length + data.max_response_length
+    algebra = replace(algebra, dp_size=pool.world_size)
+    if role == "reference":
+        return count_frozen("reference", size.parameters, layout)
+    if role == "rollout":
+        return _rollout_items(trainer, algebra, size, layout, longest)
+    if role == "critic":
+        rows = trainer.critic.ppo_micro_batch_size_per_gpu  # type: ignore[attr-defined]
+        algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
+    passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
+    eager = trainer.task.model.attn_implementation == "eager"
+    parameters = size.parameters if role == "actor" else _critic_parameters(trainer, size)
+    activations = bound_activations(size, passes, layout, eager, logits=role == "actor")
+    items = count_trained(role, parameters, layout)
+    if layout.gathers:
+        items.append(MemoryItem(f"{role}: gathered weights", count_gathered(size, layout), "update"))
+    return [*items, MemoryItem(f"{role}: activations", activations, "update", is_bound=True)]
+
+
+def _rollout_items(
+    trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, layout: EngineLayout, longest: int
+) -> list[MemoryItem]:
+    rollout = trainer.task.rollout
+    rows = -(-algebra.rows // algebra.dp_size)
+    at_once = min(rows, getattr(rollout, "max_batch_size", rows))
+    cache = MemoryItem("rollout: KV cache", count_kv_cache(size, at_once, longest, layout), "generate", is_bound=True)
+    shares = weight_syncs.get(rollout.weight_sync).capabilities.same_process
+    if shares and not layout.gathers:
+        return [cache]
+    return [MemoryItem("rollout: weights", size.parameters * layout.computed, "generate" if shares else "held"), cache]
+
+
+def _critic_parameters(trainer: LoopTrainer, size: ModelSize) -> int:
+    critic: Any = getattr(trainer, "critic", None)
+    if critic is None or critic.model.path is None:
+        return size.value_parameters
+    return measure_model(replace(trainer.task.model, path=critic.model.path)).value_parameters
+
+
+def format_bytes(count: int) -> str:
+    """A size for people, with three digits: ``"512 B"``, ``"1.5 GiB"``."""
+    number, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if number < 1000:
+            break
+        number, unit = number / 1024, larger
+    return f"{number:.3g} {unit}"
