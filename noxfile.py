@@ -23,8 +23,11 @@ TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {"rollcast-rewards": ["math-verify[antlr4_9_3]"], "rollcast-trackers": ["tensorboard"]}
 QUICKSTART = "rollcast-quickstart"
-#: What verl's controller imports; the rest of what verl requires is for its trainers.
-VERL_NEEDS = ["torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"]
+#: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
+VERL_NEEDS = [
+    *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
+    "orjson",
+]
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -150,17 +153,18 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def bench_peers(session: nox.Session) -> None:
-    """The quick start's step against TRL, and the controller against verl, which has an environment of its own."""
-    names = chosen(session, "verl", "trl")
+    """The quick start's step against TRL; controller and algorithms against verl, in an environment of its own."""
+    names = chosen(session, "verl", "verl_algorithms", "trl")
     install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
-    if "verl" in names:
+    if peers := [name for name in names if name.startswith("verl")]:
         theirs = Path(session.virtualenv.location) / "verl"
         session.run("python", "-m", "venv", str(theirs))
         pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
         session.run(*pip, *constraints(), *VERL_NEEDS, external=True)
         session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
         python = str(theirs / "bin" / "python")
-        session.run("python", "tests/benchmarks/bench_verl.py", "--verl-python", python)
+        for name in peers:
+            session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)
     if "trl" in names:
         session.run("python", "tests/benchmarks/bench_trl.py")
 

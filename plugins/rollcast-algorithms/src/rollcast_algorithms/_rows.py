@@ -2,80 +2,62 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from rollcast.contracts.algorithm import AdvantageInputs
+from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs
 from rollcast.protocol.memory import empty
+from rollcast_algorithms._masking import widen
 
-__all__ = ["WHITEN_EPSILON", "Rows", "discounted_suffix_sums", "read_rows", "suffix_sums", "whiten", "whiten_rows"]
+__all__ = ["WHITEN_EPSILON", "Rows", "discounted_suffix_sums", "suffix_sums", "whiten", "whiten_rows"]
 
 WHITEN_EPSILON = 1e-8
 """Added to a variance before its root is divided by; verl's value."""
 
-# Elements a block on a CPU: small enough for its temporaries to stay in the cache, and large enough for few
-# parallel regions, of which each has to wait for all threads.
-_BLOCK = 1 << 20
 
-
-@dataclass(frozen=True)
 class Rows:
-    """What outcome estimators read of a batch.
+    """What outcome estimators read of a batch, and the memory of their result.
+
+    On a CPU most of the time goes into the first touch of fresh memory, and, where other processes are
+    busy, into waiting for all threads at the end of each operation. So there is one ``[B, T]`` tensor, used
+    for everything in turn, and few operations over whole tensors.
 
     Attributes:
-        scores: float64 ``[B]``, the sum of each row's rewards under the mask.
-        chosen: bool ``[B, T]``.
-    """
-
-    scores: Tensor
-    chosen: Tensor
-
-    def lengths(self) -> Tensor:
-        """Tokens of each row, int64 ``[B]``."""
-        if self.chosen.numel() == 0:
-            return self.chosen.sum(-1)
-        # Summing bools is ten times slower than summing what they are cast to, while that is in the cache.
-        step = _block_rows(self.chosen)
-        blocks = [self.chosen[start : start + step] for start in range(0, len(self.chosen), step)]
-        return torch.cat([block.long().sum(-1) for block in blocks])
-
-
-def read_rows(inputs: AdvantageInputs) -> Rows:
-    """Read rewards and mask once.
-
-    The sums are float64: in float32 the mean of equal scores can differ from them in the last bit,
-    and divided by a standard deviation of that same bit, rounding would turn into an advantage.
+        scores: float64 ``[B]``, the sum of each row's rewards under the mask. In float32 the mean of equal
+            scores can differ from them in the last bit, and divided by a standard deviation of that same
+            bit, rounding would turn into an advantage.
 
     Raises:
         ValueError: the shapes do not fit together.
     """
-    rewards, mask = inputs.token_level_rewards, inputs.response_mask
-    if rewards.shape != mask.shape:
-        raise ValueError(f"token_level_rewards is {list(rewards.shape)}, but the mask is {list(mask.shape)}")
-    if inputs.group_ids.shape != mask.shape[:1]:
-        raise ValueError(f"group_ids is {list(inputs.group_ids.shape)}, but there are {len(mask)} rows")
-    step = _block_rows(mask)
-    scores = torch.empty(len(mask), dtype=torch.float64, device=mask.device)
-    chosen = empty(mask.shape, torch.bool, mask.device)
-    dtype = torch.promote_types(rewards.dtype, torch.float32)
-    room = torch.empty(min(step, len(mask)), mask.shape[1], dtype=dtype, device=mask.device)
-    zero = torch.zeros((), dtype=dtype, device=mask.device)
-    for start in range(0, len(mask), step):
-        block = slice(start, start + step)
-        torch.ne(mask[block], 0, out=chosen[block])
-        inside = room[: len(chosen[block])]
-        torch.where(chosen[block], rewards[block].detach().to(dtype), zero, out=inside)
-        torch.sum(inside, -1, dtype=torch.float64, out=scores[block])
-    return Rows(scores, chosen)
 
+    def __init__(self, inputs: AdvantageInputs) -> None:
+        rewards, mask = inputs.token_level_rewards.detach(), inputs.response_mask
+        if rewards.shape != mask.shape:
+            raise ValueError(f"token_level_rewards is {list(rewards.shape)}, but the mask is {list(mask.shape)}")
+        if inputs.group_ids.shape != mask.shape[:1]:
+            raise ValueError(f"group_ids is {list(inputs.group_ids.shape)}, but there are {len(mask)} rows")
+        self._chosen = torch.ne(mask, 0, out=empty(mask.shape, torch.bool, mask.device))
+        self._room = empty(mask.shape, torch.float32, mask.device)
+        if rewards.dtype == torch.float32:
+            inside = torch.where(self._chosen, rewards, self._zero(), out=self._room)
+        else:
+            inside = torch.where(self._chosen, widen(rewards), 0.0)
+        self.scores = inside.sum(-1, dtype=torch.float64)
 
-def _block_rows(tensor: Tensor) -> int:
-    """Rows of ``[B, T]`` to work on at once."""
-    count, width = tensor.shape
-    return max(1, _BLOCK // max(width, 1)) if tensor.device.type == "cpu" else max(count, 1)
+    def lengths(self) -> Tensor:
+        """Tokens of each row, int64 ``[B]``; to be called before :meth:`spread`."""
+        # A row has fewer than 2^24 tokens, so float32 counts exactly; summing bools is ten times slower.
+        return self._room.copy_(self._chosen).sum(-1).long()
+
+    def spread(self, scores: Tensor) -> AdvantageOutputs:
+        """``scores`` ``[B]`` at each of their row's tokens, float32; the last that is done with these rows."""
+        spread = torch.where(self._chosen, scores.float().unsqueeze(-1), self._zero(), out=self._room)
+        return AdvantageOutputs(spread, spread)
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), device=self._room.device)
 
 
 def suffix_sums(terms: Tensor) -> Tensor:

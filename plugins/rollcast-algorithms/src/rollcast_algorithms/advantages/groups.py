@@ -17,7 +17,7 @@ from torch import Tensor
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
 from rollcast_algorithms._options import read_options
-from rollcast_algorithms._rows import Rows, read_rows, whiten_rows
+from rollcast_algorithms._rows import Rows, whiten_rows
 
 __all__ = ["GRPO_EPSILON", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo"]
 
@@ -40,8 +40,8 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     R1-Zero-Like Training, arXiv:2503.20783 (without std).
     """
     read_options("grpo", inputs.options, {})
-    rows = read_rows(inputs)
-    return _spread(_group_normalised(rows.scores, inputs), rows)
+    rows = Rows(inputs)
+    return rows.spread(_group_normalised(rows.scores, inputs))
 
 
 @advantage(needs_groups=True)
@@ -59,7 +59,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     Reinforcement Learning, arXiv:2503.19595.
     """
     read_options("grpo_passk", inputs.options, {})
-    rows = read_rows(inputs)
+    rows = Rows(inputs)
     groups, scores = inputs.group_ids, rows.scores
     # Sorted by score within each group, a group's last two rows are its best and its second.
     order = scores.argsort(stable=True)
@@ -71,7 +71,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     lead = scores[best] - scores[second]
     if inputs.norm_adv_by_std_in_grpo:
         lead = lead / (_group_std(scores - inputs.group_mean(scores), inputs)[best] + GRPO_EPSILON)
-    return _spread(torch.zeros_like(scores).index_copy(0, best, lead), rows)
+    return rows.spread(torch.zeros_like(scores).index_copy(0, best, lead))
 
 
 @advantage(needs_groups=True, needs_reward_components=True)
@@ -96,14 +96,14 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
             weights are not equally many.
     """
     options = read_options("gdpo", inputs.options, {"gdpo_reward_keys": None, "gdpo_reward_weights": None})
-    rows = read_rows(inputs)
+    rows = Rows(inputs)
     total = torch.zeros_like(rows.scores)
     for key, weight in _weights(inputs.reward_components, **options).items():
         component = inputs.reward_components[key].to(rows.scores)
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
         total = total + weight * _group_normalised(component, inputs)
-    return _spread(whiten_rows(total, rows.lengths()), rows)
+    return rows.spread(whiten_rows(total, rows.lengths()))
 
 
 @advantage(needs_groups=True)
@@ -120,8 +120,8 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262.
     """
     read_options("reinforce_plus_plus_baseline", inputs.options, {})
-    rows = read_rows(inputs)
-    return _spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths()), rows)
+    rows = Rows(inputs)
+    return rows.spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths()))
 
 
 @advantage(needs_groups=True)
@@ -137,9 +137,9 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740.
     """
     read_options("rloo", inputs.options, {})
-    rows = read_rows(inputs)
+    rows = Rows(inputs)
     sizes = inputs.group_sizes()
-    return _spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0), rows)
+    return rows.spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0))
 
 
 @advantage(needs_groups=True)
@@ -155,10 +155,10 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     Source: Hao et al. 2025, On-Policy RL with Optimal Reward Baseline, arXiv:2505.23585.
     """
     read_options("opo", inputs.options, {})
-    rows = read_rows(inputs)
+    rows = Rows(inputs)
     lengths = rows.lengths().double()
     baseline = inputs.group_mean(rows.scores * lengths) / inputs.group_mean(lengths).clamp(min=1e-12)
-    return _spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline), rows)
+    return rows.spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline))
 
 
 @advantage(needs_groups=True)
@@ -176,13 +176,9 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     Source: Chu et al. 2025, GPG, arXiv:2504.02546.
     """
     options = read_options("gpg", inputs.options, {"f_norm": 1.0})
-    rows = read_rows(inputs)
+    rows = Rows(inputs)
     scale = len(rows.scores) / rows.scores.count_nonzero().clamp(min=1)
-    return _spread(scale * _centred(rows.scores, inputs) / options["f_norm"], rows)
-
-
-def _spread(scores: Tensor, rows: Rows) -> AdvantageOutputs:
-    return AdvantageOutputs.from_scores(scores.float(), rows.chosen)
+    return rows.spread(scale * _centred(rows.scores, inputs) / options["f_norm"])
 
 
 def _centred(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
