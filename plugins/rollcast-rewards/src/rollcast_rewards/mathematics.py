@@ -7,6 +7,7 @@ Math-Verify reads LaTeX and plain expressions and compares them with SymPy, so t
 from __future__ import annotations
 
 import importlib
+import logging
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample
@@ -38,6 +39,8 @@ class MathReward(BaseReward):
                 f"reward.name=math needs Math-Verify, which does not import ({error}); "
                 "pip install 'rollcast-rewards[math]'"
             ) from error
+        for part in ("parser", "grader"):
+            logging.getLogger(f"math_verify.{part}").addFilter(_is_not_about_limits)
         self._options = (boxed_only, float_rounding, max_characters)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -59,13 +62,16 @@ class MathReward(BaseReward):
         if not expected:
             raise RewardError(f"math needs a mathematical expression as ground truth, this is {truth!r}")
         text = sample.response[-longest:]
-        if boxed_only:
-            start = text.rfind("\\boxed")
-            if start < 0:
-                return 0.0
-            text = text[start:]
-        given = library.parse(text, [latex] if boxed_only else [latex, plain], parsing_timeout=None)
+        start = text.rfind("\\boxed")
+        if start < 0 and boxed_only:
+            return 0.0
+        given = library.parse(text[max(start, 0) :], [latex] if start >= 0 else [latex, plain], parsing_timeout=None)
         return float(library.verify(expected, given, float_rounding=rounding, timeout_seconds=None))
+
+
+def _is_not_about_limits(record: logging.LogRecord) -> bool:
+    # It warns that nobody limits its time; the manager does.
+    return not str(record.msg).startswith("Timeout is disabled")
 
 
 def _as_latex(truth: str) -> str:
