@@ -135,7 +135,7 @@ def test_a_bad_reward_ends_the_run_and_keeps_what_was_saved(
     with pytest.raises(RewardError, match=f"(?s)mine.py:score .*{says}"):
         launch(small_task.ppo(tmp_path / "run", *changes))
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]
-    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == ["step_2"]
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name != "latest"] == ["step_2"]
 
 
 def test_other_settings_than_the_checkpoints_are_refused(small_task: SmallTask, tmp_path: Path) -> None:

@@ -122,7 +122,20 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     for step in (1, 2, 10, 11):
         save(checkpoints, step)
     assert checkpoints.steps() == [10, 11]
-    assert sorted(path.name for path in checkpoints.folder.iterdir()) == ["step_10", "step_11"]
+    assert sorted(path.name for path in checkpoints.folder.iterdir() if path.name != "latest") == ["step_10", "step_11"]
+
+
+def test_the_best_is_kept_beside_the_newest_and_the_newest_is_named(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    for step, accuracy in ((1, 0.2), (2, 0.9), (3, None), (4, 0.9), (5, 0.5), (6, None)):
+        with checkpoints.writing(step, {"step": step, "accuracy": accuracy}):
+            pass
+        assert (checkpoints.folder / "latest").read_text() == f"step_{step}\n"
+    assert checkpoints.steps() == [4, 6]
+    assert checkpoints.best_step() == 4
+    plain = Checkpoints(tmp_path / "checkpoints", keep=1, keep_best=False)
+    save(plain, 7)
+    assert plain.steps() == [7]
 
 
 def test_a_step_written_twice_holds_the_second(tmp_path: Path) -> None:
@@ -130,7 +143,7 @@ def test_a_step_written_twice_holds_the_second(tmp_path: Path) -> None:
     save(checkpoints, 1, "old")
     save(checkpoints, 1, "new")
     assert (checkpoints.path(1) / "part").read_text() == "new"
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]
+    assert [path.name for path in checkpoints.folder.iterdir() if path.name != "latest"] == ["step_1"]
 
 
 def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleaned_up(tmp_path: Path) -> None:
@@ -142,7 +155,7 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleaned_up(tmp_path: Path) -
         (checkpoints.folder / left / "part").write_text("half")
     assert checkpoints.steps() == [1]
     assert start(tmp_path, CONFIG) == 1
-    assert [path.name for path in checkpoints.folder.iterdir()] == ["step_1"]
+    assert [path.name for path in checkpoints.folder.iterdir() if path.name != "latest"] == ["step_1"]
 
 
 def test_a_kill_while_pruning_leaves_no_half_of_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,10 @@ def whole_run(task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_run_writes_its_directory(whole_run: Path) -> None:
     names = {path.name for path in whole_run.iterdir()}
     assert names >= {"config.yaml", "metrics.jsonl", "samples.jsonl", "report.html", "checkpoints", "export"}
-    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir() if path.name != "latest") == [
+        "step_2",
+        "step_4",
+    ]
     samples = read_jsonl(whole_run / "samples.jsonl")
     assert [sample["step"] for sample in samples] == [0] * 5 + [2] * 5 + [4] * 5
     assert {"prompt", "response", "ground_truth", "score", "correct"} <= samples[0].keys()
@@ -194,7 +197,7 @@ def test_a_killed_process_leaves_a_run_that_goes_on(task: SmallTask, whole_run: 
         order.unlink()
     assert finished.returncode == -signal.SIGKILL, finished.stdout + finished.stderr
     assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != "latest"] == ["step_2"]
     launch(arguments)
     assert_same_run(tmp_path, whole_run)
 
@@ -252,7 +255,7 @@ def test_a_full_disk_while_saving_leaves_the_checkpoint_before_it(
 ) -> None:
     with as_trainer_ppo(FullDisk) as name, pytest.raises(CheckpointError, match=r"step_4 .*complete ones: step_2"):
         launch(task.ppo(tmp_path, name))
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_2"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != "latest"] == ["step_2"]
     assert files_of(tmp_path / "checkpoints" / "step_2").keys() == files_of(whole_run / "checkpoints" / "step_2").keys()
     config = tmp_path / "config.yaml"
     config.write_text(config.read_text().replace("name: fulldisk", "name: ppo"))
@@ -344,7 +347,7 @@ def test_no_more_checkpoints_than_asked_for_and_the_last_step_has_one(task: Smal
     changes = ["trainer.save_freq=2", "trainer.total_steps=3", "trainer.max_ckpt_to_keep=1", "trainer.test_freq=-1"]
     result = launch(task.ppo(tmp_path, *changes, "trainer.val_before_train=false"))
     assert result.metrics == read_metrics(tmp_path)[-1]
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_3"]
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir() if path.name != "latest"] == ["step_3"]
     rows = read_metrics(tmp_path)
     assert [row["step"] for row in rows] == [1, 2, 3]
     assert not any(key.startswith("val/") for row in rows for key in row)

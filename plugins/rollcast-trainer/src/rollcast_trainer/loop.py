@@ -263,6 +263,7 @@ class LoopTrainer(BaseTrainer):
             "step": self.step,
             "data": self.batches.state_dict(),
             "best_accuracy": self.best_accuracy if has_best else None,
+            "accuracy": self.metrics.get("val/accuracy"),
             "trainer": self.state_dict(),
         }
         with self.task.checkpoints.writing(self.step, state) as folder:

@@ -22,6 +22,8 @@ CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED = ".unfinished-"
+#: The file beside the checkpoints that names the newest.
+LATEST = "latest"
 #: Keys that may differ between a run and its continuation.
 _FREE = (
     "run_dir",
@@ -43,6 +45,7 @@ _FREE = (
     "trainer.test_freq",
     "trainer.log_val_generations",
     "trainer.max_ckpt_to_keep",
+    "trainer.keep_best_ckpt",
     "trainer.resume_mode",
     "trainer.export",
     "trainer.stop_at_accuracy",
@@ -89,11 +92,13 @@ class Checkpoints:
     Args:
         folder: ``<run_dir>/checkpoints``.
         keep: how many are kept, the newest; -1 for all.
+        keep_best: keep the one with the highest validation accuracy too.
     """
 
-    def __init__(self, folder: Path, keep: int = -1) -> None:
+    def __init__(self, folder: Path, keep: int = -1, keep_best: bool = True) -> None:
         self.folder = folder
         self.keep = keep
+        self.keep_best = keep_best
 
     def steps(self) -> list[int]:
         """Steps of the complete checkpoints, rising."""
@@ -112,7 +117,8 @@ class Checkpoints:
 
         Args:
             step: whose state it holds.
-            state: the trainer's own state, written as ``trainer.json``.
+            state: the trainer's own state, written as ``trainer.json``; ``accuracy`` in it, unless None,
+                is what the best checkpoint is chosen by.
 
         Raises:
             CheckpointError: something could not be written; older checkpoints are untouched.
@@ -127,6 +133,7 @@ class Checkpoints:
         except CheckpointError as error:
             complete = ", ".join(f"step_{each}" for each in self.steps()) or "none"
             raise CheckpointError(f"checkpoint: {error}; complete ones: {complete}") from error
+        self._point_to(step)
         self._prune()
 
     def load_state(self, step: int) -> dict[str, Any]:
@@ -145,12 +152,29 @@ class Checkpoints:
     def clean(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
         for left in self.folder.glob(f"{_UNFINISHED}*"):
-            shutil.rmtree(left)
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def _point_to(self, step: int) -> None:
+        """Write the name of the newest checkpoint into ``latest``, for tools; last, when all of it is there."""
+        temporary = self.folder / f"{_UNFINISHED}latest"
+        try:
+            temporary.write_text(f"{self.path(step).name}\n", encoding="utf-8")
+            os.replace(temporary, self.folder / LATEST)
+        except OSError as error:
+            raise CheckpointError(f"checkpoint: {self.folder / LATEST} cannot be written: {error}") from error
+
+    def best_step(self) -> int | None:
+        """Step of the complete checkpoint with the highest accuracy, the newest of equal ones."""
+        accuracies = {step: self.load_state(step).get("accuracy") for step in self.steps()}
+        rated = [(float(accuracy), step) for step, accuracy in accuracies.items() if accuracy is not None]
+        return max(rated)[1] if rated else None
 
     def _prune(self) -> None:
         if self.keep > 0:
+            best = self.best_step() if self.keep_best else None
             for step in self.steps()[: -self.keep]:
-                remove_folder(self.path(step))
+                if step != best:
+                    remove_folder(self.path(step))
 
 
 def prepare_run_dir(run_dir: Path, config: Mapping[str, Any], resume_mode: str) -> int:

@@ -158,6 +158,8 @@ class TrainerConfig:
         val_before_train: validate before the first step.
         log_val_generations: samples of a validation that trackers are given, evenly over all; -1 for all.
         max_ckpt_to_keep: checkpoints that are kept, the newest; -1 for all.
+        keep_best_ckpt: keep the one with the highest ``val/accuracy`` beside those, where a validation
+            was due with a checkpoint.
         resume_mode: ``auto`` goes on from the newest checkpoint in ``run_dir``, ``disable`` sets an
             earlier run in ``run_dir`` aside and starts anew.
         warm_start: recipe that is trained first, in ``run_dir/warm_start``; the model that it
@@ -177,6 +179,7 @@ class TrainerConfig:
     val_before_train: bool = True
     log_val_generations: int = -1
     max_ckpt_to_keep: int = -1
+    keep_best_ckpt: bool = True
     resume_mode: str = "auto"
     warm_start: str | None = None
     export: bool = False
