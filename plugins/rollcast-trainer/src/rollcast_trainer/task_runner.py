@@ -85,7 +85,9 @@ class TaskRunner:
         self._runtime_class: Any = runtimes.get(self.runtime_config.name)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
         self.pools = build_pools(self.placement)
-        self.checkpoints = Checkpoints(self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep)
+        self.checkpoints = Checkpoints(
+            self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
+        )
         self.start_step = 0
         self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
