@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast.contracts.algorithm import KlPenalty
-from rollcast_algorithms.kl import k1, k2, k3
+from rollcast_algorithms.kl import absolute, absolute_plus, k1, k1_plus, k2, k2_plus, k3, k3_plus
 
-ESTIMATES = [k1, k2, k3]
+STRAIGHT_THROUGH = [(k1_plus, k1), (absolute_plus, absolute), (k2_plus, k2), (k3_plus, k3)]
+ESTIMATES = [k1, absolute, k2, k3, k1_plus, absolute_plus, k2_plus, k3_plus]
 
 
 def test_worked_values() -> None:
@@ -20,6 +21,7 @@ def test_worked_values() -> None:
     ref = torch.tensor([[math.log(0.25), math.log(0.5)]])
     two = math.log(2)
     torch.testing.assert_close(k1(log_probs, ref), torch.tensor([[two, -two]]))
+    torch.testing.assert_close(absolute(log_probs, ref), torch.tensor([[two, two]]))
     torch.testing.assert_close(k2(log_probs, ref), torch.tensor([[two**2 / 2, two**2 / 2]]))
     torch.testing.assert_close(k3(log_probs, ref), torch.tensor([[0.5 - 1 + two, 2 - 1 - two]]))
 
@@ -79,3 +81,28 @@ def test_half_precision_is_computed_in_float32(estimate: KlPenalty, dtype: torch
 def test_shapes_are_never_broadcast(estimate: KlPenalty) -> None:
     with pytest.raises(ValueError, match=r"log_probs is \[2, 1\], but ref_log_probs is \[2, 3\]"):
         estimate(torch.zeros(2, 1), torch.zeros(2, 3))
+
+
+@pytest.mark.parametrize(("plus", "estimate"), STRAIGHT_THROUGH)
+def test_straight_through_has_the_value_of_its_estimate_and_the_gradient_of_k2(
+    plus: KlPenalty, estimate: KlPenalty
+) -> None:
+    log_probs = torch.tensor([[-1.0, -0.25, -3.0]], requires_grad=True)
+    ref = torch.tensor([[-2.0, -0.5, -1.0]])
+    value = plus(log_probs, ref)
+    (gradient,) = torch.autograd.grad(value.sum(), log_probs)
+    torch.testing.assert_close(value.detach(), estimate(log_probs, ref).detach())
+    torch.testing.assert_close(gradient, (log_probs - ref).detach())
+
+
+def test_the_gradient_of_k2_is_that_of_the_divergence() -> None:
+    # In expectation over the policy's own samples, here over a vocabulary of four.
+    logits = torch.tensor([0.3, -1.0, 0.8, 0.1], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([0.0, 0.5, -0.5, 1.0], dtype=torch.float64).log_softmax(-1)
+    policy = logits.log_softmax(-1)
+    (exact,) = torch.autograd.grad((policy.exp() * (policy - ref)).sum(), logits, retain_graph=True)
+    for penalty in (k2, k1_plus, absolute_plus, k3_plus):
+        (estimated,) = torch.autograd.grad(
+            (policy.exp().detach() * penalty(policy, ref)).sum(), logits, retain_graph=True
+        )
+        torch.testing.assert_close(estimated, exact)

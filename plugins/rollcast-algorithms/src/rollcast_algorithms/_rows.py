@@ -16,6 +16,9 @@ WHITEN_EPSILON = 1e-8
 """Added to a variance before its root is divided by; verl's value."""
 
 
+_LANES = 128
+
+
 class Rows:
     """What outcome estimators read of a batch, and the memory of their result.
 
@@ -44,7 +47,7 @@ class Rows:
             inside = torch.where(self._chosen, rewards, self._zero(), out=self._room)
         else:
             inside = torch.where(self._chosen, widen(rewards), 0.0)
-        self.scores = inside.sum(-1, dtype=torch.float64)
+        self.scores = _row_sums(inside)
 
     def lengths(self) -> Tensor:
         """Tokens of each row, int64 ``[B]``; to be called before :meth:`spread`."""
@@ -58,6 +61,20 @@ class Rows:
 
     def _zero(self) -> Tensor:
         return torch.zeros((), device=self._room.device)
+
+
+def _row_sums(values: Tensor) -> Tensor:
+    """Sums of the rows, float64 ``[B]``.
+
+    torch would first copy all of ``values`` to float64. So every 128th column is added up in float32, which
+    is exact for the few rewards that a row usually has, and only these sums in float64.
+    """
+    width = values.shape[-1] // _LANES * _LANES
+    total = values[:, width:].sum(-1, dtype=torch.float64)
+    if width:
+        lanes = torch.unflatten(values[:, :width], -1, (-1, _LANES)).sum(1)
+        total = total + lanes.sum(-1, dtype=torch.float64)
+    return total
 
 
 def suffix_sums(terms: Tensor) -> Tensor:

@@ -126,8 +126,9 @@ def importance_weights(
     bounded = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
     weights = torch.where(inside, bounded, 0.0)
     if batch_normalize:
-        # At the sequence level all of a row's weights are the same: its largest is its weight.
-        ones, values = (inside, weights) if level == "token" else (inside.any(-1), weights.amax(-1))
+        # At the sequence level all of a row's weights are the same, and so their mean is its weight.
+        row_weights = weights.sum(-1) / inside.sum(-1).clamp(min=1)
+        ones, values = (inside, weights) if level == "token" else (inside.any(-1), row_weights)
         mean = values.sum() / ones.sum().clamp(min=1)
         weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
     return weights.float()
