@@ -1,9 +1,12 @@
-"""Rewards of rollcast: rules, functions from a file of your own, and the manager that applies them.
+"""Rewards of rollcast, and the managers that apply them to a batch.
 
 Importing this package costs nothing; the parts live in its modules:
 
 - :mod:`rollcast_rewards.schemas`: the config's ``reward`` section.
-- :mod:`rollcast_rewards.rules`: ``exact_match`` and ``gsm8k``.
+- :mod:`rollcast_rewards.rules`: ``exact_match`` and ``gsm8k``; :mod:`.choices`: ``multiple_choice`` and ``format``;
+  :mod:`.mathematics`: ``math``; :mod:`.code` with :mod:`.sandbox`: ``code``; :mod:`.weighted_sum`; :mod:`.http`.
 - :mod:`rollcast_rewards.function`: ``function``, a reward from a Python file.
-- :mod:`rollcast_rewards.managers`: ``naive``.
+- :mod:`rollcast_rewards.policy`: what becomes of bad samples, for every manager.
+- :mod:`rollcast_rewards.managers`: ``naive`` and ``batch``; :mod:`.processes` with :mod:`.worker`: ``prime``;
+  :mod:`.remote`; :mod:`.overlong`: ``dapo``.
 """

@@ -1,0 +1,89 @@
+"""The code of docs/rewards.md and docs/trackers.md, run as it stands there."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from run_commands import SMALL, Commands, read_metrics
+
+DOCS = Path(__file__).parents[1] / "docs"
+_BLOCK = re.compile(r'^```python title="(?P<file>[^"]+)"\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
+RUN = ("train", *SMALL, "runtime=local", "trainer.total_steps=2", "run_dir=run")
+
+
+def blocks(page: str) -> dict[str, str]:
+    return {found["file"]: found["text"] for found in _BLOCK.finditer((DOCS / page).read_text())}
+
+
+def test_a_function_from_a_file(rollcast: Commands) -> None:
+    (rollcast.folder / "my_rewards.py").write_text(blocks("rewards.md")["my_rewards.py"])
+    path = "reward.reward_kwargs.path=my_rewards.py:brief"
+    rollcast.must_run(*RUN, "reward=function", path, "reward.reward_kwargs.limit=10")
+    rows = read_metrics(rollcast.folder / "run")
+    assert [row["step"] for row in rows] == [0, 1, 2]
+    assert all(row["reward/errors"] == 0 for row in rows[1:])
+
+
+@pytest.fixture
+def brief(rollcast: Commands) -> Commands:
+    source = blocks("rewards.md")["rollcast_brief.py"]
+    rollcast.install("rollcast-brief", "rollcast_brief", source, "[rollcast.rewards]\nbrief = rollcast_brief:Brief\n")
+    return rollcast
+
+
+def test_a_reward_in_a_package(brief: Commands) -> None:
+    brief.must_run(*RUN, "reward.name=brief", "reward.reward_kwargs.limit=4")
+    rows = read_metrics(brief.folder / "run")
+    assert all(0 < row["reward/beyond"] <= 6 for row in rows[1:])
+    refused = brief.run(*RUN, "run_dir=other", "reward.name=brief", "reward.reward_kwargs.limit=0")
+    assert refused.code == 2
+    assert "reward.reward_kwargs.limit is 0" in refused.text
+
+
+def test_its_suite(brief: Commands) -> None:
+    tests = brief.folder / "tests"
+    tests.mkdir()
+    (tests / "test_brief.py").write_text(blocks("rewards.md")["test_brief.py"])
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
+        cwd=brief.folder,
+        env={**os.environ, **brief.environment()},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert re.search(r"\d\d passed", done.stdout), done.stdout
+
+
+def test_a_tracker_in_a_package(rollcast: Commands) -> None:
+    source = blocks("trackers.md")["rollcast_bell.py"]
+    rollcast.install("rollcast-bell", "rollcast_bell", source, "[rollcast.trackers]\nbell = rollcast_bell:Bell\n")
+    rollcast.must_run(*RUN, "trackers=[console,bell]", "tracker_kwargs.bell.file=checkpoints.txt")
+    (line,) = (rollcast.folder / "run" / "checkpoints.txt").read_text().splitlines()
+    assert line.startswith("step 2: ")
+    assert line.endswith("step_2")
+
+
+def test_the_tables_name_every_part(rollcast: Commands) -> None:
+    listed = json.loads(rollcast.must_run("plugins", "--json").out)
+    parts = listed["parts"] if isinstance(listed, dict) else listed
+    pages = {
+        "rollcast.rewards": "rewards.md",
+        "rollcast.reward_managers": "rewards.md",
+        "rollcast.trackers": "trackers.md",
+    }
+    found = 0
+    for part in parts:
+        ours = part["distribution"] in ("rollcast", "rollcast-rewards", "rollcast-trackers")
+        if ours and part["group"] in pages:
+            found += 1
+            assert f"| `{part['name']}` |" in (DOCS / pages[part["group"]]).read_text(), part
+    assert found == 23
