@@ -10,6 +10,7 @@ import torch
 from trainer_tools import SmallTask, launch, read_metrics, set_up, without_times, worker_of
 
 from rollcast.contracts.algorithm import advantages, policy_losses
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_trainer.dynamic_batch import first_groups, groups_that_differ, join_generated
 from rollcast_trainer.loop import Timer
@@ -135,7 +136,7 @@ def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp
 
 
 def test_what_checkpoints_keep() -> None:
-    assert {role for role in Role if not role.trains} == {Role.REF}
+    assert {role for role in Role if not role.trains} == {Role.REF, Role.REWARD_MODEL}
 
 
 def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTask, tmp_path: Path) -> None:
@@ -196,3 +197,55 @@ def test_batches_of_different_widths_are_joined() -> None:
     assert joined["token_level_scores"].sum(-1).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 1.0]
     chosen = first_groups(joined.select_idxs(groups_that_differ(joined).nonzero().flatten()), 1)
     assert chosen["uid"].tolist() == [0, 0]
+
+
+@pytest.fixture(scope="module")
+def judge(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A reward model as transformers saves it."""
+    from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
+
+    folder = tmp_path_factory.mktemp("judge")
+    torch.manual_seed(3)
+    tokenizer = AutoTokenizer.from_pretrained(small_task.model)
+    config = AutoConfig.from_pretrained(small_task.model, num_labels=1, pad_token_id=tokenizer.pad_token_id)
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def test_a_reward_model_scores_as_transformers_does(small_task: SmallTask, judge: Path, tmp_path: Path) -> None:
+    from transformers import AutoModelForSequenceClassification
+
+    changes = ["reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.rule_weight=0.5"]
+    with set_up(small_task.ppo(tmp_path, *changes, "reward_model.weight=2.0")) as trainer:
+        batch = next(trainer.batches)
+        state = StepState(batch, prompts=batch)
+        trainer.rollout_step(state)
+        rules = trainer.scorer.score(state.batch).scores
+        trainer.reward_step(state)
+        scores = state.batch["token_level_scores"].sum(-1)
+        model = AutoModelForSequenceClassification.from_pretrained(judge)
+        for row in range(len(state.batch)):
+            ids = state.batch["input_ids"][row][state.batch["attention_mask"][row].bool()]
+            with torch.no_grad():
+                hidden = model.model(input_ids=ids[None]).last_hidden_state[0, -1]
+                wanted = 2.0 * float(model.score(hidden)) + 0.5 * float(rules[row])
+            assert float(scores[row]) == pytest.approx(wanted, abs=1e-5)
+
+
+def test_a_reward_model_in_a_pool_of_its_own_trains(small_task: SmallTask, judge: Path, tmp_path: Path) -> None:
+    on = ["reward_model.enable=true", f"reward_model.model.path={judge}"]
+    ray = ["runtime=ray", "placement.pools={judges: [1]}", "placement.mapping={reward_model: judges}"]
+    launch(small_task.ppo(tmp_path, *SHORT, *on, *ray))
+    assert all("reward/model_mean" in row for row in finite(tmp_path))
+
+
+def test_what_is_no_reward_model_is_refused(small_task: SmallTask, tmp_path: Path) -> None:
+    for path, reason in (
+        ("null", "is empty"),
+        ("nowhere", "not a folder"),
+        (small_task.model, r"no head `score\.weight`"),
+    ):
+        with pytest.raises(ConfigError, match=reason):
+            launch(small_task.ppo(tmp_path, "reward_model.enable=true", f"reward_model.model.path={path}"))
+    assert not list(tmp_path.iterdir())

@@ -136,9 +136,12 @@ def _load_value_head(module: ValueModel, folder: Path) -> None:
 
     for file in sorted(folder.glob("*.safetensors")):
         with safe_open(file, framework="pt") as tensors:
-            if not {"score.weight", "score.bias"} <= set(tensors.keys()):
+            if "score.weight" not in tensors.keys():  # noqa: SIM118  # it is no mapping
                 continue
-            head = {name: tensors.get_tensor(f"score.{name}") for name in ("weight", "bias")}
+            weight = tensors.get_tensor("score.weight")
+            # Heads of ...ForSequenceClassification have no bias.
+            bias = tensors.get_tensor("score.bias") if "score.bias" in tensors.keys() else weight.new_zeros(1)  # noqa: SIM118
+            head = {"weight": weight, "bias": bias}
         if head["weight"].shape == module.score.weight.shape:
             module.score.load_state_dict(head)
             log.info("value head read from %s", file)

@@ -35,8 +35,10 @@ from rollcast_trainer.dynamic_batch import groups_that_differ, join_groups
 from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.reference import RefWorker
 from rollcast_trainer.reward_kl import RewardKl
+from rollcast_trainer.reward_model import RewardModelWorker, check_reward_model
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig
+from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig, RewardModelConfig
+from rollcast_trainer.setups import value_setup
 from rollcast_trainer.skipping import needs_advantage, without_advantage
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
@@ -75,6 +77,9 @@ class PpoTrainer(LoopTrainer):
         self.policy: PpoActorConfig = task.actor
         self.critic: CriticConfig = task.section("critic", CriticConfig)
         self.critic.check()
+        self.reward_model: RewardModelConfig = task.section("reward_model", RewardModelConfig)
+        if self.reward_model.enable:
+            check_reward_model(self.reward_model.model.path)
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
         self.algebra = self._algebra()
         self.algebra.check()
@@ -164,27 +169,20 @@ class PpoTrainer(LoopTrainer):
             workers[Role.REF] = ClassWithInitArgs(RefWorker, replace(setup, optim=None, rollout=None))
         if self.uses_critic:
             workers[Role.CRITIC] = ClassWithInitArgs(CriticWorker, self._critic_setup(setup))
+        if self.reward_model.enable:
+            judge = value_setup(setup, self.reward_model.model.path, self.reward_model.micro_batch_size_per_gpu)
+            workers[Role.REWARD_MODEL] = ClassWithInitArgs(RewardModelWorker, judge)
         return self.task.start_roles(workers)
 
     def _critic_setup(self, setup: WorkerSetup) -> WorkerSetup:
         critic = self.critic
         if critic.optim.total_training_steps < 1:
             critic.optim.total_training_steps = self.total_steps
-        path = critic.model.path or setup.model.path
         rows = critic.ppo_micro_batch_size_per_gpu or self.policy.ppo_micro_batch_size_per_gpu
-        settings = replace(
-            setup.forward, calculate_entropy=False, calculate_sum_pi_squared=False, micro_batch_size_per_gpu=rows
-        )
-        return replace(
-            setup,
-            model=replace(setup.model, path=path, random_init=setup.model.random_init and critic.model.path is None),
-            optim=critic.optim,
-            rollout=None,
-            loss_function=ValueLoss(loss_aggregations.get(critic.loss_agg_mode), critic.cliprange_value),
-            has_reference=False,
-            forward=settings,
-            infer=settings,
-        )
+        values = value_setup(setup, critic.model.path, rows)
+        forward = replace(values.forward, micro_batch_size_per_gpu=rows)
+        loss = ValueLoss(loss_aggregations.get(critic.loss_agg_mode), critic.cliprange_value)
+        return replace(values, optim=critic.optim, loss_function=loss, forward=forward, infer=forward)
 
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         state = StepState(batch, prompts=batch)
@@ -246,6 +244,10 @@ class PpoTrainer(LoopTrainer):
             RewardError: no row is left.
         """
         scored = self.scorer.score(state.batch)
+        if Role.REWARD_MODEL in self.groups:
+            judged = self.groups[Role.REWARD_MODEL].compute_rm_score(state.batch.select(_MODEL_COLUMNS))["rm_scores"]
+            scored.scores = self.reward_model.weight * judged + self.reward_model.rule_weight * scored.scores
+            state.metrics["reward/model_mean"] = float(judged.mean())
         scores = scored.token_level_scores(state.batch["response_mask"])
         columns = {"token_level_scores": scores}
         if self._needs.reward_components:

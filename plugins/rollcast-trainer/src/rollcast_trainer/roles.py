@@ -18,6 +18,8 @@ class Role(Enum):
     """The reference policy by itself."""
     CRITIC = "critic"
     """The value model."""
+    REWARD_MODEL = "reward_model"
+    """The model that scores responses."""
 
     @property
     def has_reference(self) -> bool:
@@ -27,7 +29,7 @@ class Role(Enum):
     @property
     def trains(self) -> bool:
         """Whether it has a state that checkpoints keep."""
-        return self is not Role.REF
+        return self not in (Role.REF, Role.REWARD_MODEL)
 
     @property
     def placed_as(self) -> str:

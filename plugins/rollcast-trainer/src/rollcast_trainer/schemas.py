@@ -14,6 +14,8 @@ __all__ = [
     "CriticModelConfig",
     "PpoActorConfig",
     "PpoTrainerConfig",
+    "RewardModelConfig",
+    "RewardModelPathConfig",
     "SftTrainerConfig",
     "TrainerConfig",
 ]
@@ -96,6 +98,36 @@ class PpoActorConfig(ActorConfig):
     def check(self, longest: int) -> None:
         super().check(longest)
         _at_least_one("actor.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu)
+
+
+@dataclass
+class RewardModelPathConfig:
+    """Where the reward model is.
+
+    Attributes:
+        path: a Hugging Face folder with a head ``score`` of one output, and the policy's tokenizer.
+    """
+
+    path: str | None = None
+
+
+@dataclass
+class RewardModelConfig:
+    """A model that scores responses, on the actor's engine. Names are verl's where it has one.
+
+    Attributes:
+        enable: whether there is one.
+        model: which.
+        micro_batch_size_per_gpu: rows a pass; empty for the actor's of log-probs.
+        weight, rule_weight: a row's score is ``weight`` times the model's plus ``rule_weight`` times
+            that of ``reward``. Accuracy is always that of ``reward``.
+    """
+
+    enable: bool = False
+    model: RewardModelPathConfig = field(default_factory=RewardModelPathConfig)
+    micro_batch_size_per_gpu: int | None = None
+    weight: float = 1.0
+    rule_weight: float = 0.0
 
 
 @dataclass
