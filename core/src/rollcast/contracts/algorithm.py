@@ -89,13 +89,13 @@ class AdvantageInputs:
 
     def group_sizes(self) -> Tensor:
         """Rows of each row's group, int64 ``[B]``."""
-        return self.group_ids.bincount()[self.group_ids]
+        return self.group_ids.bincount().index_select(0, self.group_ids)
 
     def group_mean(self, score: Tensor) -> Tensor:
         """Mean of ``score`` ``[B]`` over each row's group, as ``[B]``."""
         sums = score.new_zeros(int(self.group_ids.max()) + 1 if len(score) else 0)
         sums.index_add_(0, self.group_ids, score)
-        return sums[self.group_ids] / self.group_sizes().to(score.dtype)
+        return sums.index_select(0, self.group_ids) / self.group_sizes().to(score.dtype)
 
 
 @dataclass(frozen=True)

@@ -102,7 +102,7 @@ def _baselines(returns: Tensor, weights: Tensor, chosen: Tensor, inputs: Advanta
     count = int(groups.max()) + 1 if len(groups) else 0
 
     def over_group(tensor: Tensor) -> Tensor:
-        return tensor.new_zeros(count, *tensor.shape[1:]).index_add_(0, groups, tensor)[groups]
+        return tensor.new_zeros(count, *tensor.shape[1:]).index_add_(0, groups, tensor).index_select(0, groups)
 
     means = over_group(returns * weights) / (over_group(weights) + OTB_EPSILON)
     if options["handle_zero_tail"]:
