@@ -329,3 +329,17 @@ def test_results_keep_their_numbers_across_processes(prime: Callable[..., Any]) 
     (result,) = prime(lambda sample: np.float32(0.5))(samples(1))
     assert (result.score, type(result.score)) == (0.5, float)
     assert pickle.loads(pickle.dumps(result)) == result
+
+
+def test_samples_that_end_as_the_time_does() -> None:
+    """Alarms that ring between two samples belong to neither, and never leave the manager."""
+
+    def give(sample: RewardSample) -> float:
+        end = time.perf_counter() + 0.002 + 1e-5 * (sample.ground_truth % 7 - 3)
+        while time.perf_counter() < end:
+            pass
+        return 1.0
+
+    results = NaiveRewardManager(Scripted(give), RewardSettings("zero", 1.0, timeout_s=0.002))(samples(500))
+    assert {result.score for result in results} <= {0.0, 1.0}
+    assert all(bool(result.error) == (result.score == 0.0) for result in results)

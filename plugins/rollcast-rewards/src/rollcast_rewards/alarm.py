@@ -50,8 +50,7 @@ class Alarm:
     ) -> None:
         if not self._active:
             return
-        self._ringing = False
-        signal.setitimer(signal.ITIMER_REAL, 0.0)
+        self.disarm()
         signal.signal(signal.SIGALRM, self._outer)
         if self._outer_left > 0:
             left = self._outer_left - (time.monotonic() - self._since)
@@ -61,7 +60,7 @@ class Alarm:
         """``function(argument)``.
 
         Raises:
-            TimeUp: it took too long. Its own exceptions pass through.
+            TimeUp: it took too long; :meth:`disarm` has to come next. Its own exceptions pass through.
         """
         if not self._active or self._seconds is None:
             return function(argument)
@@ -71,8 +70,17 @@ class Alarm:
         try:
             return function(argument)
         finally:
-            self._ringing = False
-            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            self.disarm()
+
+    def disarm(self) -> None:
+        """Stop ringing.
+
+        An alarm may cut off the end of :meth:`call` itself, so whoever catches ``TimeUp`` does it again.
+        """
+        if not self._active:
+            return
+        self._ringing = False
+        signal.setitimer(signal.ITIMER_REAL, 0.0)
 
     def _ring(self, number: int, frame: FrameType | None) -> None:
         if self._ringing:

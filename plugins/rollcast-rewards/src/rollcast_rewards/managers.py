@@ -30,6 +30,7 @@ class NaiveRewardManager(PolicyRewardManager):
                 try:
                     outcome = check_value(alarm.call(self.reward.score, sample))
                 except TimeUp:
+                    alarm.disarm()
                     outcome = timed_out(self.settings.timeout_s)
                 except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
                     outcome = failure_of(error)
@@ -86,6 +87,7 @@ def score_in_batches(
         try:
             values: list[Any] = list(alarm.call(reward.score_batch, part))
         except TimeUp:
+            alarm.disarm()
             failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
             outcomes = [failure] * len(part)
         except Exception as error:  # noqa: BLE001 -- it is found out whose it is
