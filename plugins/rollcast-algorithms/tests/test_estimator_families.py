@@ -1,0 +1,264 @@
+"""The estimators beyond GRPO and GAE: plain-loop references over random ragged batches, and odd inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, advantage_needs, advantages
+from rollcast_algorithms.advantages import (
+    gdpo,
+    gpg,
+    grpo,
+    grpo_passk,
+    opo,
+    optimal_token_baseline,
+    reinforce_plus_plus,
+    reinforce_plus_plus_baseline,
+    remax,
+    rloo,
+    tir_optimal_token_baseline,
+)
+
+NAN = float("nan")
+Rows = list[list[float]]
+
+
+def batch(seed: int, *, gaps: bool = True, width: int = 9) -> AdvantageInputs:
+    """Seven rows of 0 to 9 tokens in groups of any size; NaN under the mask; group 1 has no rows."""
+    generator = torch.Generator().manual_seed(seed)
+    mask = torch.arange(width) < torch.randint(0, width + 1, (7, 1), generator=generator)
+    if gaps:
+        mask &= torch.rand(7, width, generator=generator) < 0.8
+
+    def draw() -> torch.Tensor:
+        return torch.randn(7, width, generator=generator).masked_fill(~mask, NAN)
+
+    groups = torch.randint(0, 3, (7,), generator=generator)
+    return AdvantageInputs(
+        token_level_rewards=draw(),
+        response_mask=mask.long(),
+        group_ids=groups + (groups > 0),
+        gamma=float(torch.rand((), generator=generator)),
+        old_log_probs=-draw().abs() - 0.1,
+        sum_pi_squared=draw().abs().clamp(max=1.0),
+        reward_baselines=torch.randn(7, generator=generator),
+        rollout_is_weights=draw().abs(),
+    )
+
+
+def scores(inputs: AdvantageInputs) -> list[float]:
+    pairs = zip(inputs.token_level_rewards.tolist(), inputs.response_mask.tolist(), strict=True)
+    return [sum((r for r, kept in zip(row, keep, strict=True) if kept), 0.0) for row, keep in pairs]
+
+
+def mates(inputs: AdvantageInputs, row: int) -> list[int]:
+    groups = inputs.group_ids.tolist()
+    return [other for other in range(len(groups)) if groups[other] == groups[row]]
+
+
+def spread(inputs: AdvantageInputs, values: list[float]) -> torch.Tensor:
+    return torch.tensor(values).unsqueeze(-1) * inputs.response_mask
+
+
+def centred(inputs: AdvantageInputs) -> list[float]:
+    found, all_scores = [], scores(inputs)
+    for row, score in enumerate(all_scores):
+        group = mates(inputs, row)
+        found.append(score if len(group) == 1 else score - sum(all_scores[other] for other in group) / len(group))
+    return found
+
+
+def whitened(inputs: AdvantageInputs, values: torch.Tensor) -> torch.Tensor:
+    chosen = inputs.response_mask == 1
+    if chosen.sum() < 2:
+        return torch.zeros_like(values)
+    return torch.where(chosen, (values - values[chosen].mean()) / (values[chosen].var() + 1e-8).sqrt(), 0.0)
+
+
+def rloo_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    found, all_scores = [], scores(inputs)
+    for row, score in enumerate(all_scores):
+        others = [all_scores[other] for other in mates(inputs, row) if other != row]
+        found.append(score - sum(others) / len(others) if others else score)
+    return spread(inputs, found)
+
+
+def opo_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    found, all_scores, lengths = [], scores(inputs), inputs.response_mask.sum(-1).tolist()
+    for row, score in enumerate(all_scores):
+        group = mates(inputs, row)
+        weight = sum(lengths[other] for other in group)
+        mean = sum(lengths[other] * all_scores[other] for other in group) / weight if weight else 0.0
+        found.append(score if len(group) == 1 else score - mean)
+    return spread(inputs, found)
+
+
+def gpg_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    scored = sum(score != 0 for score in scores(inputs))
+    return spread(inputs, [7 / max(scored, 1) * value for value in centred(inputs)])
+
+
+def passk_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    found, all_scores = [0.0] * 7, scores(inputs)
+    for row in range(7):
+        group = sorted(mates(inputs, row), key=lambda other: all_scores[other])
+        if len(group) > 1 and group[-1] == row:
+            values = torch.tensor([all_scores[other] for other in group])
+            found[row] = float((values[-1] - values[-2]) / (values.std() + 1e-6))
+    return spread(inputs, found)
+
+
+def plus_plus_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    returns = torch.zeros(inputs.response_mask.shape)
+    for row, keep in enumerate(inputs.response_mask.tolist()):
+        running = 0.0
+        for t in reversed(range(len(keep))):
+            if keep[t]:
+                running = float(inputs.token_level_rewards[row, t]) + inputs.gamma * running
+                returns[row, t] = running
+    return whitened(inputs, returns)
+
+
+def remax_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
+    assert inputs.reward_baselines is not None
+    found = plus_plus_returns(inputs) - inputs.reward_baselines.unsqueeze(-1)
+    return torch.where(inputs.response_mask == 1, found, 0.0)
+
+
+def plus_plus_returns(inputs: AdvantageInputs) -> torch.Tensor:
+    rewards = inputs.token_level_rewards.masked_fill(inputs.response_mask == 0, 0.0)
+    return torch.stack([rewards[:, t:].sum(-1) for t in range(rewards.shape[1])], -1)
+
+
+def baseline_in_loops(inputs: AdvantageInputs, by_count: bool) -> torch.Tensor:
+    """The optimal token baseline, token by token; ``by_count`` compares the k-th own tokens."""
+    assert inputs.old_log_probs is not None
+    assert inputs.sum_pi_squared is not None
+    assert inputs.rollout_is_weights is not None
+    tokens: list[dict[int, tuple[int, float, float]]] = []
+    returns = plus_plus_returns(inputs)
+    for row, keep in enumerate(inputs.response_mask.tolist()):
+        weight, seen = 0.0, {}
+        for t in [t for t, kept in enumerate(keep) if kept]:
+            norm = 1 - 2 * math.exp(inputs.old_log_probs[row, t]) + float(inputs.sum_pi_squared[row, t])
+            weight += max(norm, 0.0) * float(inputs.rollout_is_weights[row, t]) ** 2
+            seen[len(seen) if by_count else t] = (t, weight, float(returns[row, t]))
+        tokens.append(seen)
+    found = torch.zeros(inputs.response_mask.shape)
+    for row, seen in enumerate(tokens):
+        for place, (t, _, value) in seen.items():
+            beside = [tokens[other][place] for other in mates(inputs, row) if place in tokens[other]]
+            total = sum(weight for _, weight, _ in beside) + 1e-8
+            mean = sum(weight * other for _, weight, other in beside) / total
+            found[row, t] = value - (mean if len(beside) > 1 else 0.0)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("estimator", "reference"),
+    [
+        (rloo, rloo_in_loops),
+        (opo, opo_in_loops),
+        (gpg, gpg_in_loops),
+        (grpo_passk, passk_in_loops),
+        (reinforce_plus_plus, plus_plus_in_loops),
+        (reinforce_plus_plus_baseline, lambda inputs: whitened(inputs, spread(inputs, centred(inputs)))),
+        (remax, remax_in_loops),
+        (optimal_token_baseline, lambda inputs: baseline_in_loops(inputs, by_count=False)),
+        (tir_optimal_token_baseline, lambda inputs: baseline_in_loops(inputs, by_count=True)),
+    ],
+)
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=40)
+def test_agrees_with_loops(
+    estimator: AdvantageEstimator, reference: Callable[[AdvantageInputs], torch.Tensor], seed: int
+) -> None:
+    inputs = batch(seed)
+    torch.testing.assert_close(estimator(inputs).advantages, reference(inputs), rtol=1e-3, atol=1e-4)
+
+
+@given(seed=st.integers(0, 10_000))
+@settings(deadline=None, max_examples=30)
+def test_without_gaps_both_token_baselines_are_the_same(seed: int) -> None:
+    inputs = batch(seed, gaps=False)
+    torch.testing.assert_close(optimal_token_baseline(inputs).advantages, tir_optimal_token_baseline(inputs).advantages)
+
+
+def test_gaps_do_not_matter_to_the_multi_turn_baseline() -> None:
+    dense = batch(3, gaps=False)
+    place = torch.tensor([0, 1, 3, 4, 7, 8, 9, 11, 12])
+
+    def apart(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.new_zeros(7, 13).index_copy(1, place, tensor)
+
+    names = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
+    gapped = replace(dense, **{name: apart(getattr(dense, name)) for name in names})
+    out = tir_optimal_token_baseline(gapped).advantages[:, place]
+    torch.testing.assert_close(out, tir_optimal_token_baseline(dense).advantages)
+
+
+def test_the_tail_of_the_longest_row_may_be_compared_with_itself() -> None:
+    inputs = batch(3, gaps=False)
+    inputs = replace(inputs, group_ids=torch.zeros(7).long(), options={"handle_zero_tail": False})
+    longest = int(inputs.response_mask.sum(-1).argmax())
+    last = int(inputs.response_mask[longest].sum()) - 1
+    assert (inputs.response_mask[:, last] == 1).sum() == 1
+    assert optimal_token_baseline(inputs).advantages[longest, last] == pytest.approx(0.0, abs=1e-5)
+    alone = replace(inputs, group_ids=torch.arange(7))
+    out = optimal_token_baseline(alone)
+    torch.testing.assert_close(out.advantages, out.returns)
+
+
+@pytest.mark.parametrize("width", [9, 300])
+def test_rewards_on_many_tokens_add_up(width: int) -> None:
+    inputs = replace(batch(1, width=width), group_ids=torch.zeros(7).long())
+    rewards = inputs.token_level_rewards.masked_fill(inputs.response_mask == 0, 0.0).double().sum(-1)
+    expected = (rewards - rewards.mean()).float().unsqueeze(-1) * inputs.response_mask
+    torch.testing.assert_close(grpo(replace(inputs, norm_adv_by_std_in_grpo=False)).advantages, expected)
+
+
+def test_a_wide_batch_makes_no_advantage_out_of_rounding() -> None:
+    # The same three rewards at other tokens of each row: in float32 their sum depends on the order.
+    rewards = torch.zeros(3, 1000)
+    for row, places in enumerate(((0, 500, 999), (999, 0, 500), (41, 40, 42))):
+        rewards[row, list(places)] = torch.tensor([0.1, 0.7, 10.3])
+    inputs = AdvantageInputs(rewards, torch.ones(3, 1000), torch.zeros(3).long())
+    assert grpo(inputs).advantages.abs().max() < 1e-6
+
+
+def test_gdpo_says_what_is_wrong_with_its_components() -> None:
+    inputs = replace(batch(0), reward_components={"accuracy": torch.ones(7), "format": torch.zeros(7)})
+    with pytest.raises(ValueError, match="gdpo needs reward_components"):
+        gdpo(replace(inputs, reward_components={}))
+    with pytest.raises(ValueError, match="gdpo_reward_keys names style; the reward's components are accuracy, format"):
+        gdpo(replace(inputs, options={"gdpo_reward_keys": ["style"]}))
+    with pytest.raises(ValueError, match="has 1 weights, but gdpo_reward_keys names 2"):
+        gdpo(replace(inputs, options={"gdpo_reward_keys": ["accuracy", "format"], "gdpo_reward_weights": [1.0]}))
+    with pytest.raises(ValueError, match="has 2 weights, but gdpo_reward_keys is not set"):
+        gdpo(replace(inputs, options={"gdpo_reward_weights": [1.0, 2.0]}))
+    with pytest.raises(ValueError, match=r"reward_components\['accuracy'\] is \[6\], but there are 7 rows"):
+        gdpo(replace(inputs, reward_components={"accuracy": torch.ones(6)}))
+
+
+@pytest.mark.parametrize("name", advantages.names())
+def test_unknown_options_are_refused(name: str) -> None:
+    inputs = replace(batch(0), options={"lamda": 1}, values=torch.zeros(7, 9), reward_components={"a": torch.ones(7)})
+    with pytest.raises(ValueError, match="has no option 'lamda'"):
+        advantages.get(name)(inputs)
+
+
+def test_they_say_what_they_need() -> None:
+    assert advantage_needs(remax).reward_baselines
+    assert not advantage_needs(remax).groups
+    assert advantage_needs(gdpo).reward_components
+    assert advantage_needs(optimal_token_baseline).sum_pi_squared
+    assert not advantage_needs(reinforce_plus_plus).groups
+    with pytest.raises(ValueError, match=r"reward_baselines is \[3\], but there are 7 rows"):
+        remax(replace(batch(0), reward_baselines=torch.zeros(3)))
