@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -40,6 +40,7 @@ from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig, RewardModelConfig
 from rollcast_trainer.setups import value_setup
 from rollcast_trainer.skipping import needs_advantage, without_advantage
+from rollcast_trainer.step_state import StepState
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 
@@ -50,15 +51,6 @@ logger = logging.getLogger(__name__)
 _ESTIMATOR_COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "reward_baselines", "rollout_is_weights")
 _COMPONENT = "reward_component/"
 _MODEL_COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
-
-
-@dataclass
-class StepState:
-    """A training step between its named steps: the batch so far and the metrics so far."""
-
-    batch: DataProto
-    metrics: dict[str, float] = field(default_factory=dict)
-    prompts: DataProto | None = None
 
 
 class PpoTrainer(LoopTrainer):
