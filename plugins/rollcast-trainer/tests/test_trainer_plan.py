@@ -100,7 +100,7 @@ def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
     # 10 rows of 1,536 tokens fit into 16,384.
     assert found["batch"]["micro_batches_per_rank"] == 16
     assert found["run"].items() >= {"optimizer_steps": 420, "validations": 22, "checkpoints": 6}.items()
-    assert found["run"]["checkpoints_kept"] == 3
+    assert found["run"]["checkpoints_kept"] == 4  # with the best
     assert found["roles"]["global_pool"]["roles"] == ["actor", "rollout", "reference"]
     items = found["memory"]["pools"]["global_pool"]["items"]
     shard = -(-found["memory"]["parameters"] // 8) * 4
@@ -175,7 +175,7 @@ def test_sizes_with_a_remainder_are_noted(config_folder: Path) -> None:
 @pytest.mark.parametrize(
     "changes",
     [
-        ["trainer.total_steps=3", "trainer.test_freq=2", "trainer.save_freq=2"],
+        ["trainer.total_steps=3", "trainer.test_freq=2", "trainer.save_freq=2", "trainer.keep_best_ckpt=false"],
         ["trainer.total_steps=null", "trainer.total_epochs=1", "trainer.test_freq=-1", "trainer.save_freq=1"],
     ],
 )
@@ -201,6 +201,13 @@ def test_a_supervised_run(small_task: SmallTask, tmp_path: Path) -> None:
     assert "trainer.stop_at_accuracy may end the run before its last step" in plan.notes
 
 
+def test_what_is_generated_beyond_the_batch_is_noted(config_folder: Path) -> None:
+    changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=4"]
+    plan = make_plan(gsm8k(config_folder, "algorithm=remax", *changes), read_data=False)
+    assert plan.notes[1].startswith("algorithm.filter_groups: up to 4 batches of 1,024 prompts are taken")
+    assert plan.notes[2] == "algorithm.adv_estimator=remax: one greedy response more to each prompt"
+
+
 def test_a_batch_larger_than_the_data_is_refused(small_task: SmallTask, tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"data.train_batch_size: the batch size 40 is larger"):
         make_plan(small_task.ppo(tmp_path, "data.train_batch_size=40"))
@@ -222,6 +229,27 @@ def test_the_critic_in_a_pool_of_its_own(small_task: SmallTask, tmp_path: Path) 
     critic = together["memory"]["pools"]["global_pool"]["items"]["critic: parameters"]
     # Half of it, and half a parameter more, on each of two ranks.
     assert abs(2 * found["memory"]["pools"]["apart"]["items"]["critic: parameters"] - critic) <= 4
+
+
+def test_a_reward_model_in_a_pool_of_its_own(config_folder: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoModelForSequenceClassification
+
+    judge = AutoModelForSequenceClassification.from_config(AutoConfig.from_pretrained(config_folder, num_labels=1))
+    judge.config.pad_token_id = 0
+    judge.save_pretrained(tmp_path / "judge")
+    pools = ["placement.pools={judges: [1]}", "placement.mapping={reward_model: judges}"]
+    on = ["reward_model.enable=true", f"reward_model.model.path={tmp_path / 'judge'}", *pools]
+    found = make_plan(gsm8k(config_folder, *on), read_data=False).as_dict()
+    assert found["roles"]["judges"]["roles"] == ["reward model"]
+    memory = found["memory"]["pools"]["judges"]
+    # Its head has no bias, which a value head has.
+    assert memory["items"] == {"reward model: parameters": _bytes(judge.parameters()) + 4}
+    assert memory["device"] == {"held": memory["items"]["reward model: parameters"]}
+
+
+def test_the_models_of_other_roles_are_named_by_their_keys(config_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"critic.model.path: .*nowhere is not a folder"):
+        make_plan(gsm8k(config_folder, "algorithm=gae", f"critic.model.path={tmp_path / 'nowhere'}"), read_data=False)
 
 
 # -- numbers against the real thing ---------------------------------------------------------------

@@ -144,23 +144,31 @@ class Passes:
     response_tokens: int
 
 
-def measure_model(model: ModelConfig) -> ModelSize:
+def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
     """The numbers of the model in ``model.path``, built without memory for its weights.
 
+    Args:
+        model: which.
+        key: where the config names its folder, for messages.
+
     Raises:
-        ConfigError: the folder's ``config.json`` names no causal language model that transformers knows.
+        ConfigError: the folder has no ``config.json``, or one that names no causal language model which
+            transformers knows.
     """
     import torch
     import transformers
 
     auto: Any = transformers.AutoModelForCausalLM
     folder = Path(model.path)
+    if not (folder / "config.json").is_file():
+        what = "has no config.json" if folder.is_dir() else "is not a folder"
+        raise ConfigError(f"{key}: {folder} {what}; give a Hugging Face model folder")
     try:
         config = transformers.AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"model.path: {folder / 'config.json'} gives no causal language model: {error}") from error
+        raise ConfigError(f"{key}: {folder / 'config.json'} gives no causal language model: {error}") from error
     text: Any = config.get_text_config()
     heads = int(text.num_attention_heads)
     body = getattr(module, module.base_model_prefix, module)

@@ -9,7 +9,6 @@ from typing import Any
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.weight_sync import weight_syncs
 from rollcast.controller.resource_pool import ResourcePool
-from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory import (
@@ -35,15 +34,22 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
     places = {getattr(role, "value", role): pool for role, pool in pools.mapping.items()}
     actor = places["actor_rollout"]
     roles = {"actor": actor, "rollout": actor}
-    # Not every trainer has a reference and a critic.
+    # Not every trainer has these.
     if getattr(trainer, "uses_reference", False):
-        roles["reference"] = places.get("ref", actor)
+        roles["reference"] = places["ref"]
     if getattr(trainer, "uses_critic", False):
-        roles["critic"] = places.get("critic", actor)
+        roles["critic"] = places["critic"]
+    if _has_reward_model(trainer):
+        roles["reward model"] = places["reward_model"]
     found: dict[ResourcePool, list[str]] = {}
     for role, pool in roles.items():
         found.setdefault(pools.resource_pool_dict[pool], []).append(role)
     return found
+
+
+def _has_reward_model(trainer: LoopTrainer) -> bool:
+    section: Any = getattr(trainer, "reward_model", None)
+    return section is not None and bool(section.enable)
 
 
 def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
@@ -82,7 +88,9 @@ def plan_memory(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -
             lines.append(("", None, f"{pool.name}: {item.name} {format_bytes(item.bytes)}{aside}"))
         shown = ", ".join(f"{format_bytes(most)} {phase}" for phase, most in phases.items())
         lines.append(("", None, f"{pool.name}: in all {shown}"))
-        trained += size.parameters * ("actor" in roles) + _critic_parameters(trainer, size) * ("critic" in roles)
+        trained += size.parameters * ("actor" in roles) + _critic_size(trainer, size).value_parameters * (
+            "critic" in roles
+        )
         stored = layout.stored
     disk = 3 * trained * stored
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
@@ -97,14 +105,11 @@ def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
     if task.trainer.warm_start is not None and (warm / "config.json").is_file():
         return replace(task.model, path=str(warm)), ""
     folder = Path(task.model.path)
-    if (folder / "config.json").is_file():
-        return task.model, ""
     if task.data.preprocess is not None and not folder.exists():
         return None, f"{folder} does not exist; data.preprocess={task.data.preprocess} may make it when the run starts"
     if task.trainer.warm_start is not None and not folder.exists():
         return None, f"{folder} does not exist; recipe {task.trainer.warm_start} is trained first and may make it"
-    what = "has no config.json" if folder.is_dir() else "is not a folder"
-    raise ConfigError(f"model.path: {folder} {what}; give a Hugging Face model folder")
+    return task.model, ""
 
 
 def _items(
@@ -115,6 +120,10 @@ def _items(
     algebra = replace(algebra, dp_size=pool.world_size)
     if role == "reference":
         return count_frozen("reference", size.parameters, layout)
+    if role == "reward model":
+        judge: Any = trainer.reward_model.model.path  # type: ignore[attr-defined]
+        own = measure_model(replace(trainer.task.model, path=judge), "reward_model.model.path")
+        return count_frozen("reward model", own.value_parameters, layout)
     if role == "rollout":
         return _rollout_items(trainer, algebra, size, layout, longest)
     if role == "critic":
@@ -122,7 +131,8 @@ def _items(
         algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
     passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
     eager = trainer.task.model.attn_implementation == "eager"
-    parameters = size.parameters if role == "actor" else _critic_parameters(trainer, size)
+    size = size if role == "actor" else _critic_size(trainer, size)
+    parameters = size.parameters if role == "actor" else size.value_parameters
     activations = bound_activations(size, passes, layout, eager, logits=role == "actor")
     items = count_trained(role, parameters, layout)
     if layout.gathers:
@@ -143,11 +153,11 @@ def _rollout_items(
     return [MemoryItem("rollout: weights", size.parameters * layout.computed, "generate" if shares else "held"), cache]
 
 
-def _critic_parameters(trainer: LoopTrainer, size: ModelSize) -> int:
+def _critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:
     critic: Any = getattr(trainer, "critic", None)
     if critic is None or critic.model.path is None:
-        return size.value_parameters
-    return measure_model(replace(trainer.task.model, path=critic.model.path)).value_parameters
+        return actor
+    return measure_model(replace(trainer.task.model, path=critic.model.path), "critic.model.path")
 
 
 def format_bytes(count: int) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.algorithm import advantage_needs, advantages
 from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
@@ -59,6 +60,7 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True) -> Plan:
     plan.sections["run"] = _run(trainer, algebra, read_data, plan.notes)
     plan.sections["roles"] = _roles(trainer)
     plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes)]
+    _note_generation(trainer, plan.notes)
     warm_start = trainer.task.trainer.warm_start
     if warm_start is not None:
         plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
@@ -140,6 +142,22 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
         )
 
 
+def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
+    """What is generated beyond a step's rows."""
+    algorithm: Any = getattr(trainer, "algorithm", None)
+    if algorithm is None:
+        return
+    groups = algorithm.filter_groups
+    if groups.enable:
+        most = _count(groups.max_num_gen_batches, "batch")
+        notes.append(
+            f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
+            "are taken and answered for a step, so the data last for fewer steps"
+        )
+    if advantage_needs(advantages.get(algorithm.adv_estimator)).reward_baselines:
+        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
+
+
 def nearest(wanted: int, valid: Sequence[int]) -> str:
     """The valid sizes next to ``wanted`` on both sides, as words; empty if there are none."""
     below, above = [size for size in valid if size < wanted], [size for size in valid if size > wanted]
@@ -171,10 +189,15 @@ def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: li
         _fact("validation_samples", _times(rows, samples), "validation sample", f" each time, {samples} a prompt"),
     ]
     checkpoints = _events(steps, settings.save_freq)
-    kept = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep
+    has_best = settings.keep_best_ckpt and bool(task.data.val_files) and settings.test_freq > 0
+    kept = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep + has_best
     if checkpoints is not None and kept is not None:
         kept = min(kept, checkpoints)
-    return [*facts, _fact("checkpoints", checkpoints, "checkpoint"), _fact("checkpoints_kept", kept, "kept checkpoint")]
+    return [
+        *facts,
+        _fact("checkpoints", checkpoints, "checkpoint"),
+        _fact("checkpoints_kept", kept, "kept checkpoint", " at most"),
+    ]
 
 
 def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tuple[int | None, int | None]:

@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from decimal import Decimal, InvalidOperation
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -43,6 +42,8 @@ _MARKED = (
     re.compile(r"####[ \t]*([^\n]+)"),
     re.compile(r"\banswer[ \t]*(?:is|:|=)[ \t]*:?[ \t]*([^\n]+)", re.IGNORECASE),
 )
+# A number with leading zeros is a text: it may well be a sequence of digits.
+_NUMBER = re.compile(r"(?P<sign>[-+]?)[ $]*(?P<whole>(?:0|[1-9][0-9,]*)?)(?:\.(?P<fraction>[0-9]*))?")
 _BOXED = "\\boxed{"
 
 
@@ -77,8 +78,9 @@ def extract_answer(response: str) -> str | None:
 
     It is what stands in the last ``\boxed{...}``; without one in the last ``<answer>...</answer>``, after
     the last ``####``, or after the last ``answer is`` or ``answer:``; without any of them the whole
-    response. Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer; of
-    other text, letter case, white space and a full stop at the end do not count. None if nothing is left.
+    response. Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer. Of
+    other text, which numbers with leading zeros are too, letter case, white space and a full stop at the
+    end do not count. None if nothing is left.
     """
     found = _last_boxed(response)
     for pattern in _MARKED:
@@ -104,11 +106,12 @@ def _last_boxed(response: str) -> str | None:
 
 def _normalise(text: str) -> str | None:
     plain = " ".join(text.split()).strip(" $").rstrip(".").strip(" $*")
-    try:
-        number = Decimal(plain.replace(",", "").replace("$", ""))
-    except InvalidOperation:
+    number = _NUMBER.fullmatch(plain)
+    if number is None or not (number["whole"] or number["fraction"]):
         return plain.casefold() or None
-    return format(number.normalize(), "f") if number.is_finite() and abs(number.adjusted()) < 100 else plain.casefold()
+    whole, fraction = number["whole"].replace(",", "") or "0", (number["fraction"] or "").rstrip("0")
+    value = f"{whole}.{fraction}" if fraction else whole
+    return f"-{value}" if number["sign"] == "-" and value != "0" else value
 
 
 def summarize_samples(
