@@ -233,6 +233,19 @@ def test_a_wide_batch_makes_no_advantage_out_of_rounding() -> None:
     assert grpo(inputs).advantages.abs().max() < 1e-6
 
 
+def test_a_batch_of_some_megabytes_is_treated_like_a_small_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    mask = torch.arange(1100) < torch.randint(1, 1101, (1200, 1), generator=generator)
+    rewards = torch.randn(1200, 1100, generator=generator)
+    inputs = AdvantageInputs(rewards.masked_fill(~mask, NAN), mask, torch.arange(1200) // 4)
+    few = AdvantageInputs(inputs.token_level_rewards[:8], mask[:8], inputs.group_ids[:8])
+    for estimator in (rloo, opo, grpo_passk):
+        whole, part = estimator(inputs).advantages, estimator(few).advantages
+        torch.testing.assert_close(whole[:8], part)
+        assert (whole[~mask] == 0).all()
+        assert torch.equal(whole, estimator(inputs).advantages)
+
+
 def test_gdpo_says_what_is_wrong_with_its_components() -> None:
     inputs = replace(batch(0), reward_components={"accuracy": torch.ones(7), "format": torch.zeros(7)})
     with pytest.raises(ValueError, match="gdpo needs reward_components"):
