@@ -70,8 +70,10 @@ def test_a_correction_weighs_and_rejects(small_task: SmallTask, tmp_path: Path) 
     assert finite(tmp_path)[0]["rollout_corr/k3_kl"] < 1e-6
 
 
-def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path) -> None:
-    launch(small_task.ppo(tmp_path, *SHORT, "algorithm.rollout_correction.bypass_mode=true"))
+@pytest.mark.parametrize("weights", ["null", "token"])
+def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path, weights: str) -> None:
+    section = "algorithm.rollout_correction"
+    launch(small_task.ppo(tmp_path, *SHORT, f"{section}.bypass_mode=true", f"{section}.rollout_is={weights}"))
     assert all("rollout/logprob_gap_max" not in row for row in finite(tmp_path))
 
 

@@ -39,6 +39,13 @@ class OffPolicyCorrection:
         self._steps_since += 1
         return may_bypass(self._config, self._last_gap, self._steps_since)
 
+    def bypass(self, batch: DataProto) -> DataProto:
+        """The batch with the rollout's log-probs for the old ones, and so with weights of 1."""
+        columns = {"old_log_probs": batch["rollout_log_probs"]}
+        if self.gives_weights:
+            columns["rollout_is_weights"] = (batch["response_mask"] != 0).float()
+        return batch.with_columns(columns)
+
     def apply(self, batch: DataProto) -> tuple[DataProto, dict[str, float]]:
         """The batch with the columns that the correction gives, and its metrics.
 

@@ -287,7 +287,7 @@ class PpoTrainer(LoopTrainer):
     def old_log_prob_step(self, state: StepState) -> None:
         """Log-probs under the policy before the update, and how far the rollout's are from them."""
         if self._correction.may_bypass():
-            state.batch = state.batch.with_columns({"old_log_probs": state.batch["rollout_log_probs"]})
+            state.batch = self._correction.bypass(state.batch)
             return
         output = self.group.compute_log_prob(state.batch.select(_MODEL_COLUMNS))
         mask = state.batch["response_mask"].bool()
