@@ -65,7 +65,9 @@ def test_run_directory(whole_run: Path) -> None:
     samples = [json.loads(line) for line in (whole_run / "samples.jsonl").read_text().splitlines()]
     assert len(samples) == 4 * 16
     assert {"step", "prompt", "response", "ground_truth", "score"} <= samples[0].keys()
-    assert sorted(path.name for path in (whole_run / "checkpoints").iterdir()) == ["step_2", "step_4", "step_6"]
+    checkpoints = whole_run / "checkpoints"
+    assert sorted(path.name for path in checkpoints.iterdir()) == ["latest", "step_2", "step_4", "step_6"]
+    assert (checkpoints / "latest").read_text() == "step_6\n"
     assert "train_batch_size: 8" in (whole_run / "config.yaml").read_text()
 
 
@@ -121,8 +123,9 @@ def test_interrupt_stops_the_workers_and_keeps_the_checkpoint(rollcast: Commands
     assert "Traceback" not in out + err
     assert "step_" in err
     assert_gone(children)
-    for checkpoint in (folder / "checkpoints").iterdir():
-        assert (checkpoint / "trainer.json").exists()
+    checkpoints = [path for path in (folder / "checkpoints").iterdir() if path.name != "latest"]
+    assert checkpoints
+    assert all((checkpoint / "trainer.json").exists() for checkpoint in checkpoints)
 
 
 def test_two_sharded_workers_draw_the_same_curve(whole_run: Path, rollcast_of_module: Commands) -> None:
