@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-__all__ = ["Side", "serve"]
+__all__ = ["Side", "peer_version", "serve"]
 
 
 def serve(actions: Mapping[str, Callable[[], Any]]) -> None:
@@ -31,6 +31,12 @@ def serve(actions: Mapping[str, Callable[[], Any]]) -> None:
         del result
         answers.write(json.dumps({"seconds": seconds}) + "\n")
         answers.flush()
+
+
+def peer_version(python: str, distribution: str) -> str:
+    """The version that is installed in the environment of that Python."""
+    code = f"from importlib.metadata import version; print(version({distribution!r}))"
+    return subprocess.run([python, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
 class Side:

@@ -9,13 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from _report import Comparison, write_report
-from _side import Side
+from _side import Side, peer_version
 
 HERE = Path(__file__).parent
 #: Of each action: calls in a block.
@@ -70,12 +69,7 @@ def main() -> None:
     parser.add_argument("--spawns", type=int, default=3)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/verl.json"))
     options = parser.parse_args()
-    version = subprocess.run(
-        [options.verl_python, "-c", "from importlib.metadata import version; print(version('verl'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    version = peer_version(options.verl_python, "verl")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
         sides = []

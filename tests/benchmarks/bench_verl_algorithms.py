@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -16,7 +15,7 @@ from pathlib import Path
 import torch
 from _algorithm_cases import draw_case
 from _report import Comparison, write_report
-from _side import Side
+from _side import Side, peer_version
 
 HERE = Path(__file__).parent
 TIMED = ("grpo", "rloo", "reinforce_plus_plus_baseline", "opo")
@@ -71,12 +70,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=1000)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/verl_algorithms.json"))
     options = parser.parse_args()
-    version = subprocess.run(
-        [options.verl_python, "-c", "from importlib.metadata import version; print(version('verl'))"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout.strip()
+    version = peer_version(options.verl_python, "verl")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

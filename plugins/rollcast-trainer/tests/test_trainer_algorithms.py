@@ -77,6 +77,17 @@ def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path
     assert all("rollout/logprob_gap_max" not in row for row in finite(tmp_path))
 
 
+def test_when_the_gap_was_measured_is_part_of_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
+    section = "algorithm.rollout_correction"
+    changes = [f"{section}.bypass_mode=true", f"{section}.bypass_max_kl=1.0", f"{section}.bypass_check_freq=3"]
+    launch(small_task.ppo(tmp_path / "whole", *changes))
+    launch(small_task.ppo(tmp_path / "parts", *changes, "trainer.total_steps=2"))
+    launch(small_task.ppo(tmp_path / "parts", *changes))
+    whole = without_times(read_metrics(tmp_path / "whole"))
+    assert whole == without_times(read_metrics(tmp_path / "parts"))
+    assert ["rollout/logprob_gap_max" in row for row in whole[1:]] == [True, False, False, True]
+
+
 def critic_run(small_task: SmallTask, run_dir: Path, *changes: str) -> list[str]:
     return small_task.ppo(run_dir, "algorithm=gae", "critic.optim.lr=1e-2", *changes)
 

@@ -27,7 +27,7 @@ from rollcast.errors import ConfigError, WorkerError
 if TYPE_CHECKING:
     from rollcast.controller.calls_by_name import CallsByName
 
-__all__ = ["CallRecord", "CallRecorder", "Outcome", "load_record"]
+__all__ = ["CallOutcome", "CallRecord", "CallRecorder", "load_record"]
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class CallRecord:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class CallOutcome:
     """What a call gave back; ``error`` is its message if it failed."""
 
     result: Any = None
@@ -72,16 +72,16 @@ class _Recording:
 
     def end(self, result: Any) -> None:
         """The call is over."""
-        self._write(Outcome(_fetched(result)))
+        self._write(CallOutcome(_fetched(result)))
 
     def __enter__(self) -> None:
         """What fails inside is the call's outcome."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
-            self._write(Outcome(error=f"{type(error).__name__}: {error}"))
+            self._write(CallOutcome(error=f"{type(error).__name__}: {error}"))
 
-    def _write(self, outcome: Outcome) -> None:
+    def _write(self, outcome: CallOutcome) -> None:
         _dump(outcome, self.folder / "outcome.pkl")
         logger.info("recorded in %s; `rollcast replay %s` runs the call again", self.folder, self.folder)
 
@@ -161,7 +161,7 @@ class CallRecorder:
         return folder
 
 
-def load_record(folder: Path) -> tuple[CallRecord, Outcome | None]:
+def load_record(folder: Path) -> tuple[CallRecord, CallOutcome | None]:
     """A record, and its outcome unless the process ended before the call did.
 
     Raises:

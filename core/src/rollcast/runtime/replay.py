@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcast.controller.hosting import WorkerHost
-from rollcast.controller.recording import CallRecord, Outcome, load_record
+from rollcast.controller.hosting import WorkerHost, is_handle
+from rollcast.controller.recording import CallOutcome, CallRecord, load_record
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ColumnError, WorkerError
@@ -45,8 +45,8 @@ class Replay:
     """
 
     record: CallRecord
-    recorded: Outcome | None
-    replayed: Outcome
+    recorded: CallOutcome | None
+    replayed: CallOutcome
     findings: tuple[Finding, ...]
 
     def agrees(self, atol: float) -> bool:
@@ -79,9 +79,9 @@ def replay(folder: Path, debug: bool = False) -> Replay:
         method = getattr(group.spawn([record.role])[record.role], record.method)
         try:
             result = method(*record.args, **record.kwargs)
-            replayed = Outcome(result.get() if hasattr(result, "get") and hasattr(result, "wait") else result)
+            replayed = CallOutcome(result.get() if is_handle(result) else result)
         except WorkerError as error:
-            replayed = Outcome(error=f"{type(error).__name__}: {error}")
+            replayed = CallOutcome(error=f"{type(error).__name__}: {error}")
     findings: tuple[Finding, ...] = ()
     if recorded is not None and not recorded.error and not replayed.error:
         findings = tuple(compare(_one_rank(recorded.result, record.world_size), replayed.result))

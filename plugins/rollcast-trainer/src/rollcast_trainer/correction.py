@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
@@ -15,7 +18,7 @@ _KEPT = "kept_mask"
 class OffPolicyCorrection:
     """Weights and rejection by the log-probs of rollout and engine, and the steps that do without.
 
-    Its decision to bypass depends on the last gap that it saw, so a resumed run measures first.
+    Whether a step does without depends on the last gap that it saw, which is part of a checkpoint.
     """
 
     def __init__(self, config: RolloutCorrectionConfig) -> None:
@@ -33,6 +36,14 @@ class OffPolicyCorrection:
         config = self._config
         asked = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
         return config.bypass_mode or any(value is not None for value in asked)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The last gap, and the steps since."""
+        return {"last_gap": self._last_gap, "steps_since": self._steps_since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from what :meth:`state_dict` gave."""
+        self._last_gap, self._steps_since = state["last_gap"], int(state["steps_since"])
 
     def may_bypass(self) -> bool:
         """Whether this step takes the rollout's log-probs for the old ones."""

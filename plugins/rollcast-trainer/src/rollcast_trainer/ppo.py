@@ -385,8 +385,11 @@ class PpoTrainer(LoopTrainer):
         return (seed * 1_000_003 + self.step + stream * 500_009) & 0x7FFF_FFFF
 
     def state_dict(self) -> dict[str, Any]:
-        return {} if self._reward_kl is None else {"kl_controller": self._reward_kl.controller.state_dict()}
+        kl = {} if self._reward_kl is None else {"kl_controller": self._reward_kl.controller.state_dict()}
+        return {**kl, "rollout_correction": self._correction.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._reward_kl is not None and "kl_controller" in state:
             self._reward_kl.controller.load_state_dict(state["kl_controller"])
+        if "rollout_correction" in state:
+            self._correction.load_state_dict(state["rollout_correction"])
