@@ -245,6 +245,13 @@ def test_processes_are_kept_and_closed(prime: Callable[..., Any]) -> None:
     assert [result.score for result in manager(samples(1))]  # it starts again
 
 
+def is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def manager_pids(manager: Any) -> list[int]:
     return [process.popen.pid for process in manager._processes]
 
@@ -263,7 +270,10 @@ def test_what_a_sample_started_is_ended_with_it(prime: Callable[..., Any], tmp_p
     results = prime(give, RewardSettings("zero", 1.0, timeout_s=1.0), num_processes=1)(samples(1))
     assert "took longer" in results[0].error
     pid = int(file.read_text())
-    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    deadline = time.monotonic() + 30  # a kill takes effect a moment after it was sent
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} outlived its sample"
+        time.sleep(0.01)
 
 
 def test_a_function_of_ones_own_keeps_its_memory_in_one_process(tmp_path: Path) -> None:
