@@ -57,6 +57,17 @@ def test_the_data_is_a_function_of_the_seed(made: Path, tmp_path: Path) -> None:
         assert len(first & second) < 10
 
 
+def test_a_kill_leaves_no_data_files_without_the_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def killed(path: Path, rows: object) -> int:
+        assert load_tokenizer(str(tmp_path / "model"))("31=")["input_ids"]
+        assert AutoConfig.from_pretrained(tmp_path / "model").vocab_size == len(VOCABULARY)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("rollcast_quickstart.task.write_jsonl", killed)
+    with pytest.raises(KeyboardInterrupt):
+        SortDigits().run(None, tmp_path, seed=3)
+
+
 def test_a_source_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="reads no source"):
         SortDigits().run(tmp_path, tmp_path / "out")

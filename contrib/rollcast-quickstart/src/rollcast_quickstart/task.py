@@ -40,13 +40,14 @@ class SortDigits(BasePreprocessor):
         """
         if source is not None:
             raise DataError(f"sort_digits generates its data and reads no source, got {source}")
+        # The model first: a trainer that finds its data files there takes everything to be there.
+        build_tokenizer().save_pretrained(str(output / "model"))
+        build_model_config().save_pretrained(str(output / "model"))
         drawn = iter(_draw(sum(SPLITS.values()), seed))
         rows: dict[str, int] = {}
         for split, count in SPLITS.items():
             written = [_row(digits, split) for digits in itertools.islice(drawn, count)]
             rows[f"{split}.jsonl"] = write_jsonl(output / f"{split}.jsonl", written)
-        build_tokenizer().save_pretrained(str(output / "model"))
-        build_model_config().save_pretrained(str(output / "model"))
         return PreprocessReport(rows, ["model/ has a config and a tokenizer, no weights: set model.random_init=true"])
 
 
