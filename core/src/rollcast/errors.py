@@ -109,3 +109,23 @@ class CheckpointError(RollcastError, OSError):
 
 class CapabilityError(RollcastError, ValueError):
     """The chosen parts cannot work together, or a part cannot do what was asked."""
+
+
+class RequestError(RollcastError, ValueError):
+    """A request that a rollout cannot serve; names the request and what is wrong with it."""
+
+
+class RolloutError(RollcastError, RuntimeError):
+    """A rollout engine or replica died, hangs, or answered what its contract does not allow."""
+
+
+class WeightSyncError(RolloutError):
+    """Weights did not reach a rollout as they are; it generates nothing until an update succeeds.
+
+    Attributes:
+        tensor: the first tensor that is wrong, empty if none can be named.
+    """
+
+    def __init__(self, message: str, tensor: str = "") -> None:
+        super().__init__(message)
+        self.tensor = tensor

@@ -11,8 +11,8 @@ from hf_tools import EOS, ModuleEngine, make_prompts, roughen, run_all, tokens_o
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
-from rollcast.errors import CapabilityError, CheckpointError, ConfigError
-from rollcast_hf.errors import GenerationError, RequestError
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RequestError
+from rollcast_hf.errors import GenerationError
 from rollcast_hf.rollout import HfRollout
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
@@ -257,8 +257,6 @@ def test_versions_are_those_of_each_token(rollout: HfRollout, engine: Any) -> No
 def test_config_is_checked(make_rollout: Callable[..., HfRollout]) -> None:
     with pytest.raises(ConfigError, match="max_batch_size"):
         make_rollout(max_batch_size=0)
-    with pytest.raises(ConfigError, match="standalone"):
-        make_rollout(mode="standalone")
 
 
 def test_close_and_missing_folder(rollout: HfRollout, make_rollout: Callable[..., HfRollout], tmp_path: Any) -> None:

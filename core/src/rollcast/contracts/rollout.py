@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
+from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.plugins.registry import Registry, subclass_of
 
 if TYPE_CHECKING:
@@ -48,7 +49,19 @@ class RolloutMode(Enum):
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """What a rollout can do; compared with the engine's and the sync's before anything starts."""
+    """What a rollout can do; compared with the engine's and the sync's before anything starts.
+
+    Attributes:
+        modes: where it can run.
+        in_process: it can generate with the engine's own module, in the trainer's process.
+        abort: requests can be ended early.
+        prefix_caching: the cache of a prompt's beginning is used again.
+        lora: it takes adapters apart from the model (:meth:`BaseRollout.update_adapter`).
+        tensor_parallel: one engine can use several devices.
+        releases_memory: :meth:`BaseRollout.release` gives memory back.
+        batches_requests: requests under way together are computed together, so that sending many at
+            once pays.
+    """
 
     modes: frozenset[RolloutMode] = frozenset()
     in_process: bool = False
@@ -57,6 +70,7 @@ class RolloutCapabilities:
     lora: bool = False
     tensor_parallel: bool = False
     releases_memory: bool = False
+    batches_requests: bool = True
 
 
 @dataclass(frozen=True)
@@ -119,24 +133,14 @@ class RolloutOutput:
 
 
 @dataclass(frozen=True)
-class WeightReport:
-    """What arrived in a weight update: the replica's side of the attestation."""
-
-    version: int
-    tensors: int
-    bytes: int
-    seconds: float
-    checksums: Mapping[str, str]
-
-
-@dataclass(frozen=True)
 class RolloutSetup:
     """Everything a rollout is built from.
 
     Attributes:
-        config: the config's ``rollout`` section, an instance of its ``config_schema``.
+        config: the config's ``rollout`` section, an instance of its ``config_schema``, which derives from
+            :class:`~rollcast.config.rollout.RolloutConfig`.
         model_path: Hugging Face folder of the model and tokenizer.
-        seed: of the sampler; differs from rank to rank.
+        seed: of the sampler; differs from rank to rank and from replica to replica.
         pad_token_id, eos_token_id: the tokenizer's.
     """
 
@@ -163,11 +167,46 @@ class BaseRollout(ABC):
 
         Raises:
             RollcastError: the request cannot be served (empty prompt, no room, unknown token id).
+            RolloutError: the engine died; a request that was under way is not answered otherwise.
         """
 
     @abstractmethod
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-        """Load new weights, bucket by bucket; tokens from now on carry ``version``."""
+        """Load new weights, bucket by bucket; tokens from now on carry ``version``.
+
+        May be called while requests are under way. Each of their tokens has to be drawn from the
+        distribution of the weights whose version it carries, given everything before it: a cache of keys
+        and values from other weights must not be used on. Whether running requests are held up or
+        computed anew is the rollout's own affair.
+
+        Args:
+            buckets: to go through once, with :class:`~rollcast.contracts.weights.WeightTally`. A bucket's
+                tensors are valid until the next one is asked for. An engine with processes of its own
+                may pickle it and go through it there, once in each.
+            version: what the rollout has to report from now on.
+
+        Raises:
+            WeightSyncError: a tensor is not what was sent, not the model's, or did not come; names it.
+                Until an update succeeds :meth:`generate` raises it too.
+        """
+
+    async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        """Load a LoRA adapter, in place of the one before; the base weights stay.
+
+        Raises:
+            CapabilityError: the rollout cannot (``capabilities.lora`` is False).
+        """
+        from rollcast.errors import CapabilityError
+
+        raise CapabilityError(f"{type(self).__name__} takes no adapters")
+
+    async def check_health(self) -> None:
+        """Return while the engine can serve.
+
+        Raises:
+            RolloutError: it is dead or hangs; says what is known of the cause.
+        """
+        return
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with the engine's own module from now on (HYBRID without a copy).

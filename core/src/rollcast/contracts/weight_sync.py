@@ -12,7 +12,8 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-from rollcast.contracts.rollout import RolloutMode, WeightReport
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.contracts.weights import WeightReport
 from rollcast.plugins.registry import Registry, subclass_of
 
 if TYPE_CHECKING:

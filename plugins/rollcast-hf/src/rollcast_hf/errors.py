@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from rollcast.errors import RollcastError
+from rollcast.errors import RolloutError, WeightSyncError
 
-__all__ = ["GenerationError", "RequestError", "WeightUpdateError"]
-
-
-class RequestError(RollcastError, ValueError):
-    """A request that this model cannot serve; names the request and what is wrong with it."""
+__all__ = ["GenerationError", "WeightUpdateError"]
 
 
-class GenerationError(RollcastError, RuntimeError):
+class GenerationError(RolloutError):
     """The model run of a batch failed; every request of the batch gets this, with the cause chained."""
 
 
-class WeightUpdateError(RollcastError, ValueError):
+class WeightUpdateError(WeightSyncError, ValueError):
     """New weights do not fit the model; names the tensor."""

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from rollcast.contracts.requests import ModelLimits
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutCapabilities,
@@ -31,7 +32,7 @@ from rollcast.errors import CapabilityError, CheckpointError, ConfigError, Rollc
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError, WeightUpdateError
 from rollcast_hf.model import build_model, load_model, read_limits
-from rollcast_hf.requests import Job, ModelLimits, admit
+from rollcast_hf.requests import Job, admit
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
 
@@ -48,11 +49,11 @@ class HfRollout(BaseRollout):
     which they came; the tokens depend on that order and on the sampler's state, and on nothing else.
 
     Raises:
-        ConfigError: ``max_batch_size`` is not at least 1, or ``mode`` is not ``hybrid``.
+        ConfigError: ``max_batch_size`` is not at least 1.
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        modes=frozenset({RolloutMode.HYBRID}), in_process=True, abort=True
+        modes=frozenset(RolloutMode), in_process=True, abort=True
     )
     config_schema: ClassVar[type] = HfRolloutConfig
 
@@ -61,8 +62,6 @@ class HfRollout(BaseRollout):
         config = cast(HfRolloutConfig, setup.config)
         if config.max_batch_size < 1:
             raise ConfigError(f"rollout.max_batch_size is {config.max_batch_size}, which is not at least 1")
-        if config.mode != RolloutMode.HYBRID.value:
-            raise ConfigError(f"rollout.mode is {config.mode!r}; the hf rollout has only 'hybrid'")
         self._max_rows = config.max_batch_size
         # On the CPU whatever the device: each batch draws one seed from it, so that what a batch
         # samples does not depend on how many numbers the batches before it needed.
@@ -78,6 +77,7 @@ class HfRollout(BaseRollout):
         self._decoding: Decoding | None = None
         self._first_row = 0
         self._server: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # a batch, or an update of the weights
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with ``engine``'s module from now on, as ``version``.
@@ -101,9 +101,10 @@ class HfRollout(BaseRollout):
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load full tensors by Hugging Face name into the rollout's own copy of the model.
 
+        The batch that runs is finished with the old weights first.
+
         Returns:
-            The number and bytes of the tensors that came, and
-            :func:`~rollcast_hf.weights.bucket_checksum` of each bucket under its number.
+            What came, with a checksum of each bucket.
 
         Raises:
             CapabilityError: an engine is bound, whose weights these would be.
@@ -112,14 +113,17 @@ class HfRollout(BaseRollout):
         """
         if self._engine is not None:
             raise CapabilityError("the rollout generates with an engine's own module, so its weights come from there")
-        if self._own is None:
-            self._own = build_model(self.setup.model_path)
-        try:
-            report = load_buckets(self._own, buckets, version)
-        except Exception as error:  # handed to the waiting callers
-            self._unusable = WeightUpdateError(f"the update of the weights to version {version} failed: {error}")
-            raise
-        self._version, self._unusable = version, None
+        async with self._turn:
+            if self._own is None:
+                self._own = build_model(self.setup.model_path)
+            try:
+                report = load_buckets(self._own, buckets, version)
+            except Exception as error:  # handed to the waiting callers
+                self._unusable = WeightUpdateError(
+                    f"the update of the weights to version {version} failed: {error}", getattr(error, "tensor", "")
+                )
+                raise
+            self._version, self._unusable = version, None
         return report
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
@@ -199,8 +203,9 @@ class HfRollout(BaseRollout):
             # Tasks that were created together with the first one get to queue their requests too.
             await asyncio.sleep(0)
             while self._queue:
-                self._batch = self._take_batch()
-                await self._run_batch(self._batch)
+                async with self._turn:
+                    self._batch = self._take_batch()
+                    await self._run_batch(self._batch)
         finally:
             # Only a cancelled loop leaves anything here.
             for job in [*self._batch, *self._queue]:
@@ -218,6 +223,10 @@ class HfRollout(BaseRollout):
         return batch
 
     async def _run_batch(self, batch: Sequence[Job]) -> None:
+        if self._unusable is not None:
+            for job in batch:
+                job.fail(copy.copy(self._unusable))
+            return
         try:
             decoded = await self._decode(batch)
         except RollcastError as error:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import ClassVar
 
 from rollcast.contracts.engine import BaseEngine
-from rollcast.contracts.rollout import BaseRollout, RolloutMode, WeightReport
+from rollcast.contracts.rollout import BaseRollout, RolloutMode
 from rollcast.contracts.weight_sync import BaseWeightSync, WeightSyncCapabilities
+from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError
 
 __all__ = ["InProcessSync"]

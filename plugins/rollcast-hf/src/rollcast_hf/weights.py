@@ -2,34 +2,22 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
-import time
 from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from rollcast.contracts.rollout import WeightReport
+from rollcast.contracts.weights import WeightReport, WeightTally
 from rollcast_hf.errors import WeightUpdateError
 
-__all__ = ["bucket_checksum", "count_weights", "load_buckets"]
+__all__ = ["count_weights", "load_buckets"]
 
 
 def count_weights(module: nn.Module) -> tuple[int, int]:
     """Number of distinct parameters, and their bytes."""
     parameters = list(module.parameters())
     return len(parameters), sum(each.numel() * each.element_size() for each in parameters)
-
-
-def bucket_checksum(bucket: Sequence[tuple[str, Tensor]]) -> str:
-    """Sixteen hexadecimal digits over the names, dtypes, shapes and bytes of a bucket, in its order."""
-    digest = hashlib.blake2b(digest_size=8)
-    for name, tensor in bucket:
-        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        data = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8)
-        digest.update(data.numpy().data)
-    return digest.hexdigest()
 
 
 def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
@@ -44,22 +32,17 @@ def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor
         WeightUpdateError: a name is unknown, a shape differs, tied weights differ, or a weight did
             not come. The module then holds a mixture of old and new weights.
     """
-    start = time.perf_counter()
     targets: dict[str, Tensor] = module.state_dict()
     loaded: dict[tuple[int, int], str] = {}
-    checksums: dict[str, str] = {}
-    count = size = 0
-    for number, bucket in enumerate(buckets):
+    tally = WeightTally(buckets)
+    for bucket in tally:
         for name, tensor in bucket:
             _load_tensor(targets, loaded, name, tensor)
-            count += 1
-            size += tensor.numel() * tensor.element_size()
-        checksums[str(number)] = bucket_checksum(bucket)
     missing = [name for name, target in targets.items() if _place(target) not in loaded]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise WeightUpdateError(f"version {version} came without {', '.join(missing[:3])}{more}")
-    return WeightReport(version, count, size, time.perf_counter() - start, checksums)
+        raise WeightUpdateError(f"version {version} came without {', '.join(missing[:3])}{more}", tensor=missing[0])
+    return tally.report(version)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
@@ -70,10 +53,11 @@ def _place(tensor: Tensor) -> tuple[int, int]:
 def _load_tensor(targets: dict[str, Tensor], loaded: dict[tuple[int, int], str], name: str, tensor: Tensor) -> None:
     target = targets.get(name)
     if target is None:
-        raise WeightUpdateError(f"the model has no weight named {name!r}")
+        raise WeightUpdateError(f"the model has no weight named {name!r}", tensor=name)
     if target.shape != tensor.shape:
         raise WeightUpdateError(
-            f"weight {name!r} came with shape {tuple(tensor.shape)}; the model's has {tuple(target.shape)}"
+            f"weight {name!r} came with shape {tuple(tensor.shape)}; the model's has {tuple(target.shape)}",
+            tensor=name,
         )
     place = _place(target)
     twin = loaded.get(place)
@@ -81,4 +65,6 @@ def _load_tensor(targets: dict[str, Tensor], loaded: dict[tuple[int, int], str],
         target.copy_(tensor)
         loaded[place] = name
     elif not torch.equal(target, tensor.to(target)):
-        raise WeightUpdateError(f"weights {twin!r} and {name!r} are one in the model, but came with different values")
+        raise WeightUpdateError(
+            f"weights {twin!r} and {name!r} are one in the model, but came with different values", tensor=name
+        )

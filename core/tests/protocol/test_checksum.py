@@ -1,0 +1,55 @@
+"""Checksums of tensors: what they see, and what they do not depend on."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollcast.protocol.checksum import combine_checksums, tensor_checksum
+
+DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+
+
+def filled(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, 2 if dtype == torch.bool else 100, (numel,), generator=generator).to(dtype)
+
+
+@given(
+    numel=st.integers(1, 20_000),
+    dtype=st.sampled_from(DTYPES),
+    place=st.floats(0, 1, exclude_max=True),
+    bit=st.integers(0, 7),
+)
+def test_a_flipped_bit_is_seen(numel: int, dtype: torch.dtype, place: float, bit: int) -> None:
+    tensor = filled(numel, dtype)
+    changed = tensor.clone()
+    raw = changed.view(torch.uint8)
+    raw[int(place * raw.numel())] ^= 1 << bit
+    assert tensor_checksum(changed) != tensor_checksum(tensor)
+    assert tensor_checksum(tensor.clone()) == tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("width", [64, 512, 1024, 4096])
+def test_exchanged_rows_are_seen(width: int) -> None:
+    tensor = torch.randn(8, width)
+    assert tensor_checksum(tensor[[1, 0, 2, 3, 4, 5, 6, 7]]) != tensor_checksum(tensor)
+
+
+def test_name_dtype_and_shape_count() -> None:
+    tensor = torch.zeros(6)
+    variants = [tensor, tensor.view(2, 3), tensor.view(3, 2), tensor.to(torch.int32), torch.zeros(7), torch.zeros(())]
+    assert len({tensor_checksum(each) for each in variants}) == len(variants)
+    named = [[("a", "1"), ("b", "2")], [("b", "2"), ("a", "1")], [("a", "1")], [("a", "12")], []]
+    assert len({combine_checksums(each) for each in named}) == len(named)
+
+
+def test_layout_does_not_count() -> None:
+    tensor = torch.randn(64, 48)
+    assert tensor_checksum(tensor.T) == tensor_checksum(tensor.T.contiguous())
+    shifted = torch.zeros(3073)[1:].view(64, 48).copy_(tensor)
+    assert tensor_checksum(shifted) == tensor_checksum(tensor)
+    assert tensor_checksum(tensor.requires_grad_()) == tensor_checksum(tensor.detach())
+    assert len(tensor_checksum(torch.empty(0))) == 8
