@@ -15,9 +15,9 @@ from rollcast_hf.sync import InProcessSync
 
 def test_binds_once_and_moves_the_version(rollout: HfRollout, model: Any) -> None:
     engine: Any = ModuleEngine(model)
-    sync = InProcessSync(engine, rollout)
+    sync = InProcessSync(engine, [rollout])
     for version in (3, 4):
-        report = asyncio.run(sync.sync(version))
+        (report,) = asyncio.run(sync.sync(version))
         assert report.version == version
         assert report.tensors == len(list(model.parameters()))
         assert report.bytes == sum(each.numel() for each in model.parameters()) * 4
@@ -31,7 +31,7 @@ def test_refuses_parts_that_cannot(rollout: HfRollout, engine: Any) -> None:
         capabilities = RolloutCapabilities()
 
     with pytest.raises(CapabilityError, match="Remote"):
-        InProcessSync(engine, Remote(rollout.setup))
+        InProcessSync(engine, [Remote(rollout.setup)])
     engine.capabilities = EngineCapabilities()
     with pytest.raises(CapabilityError, match="ModuleEngine"):
-        InProcessSync(engine, rollout)
+        InProcessSync(engine, [rollout])

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Sequence
+from typing import Any, ClassVar
 
 from rollcast.contracts.engine import BaseEngine
 from rollcast.contracts.rollout import BaseRollout, RolloutMode
-from rollcast.contracts.weight_sync import BaseWeightSync, WeightSyncCapabilities
+from rollcast.contracts.weight_sync import BaseWeightSync, SyncSettings, WeightSyncCapabilities
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError
 
@@ -25,19 +26,20 @@ class InProcessSync(BaseWeightSync):
         modes=frozenset({RolloutMode.HYBRID}), same_process=True
     )
 
-    def __init__(self, engine: BaseEngine, rollout: BaseRollout) -> None:
-        if not rollout.capabilities.in_process:
-            raise CapabilityError(
-                f"weight_sync=in_process needs a rollout that generates in the trainer's process, "
-                f"and {type(rollout).__name__} does not (capabilities.in_process)"
-            )
+    def __init__(self, engine: BaseEngine, targets: Sequence[Any] = (), settings: SyncSettings | None = None) -> None:
+        for target in targets:
+            if not isinstance(target, BaseRollout) or not target.capabilities.in_process:
+                raise CapabilityError(
+                    f"weight_sync=in_process needs a rollout that generates in the trainer's process, "
+                    f"and {type(target).__name__} does not (capabilities.in_process)"
+                )
         if not engine.capabilities.in_process_module:
             raise CapabilityError(
                 f"weight_sync=in_process needs an engine whose module can generate, "
                 f"and {type(engine).__name__} has none (capabilities.in_process_module)"
             )
-        super().__init__(engine, rollout)
+        super().__init__(engine, targets, settings)
 
-    async def sync(self, version: int) -> WeightReport:
+    async def sync(self, version: int) -> list[WeightReport]:
         """Say that the engine's present weights are ``version``; nothing is copied."""
-        return self.rollout.bind_engine(self.engine, version)
+        return [target.bind_engine(self.engine, version) for target in self.targets if isinstance(target, BaseRollout)]

@@ -207,7 +207,7 @@ class ActorRolloutRefWorker(Worker):
             )
         )
         sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
-        self.weight_sync = sync_class(self.actor.engine, self.rollout)
+        self.weight_sync = sync_class(self.actor.engine, [self.rollout])
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
@@ -248,7 +248,7 @@ class ActorRolloutRefWorker(Worker):
         """
         if self.weight_sync is None:
             return {}
-        report = await self.weight_sync.sync(version)
+        (report,) = await self.weight_sync.sync(version)
         if report.version != version:
             raise CapabilityError(
                 f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
