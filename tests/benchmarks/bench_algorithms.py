@@ -13,42 +13,48 @@ from pathlib import Path
 from _report import Comparison, write_report
 
 SEEDS = (0, 1, 2)
-#: Name → goal and overrides.
+#: Name → goal, and what makes a run of it.
 ALGORITHMS: dict[str, tuple[float, list[str]]] = {
-    "GRPO": (0.88, ["algorithm=grpo"]),
+    "GRPO": (0.88, ["recipe=quickstart"]),
     "Dr. GRPO": (
         0.88,
-        ["algorithm=grpo", "algorithm.norm_adv_by_std_in_grpo=false", "actor.loss_agg_mode=seq-mean-token-sum-norm"],
+        [
+            "recipe=quickstart",
+            "algorithm.norm_adv_by_std_in_grpo=false",
+            "actor.loss_agg_mode=seq-mean-token-sum-norm",
+        ],
     ),
-    "RLOO": (0.88, ["algorithm=rloo"]),
-    "REINFORCE++": (0.88, ["algorithm=reinforce_plus_plus"]),
-    "ReMax": (0.88, ["algorithm=remax"]),
+    "RLOO": (0.88, ["recipe=quickstart", "algorithm=rloo"]),
+    "REINFORCE++": (0.88, ["recipe=quickstart", "algorithm=reinforce_plus_plus"]),
+    "ReMax": (0.88, ["recipe=quickstart_remax"]),
     "GSPO": (
         0.88,
         [
-            "algorithm=grpo",
+            "recipe=quickstart",
             "actor.policy_loss=gspo",
             "actor.loss_agg_mode=seq-mean-token-mean",
             "actor.clip_ratio_low=0.01",
             "actor.clip_ratio_high=0.01",
         ],
     ),
-    "PPO with critic": (0.90, ["algorithm=gae", "critic.optim.lr=1e-3", "trainer.total_steps=80"]),
+    "PPO with critic": (0.90, ["recipe=quickstart_ppo"]),
 }
 
 
 def train(folder: Path, *overrides: str) -> dict[str, float]:
     """One run; its last metrics with an accuracy."""
-    command = [sys.executable, "-m", "rollcast", "train", "recipe=quickstart", f"run_dir={folder}", *overrides]
+    command = [sys.executable, "-m", "rollcast", "train", f"run_dir={folder}", *overrides]
     quiet = ["runtime=local", "trackers=[jsonl]", "trainer.val_before_train=false", "trainer.save_freq=-1"]
-    subprocess.run([*command, *quiet], check=True, capture_output=True)
+    done = subprocess.run([*command, *quiet], capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with code {done.returncode}:\n{done.stderr[-4000:]}")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return next(dict(row) for row in reversed(rows) if "val/accuracy" in row)
 
 
 def warm_start(folder: Path, seed: int) -> list[str]:
     """Overrides that start from the supervised warm-up of a seed."""
-    train(folder, f"trainer.seed={seed}", "trainer.total_steps=1")
+    train(folder, "recipe=quickstart", f"trainer.seed={seed}", "trainer.total_steps=1")
     return [f"trainer.seed={seed}", "trainer.warm_start=null", f"model.path={folder}/warm_start/export"]
 
 
@@ -63,7 +69,7 @@ def main() -> None:
         for seed in SEEDS:
             start = warm_start(Path(scratch) / f"warm-{seed}", seed)
             for number, name in enumerate(accuracies):
-                row = train(Path(scratch) / f"{number}-{seed}", *start, *ALGORITHMS[name][1])
+                row = train(Path(scratch) / f"{number}-{seed}", *ALGORITHMS[name][1], *start)
                 accuracies[name].append(row["val/accuracy"])
                 sys.stderr.write(f"{name}, seed {seed}: {row['val/accuracy']:.3f}\n")
     comparisons = [

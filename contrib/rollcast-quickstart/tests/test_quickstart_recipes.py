@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from omegaconf import OmegaConf
+
+from rollcast.config import compose
+from rollcast.config.sources import flatten
+
+
+def settings(recipe: str) -> dict[str, Any]:
+    return flatten(OmegaConf.to_container(compose([f"recipe={recipe}", "run_dir=runs/here"]).config))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes"),
+    [
+        (
+            "quickstart_remax",
+            {
+                "algorithm.adv_estimator": "remax",
+                "data.train_batch_size": 512,
+                "rollout.n": 1,
+                "rollout.temperature": 0.7,
+                "actor.ppo_mini_batch_size": 256,
+            },
+        ),
+        (
+            "quickstart_ppo",
+            {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3, "trainer.total_steps": 80},
+        ),
+    ],
+)
+def test_other_algorithms_are_the_quick_start_but_for_a_few_keys(recipe: str, changes: dict[str, Any]) -> None:
+    base, other = settings("quickstart"), settings(recipe)
+    assert {key: value for key, value in other.items() if base.get(key) != value} == changes
+    assert base.keys() == other.keys()
+
+
+def test_as_many_samples_a_step_and_an_update() -> None:
+    base, other = settings("quickstart"), settings("quickstart_remax")
+    for key in ("data.train_batch_size", "actor.ppo_mini_batch_size"):
+        assert base[key] * base["rollout.n"] == other[key] * other["rollout.n"]
