@@ -161,6 +161,18 @@ class BaseRollout(ABC):
     def __init__(self, setup: RolloutSetup) -> None:
         self.setup = setup
 
+    @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        """Environment variables that the rollout's process needs from its start.
+
+        A launcher sets those that neither it nor ``config.replica.env`` has. May not import the engine's
+        library, which the launcher's environment need not have.
+
+        Args:
+            config: an instance of ``config_schema``.
+        """
+        return {}
+
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt; many calls may be under way at once.
@@ -177,7 +189,8 @@ class BaseRollout(ABC):
         May be called while requests are under way. Each of their tokens has to be drawn from the
         distribution of the weights whose version it carries, given everything before it: a cache of keys
         and values from other weights must not be used on. Whether running requests are held up or
-        computed anew is the rollout's own affair.
+        computed anew is the rollout's own affair. The weights are the whole model: an adapter that was
+        loaded before is gone.
 
         Args:
             buckets: to go through once, with :class:`~rollcast.contracts.weights.WeightTally`. A bucket's
