@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -117,6 +118,31 @@ def test_the_norm_is_that_of_a_plain_pytorch_step(small_task: SmallTask, two_wor
     norm = global_norm([parameter.grad for parameter in model.parameters()])
     assert norm > 1e-2
     assert read_metrics(run_dir)[1]["actor/grad_norm"] == pytest.approx(norm, rel=1e-5)
+
+
+def test_balancing_the_ranks_changes_no_gradient(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
+    """Prompts of 3 to 16 tokens, with a reference and a critic, which get their rows in another order too."""
+    ragged = tmp_path / "ragged.jsonl"
+    rows = [{"prompt": "7+" * size + "=", "ground_truth": ""} for size in (7, 1, 6, 2)]
+    ragged.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = [
+        f"data.train_files=[{ragged}]",
+        "data.val_files=[]",
+        "actor.use_kl_loss=true",
+        "algorithm.adv_estimator=gae",
+        "trainer.total_steps=2",
+    ]
+    changes += ["trainer.save_freq=-1", *TWO]
+    launch(small_task.ppo(tmp_path / "plain", *changes, "trainer.balance_batch=false"))
+    launch(small_task.ppo(tmp_path / "balanced", *changes))
+    plain, balanced = (read_metrics(tmp_path / name) for name in ("plain", "balanced"))
+    assert [row["step"] for row in balanced] == [1, 2]
+    for expected, row in zip(plain, balanced, strict=True):
+        assert not any(key.startswith("global_seqlen/") for key in expected)
+        assert row["global_seqlen/balanced_max"] - row["global_seqlen/balanced_min"] <= 3
+        for key in ("actor/grad_norm", "critic/grad_norm", "actor/pg_loss", "actor/kl_loss", "actor/entropy"):
+            assert row[key] == pytest.approx(expected[key], rel=1e-5, abs=1e-6), key
+    assert max(row["global_seqlen/minmax_diff"] for row in balanced) > 3
 
 
 def test_two_workers_go_on_from_a_checkpoint(small_task: SmallTask, two_workers: Recorded, tmp_path: Path) -> None:

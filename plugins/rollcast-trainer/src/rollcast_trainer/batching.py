@@ -10,6 +10,7 @@ import torch
 from rollcast.contracts.algorithm import Denominators
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
+from rollcast_trainer.balancing import deal_rows
 from rollcast_trainer.workers import UpdatePlan
 
 __all__ = ["BatchAlgebra", "count_denominators", "draw_mini_batches", "plan_update"]
@@ -140,6 +141,7 @@ def plan_update(
     max_tokens: int,
     epochs: int = 1,
     skip_rows: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
 ) -> tuple[DataProto, UpdatePlan]:
     """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
 
@@ -151,6 +153,8 @@ def plan_update(
         epochs: how often the workers go through all mini-batches.
         skip_rows: bool ``[B]``; these rows add nothing to the gradient and are not sent. They stay
             in the denominators.
+        lengths: tokens of each row; a mini-batch's rows are then spread over the shards by
+            :func:`deal_rows`, and without them dealt out in turn.
 
     Returns:
         The arranged batch, and the plan for the workers. Rows that fill up a rank's part repeat
@@ -169,12 +173,13 @@ def plan_update(
         per_rank = max(-(-len(indices) // dp_size), 1)
         missing = per_rank * dp_size - len(indices)
         real = [True] * len(indices) + [False] * missing
-        indices += [int(rows[0])] * missing
+        candidates = indices or rows.tolist()
+        indices += [candidates[0] if lengths is None else min(candidates, key=lengths.__getitem__)] * missing
         rows_per_rank.append(per_rank)
-        for rank in range(dp_size):
-            # Strided, so that the filler is spread over the ranks.
-            blocks[rank] += indices[rank::dp_size]
-            filler[rank] += real[rank::dp_size]
+        weights = [0] * len(indices) if lengths is None else [lengths[index] for index in indices]
+        for rank, part in enumerate(deal_rows(weights, dp_size)):
+            blocks[rank] += [indices[place] for place in part]
+            filler[rank] += [real[place] for place in part]
     order = torch.tensor([index for block in blocks for index in block], dtype=torch.int64)
     keep = torch.tensor([flag for block in filler for flag in block], dtype=torch.bool)
     arranged = batch.select_idxs(order)

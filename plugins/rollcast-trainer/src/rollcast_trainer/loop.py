@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, ClassVar
 
+import torch
 from omegaconf import DictConfig
 
 from rollcast.contracts.engine import ForwardSettings
@@ -17,6 +18,8 @@ from rollcast.contracts.trainer import BaseTrainer, RunResult
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
+from rollcast_trainer.balancing import row_lengths, spread_rows
+from rollcast_trainer.batching import plan_update
 from rollcast_trainer.generation import trim_responses
 from rollcast_trainer.heap import frozen_heap
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
@@ -105,7 +108,16 @@ class LoopTrainer(BaseTrainer):
     @property
     def dp_size(self) -> int:
         """Data-parallel ranks of the actor."""
-        return max(place.dp_rank for place in self.group.mesh("actor")) + 1
+        return self.ranks_of(Role.ACTOR_ROLLOUT)
+
+    def ranks_of(self, role: Role) -> int:
+        """Data-parallel ranks of the workers that play a role."""
+        played_as = self._played_as(role)
+        return max(place.dp_rank for place in self.groups[played_as].mesh(played_as.mesh)) + 1
+
+    def _played_as(self, role: Role) -> Role:
+        """The role itself if it has workers of its own; else the actor's, which play it too."""
+        return role if role in self.groups else next(iter(self.groups))
 
     # -- what a subclass decides --------------------------------------------------------------
 
@@ -227,6 +239,30 @@ class LoopTrainer(BaseTrainer):
         """Responses for the prompts, joined with the prompts' own columns and cut to the longest."""
         output = self.group.generate_sequences(prompts.select(_PROMPT_COLUMNS), sampling)
         return prompts.drop(_PROMPT_COLUMNS).union(trim_responses(output))
+
+    def infer(self, role: Role, method: str, batch: DataProto) -> DataProto:
+        """What a method of a role's workers gives for each row of ``batch``, in order."""
+        ranks = self.ranks_of(role) if self.task.trainer.balance_batch else 1
+        return spread_rows(getattr(self.groups[self._played_as(role)], method), batch, ranks)
+
+    def update(
+        self,
+        role: Role,
+        method: str,
+        batch: DataProto,
+        mini_batches: Sequence[torch.Tensor],
+        epochs: int = 1,
+        skip_rows: torch.Tensor | None = None,
+    ) -> dict[str, float]:
+        """Optimizer steps by a method of a role's workers, one a mini-batch and epoch; gives their metrics.
+
+        The arguments are those of :func:`~rollcast_trainer.batching.plan_update`.
+        """
+        ranks = self.ranks_of(role)
+        lengths = row_lengths(batch) if self.task.trainer.balance_batch and ranks > 1 else None
+        longest = self.task.data.max_response_length
+        arranged, plan = plan_update(batch, mini_batches, ranks, longest, epochs, skip_rows, lengths)
+        return dict(getattr(self.groups[self._played_as(role)], method)(arranged, plan)[0])
 
     def validate(self) -> dict[str, float]:
         """Generate and score the validation prompts."""

@@ -13,26 +13,20 @@ from typing import Any, cast
 
 import torch
 
-from rollcast.contracts.algorithm import (
-    AdvantageInputs,
-    advantage_needs,
-    advantages,
-    kl_penalties,
-    loss_aggregations,
-    policy_losses,
-)
+from rollcast.contracts.algorithm import AdvantageInputs, advantage_needs, advantages, loss_aggregations
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
-from rollcast.errors import CapabilityError, ConfigError, RewardError
+from rollcast.errors import RewardError
 from rollcast.protocol import DataProto
-from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_algorithms.value_loss import ValueLoss
-from rollcast_trainer.batching import BatchAlgebra, draw_mini_batches, plan_update
+from rollcast_trainer.balancing import row_lengths, seqlen_metrics
+from rollcast_trainer.batching import draw_mini_batches
 from rollcast_trainer.correction import OffPolicyCorrection
 from rollcast_trainer.critic import CriticWorker
 from rollcast_trainer.dynamic_batch import groups_that_differ, join_groups
 from rollcast_trainer.loop import LoopTrainer, Timer
+from rollcast_trainer.ppo_parts import build_algebra, build_loss, check_needs
 from rollcast_trainer.reference import RefWorker
 from rollcast_trainer.reward_kl import RewardKl
 from rollcast_trainer.reward_model import RewardModelWorker, check_reward_model
@@ -73,60 +67,14 @@ class PpoTrainer(LoopTrainer):
         if self.reward_model.enable:
             check_reward_model(self.reward_model.model.path)
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
-        self.algebra = self._algebra()
-        self.algebra.check()
+        self.algebra = build_algebra(task, self.policy)
         self._estimator = advantages.get(self.algorithm.adv_estimator)
         self._needs = advantage_needs(self._estimator)
-        self._check_needs()
+        check_needs(task, self.algorithm, self._needs, self.algebra.samples)
         self._reward_kl = RewardKl(self.algorithm) if self.algorithm.use_kl_in_reward else None
         self._correction = OffPolicyCorrection(self.algorithm.rollout_correction)
-        self.loss_function = self._loss()
+        self.loss_function = build_loss(self.policy, self._correction.gives_weights)
         self._may_skip = self.policy.skip_zero_advantage and needs_advantage(self.loss_function)
-
-    def _algebra(self) -> BatchAlgebra:
-        policy = self.policy
-        return BatchAlgebra(
-            self.task.data.train_batch_size,
-            self.task.rollout.n,
-            policy.ppo_mini_batch_size,
-            policy.ppo_epochs,
-            self.task.world_size,
-            policy.ppo_micro_batch_size_per_gpu,
-            policy.ppo_max_token_len_per_gpu if policy.use_dynamic_bsz else None,
-        )
-
-    def _check_needs(self) -> None:
-        name, needs = self.algorithm.adv_estimator, self._needs
-        capabilities = self.task.engine_class.capabilities
-        for need, what in (("values", "value_model"), ("sum_pi_squared", "sum_pi_squared")):
-            if getattr(needs, need) and not getattr(capabilities, what):
-                raise CapabilityError(
-                    f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={self.task.engine.name} "
-                    "cannot give"
-                )
-        limit = self.algorithm.filter_groups.max_num_gen_batches
-        if limit < 1:
-            raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
-        if needs.groups and self.algebra.samples < 2:
-            raise ConfigError(
-                f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
-                f"but rollout.n is {self.algebra.samples}; set rollout.n to 2 or more"
-            )
-
-    def _loss(self) -> PpoLoss:
-        policy = self.policy
-        return make_ppo_loss(
-            policy_losses.get(policy.policy_loss),
-            loss_aggregations.get(policy.loss_agg_mode),
-            clip_ratio_low=policy.clip_ratio_low,
-            clip_ratio_high=policy.clip_ratio_high,
-            clip_ratio_c=policy.clip_ratio_c,
-            entropy_coeff=policy.entropy_coeff,
-            kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
-            kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
-            options=policy.policy_loss_kwargs,
-            use_rollout_is_weights=self._correction.gives_weights,
-        )
 
     @property
     def uses_critic(self) -> bool:
@@ -181,6 +129,8 @@ class PpoTrainer(LoopTrainer):
         self.sample(state, timer)
         if self.algorithm.filter_groups.enable:
             self.filter_groups_step(state, timer)
+        if self.task.trainer.balance_batch and self.dp_size > 1:
+            state.metrics |= seqlen_metrics(row_lengths(state.batch), self.dp_size)
         self.task.emit("on_batch_after_reward", trainer=self, step=self.step + 1, batch=state.batch)
         if self._needs.reward_baselines:
             with timer.phase("baseline"):
@@ -237,7 +187,7 @@ class PpoTrainer(LoopTrainer):
         """
         scored = self.scorer.score(state.batch)
         if Role.REWARD_MODEL in self.groups:
-            judged = self.groups[Role.REWARD_MODEL].compute_rm_score(state.batch.select(_MODEL_COLUMNS))["rm_scores"]
+            judged = self.infer(Role.REWARD_MODEL, "compute_rm_score", state.batch.select(_MODEL_COLUMNS))["rm_scores"]
             scored.scores = self.reward_model.weight * judged + self.reward_model.rule_weight * scored.scores
             state.metrics["reward/model_mean"] = float(judged.mean())
         scores = scored.token_level_scores(state.batch["response_mask"])
@@ -289,7 +239,7 @@ class PpoTrainer(LoopTrainer):
         if self._correction.may_bypass():
             state.batch = self._correction.bypass(state.batch)
             return
-        output = self.group.compute_log_prob(state.batch.select(_MODEL_COLUMNS))
+        output = self.infer(Role.ACTOR_ROLLOUT, "compute_log_prob", state.batch.select(_MODEL_COLUMNS))
         mask = state.batch["response_mask"].bool()
         tokens = max(int(mask.sum()), 1)
         gap = (output["old_log_probs"] - state.batch["rollout_log_probs"]).abs().masked_fill(~mask, 0.0)
@@ -304,12 +254,13 @@ class PpoTrainer(LoopTrainer):
 
     def ref_log_prob_step(self, state: StepState) -> None:
         """Log-probs under the reference policy."""
-        group = self.groups.get(Role.REF, self.group)
-        state.batch = state.batch.union(group.compute_ref_log_prob(state.batch.select(_MODEL_COLUMNS)))
+        rows = state.batch.select(_MODEL_COLUMNS)
+        state.batch = state.batch.union(self.infer(Role.REF, "compute_ref_log_prob", rows))
 
     def values_step(self, state: StepState) -> None:
         """The critic's values of the states in which tokens were chosen: ``values`` ``[B, T]``."""
-        state.batch = state.batch.union(self.groups[Role.CRITIC].compute_values(state.batch.select(_MODEL_COLUMNS)))
+        rows = state.batch.select(_MODEL_COLUMNS)
+        state.batch = state.batch.union(self.infer(Role.CRITIC, "compute_values", rows))
 
     def advantage_step(self, state: StepState) -> None:
         """Scores less the KL penalty (if it is in the reward), then the estimator."""
@@ -346,16 +297,12 @@ class PpoTrainer(LoopTrainer):
 
     def update_critic_step(self, state: StepState) -> None:
         """Mini-batches over all rows, each an optimizer step of the critic."""
-        batch, critic, group = state.batch, self.critic, self.groups[Role.CRITIC]
+        batch, critic = state.batch, self.critic
         prompts = critic.ppo_mini_batch_size or self.policy.ppo_mini_batch_size
         count = max(self.algebra.prompts // prompts, 1)
         mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, self._order_seed(1))
-        ranks = max(place.dp_rank for place in group.mesh("critic")) + 1
-        longest = self.task.data.max_response_length
-        arranged, plan = plan_update(
-            batch.select([*_MODEL_COLUMNS, "values", "returns"]), mini_batches, ranks, longest, epochs
-        )
-        state.metrics |= group.update_critic(arranged, plan)[0]
+        columns = batch.select([*_MODEL_COLUMNS, "values", "returns"])
+        state.metrics |= self.update(Role.CRITIC, "update_critic", columns, mini_batches, epochs)
 
     def update_actor_step(self, state: StepState) -> None:
         """Mini-batches over the rows, each an optimizer step."""
@@ -367,15 +314,14 @@ class PpoTrainer(LoopTrainer):
         )
         optional = ["rollout_is_weights"] + (["ref_log_prob"] if policy.use_kl_loss else [])
         columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages", *prepared]
-        arranged, plan = plan_update(
+        state.metrics |= self.update(
+            Role.ACTOR_ROLLOUT,
+            "update_actor",
             batch.select([*columns, *(name for name in optional if name in batch)]),
             mini_batches,
-            self.dp_size,
-            self.task.data.max_response_length,
             epochs,
             without_advantage(batch) if self._may_skip else None,
         )
-        state.metrics |= self.group.update_actor(arranged, plan)[0]
 
     def _order_seed(self, stream: int) -> int | None:
         """Seed of the order of rows in this step's mini-batches; None to keep the batch's."""

@@ -32,6 +32,11 @@ class Role(Enum):
         return self not in (Role.REF, Role.REWARD_MODEL)
 
     @property
+    def mesh(self) -> str:
+        """The mesh that its workers register."""
+        return "actor" if self in (Role.ACTOR_ROLLOUT, Role.ACTOR_ROLLOUT_REF) else self.value
+
+    @property
     def placed_as(self) -> str:
         """Its name in ``placement.mapping``: the actor's stays the same with a reference beside it."""
         return "actor_rollout" if self is Role.ACTOR_ROLLOUT_REF else self.value

@@ -197,6 +197,8 @@ class TrainerConfig:
         warm_start: recipe that is trained first, in ``run_dir/warm_start``; the model that it
             exports is where this run starts.
         export: write the final model to ``run_dir/export`` as a Hugging Face folder.
+        balance_batch: choose the data-parallel rank of each row so that all ranks have about as many
+            tokens; the rows of each mini-batch stay the same. Without effect on one rank.
     """
 
     #: Dataclass of the ``actor`` section of runs with this trainer.
@@ -215,6 +217,7 @@ class TrainerConfig:
     resume_mode: str = "auto"
     warm_start: str | None = None
     export: bool = False
+    balance_batch: bool = True
 
     def check(self) -> None:
         """Refuse values that mean nothing.

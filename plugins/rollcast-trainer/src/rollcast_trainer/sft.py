@@ -10,7 +10,6 @@ from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import SftLoss
-from rollcast_trainer.batching import plan_update
 from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import SftTrainerConfig
@@ -43,9 +42,7 @@ class SftTrainer(LoopTrainer):
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         rows = batch.select(_COLUMNS)
         with timer.phase("update_actor"):
-            everything = [torch.arange(len(rows))]
-            arranged, plan = plan_update(rows, everything, self.dp_size, self.task.data.max_response_length)
-            metrics = dict(self.group.update_actor(arranged, plan)[0])
+            metrics = self.update(Role.ACTOR_ROLLOUT, "update_actor", rows, [torch.arange(len(rows))])
         tokens = float(rows["response_mask"].sum())
         renamed = {key.replace("actor/", "sft/"): value for key, value in metrics.items()}
         return {**renamed, "sft/tokens": tokens, "sft/tokens_per_s": tokens / max(timer.seconds["update_actor"], 1e-9)}

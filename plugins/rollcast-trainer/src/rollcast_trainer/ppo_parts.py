@@ -1,0 +1,70 @@
+"""What trainer ``ppo`` is put together from, and what it refuses before anything is started."""
+
+from __future__ import annotations
+
+from rollcast.contracts.algorithm import AdvantageNeeds, kl_penalties, loss_aggregations, policy_losses
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
+from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.schemas import PpoActorConfig
+from rollcast_trainer.task_runner import TaskRunner
+
+__all__ = ["build_algebra", "build_loss", "check_needs"]
+
+
+def build_algebra(task: TaskRunner, policy: PpoActorConfig) -> BatchAlgebra:
+    """The sizes of a step.
+
+    Raises:
+        ConfigError: they do not fit; with the nearest that do.
+    """
+    algebra = BatchAlgebra(
+        task.data.train_batch_size,
+        task.rollout.n,
+        policy.ppo_mini_batch_size,
+        policy.ppo_epochs,
+        task.world_size,
+        policy.ppo_micro_batch_size_per_gpu,
+        policy.ppo_max_token_len_per_gpu if policy.use_dynamic_bsz else None,
+    )
+    algebra.check()
+    return algebra
+
+
+def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: AdvantageNeeds, samples: int) -> None:
+    """Refuse an estimator that the engine or the samples of a prompt cannot serve.
+
+    Raises:
+        CapabilityError, ConfigError: says what is missing.
+    """
+    name, capabilities = algorithm.adv_estimator, task.engine_class.capabilities
+    for need, what in (("values", "value_model"), ("sum_pi_squared", "sum_pi_squared")):
+        if getattr(needs, need) and not getattr(capabilities, what):
+            raise CapabilityError(
+                f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={task.engine.name} cannot give"
+            )
+    limit = algorithm.filter_groups.max_num_gen_batches
+    if limit < 1:
+        raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
+    if needs.groups and samples < 2:
+        raise ConfigError(
+            f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
+            f"but rollout.n is {samples}; set rollout.n to 2 or more"
+        )
+
+
+def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
+    """What the update minimises."""
+    return make_ppo_loss(
+        policy_losses.get(policy.policy_loss),
+        loss_aggregations.get(policy.loss_agg_mode),
+        clip_ratio_low=policy.clip_ratio_low,
+        clip_ratio_high=policy.clip_ratio_high,
+        clip_ratio_c=policy.clip_ratio_c,
+        entropy_coeff=policy.entropy_coeff,
+        kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
+        kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
+        options=policy.policy_loss_kwargs,
+        use_rollout_is_weights=use_rollout_is_weights,
+    )
