@@ -28,6 +28,10 @@ class Scaled(Worker):
     def refuse(self, data: DataProto) -> None:
         raise ValueError(f"{len(data)} rows are too many")
 
+    @register(dispatch_mode=Dispatch.ALL_TO_ALL)
+    def own(self, number: float) -> float:
+        return number * self.factor
+
     def record_state(self, folder: str) -> None:
         if self.rank == 0:
             (Path(folder) / "factor").write_text(str(self.factor))

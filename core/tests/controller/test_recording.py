@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
 from rollcast.cli.app import build_app
 from rollcast.controller.recording import CallRecorder, load_record
-from rollcast.errors import ConfigError, WorkerError
+from rollcast.errors import ConfigError, DispatchError, WorkerError
 from rollcast.runtime.local import LocalRuntime
 from rollcast.runtime.ray import RayRuntime
 from rollcast.runtime.replay import compare, replay
@@ -69,6 +69,16 @@ def test_other_results_are_told_value_by_value(record) -> None:
     assert gaps["result[0]['y']"] == 12.0  # x up to 3, times 6 and times 2
     assert gaps["result[0].meta_info['factor']"] == 4.0
     assert gaps["result[0]['u'][0]"] == 0.0
+
+
+def test_a_call_that_cannot_be_dispatched_has_failed(record) -> None:
+    def work(group: WorkerGroup) -> None:
+        with pytest.raises(DispatchError):
+            group.own([1.0, 2.0, 3.0])
+
+    _, outcome = load_record(record("own", work))
+    assert outcome is not None
+    assert outcome.error.startswith("DispatchError: ")
 
 
 def test_a_call_that_failed_fails_again(record) -> None:

@@ -51,7 +51,7 @@ class GroupMethod:
         entry, group = self._entry, self._group
         recorder = group.runtime.recorder
         recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
-        with self._named_in_errors():
+        with recording or nullcontext(), self._named_in_errors():
             calls = distribute(entry.dispatch_mode, group, args, kwargs)
             ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
             refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol
 
 from rollcast.controller.decorator import registered
+from rollcast.controller.marks import mark
 from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
 from rollcast.errors import DispatchError, RollcastError
 
@@ -198,9 +199,10 @@ class WorkerHost:
             fetch = entry is None or entry.materialize_futures
             arrived = [self._arrived(value, fetch) for value in args]
             named = {key: self._arrived(value, fetch) for key, value in kwargs.items()}
-            result = function(*arrived, **named)
-            if inspect.iscoroutine(result):
-                result = self._run(result)
+            with mark(f"{role}.{method}"):
+                result = function(*arrived, **named)
+                if inspect.iscoroutine(result):
+                    result = self._run(result)
             if outcome == "drop":
                 return None
             return self._kept(result) if outcome == "keep" else result

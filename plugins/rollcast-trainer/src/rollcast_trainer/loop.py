@@ -15,6 +15,7 @@ from omegaconf import DictConfig
 from rollcast.contracts.engine import ForwardSettings
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.trainer import BaseTrainer, RunResult
+from rollcast.controller.marks import mark
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
@@ -36,7 +37,7 @@ _PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
 
 
 class Timer:
-    """Wall time of a step's phases, in seconds."""
+    """Wall time of a step's phases, in seconds; profilers show them by name."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
@@ -46,7 +47,8 @@ class Timer:
         """Time a block as ``time/<name>_s``."""
         start = time.perf_counter()
         try:
-            yield
+            with mark(name):
+                yield
         finally:
             self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - start
 
@@ -180,11 +182,15 @@ class LoopTrainer(BaseTrainer):
     def _run(self) -> None:
         if self._is_complete():
             logger.info("%s is complete at step %d of %d", self.task.run_dir, self.step, self.total_steps)
-        self.sync_weights()
+        with mark("update_weights"):
+            self.sync_weights()
         if self.step == 0 and self.task.trainer.val_before_train and self.val_batches:
-            self._report(self.validate())
+            with mark("validate"):
+                metrics = self.validate()
+            self._report(metrics)
         while not self._is_complete():
-            self._one_step()
+            with mark(f"step {self.step + 1}"):
+                self._one_step()
         if self.task.trainer.export:
             self.export()
 
@@ -206,7 +212,8 @@ class LoopTrainer(BaseTrainer):
         self._report({**metrics, **timer.metrics()})
         # After the metrics are written, so that they are complete up to any checkpoint.
         if self._is_due(self.task.trainer.save_freq):
-            self.save_checkpoint()
+            with mark("save_checkpoint"):
+                self.save_checkpoint()
         self.task.emit("on_step_end", trainer=self, step=step, metrics=self.metrics)
 
     def _is_due(self, every: int) -> bool:
