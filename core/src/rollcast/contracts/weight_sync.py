@@ -46,10 +46,12 @@ class SyncSettings:
     Attributes:
         bucket_bytes: largest part that is under way at once; a tensor that is larger goes alone.
         timeout_s: until one part has to be taken.
+        folder: that both ends see, for syncs that go through files.
     """
 
     bucket_bytes: int = 64 << 20
     timeout_s: float = 600.0
+    folder: str | None = None
 
 
 class RemoteRollout(Protocol):
@@ -117,7 +119,7 @@ class BaseWeightSync(ABC):
         """
         from rollcast.errors import CapabilityError
 
-        raise CapabilityError(f"{cls.__name__} sends nothing to other processes")
+        raise CapabilityError(f"{cls.__name__} sends nothing to other processes, and cannot open {source}")
 
     def close(self) -> None:
         """Give back what was kept between calls."""

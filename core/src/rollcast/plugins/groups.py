@@ -96,7 +96,10 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
             "vllm": "rollcast-vllm",
             "sglang": "rollcast-sglang",
         },
-        "rollcast.weight_syncs": {"in_process": "rollcast-hf"},
+        "rollcast.weight_syncs": {
+            "in_process": "rollcast-hf",
+            **_names("rollcast-serving", "shared_memory", "collective", "disk"),
+        },
         "rollcast.advantages": _names(
             "rollcast-algorithms",
             "gae",

@@ -1,0 +1,1 @@
+"""Replicas of rollout engines: processes, routing, and the weights' way to them."""

@@ -1,0 +1,208 @@
+"""Starts the process of a replica, knows whether it lives, and ends it."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import RolloutError
+from rollcast_serving.wire import decode_error
+
+__all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec"]
+
+_STOP_GRACE_S = 10.0
+_LOG_LINES = 20
+
+
+@dataclass(frozen=True)
+class ReplicaSpec:
+    """What a replica is built from.
+
+    Attributes:
+        rollout: the config's ``rollout`` section as plain data.
+        model_path: folder of the model and tokenizer.
+        seed: of the sampler.
+        pad_token_id, eos_token_id: the tokenizer's.
+        python: interpreter of its environment; empty for this process's.
+        env: environment variables beside this process's own.
+        launch_timeout_s: until it has to be ready.
+        log_dir: where its output is written; empty for a temporary folder.
+        host: address to listen on.
+    """
+
+    rollout: Mapping[str, Any]
+    model_path: str
+    seed: int
+    pad_token_id: int
+    eos_token_id: int
+    python: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict)
+    launch_timeout_s: float = 300.0
+    log_dir: str | None = None
+    host: str = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class ReplicaAddress:
+    """Where a replica answers, and the token that lets one in.
+
+    Attributes:
+        index: the replica's number in its run.
+        node: address of its node.
+        host, port: of the server for the run.
+        openai_port: of the OpenAI-compatible server, on the node's loopback.
+        generation: how often it was started before.
+    """
+
+    index: int
+    node: str
+    host: str
+    port: int
+    openai_port: int
+    token: str = field(repr=False)
+    generation: int = 0
+
+    @property
+    def url(self) -> str:
+        """Of the server for the run."""
+        return f"http://{self.host}:{self.port}"
+
+
+class ReplicaProcess:
+    """A replica's process, in a session of its own so that it ends with all that it started.
+
+    Args:
+        spec: what to build.
+        index: number of the replica, for messages and the log's name.
+        node: address of this node.
+        generation: how often it was started before.
+
+    Raises:
+        RolloutError: the process cannot be started.
+    """
+
+    def __init__(self, spec: ReplicaSpec, index: int = 0, node: str = "127.0.0.1", generation: int = 0) -> None:
+        self.spec = spec
+        self.index = index
+        self._place = (node, generation)
+        self._token = secrets.token_urlsafe(24)
+        folder = Path(spec.log_dir) if spec.log_dir else Path(tempfile.mkdtemp(prefix="rollcast-replica-"))
+        folder.mkdir(parents=True, exist_ok=True)
+        self.log = folder / f"replica_{index}.log"
+        self._tell, theirs = os.pipe()
+        self._started = time.monotonic()
+        python = spec.python or sys.executable
+        try:
+            with self.log.open("ab") as log:
+                self.popen = subprocess.Popen(  # noqa: S603  # the interpreter is the one that the config names
+                    [python, "-m", "rollcast_serving.process"],
+                    stdin=subprocess.PIPE,
+                    stdout=log,
+                    stderr=subprocess.STDOUT,
+                    env={**os.environ, **spec.env},
+                    pass_fds=[theirs],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            os.close(self._tell)
+            raise RolloutError(
+                f"replica {index} cannot be started with rollout.replica.python={python!r}: {error}"
+            ) from error
+        finally:
+            os.close(theirs)
+        self._write_spec(theirs)
+
+    def _write_spec(self, theirs: int) -> None:
+        spec = self.spec
+        message = {
+            "rollout": dict(spec.rollout),
+            "model_path": spec.model_path,
+            "seed": spec.seed,
+            "pad_token_id": spec.pad_token_id,
+            "eos_token_id": spec.eos_token_id,
+            "host": spec.host,
+            "token": self._token,
+            "tell": theirs,
+            "parent": os.getpid(),
+        }
+        # By standard input, where other users cannot read the token. A process that is gone is told of later.
+        with suppress(BrokenPipeError), self.popen.stdin as pipe:  # type: ignore[union-attr]
+            pipe.write(json.dumps(message).encode())
+
+    def wait_ready(self) -> ReplicaAddress:
+        """Wait until it serves.
+
+        Raises:
+            RolloutError: it ended, or was not ready in time; with the end of its log.
+        """
+        text = b""
+        deadline = self._started + self.spec.launch_timeout_s
+        try:
+            while not text.endswith(b"\n"):
+                readable, _, _ = select.select([self._tell], [], [], max(deadline - time.monotonic(), 0))
+                if not readable:
+                    self.stop()
+                    raise RolloutError(
+                        f"replica {self.index} was not ready within rollout.replica.launch_timeout_s="
+                        f"{self.spec.launch_timeout_s:g}{self._with_log()}"
+                    )
+                part = os.read(self._tell, 65536)
+                if not part:
+                    break
+                text += part
+        finally:
+            os.close(self._tell)
+        return self._address(text)
+
+    def _address(self, text: bytes) -> ReplicaAddress:
+        if not text.endswith(b"\n"):
+            self.stop()
+            raise RolloutError(f"replica {self.index} ended while it started, {self.describe_end()}{self._with_log()}")
+        message = json.loads(text)
+        if "error" in message:
+            self.stop()
+            raise decode_error(message["error"], f"replica {self.index} (log: {self.log})")
+        node, generation = self._place
+        return ReplicaAddress(
+            self.index, node, self.spec.host, message["port"], message["openai_port"], self._token, generation
+        )
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self.popen.poll() is None
+
+    def describe_end(self) -> str:
+        """How the process ended, in words."""
+        code = self.popen.poll()
+        if code is None:
+            return "running"
+        return f"killed by signal {-code} ({signal.Signals(-code).name})" if code < 0 else f"with exit code {code}"
+
+    def _with_log(self) -> str:
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:]
+        missing = "No module named rollcast_serving" in "\n".join(lines)
+        help_text = f"\n  install rollcast-serving and the rollout's plugin for {self.spec.python}" if missing else ""
+        return help_text + f"\n  end of {self.log}:" + "".join(f"\n    {line}" for line in lines)
+
+    def stop(self) -> None:
+        """End the process and everything that it started; may be called twice."""
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGTERM)
+        with suppress(subprocess.TimeoutExpired):
+            self.popen.wait(_STOP_GRACE_S)
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.popen.pid, signal.SIGKILL)
+        self.popen.wait()

@@ -1,0 +1,99 @@
+"""The process of a replica: ``python -m rollcast_serving.process``, started by :mod:`rollcast_serving.launcher`.
+
+It reads what to build as JSON from its standard input, and says one line of JSON on the file descriptor
+that it was given: where it listens, or why it does not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from aiohttp import web
+from omegaconf import OmegaConf
+
+from rollcast.config.validation import build_section
+from rollcast.contracts.rollout import BaseRollout, RolloutSetup, rollouts
+from rollcast_serving.openai_api import build_openai_app
+from rollcast_serving.server import build_app
+from rollcast_serving.wire import encode_error
+
+__all__ = ["main"]
+
+logger = logging.getLogger(__name__)
+_PR_SET_PDEATHSIG = 1
+
+
+def _end_with_parent(parent: int) -> None:
+    """Have the system end this process when the one that started it is gone (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def _build(spec: Mapping[str, Any]) -> BaseRollout:
+    rollout_class = rollouts.get(spec["rollout"]["name"], requested_by="rollout.name")
+    config = build_section(rollout_class.config_schema, OmegaConf.create(spec["rollout"]), "rollout")
+    return rollout_class(
+        RolloutSetup(config, spec["model_path"], spec["seed"], spec["pad_token_id"], spec["eos_token_id"])
+    )
+
+
+async def _listen(app: web.Application, host: str) -> tuple[web.AppRunner, int]:
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    await runner.setup()
+    site = web.TCPSite(runner, host, 0)
+    await site.start()
+    return runner, int(runner.addresses[0][1])
+
+
+async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> None:
+    stopping = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stopping.set)
+    await rollout.check_health()
+    runner, port = await _listen(build_app(rollout, spec["token"]), spec["host"])
+    # Whatever the other server listens to: this one is for agents on the same machine.
+    openai, openai_port = await _listen(build_openai_app(rollout, spec["model_path"], spec["token"]), "127.0.0.1")
+    _tell(tell, {"port": port, "openai_port": openai_port})
+    await stopping.wait()
+    for each in (runner, openai):
+        await each.cleanup()
+
+
+def _tell(tell: int, message: Mapping[str, Any]) -> None:
+    with os.fdopen(tell, "w") as file:
+        file.write(json.dumps(message) + "\n")
+
+
+def main() -> int:
+    """Serve until told to stop, or until the parent is gone."""
+    spec = json.load(sys.stdin)
+    tell = int(spec["tell"])
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    _end_with_parent(int(spec["parent"]))
+    try:
+        rollout = _build(spec)
+    except Exception as error:
+        logger.exception("the rollout cannot be built")
+        _tell(tell, {"error": encode_error(error)})
+        return 1
+    try:
+        asyncio.run(_serve(rollout, spec, tell))
+    finally:
+        rollout.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

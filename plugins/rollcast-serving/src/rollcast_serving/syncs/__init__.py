@@ -1,0 +1,1 @@
+"""How weights travel from a trainer to replicas."""

@@ -1,0 +1,138 @@
+"""Weight sync ``collective``: broadcasts in a process group that trainer and replicas join for it.
+
+Gloo between CPUs, NCCL where the weights lie on CUDA devices; any nodes that reach each other. What a
+bucket holds travels through the group's store, its bytes in one broadcast.
+"""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
+from rollcast.contracts.weights import WeightBucket
+from rollcast.errors import WeightSyncError
+from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
+from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+
+__all__ = ["CollectiveSync"]
+
+_POLL_S = 0.01
+
+
+class CollectiveSync(BucketSync):
+    """See the module."""
+
+    name: ClassVar[str] = "collective"
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(modes=frozenset(RolloutMode))
+
+    @contextmanager
+    def transport(self) -> Iterator[Transport]:
+        yield _Sender(len(self.targets), {target.node for target in self.targets}, self.settings)  # type: ignore[union-attr]
+
+    @classmethod
+    def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+        """See :meth:`BaseWeightSync.open`.
+
+        Raises:
+            WeightSyncError: from the iteration; the group broke.
+        """
+        return _receive(source)
+
+
+def _join(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
+    """A process group of its own, beside whatever the process has."""
+    if backend == "nccl":
+        return dist.ProcessGroupNCCL(store, rank, size, timeout)
+    options = dist.ProcessGroupGloo._Options()
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+    options._timeout = timeout
+    return dist.ProcessGroupGloo(store, rank, size, options)
+
+
+def _own_address(nodes: set[str]) -> str:
+    """The address under which the targets' nodes reach this one."""
+    if nodes <= {"127.0.0.1", "localhost"}:
+        return "127.0.0.1"
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect((min(nodes), 9))  # sends nothing
+        return str(probe.getsockname()[0])
+
+
+class _Sender(Transport):
+    def __init__(self, targets: int, nodes: set[str], settings: SyncSettings) -> None:
+        self._timeout = timedelta(seconds=settings.timeout_s)
+        self._host = _own_address(nodes)
+        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._group: Any = None
+        self._sent = 0
+        self._targets = targets
+        self.source = {"host": self._host, "port": self._store.port, "timeout_s": settings.timeout_s}
+
+    def _open(self, receivers: Receivers, backend: str) -> None:
+        if self._group is not None:
+            return
+        offsets, size = [], 1
+        for target in range(self._targets):
+            while not self._store.check([f"readers/{target}"]):
+                receivers.raise_failure()
+                time.sleep(_POLL_S)
+            offsets.append(size)
+            size += int(self._store.get(f"readers/{target}"))
+        self._store.set("group", json.dumps({"offsets": offsets, "size": size, "backend": backend}))
+        self._group = _join(dist.PrefixStore("group", self._store), 0, size, self._host, self._timeout, backend)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        device = bucket[0][1].device
+        self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
+        entries, size = lay_out(bucket)
+        flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        for (_, tensor), entry in zip(bucket, entries, strict=True):
+            view_tensor(flat, entry).copy_(tensor)
+        self._store.set(f"bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
+        self._group.broadcast([flat], _root()).wait()
+        self._sent += 1
+
+    def finish(self, receivers: Receivers) -> None:
+        self._open(receivers, "gloo")
+        self._store.set(f"bucket/{self._sent}", json.dumps({"end": True}))
+
+
+def _root() -> Any:
+    options = dist.BroadcastOptions()
+    options.rootRank = 0
+    return options
+
+
+def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+    timeout = timedelta(seconds=float(source["timeout_s"]))
+    try:
+        store = dist.TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
+        store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
+        plan = json.loads(store.get("group"))
+        rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
+        device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
+        host = _own_address({source["host"]})
+        group = _join(dist.PrefixStore("group", store), rank, plan["size"], host, timeout, plan["backend"])
+        number = 0
+        while True:
+            header = json.loads(store.get(f"bucket/{number}"))
+            if "end" in header:
+                return
+            flat = torch.empty(header["size"], dtype=torch.uint8, device=device)
+            group.broadcast([flat], _root()).wait()
+            yield read_bucket(flat, header["tensors"])
+            number += 1
+    except RuntimeError as error:
+        if isinstance(error, WeightSyncError):
+            raise
+        raise WeightSyncError(f"the group that carries the weights broke: {error}") from error

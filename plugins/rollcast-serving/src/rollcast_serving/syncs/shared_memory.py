@@ -1,0 +1,246 @@
+"""Weight sync ``shared_memory``: between processes of one node, through two buffers that both ends map.
+
+The buffers are anonymous files whose descriptors travel over a Unix socket: nothing has a name that could
+be left behind, and no mount's size limits them. While a replica loads one buffer the other is filled.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import secrets
+import select
+import shutil
+import socket
+import struct
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
+from rollcast.contracts.weights import WeightBucket
+from rollcast.errors import WeightSyncError
+from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
+from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+
+__all__ = ["SharedMemorySync"]
+
+_LENGTH = struct.Struct(">I")
+_POLL_S = 0.05
+
+
+class SharedMemorySync(BucketSync):
+    """See the module. The two buffers are kept between syncs, as large as the largest bucket was."""
+
+    name: ClassVar[str] = "shared_memory"
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
+        modes=frozenset(RolloutMode), same_node=True
+    )
+
+    _buffers: tuple[_Buffer, _Buffer] | None = None
+
+    @contextmanager
+    def transport(self) -> Iterator[Transport]:
+        if self._buffers is None:
+            self._buffers = (_Buffer(), _Buffer())
+        with _Sender(self._buffers, self.settings) as sender:
+            yield sender
+
+    @classmethod
+    def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+        """See :meth:`BaseWeightSync.open`.
+
+        Raises:
+            WeightSyncError: from the iteration; the sender cannot be reached, or went away.
+        """
+        return _receive(source)
+
+    def close(self) -> None:
+        for buffer in self._buffers or ():
+            buffer.close()
+        self._buffers = None
+
+
+class _Buffer:
+    """Memory that can be mapped by other processes, and is gone with the last of them."""
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.number = 0  # of files so far: a descriptor's number comes again
+        self.flat = torch.empty(0, dtype=torch.uint8)
+
+    def reserve(self, size: int) -> None:
+        """Hold at least ``size`` bytes, in another file if this one is too small."""
+        if len(self.flat) >= size:
+            return
+        self.close()
+        if hasattr(os, "memfd_create"):
+            self.fd = os.memfd_create("rollcast-weights")
+        else:
+            with tempfile.TemporaryFile() as file:
+                self.fd = os.dup(file.fileno())
+        os.truncate(self.fd, size)
+        self.flat = _map(self.fd)
+        self.number += 1
+
+    def close(self) -> None:
+        if self.fd >= 0:
+            os.close(self.fd)
+        self.fd, self.flat = -1, torch.empty(0, dtype=torch.uint8)
+
+
+def _map(fd: int) -> Tensor:
+    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+
+
+@dataclass
+class _Reader:
+    """A connected process that takes buckets: how many it has taken, and which buffers it has mapped."""
+
+    connection: socket.socket
+    taken: int = 0
+    mapped: dict[int, int] = field(default_factory=dict)
+
+
+class _Sender(Transport):
+    """Listens, fills buffers, and waits until all readers have taken them."""
+
+    def __init__(self, buffers: Sequence[_Buffer], settings: SyncSettings) -> None:
+        self._buffers = buffers
+        self._timeout_s = settings.timeout_s
+        self._folder = Path(tempfile.mkdtemp(prefix="rollcast-weights-"))  # for this user only
+        self._token = secrets.token_hex(16)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(str(self._folder / "socket"))
+        self._listener.listen()
+        self._listener.settimeout(_POLL_S)
+        self._readers: list[_Reader] = []
+        self._connected = False
+        self._sent = 0
+        self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": self._timeout_s}
+
+    def __enter__(self) -> _Sender:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for reader in self._readers:
+            reader.connection.close()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        self._connect(receivers)
+        self._wait_taken(self._sent - len(self._buffers) + 1, receivers)
+        buffer = self._buffers[self._sent % len(self._buffers)]
+        entries, size = lay_out(bucket)
+        buffer.reserve(size)
+        for (_, tensor), entry in zip(bucket, entries, strict=True):
+            view_tensor(buffer.flat, entry).copy_(tensor)
+        self._sent += 1
+        for reader in self._readers:
+            which = (self._sent - 1) % len(self._buffers)
+            fds = [] if reader.mapped.get(which) == buffer.number else [buffer.fd]
+            reader.mapped[which] = buffer.number
+            _send(reader.connection, {"buffer": which, "tensors": entries}, fds)
+
+    def finish(self, receivers: Receivers) -> None:
+        self._connect(receivers)
+        for reader in self._readers:
+            _send(reader.connection, {"end": True})
+        self._wait_taken(self._sent + 1, receivers)
+
+    def _connect(self, receivers: Receivers) -> None:
+        """Wait until every process of every target is there."""
+        if self._connected:
+            return
+        wanted = dict.fromkeys(range(len(receivers)), 1)
+        seen = dict.fromkeys(range(len(receivers)), 0)
+        deadline = time.monotonic() + self._timeout_s
+        while any(seen[target] < count for target, count in wanted.items()):
+            receivers.raise_failure()
+            if time.monotonic() > deadline:
+                raise WeightSyncError(f"not every replica came for its weights within {self._timeout_s:g} s")
+            try:
+                connection, _ = self._listener.accept()
+            except TimeoutError:
+                continue
+            connection.settimeout(self._timeout_s)
+            hello, _ = _receive_message(connection)
+            if hello.get("token") != self._token or hello.get("target") not in wanted:
+                connection.close()
+                continue
+            wanted[hello["target"]] = int(hello["readers"])
+            seen[hello["target"]] += 1
+            self._readers.append(_Reader(connection))
+        self._connected = True
+
+    def _wait_taken(self, count: int, receivers: Receivers) -> None:
+        for reader in self._readers:
+            while reader.taken < count:
+                reader.taken = self._next_taken(reader, receivers)
+
+    def _next_taken(self, reader: _Reader, receivers: Receivers) -> int:
+        deadline = time.monotonic() + self._timeout_s
+        while time.monotonic() < deadline:
+            if select.select([reader.connection], [], [], _POLL_S)[0]:
+                message, _ = _receive_message(reader.connection)
+                return int(message["taken"])
+            receivers.raise_failure()
+        raise WeightSyncError(f"a replica did not take a bucket within {self._timeout_s:g} s")
+
+
+def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+    buffers: dict[int, Tensor] = {}
+    taken = 0
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(float(source["timeout_s"]))
+        try:
+            connection.connect(source["path"])
+            hello = {"token": source["token"], "target": source["target"], "readers": source.get("readers", 1)}
+            _send(connection, hello)
+            while True:
+                message, fds = _receive_message(connection)
+                if "end" in message:
+                    _send(connection, {"taken": taken + 1})
+                    return
+                if fds:
+                    buffers[message["buffer"]] = _map(fds[0])
+                    os.close(fds[0])
+                yield read_bucket(buffers[message["buffer"]], message["tensors"])
+                taken += 1
+                _send(connection, {"taken": taken})
+        except (OSError, EOFError) as error:
+            raise WeightSyncError(f"the trainer went away while it sent weights: {error}") from error
+
+
+def _send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:
+    data = json.dumps(message).encode()
+    socket.send_fds(connection, [_LENGTH.pack(len(data))], list(fds))
+    connection.sendall(data)
+
+
+def _receive_message(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    head, fds, _, _ = socket.recv_fds(connection, _LENGTH.size, 1)
+    if not head:
+        raise EOFError("the connection was closed")
+    head += _receive_exactly(connection, _LENGTH.size - len(head))
+    return json.loads(_receive_exactly(connection, _LENGTH.unpack(head)[0])), fds
+
+
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        part = connection.recv(count - len(parts))
+        if not part:
+            raise EOFError("the connection was closed")
+        parts += part
+    return bytes(parts)

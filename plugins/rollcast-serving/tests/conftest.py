@@ -1,0 +1,8 @@
+"""Fixtures: a tiny model, and processes that serve it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))  # the tools

@@ -1,0 +1,204 @@
+"""Every weight sync: what is sent arrives, in bounded parts, and what does not is told."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from serving_tools import KeepingTarget, ListEngine, many_tensors
+
+from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
+from rollcast.contracts.weights import WeightBucket
+from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.syncs import sending, shared_memory
+
+SYNCS = ["shared_memory", "collective", "disk"]
+
+
+def make(name: str, engine: Any, targets: list[Any], **changes: Any) -> Any:
+    return weight_syncs.get(name)(engine, targets, SyncSettings(**{"timeout_s": 20.0, **changes}))
+
+
+@pytest.fixture(params=SYNCS)
+def name(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
+def test_what_is_sent_arrives(name: str, bucket_bytes: int) -> None:
+    targets = [KeepingTarget(), KeepingTarget()]
+    engine = ListEngine(many_tensors())
+    sync = make(name, engine, targets, bucket_bytes=bucket_bytes)
+    for version in (1, 2, 3):
+        engine.named = many_tensors(version)
+        reports = asyncio.run(sync.sync(version))
+        assert [report.version for report in reports] == [version, version]
+        for report, target in zip(reports, targets, strict=True):
+            assert list(target.held) == [each for each, _ in engine.named]
+            for each, tensor in engine.named:
+                assert target.held[each].dtype == tensor.dtype
+                assert torch.equal(target.held[each], tensor)
+            assert report.tensors == len(engine.named)
+            assert report.bytes == sum(tensor.numel() * tensor.element_size() for _, tensor in engine.named)
+            assert target.largest <= max(bucket_bytes, 1000 * 33 * 4)
+    sync.close()
+
+
+def test_views_and_gradients_are_sent_as_values(name: str) -> None:
+    weight = torch.randn(8, 6).T.requires_grad_()
+    target = KeepingTarget()
+    asyncio.run(make(name, ListEngine([("w", weight)]), [target]).sync(1))
+    assert torch.equal(target.held["w"], weight)
+
+
+def test_a_rank_without_targets_takes_part(name: str) -> None:
+    engine = ListEngine(many_tensors())
+    assert asyncio.run(make(name, engine, []).sync(1)) == []
+    assert engine.gathered == len(engine.named)
+
+
+@given(st.lists(st.integers(0, 40), max_size=12), st.integers(1, 100))
+def test_buckets_keep_order_and_size(sizes: list[int], limit: int) -> None:
+    named = [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
+    buckets = list(sending.pack_buckets(named, limit))
+    assert [entry for bucket in buckets for entry in bucket] == named
+    for bucket in buckets:
+        assert len(bucket) == 1 or sum(len(tensor) for _, tensor in bucket) <= limit
+
+
+# -- what goes wrong --------------------------------------------------------------------------
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
+    """Change what is on its way: layer 4 is corrupted, left out, or the one of the update before."""
+    module, attribute = {
+        "shared_memory": ("rollcast_serving.syncs.shared_memory", "read_bucket"),
+        "collective": ("rollcast_serving.syncs.collective", "read_bucket"),
+        "disk": ("rollcast_serving.syncs.disk", "WeightBucket"),
+    }[name]
+    import importlib
+
+    found = importlib.import_module(module)
+    original = getattr(found, attribute)
+
+    def spoiled(*args: Any) -> WeightBucket:
+        bucket = original(*args)
+        named = []
+        for each, tensor in bucket:
+            if each != "layer.4.weight":
+                named.append((each, tensor))
+            elif how == "corrupted":
+                changed = tensor.clone()
+                changed.view(torch.uint8)[17, 3] ^= 4
+                named.append((each, changed))
+            elif how == "stale":
+                named.append((each, dict(many_tensors(1))[each]))
+        return WeightBucket(named, bucket.expected)
+
+    monkeypatch.setattr(found, attribute, spoiled)
+
+
+@pytest.mark.parametrize("how", ["corrupted", "missing", "stale"])
+def test_a_wrong_tensor_is_named(name: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = ListEngine(many_tensors(1))
+    sync = make(name, engine, [KeepingTarget(), KeepingTarget()], bucket_bytes=5000)
+    asyncio.run(sync.sync(1))
+    engine.named, engine.gathered = many_tensors(2), 0
+    with monkeypatch.context() as patch:
+        spoil(patch, name, how)
+        with pytest.raises(WeightSyncError, match=r"layer\.4\.weight") as caught:
+            asyncio.run(sync.sync(2))
+    assert caught.value.tensor == "layer.4.weight"
+    assert engine.gathered == len(engine.named)  # the other ranks of the engine are not left waiting
+    assert asyncio.run(sync.sync(3))[0].version == 3
+
+
+def test_a_report_of_something_else_is_refused(name: str) -> None:
+    class Liar(KeepingTarget):
+        lie: Any = None
+
+        def receive_weights(self, *args: Any) -> Any:
+            from dataclasses import replace
+
+            return replace(super().receive_weights(*args), **self.lie)
+
+    target = Liar()
+    sync = make(name, ListEngine(many_tensors()), [target])
+    for lie, words in (
+        ({"version": 8}, "version 8"),
+        ({"tensors": 6}, "6 tensors"),
+        ({"bytes": 3}, "3 bytes"),
+        ({"checksums": {"0": "00000000"}}, "checksum 00000000 of bucket 0"),
+        ({"checksums": {}}, "checksum None of bucket 0"),
+    ):
+        target.lie = lie
+        with pytest.raises(WeightSyncError, match=words):
+            asyncio.run(sync.sync(1))
+
+
+def test_a_target_that_fails_at_once(name: str) -> None:
+    class Broken(KeepingTarget):
+        def receive_weights(self, *args: Any) -> Any:
+            raise RolloutError(f"the engine has died, version {args[2]}")
+
+    engine = ListEngine(many_tensors())
+    with pytest.raises(RolloutError, match="the engine has died, version 5"):
+        asyncio.run(make(name, engine, [KeepingTarget(), Broken()], timeout_s=5.0).sync(5))
+    assert engine.gathered == len(engine.named)
+
+
+@pytest.mark.parametrize("name", ["shared_memory"])
+def test_a_target_that_hangs_is_told(name: str) -> None:
+    class Hanging(KeepingTarget):
+        def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+            import time
+
+            buckets: Iterator[Any] = iter(weight_syncs.get(sync).open(source))
+            next(buckets)
+            time.sleep(2.5)
+            return super()
+
+    with pytest.raises(WeightSyncError, match="did not take a bucket within 1 s"):
+        asyncio.run(make(name, ListEngine(many_tensors()), [Hanging()], timeout_s=1.0, bucket_bytes=1).sync(5))
+
+
+def test_shared_memory_keeps_two_buffers_and_leaves_nothing() -> None:
+    def descriptors() -> int:
+        gc.collect()
+        return len(list(Path("/proc/self/fd").iterdir()))
+
+    engine = ListEngine(many_tensors())
+    before = descriptors()
+    sync = make("shared_memory", engine, [KeepingTarget()], bucket_bytes=200)
+    counts = []
+    for version in range(4):
+        asyncio.run(sync.sync(version))
+        counts.append(descriptors())
+    assert len(set(counts[1:])) == 1
+    assert sum(len(buffer.flat) for buffer in sync._buffers) <= 2 * (1000 * 33 * 4 + 64)
+    sync.close()
+    assert descriptors() == before
+
+
+def test_disk_leaves_nothing(tmp_path: Path) -> None:
+    asyncio.run(make("disk", ListEngine(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
+    assert list((tmp_path / "w").iterdir()) == []
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=10, deadline=None)
+@given(
+    st.lists(st.tuples(st.integers(0, 3000), st.sampled_from(["float32", "bfloat16", "int8"])), min_size=1, max_size=9)
+)
+def test_any_tensors_by_shared_memory(shapes: list[tuple[int, str]]) -> None:
+    named = [(str(index), torch.arange(size).to(getattr(torch, dtype))) for index, (size, dtype) in enumerate(shapes)]
+    target = KeepingTarget()
+    asyncio.run(make("shared_memory", ListEngine(named), [target], bucket_bytes=4000).sync(1))
+    assert all(torch.equal(target.held[each], tensor) for each, tensor in named)
+    assert shared_memory.SharedMemorySync.capabilities.same_node
