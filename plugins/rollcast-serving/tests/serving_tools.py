@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.testing.tiny import tiny_model_folder
 from rollcast_serving.server import IncomingWeights
 
 
@@ -57,3 +60,45 @@ def many_tensors(seed: int = 0) -> list[tuple[str, Tensor]]:
         (f"layer.{number}.weight", (torch.rand(shape, generator=generator) * 100).to(dtype))
         for number, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
     ]
+
+
+PAD, EOS = 0, 2
+
+
+def write_model(folder: Path, seed: int) -> Path:
+    """A tiny model with large random weights: a freshly initialised one only repeats its last token."""
+    tiny_model_folder(folder, seed=seed)
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.float().eval()
+
+
+def make_requests(count: int, **sampling: Any) -> list[RolloutRequest]:
+    """Prompts of 1 to 12 tokens; greedy, 8 tokens, if nothing else is said."""
+    params = SamplingParams(**{"temperature": 0.0, "max_tokens": 8, **sampling})
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 13, (count,), generator=generator).tolist()
+    prompts = [torch.randint(4, 80, (length,), generator=generator).tolist() for length in lengths]
+    return [RolloutRequest(f"r{index}", prompt, params) for index, prompt in enumerate(prompts)]
+
+
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers generates."""
+    with torch.no_grad():
+        ids = torch.tensor([list(prompt)])
+        full = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=PAD
+        )
+    new: list[int] = full[0, len(prompt) :].tolist()
+    return new
