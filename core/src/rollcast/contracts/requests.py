@@ -15,10 +15,14 @@ __all__ = ["ModelLimits", "check_request"]
 
 @dataclass(frozen=True)
 class ModelLimits:
-    """What a model can take: ids below ``vocab_size``, and positions (None: no limit is known)."""
+    """What a model can take: ids below ``vocab_size``, and positions (None: no limit is known).
+
+    ``key`` names what sets the positions, for the message.
+    """
 
     vocab_size: int
     max_positions: int | None
+    key: str = "max_position_embeddings"
 
     @classmethod
     def of(cls, config: Any) -> ModelLimits:
@@ -76,6 +80,6 @@ def _complain_about_prompt(prompt: array[int], max_tokens: int, limits: ModelLim
     if limits.max_positions is not None and len(prompt) + max_tokens > limits.max_positions:
         return (
             f"a prompt of {len(prompt)} tokens and {max_tokens} new ones need {len(prompt) + max_tokens} positions; "
-            f"the model has {limits.max_positions} (max_position_embeddings)"
+            f"the model has {limits.max_positions} ({limits.key})"
         )
     return None

@@ -59,8 +59,9 @@ class RolloutCapabilities:
         lora: it takes adapters apart from the model (:meth:`BaseRollout.update_adapter`).
         tensor_parallel: one engine can use several devices.
         releases_memory: :meth:`BaseRollout.release` gives memory back.
-        batches_requests: requests under way together are computed together, so that sending many at
-            once pays.
+        seeds: a request's own seed decides its tokens.
+        continuous_batching: a request joins those that are under way; else they are computed in batches,
+            which are the better for being sent together.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
@@ -70,7 +71,8 @@ class RolloutCapabilities:
     lora: bool = False
     tensor_parallel: bool = False
     releases_memory: bool = False
-    batches_requests: bool = True
+    seeds: bool = False
+    continuous_batching: bool = True
 
 
 @dataclass(frozen=True)
@@ -98,11 +100,18 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One prompt to continue; ``request_id`` is the caller's and comes back with the output."""
+    """One prompt to continue; ``request_id`` is the caller's and comes back with the output.
+
+    Attributes:
+        seed: of the request's random numbers, 0 to ``2**63 - 1``. Where ``capabilities.seeds`` is set, its
+            tokens then follow from prompt, sampling, weights and seed, up to rounding: not from what else
+            is under way, or on which replica. None for the rollout's own stream.
+    """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
+    seed: int | None = None
 
 
 @dataclass(frozen=True)
@@ -162,7 +171,7 @@ class BaseRollout(ABC):
         self.setup = setup
 
     @classmethod
-    def environment(cls, config: Any) -> dict[str, str]:
+    def environment(cls, config: Any) -> dict[str, str]:  # noqa: ARG003  # for those that override it
         """Environment variables that the rollout's process needs from its start.
 
         A launcher sets those that neither it nor ``config.replica.env`` has. May not import the engine's

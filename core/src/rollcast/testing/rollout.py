@@ -240,6 +240,21 @@ class RolloutSuite:
         assert again == first
         assert second != first
 
+    def test_a_seed_decides_the_tokens(self, rollout: BaseRollout) -> None:
+        """Alone, or among others in another order: a request with a seed gets the same sequences."""
+        if not rollout.capabilities.seeds:
+            pytest.skip(f"{self.name} takes no seeds")
+        sampling = SamplingParams(max_tokens=12, n=2, ignore_eos=True)
+        requests = [RolloutRequest(f"r{i}", prompt, sampling, seed=i) for i, prompt in enumerate(_prompts(6))]
+        together = _generate(rollout, requests)
+        without = RolloutRequest("other", [5, 6], SamplingParams(max_tokens=3))
+        reordered = _generate(rollout, [requests[4], without, requests[1], requests[0]])
+        assert _tokens([reordered[0], *reordered[2:]]) == _tokens([together[4], together[1], together[0]])
+        assert _tokens(_generate(rollout, [requests[3]])) == _tokens([together[3]])
+        again = _tokens(_generate(rollout, [replace(requests[3], seed=99)]))
+        assert again != _tokens([together[3]])
+        assert again[0] != again[1]
+
     def _check_log_probs(
         self, reference: Any, prompt: Sequence[int], sequence: RolloutSequence, sampling: SamplingParams
     ) -> None:
@@ -251,7 +266,7 @@ class RolloutSuite:
 
 def _write_model(folder: Path, seed: int) -> Path:
     """A tiny model with large random weights: a freshly initialised one only repeats its last token."""
-    tiny_model_folder(folder, seed=seed)
+    tiny_model_folder(folder, seed=seed, head_dim=32)
     model = _load(folder)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():

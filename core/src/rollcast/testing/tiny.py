@@ -50,17 +50,19 @@ def tiny_model_folder(
     weights: bool = True,
     seed: int = 0,
     chat_template: str | None = None,
+    head_dim: int = 16,
 ) -> Path:
     """Write a random Qwen2 as a Hugging Face folder, with a tokenizer of one token a character.
 
     Args:
         path: folder to make.
         vocab: size of the vocabulary; None for just what the tokenizer needs.
-        hidden, layers: size of the model; heads have 16 dimensions.
+        hidden, layers: size of the model.
         tied: share the embedding with the vocabulary head.
         weights: write weights too; without them the folder is for ``model.random_init``.
         seed: of the weights; the caller's random state is left alone.
         chat_template: of the tokenizer, such as ``CHAT_TEMPLATE``; None for none.
+        head_dim: dimensions of an attention head; vLLM's kernels for CPUs need 32 or more.
 
     Returns:
         ``path``.
@@ -75,7 +77,7 @@ def tiny_model_folder(
     size = len(tokenizer) if vocab is None else vocab
     if size < len(tokenizer):
         raise ValueError(f"vocab={size} is smaller than the tokenizer's {len(tokenizer)} tokens")
-    heads = max(1, hidden // 16)
+    heads = max(1, hidden // head_dim)
     config = Qwen2Config(
         vocab_size=size,
         hidden_size=hidden,

@@ -1,0 +1,161 @@
+"""vLLM's AsyncLLM on an event loop of its own, and what happens when its processes die.
+
+The loop has a thread to itself, because AsyncLLM is bound to the loop that it was made in, and callers
+come and go with theirs. All state of the rollout is touched in that thread only, so nothing needs a lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+from rollcast.errors import RollcastError, RolloutError
+
+__all__ = ["EngineThread"]
+
+T = TypeVar("T")
+
+#: How often the engine's processes are looked at, and how long vLLM then has to fail its own calls.
+WATCH_S = 0.2
+GRACE_S = 1.0
+#: How long a process has to end by itself.
+STOP_S = 10.0
+
+
+class EngineThread:
+    """Runs an AsyncLLM, and coroutines beside it.
+
+    Args:
+        build: makes the AsyncLLM; called in the thread.
+        watch_parent: name of the worker method that ends an engine whose user was killed; it gets this
+            process's id.
+
+    Raises:
+        RolloutError: the engine did not start; the cause is chained.
+    """
+
+    def __init__(self, build: Callable[[], Any], watch_parent: str) -> None:
+        self.llm: Any = None
+        self._build, self._watch_parent = build, watch_parent
+        self._processes: list[Any] = []
+        self._death: RolloutError | None = None
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="rollcast-vllm", daemon=True)
+        self._thread.start()
+        self._watcher: asyncio.Task[None] | None = None
+        try:
+            asyncio.run_coroutine_threadsafe(self._start(), self._loop).result()
+        except BaseException as error:
+            self._stop_loop()
+            if isinstance(error, RollcastError) or not isinstance(error, Exception):
+                raise
+            raise RolloutError(f"vLLM's engine did not start: {type(error).__name__}: {error}") from error
+
+    @property
+    def death(self) -> RolloutError | None:
+        """What is known of the engine's end; None while it lives."""
+        return self._death
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the engine's own processes; those of tensor-parallel workers are their children."""
+        return [process.pid for process in self._processes]
+
+    async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """The result of a coroutine that runs in the engine's thread; called from any loop.
+
+        A caller that is cancelled cancels the coroutine.
+
+        Raises:
+            RolloutError: the engine is dead, or died meanwhile.
+        """
+        if self._death is not None:
+            coroutine.close()
+            raise self._copy_death()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guard(coroutine), self._loop))
+
+    def close(self) -> None:
+        """End the engine; whatever still waits for it gets a RolloutError."""
+        if self._loop.is_closed():
+            return
+        self._death = self._death or RolloutError("the rollout is closed")
+        asyncio.run_coroutine_threadsafe(self._shut_down(), self._loop).result()
+        self._stop_loop()
+        for process in self._processes:
+            process.join(STOP_S)
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+    async def _start(self) -> None:
+        self.llm = self._build()
+        resources = self.llm.engine_core.resources
+        self._processes = list(resources.engine_manager.processes)
+        await self.llm.collective_rpc(self._watch_parent, args=(os.getpid(),))
+        self._watcher = self._loop.create_task(self._watch())
+
+    async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        task = asyncio.current_task()
+        if task is not None:
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        try:
+            return await coroutine
+        except RollcastError:
+            raise
+        except asyncio.CancelledError:
+            # Cancelled by the watcher or by close(), not by the caller.
+            if self._death is not None:
+                raise self._copy_death() from None
+            raise
+        except Exception as error:
+            if self.llm.errored:
+                self._mark_dead()
+            if self._death is not None:
+                raise self._copy_death() from error
+            raise RolloutError(f"vLLM failed: {type(error).__name__}: {error}") from error
+
+    async def _watch(self) -> None:
+        """Wait for the engine's death, and then end everything that waits for the engine."""
+        while not self.llm.errored and all(process.is_alive() for process in self._processes):
+            await asyncio.sleep(WATCH_S)
+        self._mark_dead()
+        await asyncio.sleep(GRACE_S)
+        self._cancel_tasks()
+
+    def _mark_dead(self) -> None:
+        if self._death is None:
+            ends = [f"process {each.pid} ended with code {each.exitcode}" for each in self._processes if each.exitcode]
+            self._death = RolloutError(f"vLLM's engine died: {', '.join(ends) or 'see its output for the cause'}")
+
+    def _copy_death(self) -> RolloutError:
+        # Raised in many places: one traceback each.
+        return RolloutError(str(self._death))
+
+    def _cancel_tasks(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    async def _shut_down(self) -> None:
+        if self._watcher is not None:
+            self._watcher.cancel()
+        waiting = list(self._tasks)
+        self._cancel_tasks()
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.gather(*waiting, return_exceptions=True)
+        self.llm.shutdown()
+        await asyncio.sleep(0)
+
+    def _stop_loop(self) -> None:
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join()
+        rest = asyncio.all_tasks(self._loop)
+        for task in rest:
+            task.cancel()
+        self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
+        self._loop.close()

@@ -1,0 +1,68 @@
+"""The environment variables that vLLM's processes run with, and the only place that reads or sets any."""
+
+from __future__ import annotations
+
+import os
+
+from rollcast.errors import PluginLoadError
+from rollcast_vllm.schemas import VllmRolloutConfig
+
+__all__ = ["has_gpu", "prepare_environment", "process_environment", "require_vllm"]
+
+
+def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
+    """What an engine's process needs from its start, on any device; vLLM's CPU variables are not read on a GPU."""
+    variables = {
+        # Engines with several threads each slow one another down by orders of magnitude on a busy CPU.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": _bind_threads(config.tensor_model_parallel_size),
+        # A fork would copy the locks of whatever threads there are.
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if config.tensor_model_parallel_size == 1:
+        # AsyncLLM starts a process for its engine all the same; this only keeps it, on a CPU, from one more.
+        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    return variables
+
+
+def prepare_environment(config: VllmRolloutConfig) -> None:
+    """Set what is unset, before vLLM is imported; its engine's processes inherit it."""
+    wanted = process_environment(config)
+    if not has_gpu():
+        # Otherwise log-probs are compiled, for which there has to be a C++ compiler.
+        wanted["TORCHDYNAMO_DISABLE"] = "1"
+    for name, value in wanted.items():
+        os.environ.setdefault(name, value)
+
+
+def has_gpu() -> bool:
+    """Whether vLLM will run on a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def require_vllm() -> None:
+    """Import vLLM.
+
+    Raises:
+        PluginLoadError: it is not installed here, or broken.
+    """
+    try:
+        import vllm  # noqa: F401
+    except ImportError as error:
+        raise PluginLoadError(
+            f"rollout=vllm needs vLLM in the replica's environment, and importing it failed: {error}. "
+            'Install it with pip install "rollcast-vllm[cuda]" (on a machine without a GPU as the README of '
+            "rollcast-vllm says), or name the interpreter that has it in rollout.replica.python"
+        ) from error
+
+
+def _bind_threads(tensor_parallel_size: int) -> str:
+    """One core for each rank of a tensor-parallel engine, for which vLLM wants to know them; else no binding."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    if tensor_parallel_size == 1 or len(cores) < tensor_parallel_size:
+        return "nobind"
+    return "|".join(str(core) for core in cores[:tensor_parallel_size])

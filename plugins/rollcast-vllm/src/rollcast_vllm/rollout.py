@@ -1,0 +1,410 @@
+"""Generation with vLLM's AsyncLLM."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from rollcast.contracts.requests import ModelLimits, check_request
+from rollcast.contracts.rollout import (
+    BaseRollout,
+    RolloutCapabilities,
+    RolloutMode,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSequence,
+    RolloutSetup,
+)
+from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RolloutError, WeightSyncError
+from rollcast_vllm.adapters import AdapterFolder, check_adapter
+from rollcast_vllm.engine import EngineThread
+from rollcast_vllm.engine_args import build_engine_args, starts_without_weights
+from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
+from rollcast_vllm.expected import ExpectedWeights, read_config
+from rollcast_vllm.sampling import build_params, check_temperature, derive_seed, read_sequence
+from rollcast_vllm.schemas import VllmRolloutConfig
+from rollcast_vllm.updates import load_weights
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["VllmRollout"]
+
+WEIGHTS, KV_CACHE = "weights", "kv_cache"
+ADAPTER_ID = 1
+
+
+@dataclass(eq=False)
+class _Job:
+    """A request that is not answered yet: vLLM's id for it, and what became of it.
+
+    Attributes:
+        base_only: the engine has it, and computes it without an adapter.
+        failure: why it ends with a WeightSyncError.
+    """
+
+    request: RolloutRequest
+    key: str
+    base_only: bool = False
+    aborted: bool = False
+    failure: str = ""
+
+
+class VllmRollout(BaseRollout):
+    """An engine of vLLM, with its computation in processes of its own.
+
+    It may be used from any event loop. Weights start as version 0.
+
+    Raises:
+        PluginLoadError: vLLM is not installed here.
+        ConfigError: a key of the ``rollout`` section has a value that vLLM does not take.
+        CheckpointError: there is no readable model config.
+        RolloutError: the engine did not start.
+    """
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        modes=frozenset(RolloutMode),
+        abort=True,
+        prefix_caching=True,
+        lora=True,
+        tensor_parallel=True,
+        releases_memory=True,
+    )
+    config_schema: ClassVar[type] = VllmRolloutConfig
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        super().__init__(setup)
+        config = cast(VllmRolloutConfig, setup.config)
+        _check_config(config)
+        self._config = config
+        prepare_environment(config)
+        require_vllm()
+        self._can_release = config.free_cache_engine and has_gpu()
+        # What the class says holds on a GPU; a CPU has no memory to give back.
+        self.capabilities = replace(type(self).capabilities, releases_memory=self._can_release)  # type: ignore[misc]
+        arguments = build_engine_args(setup)
+        trust = bool(arguments.trust_remote_code)
+        model_config = read_config(setup.model_path, trust)
+        self._trust_remote_code = trust
+        self._expected: ExpectedWeights | None = None
+        self._jobs: dict[str, _Job] = {}
+        self._numbers = itertools.count()
+        self._next_seed = 0
+        self._turn = asyncio.Lock()  # one update at a time
+        self._open = asyncio.Event()  # closed while the first adapter waits for requests without one
+        self._open.set()
+        self._released: set[str] = set()
+        self._adapter: AdapterFolder | None = None
+        # Why nothing may be generated: with the present weights, and with the present adapter.
+        self._problems = {WEIGHTS: "the engine started without weights" if starts_without_weights(setup) else ""}
+        self._engine = EngineThread(lambda: _build_llm(arguments), "rollcast_watch_parent")
+        self._llm = self._engine.llm
+        limits = ModelLimits.of(model_config)
+        self._limits = replace(
+            limits, max_positions=int(self._llm.model_config.max_model_len), key="rollout.max_model_len"
+        )
+
+    @classmethod
+    def environment(cls, config: Any) -> dict[str, str]:
+        return process_environment(config)
+
+    async def generate(self, request: RolloutRequest) -> RolloutOutput:
+        """Continue one prompt; a caller that is cancelled takes the request back.
+
+        Raises:
+            RequestError: the model or the engine's ``max_model_len`` cannot serve it.
+            WeightSyncError: the engine has no weights that may be used.
+            RolloutError: the engine died, or failed at this request.
+        """
+        self._raise_if_unusable()
+        prompt = check_request(request, self._limits)
+        check_temperature(request)
+        seed = None
+        if self._config.seed_requests:
+            seed = derive_seed(self.setup.seed, self._next_seed)
+            self._next_seed += 1
+        return await self._engine.run(self._generate(request, prompt.tolist(), seed))
+
+    async def _generate(self, request: RolloutRequest, prompt: list[int], seed: int | None) -> RolloutOutput:
+        job = _Job(request, f"{request.request_id}#{next(self._numbers)}")
+        self._jobs[job.key] = job
+        try:
+            await self._open.wait()
+            self._raise_if_unusable()
+            if job.aborted:
+                return _nothing(request)
+            job.base_only = self._adapter is None
+            output = await self._submit(job, prompt, build_params(request, self.setup.eos_token_id, seed))
+        finally:
+            del self._jobs[job.key]
+        if job.failure:
+            raise WeightSyncError(job.failure)
+        sequences = [read_sequence(request.request_id, completion) for completion in output.outputs]
+        return RolloutOutput(request.request_id, sequences, request.sampling)
+
+    async def _submit(self, job: _Job, prompt: list[int], params: Any) -> Any:
+        """The ``RequestOutput``. Not by AsyncLLM.generate, which would lose an abort that comes before it is queued."""
+        tokens = {"type": "token", "prompt_token_ids": prompt}
+        outputs = await self._llm.add_request(job.key, tokens, params, lora_request=self._adapter_request())
+        try:
+            if job.aborted or job.failure:
+                await self._llm.abort(job.key)
+            return outputs.get_nowait() or await outputs.get()
+        except asyncio.CancelledError:
+            if self._engine.death is None:
+                await self._llm.abort(outputs.request_id, internal=True)
+            raise
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests (all for None); they come back with the tokens that have arrived by now."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        await self._engine.run(self._abort(wanted))
+
+    async def _abort(self, request_ids: frozenset[str] | None) -> None:
+        jobs = [job for job in self._jobs.values() if request_ids is None or job.request.request_id in request_ids]
+        for job in jobs:
+            job.aborted = True
+        await self._llm.abort([job.key for job in jobs])
+
+    async def check_health(self) -> None:
+        """Ask the engine's process for a sign of life.
+
+        Raises:
+            RolloutError: it died, or does not answer within ``rollout.health_timeout_s``.
+        """
+        await self._engine.run(self._check_health())
+
+    async def _check_health(self) -> None:
+        if self._turn.locked():
+            return  # it answers when the update is through; a death would end that
+        limit = self._config.health_timeout_s
+        try:
+            await asyncio.wait_for(self._llm.is_paused(), limit)
+        except TimeoutError as error:
+            raise RolloutError(f"vLLM's engine has not answered for {limit:g} s") from error
+
+    async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        """Load full tensors by Hugging Face name.
+
+        Requests under way are held up, lose their keys and values, and go on with the new weights.
+
+        Returns:
+            What arrived in the engine's processes.
+        """
+        return await self._engine.run(self._update_weights(buckets, version))
+
+    async def _update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        async with self._turn:
+            if WEIGHTS in self._released:
+                raise WeightSyncError("the memory of the weights is released: call resume before new ones")
+            expected = await self._expect()
+            await self._pause()
+            try:
+                report = await load_weights(self._llm, buckets, expected, version)
+                if self._adapter is not None:
+                    self._adapter.write_zeros()
+                    await self._load_adapter(self._adapter)
+            except BaseException as error:
+                await self._fail(WEIGHTS, f"the update of the weights to version {version} failed: {error}")
+                raise
+            self._problems = {}
+            await self._commit(version)
+            return report
+
+    async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        """Load an adapter. Requests under way go on with it; those from before the first one are waited for.
+
+        Raises:
+            CapabilityError: ``rollout.enable_lora`` is off, or the rank above ``rollout.max_lora_rank``.
+            WeightSyncError: the adapter does not fit the model; names the tensor. Until an update
+                succeeds nothing is generated.
+        """
+        if not self._config.enable_lora:
+            raise CapabilityError("the rollout takes adapters only with rollout.enable_lora=true")
+        return await self._engine.run(self._update_adapter(adapter, version))
+
+    async def _update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        async with self._turn:
+            start = time.perf_counter()
+            expected = await self._expect()
+            await self._wait_for_base_only()
+            await self._pause()
+            try:
+                report = check_adapter(adapter, expected, self._config.max_lora_rank)
+                loading = time.perf_counter()
+                folder = self._adapter or AdapterFolder()
+                folder.write(adapter)
+                await self._load_adapter(folder)
+                self._adapter = folder
+            except BaseException as error:
+                await self._fail("adapter", f"the update of the adapter to version {version} failed: {error}")
+                raise
+            finally:
+                self._open.set()
+            self._problems.pop("adapter", None)
+            await self._commit(version)
+            now = time.perf_counter()
+            return replace(report, version=version, seconds=now - start, load_seconds=now - loading)
+
+    async def release(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """Give memory back, on a GPU; vLLM cannot give back the weights alone, so the cache goes with them.
+
+        Requests under way are held up; with ``sleep_level=2`` they are aborted.
+
+        Raises:
+            CapabilityError: a tag is unknown.
+        """
+        _check_tags(tags)
+        if self._can_release:
+            await self._engine.run(self._release(frozenset(tags)))
+
+    async def _release(self, tags: frozenset[str]) -> None:
+        async with self._turn:
+            if WEIGHTS in tags and WEIGHTS not in self._released:
+                if self._released:
+                    await self._llm.wake_up([KV_CACHE])
+                level = self._config.sleep_level
+                await self._llm.sleep(level, mode="keep" if level == 1 else "abort")
+                self._released = {WEIGHTS, KV_CACHE}
+            elif KV_CACHE in tags and not self._released:
+                await self._llm.pause_generation(mode="keep", clear_cache=True)
+                await self._llm.release_kv_cache_memory()
+                self._released = {KV_CACHE}
+
+    async def resume(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
+        """Take memory again; after ``sleep_level=2`` new weights have to follow.
+
+        Raises:
+            CapabilityError: a tag is unknown.
+        """
+        _check_tags(tags)
+        if self._can_release:
+            await self._engine.run(self._resume(frozenset(tags)))
+
+    async def _resume(self, tags: frozenset[str]) -> None:
+        async with self._turn:
+            back = self._released & tags
+            if not back:
+                return
+            await self._llm.wake_up(sorted(back))
+            self._released -= back
+            if WEIGHTS in back and self._config.sleep_level == 2:
+                self._problems[WEIGHTS] = "the weights were dropped when their memory was released"
+
+    def state_dict(self) -> dict[str, Any]:
+        """``requests``: how many came so far, from which their seeds follow; empty without ``seed_requests``."""
+        return {"requests": self._next_seed} if self._config.seed_requests else {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sample on from the state.
+
+        Raises:
+            CheckpointError: it is not what :meth:`state_dict` gives.
+        """
+        if not state and not self._config.seed_requests:
+            return
+        try:
+            self._next_seed = int(state["requests"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"this is no state of the vllm rollout: {error!r}") from error
+
+    def close(self) -> None:
+        """End the engine's processes; requests under way get a RolloutError."""
+        self._engine.close()
+        if self._adapter is not None:
+            self._adapter.close()
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Of the engine's processes."""
+        return self._engine.process_ids
+
+    def _raise_if_unusable(self) -> None:
+        for problem in self._problems.values():
+            if problem:
+                raise WeightSyncError(f"{problem}; nothing is generated until an update succeeds")
+
+    async def _expect(self) -> ExpectedWeights:
+        if self._expected is None:
+            self._expected = await asyncio.to_thread(ExpectedWeights.of, self.setup.model_path, self._trust_remote_code)
+        return self._expected
+
+    async def _wait_for_base_only(self) -> None:
+        """Before the first adapter: hold new requests back until those that have none are through."""
+        if self._adapter is None:
+            self._open.clear()
+            while any(job.base_only for job in self._jobs.values()):
+                await asyncio.sleep(0.01)
+
+    async def _pause(self) -> None:
+        """Stop after the present step, and forget all keys and values, those of running requests too."""
+        if not self._released:
+            await self._llm.pause_generation(mode="keep", clear_cache=True)
+
+    async def _commit(self, version: int) -> None:
+        await self._llm.update_weight_version(str(version))
+        if not self._released:
+            await self._llm.resume_generation()
+
+    async def _fail(self, part: str, problem: str) -> None:
+        """End every request with the problem, and refuse those to come."""
+        self._problems[part] = problem
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            job.failure = problem
+        if self._engine.death is None and not self._llm.errored:
+            await self._llm.abort([job.key for job in jobs])
+            if not self._released:
+                await self._llm.resume_generation()
+
+    def _adapter_request(self) -> Any:
+        from vllm.lora.request import LoRARequest
+
+        return None if self._adapter is None else LoRARequest("rollcast", ADAPTER_ID, self._adapter.path)
+
+    async def _load_adapter(self, folder: AdapterFolder) -> None:
+        from vllm.lora.request import LoRARequest
+
+        try:
+            await self._llm.add_lora(LoRARequest("rollcast", ADAPTER_ID, folder.path, load_inplace=True))
+        except Exception as error:
+            if self._llm.errored:
+                raise
+            raise WeightSyncError(f"vLLM does not take the adapter: {error}") from error
+
+
+def _build_llm(arguments: Any) -> Any:
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValueError as error:
+        raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+def _check_config(config: VllmRolloutConfig) -> None:
+    if config.sleep_level not in {1, 2}:
+        raise ConfigError(f"rollout.sleep_level is {config.sleep_level}, which is neither 1 nor 2")
+    for key in ("tensor_model_parallel_size", "max_num_seqs", "max_lora_rank"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"rollout.{key} is {getattr(config, key)}, which is not at least 1")
+    if config.health_timeout_s <= 0:
+        raise ConfigError(f"rollout.health_timeout_s is {config.health_timeout_s}, which is not above 0")
+
+
+def _check_tags(tags: Sequence[str]) -> None:
+    unknown = [tag for tag in tags if tag not in {WEIGHTS, KV_CACHE}]
+    if unknown:
+        raise CapabilityError(f"there is no memory named {unknown[0]!r}; there are {WEIGHTS} and {KV_CACHE}")
+
+
+def _nothing(request: RolloutRequest) -> RolloutOutput:
+    sequences = [RolloutSequence((), (), "abort", ()) for _ in range(request.sampling.n)]
+    return RolloutOutput(request.request_id, sequences, request.sampling)

@@ -1,0 +1,167 @@
+"""What runs inside vLLM's worker processes: loading weights. vLLM mixes the class into its own worker."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import select
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_vllm.buckets import SharedBucket
+from rollcast_vllm.expected import ExpectedWeights, WeightChecks
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["WeightsExtension"]
+
+
+class WeightsExtension:
+    """Methods that the rollout calls by ``collective_rpc``; all of them start with ``rollcast_``.
+
+    Arguments and results that are no plain values are pickled, because vLLM's own encoding loses their
+    types. An error is a result too: it has to arrive with its class and fields.
+    """
+
+    model_runner: Any
+    vllm_config: Any
+    _rollcast_load: _Load | None = None
+
+    def rollcast_watch_parent(self, pid: int) -> None:
+        """End this process when the one with this id is gone: killed, it could not stop its engine."""
+        try:
+            parent = os.pidfd_open(pid)
+        except (AttributeError, OSError):
+            return  # not Linux, or an old kernel
+        threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
+
+    def rollcast_load_all(self, pickled: bytes, version: int) -> bytes:
+        """Load all of ``(ExpectedWeights, buckets)``; returns a report or an error."""
+
+        def load() -> list[WeightReport]:
+            expected, buckets = pickle.loads(pickled)
+            self._rollcast_load = _Load(self, expected)
+            return [self._rollcast_load.take(buckets, version)]
+
+        return _answer(load)
+
+    def rollcast_load_begin(self, pickled: bytes) -> bytes:
+        """Begin an update with :class:`ExpectedWeights`."""
+
+        def begin() -> list[WeightReport]:
+            self._rollcast_load = _Load(self, pickle.loads(pickled))
+            return []
+
+        return _answer(begin)
+
+    def rollcast_load_bucket(self, pickled: bytes, version: int) -> bytes:
+        """Load one :class:`SharedBucket`; returns a report or an error."""
+
+        def load() -> list[WeightReport]:
+            bucket: SharedBucket = pickle.loads(pickled)
+            return [self._present_load().take([bucket.open()], version)]
+
+        return _answer(load)
+
+    def rollcast_load_finish(self, version: int) -> bytes:
+        """End an update: everything has to be there."""
+
+        def finish() -> list[WeightReport]:
+            load, self._rollcast_load = self._present_load(), None
+            load.finish(version)
+            return []
+
+        return _answer(finish)
+
+    def rollcast_load_abandon(self) -> None:
+        """Give up an update that failed; what was loaded by then stays."""
+        if self._rollcast_load is not None:
+            self._rollcast_load.abandon()
+            self._rollcast_load = None
+
+    def _present_load(self) -> _Load:
+        if self._rollcast_load is None:
+            raise WeightSyncError("no update of the weights has begun")
+        return self._rollcast_load
+
+
+class _Load:
+    """One update of a worker's model. vLLM collects a layer's tensors until it has them all, then converts them."""
+
+    def __init__(self, worker: WeightsExtension, expected: ExpectedWeights) -> None:
+        from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+
+        self._worker = worker
+        self._model = worker.model_runner.get_model()
+        self._checks = WeightChecks(expected)
+        initialize_layerwise_reload(self._model)
+
+    def take(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        tally = WeightTally(buckets)
+        for bucket in tally:
+            self._model.load_weights(self._admitted(bucket))
+        return tally.report(version)
+
+    def finish(self, version: int) -> None:
+        self._checks.finish(version)
+        self._finalize()
+        runner = self._worker.model_runner
+        runner.reset_lora_state()
+        runner.reset_encoder_cache()
+        runner.reset_mm_cache()
+
+    def abandon(self) -> None:
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        # Half of a layer's tensors would be taken for part of the next update's.
+        for layer in self._model.modules():
+            info = get_layerwise_info(layer)
+            info.loaded_weights.clear()
+            info.load_numel = 0
+        self._finalize()
+
+    def _admitted(self, bucket: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in bucket:
+            known = self._checks.admit(name, tensor)
+            if known is not None:
+                # vLLM may keep it until the rest of its layer is there, and the bucket's memory is used again.
+                yield known, tensor.clone()
+
+    def _finalize(self) -> None:
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload
+
+        finalize_layerwise_reload(self._model, self._worker.vllm_config.model_config)
+        _repack_heads(self._model)
+
+
+def _repack_heads(model: Any) -> None:
+    """Make a tied head compute with the embedding's present weights.
+
+    On a CPU vLLM 0.32 gives each vocabulary layer a packed copy of its weight when it is loaded, and a head
+    that shares the embedding's weight is not told of a new one.
+    """
+    from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
+
+    for module in model.modules():
+        if isinstance(module, VocabParallelEmbedding) and hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def _answer(call: Any) -> bytes:
+    try:
+        return pickle.dumps(call())
+    except RollcastError as error:
+        return pickle.dumps(error)
+    except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
+        return pickle.dumps(WeightSyncError(f"vLLM failed to load weights: {type(error).__name__}: {error}"))
+
+
+def _die_with(parent: int) -> None:
+    select.select([parent], [], [])
+    os.kill(os.getpid(), signal.SIGKILL)
