@@ -62,6 +62,8 @@ def _complain_about_sampling(request: RolloutRequest) -> str | None:
         return f"temperature is {sampling.temperature}, which is not 0 (greedy) or above"
     if not 0 < sampling.top_p <= 1:
         return f"top_p is {sampling.top_p}, which is not in (0, 1]"
+    if request.seed is not None and not 0 <= request.seed < 2**63:
+        return f"seed is {request.seed}, which is not 0 to 2**63 - 1"
     if sampling.top_k < -1:
         return f"top_k is {sampling.top_k}, which is not a number of candidates, or -1 or 0 for all"
     return None

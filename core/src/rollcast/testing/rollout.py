@@ -251,6 +251,8 @@ class RolloutSuite:
         reordered = _generate(rollout, [requests[4], without, requests[1], requests[0]])
         assert _tokens([reordered[0], *reordered[2:]]) == _tokens([together[4], together[1], together[0]])
         assert _tokens(_generate(rollout, [requests[3]])) == _tokens([together[3]])
+        with pytest.raises(RollcastError, match="seed"):
+            _generate(rollout, [replace(requests[3], seed=-1)])
         again = _tokens(_generate(rollout, [replace(requests[3], seed=99)]))
         assert again != _tokens([together[3]])
         assert again[0] != again[1]

@@ -52,12 +52,10 @@ class Decoding:
         rows: at least one.
         device: of the module.
         vocab_size: ``V`` of the module's logits.
-        generator: on ``device``.
+        streams: random streams of the rows, int64 ``[B]`` on ``device``.
     """
 
-    def __init__(
-        self, rows: Sequence[DecodeRow], device: torch.device, vocab_size: int, generator: torch.Generator
-    ) -> None:
+    def __init__(self, rows: Sequence[DecodeRow], device: torch.device, vocab_size: int, streams: Tensor) -> None:
         self._device = device
         ids, mask, source = _pad_prompts(rows, device)
         self._source = source
@@ -69,7 +67,7 @@ class Decoding:
         padded = not bool(mask.all())
         self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
         self._lengths = mask.sum(-1)
-        self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, generator)
+        self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, streams)
         self._cache: Any = None
         self._takes: dict[str, bool] = {}
         self._step = 0

@@ -33,6 +33,7 @@ from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError, WeightUpdateError
 from rollcast_hf.model import build_model, load_model, read_limits
 from rollcast_hf.requests import Job, admit
+from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
 
@@ -46,14 +47,15 @@ class HfRollout(BaseRollout):
     """Generates with an engine's module (:meth:`bind_engine`), or else with its own copy of the model.
 
     Requests that are queued when the loop comes round to it make up one batch, in the order in
-    which they came; the tokens depend on that order and on the sampler's state, and on nothing else.
+    which they came. The tokens of a request with a seed depend on nothing else; those of the others on
+    that order and on the sampler's state.
 
     Raises:
         ConfigError: ``max_batch_size`` is not at least 1.
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        modes=frozenset(RolloutMode), in_process=True, abort=True
+        modes=frozenset(RolloutMode), in_process=True, abort=True, seeds=True, continuous_batching=False
     )
     config_schema: ClassVar[type] = HfRolloutConfig
 
@@ -250,18 +252,18 @@ class HfRollout(BaseRollout):
 
     async def _decode(self, batch: Sequence[Job]) -> list[DecodedRow]:
         rows = [job.row for job in batch for _ in range(job.rows)]
-        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        streams = self._make_streams(batch)
         results: list[DecodedRow] = []
         try:
             with self._module() as module:
                 device = next(module.parameters()).device
-                generator = torch.Generator(device).manual_seed(seed)
                 vocab_size = ModelLimits.of(module.config).vocab_size
                 # More than one part only if a single request is larger than a batch may be.
                 for start in range(0, len(rows), self._max_rows):
                     part = rows[start : start + self._max_rows]
                     self._first_row = start
-                    self._decoding = Decoding(part, device, vocab_size, generator)
+                    own = streams[start : start + self._max_rows].to(device)
+                    self._decoding = Decoding(part, device, vocab_size, own)
                     if start and batch[0].is_aborted:
                         self._decoding.abort(range(len(part)))
                     while not self._decoding.done:
@@ -274,6 +276,17 @@ class HfRollout(BaseRollout):
         finally:
             self._decoding = None
         return results
+
+    def _make_streams(self, batch: Sequence[Job]) -> Tensor:
+        """A random stream for each sequence, int64 ``[B]``: of the request's own seed, or of the rollout's."""
+        count = sum(job.rows for job in batch)
+        seed = int(torch.randint(2**62, (), generator=self._seeds))
+        drawn = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
+        numbers = [(job.request.seed, index) for job in batch for index in range(job.rows)]
+        # A sequence of a request without a seed is drawn as if it were alone in its request.
+        chosen = [(own, 0) if seed is None else (seed, i) for (seed, i), own in zip(numbers, drawn, strict=True)]
+        seeds, indices = zip(*chosen, strict=True)
+        return make_streams(torch.tensor(seeds), torch.tensor(indices))
 
     @contextmanager
     def _module(self) -> Iterator[nn.Module]:

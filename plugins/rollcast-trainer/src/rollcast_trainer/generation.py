@@ -28,7 +28,8 @@ async def generate_sequences(
 
     Args:
         rollout: what generates; gets all requests at once.
-        prompts: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded.
+        prompts: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded; may
+            have ``seed`` int64 ``[B]``, the requests' own.
         sampling: for every row; ``max_tokens`` is the width ``T`` of the responses.
         pad_token_id: fills the responses up to ``T``.
 
@@ -44,9 +45,10 @@ async def generate_sequences(
     ids, mask = prompts["input_ids"], prompts["attention_mask"]
     rows, width = ids.tolist(), ids.shape[1]
     lengths = mask.sum(-1).tolist()
+    seeds = prompts["seed"].tolist() if "seed" in prompts else [None] * len(rows)
     requests = [
-        RolloutRequest(str(index), row[width - length :], sampling)
-        for index, (row, length) in enumerate(zip(rows, lengths, strict=True))
+        RolloutRequest(str(index), row[width - length :], sampling, seed)
+        for index, (row, length, seed) in enumerate(zip(rows, lengths, seeds, strict=True))
     ]
     outputs = await asyncio.gather(*(rollout.generate(request) for request in requests))
     return _assemble(prompts, outputs, sampling.max_tokens, pad_token_id)
