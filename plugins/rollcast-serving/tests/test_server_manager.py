@@ -1,0 +1,233 @@
+"""Routing over real replicas, and over scripted ones where the order of events matters."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from serving_tools import greedy, load_model, make_requests
+
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
+from rollcast.errors import RequestError, RolloutError
+from rollcast_serving.client import ReplicaGoneError
+from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.manager import RoutingSettings, ServerManager
+
+
+class ScriptedClient:
+    """A replica that answers at once, or as told: ``die_after`` outputs, ``hold`` until released."""
+
+    def __init__(self, address: ReplicaAddress) -> None:
+        self.address = address
+        self.seen: list[str] = []
+        self.sizes: list[int] = []
+        self.die_after: int | None = None
+        self.hold: asyncio.Event | None = None
+
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[tuple[int, Any]]:
+        self.sizes.append(len(requests))
+        if self.hold is not None:
+            await self.hold.wait()
+        for place, request in enumerate(requests):
+            if self.die_after == 0:
+                raise ReplicaGoneError(f"replica {self.address.index} went away")
+            if self.die_after is not None:
+                self.die_after -= 1
+            await asyncio.sleep(0)
+            self.seen.append(request.request_id)
+            if not request.prompt_ids:
+                yield place, RequestError(f"{request.request_id} is empty")
+            else:
+                yield (
+                    place,
+                    RolloutOutput(request.request_id, [RolloutSequence([1], [0.0], "stop", [0])], request.sampling),
+                )
+
+    async def call(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+        if self.die_after == 0:
+            raise ReplicaGoneError("gone")
+        return {}
+
+    async def close(self) -> None:
+        pass
+
+
+def scripted(count: int, revive: Any = None, **settings: Any) -> tuple[ServerManager, list[ScriptedClient]]:
+    addresses = [ReplicaAddress(index, "n", "h", 1, 2, "t") for index in range(count)]
+    manager = ServerManager(addresses, RoutingSettings(**settings), revive)
+    clients = [ScriptedClient(address) for address in addresses]
+    for replica, client in zip(manager._replicas, clients, strict=True):
+        replica.client = client  # type: ignore[assignment]
+    return manager, clients
+
+
+def test_fewest_in_flight_and_sticky_sessions() -> None:
+    async def main() -> None:
+        manager, clients = scripted(3, max_sessions=2)
+        for client in clients:
+            client.hold = asyncio.Event()
+        (request,) = make_requests(1)
+        tasks = [asyncio.ensure_future(manager.generate(request)) for _ in range(6)]
+        await asyncio.sleep(0.01)
+        assert manager.in_flight == [2, 2, 2]
+        for client in clients:
+            client.hold.set()  # type: ignore[union-attr]
+        await asyncio.gather(*tasks)
+        assert manager.in_flight == [0, 0, 0]
+        clients[0].hold = asyncio.Event()
+        busy = asyncio.ensure_future(manager.generate(request, "a"))  # the first of equals
+        await asyncio.sleep(0.01)
+        await manager.generate(request, "b")
+        again = asyncio.ensure_future(manager.generate(request, "a"))
+        await asyncio.sleep(0.01)
+        assert manager.in_flight == [2, 0, 0]  # though others are idle
+        clients[0].hold.set()
+        await asyncio.gather(busy, again)
+        for name in "cd":
+            await manager.generate(request, name)
+        assert list(manager._sessions) == ["c", "d"]
+
+    asyncio.run(main())
+
+
+def test_a_batch_is_spread_longest_first_and_comes_back_in_order() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2, chunk=4, streams=1)
+        requests = make_requests(30)
+        told: list[tuple[int, int]] = []
+        outputs = await manager.generate_many(requests, lambda done, of: told.append((done, of)))
+        assert [output.request_id for output in outputs] == [request.request_id for request in requests]
+        assert told == [(done, 30) for done in range(1, 31)]
+        assert Counter(clients[0].seen + clients[1].seen) == Counter(request.request_id for request in requests)
+        assert all(client.seen for client in clients)
+        assert max(clients[0].sizes + clients[1].sizes) == 4
+        longest = max(len(request.prompt_ids) for request in requests)
+        first = {client.seen[0] for client in clients}
+        assert longest in {len(request.prompt_ids) for request in requests if request.request_id in first}
+        assert await manager.generate_many([]) == []
+
+    asyncio.run(main())
+
+
+def test_a_slow_replica_takes_less() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2, chunk=2, streams=1)
+        clients[0].hold = asyncio.Event()
+        batch = asyncio.ensure_future(manager.generate_many(make_requests(20)))
+        await asyncio.sleep(0.05)
+        assert len(clients[1].seen) == 18
+        clients[0].hold.set()
+        assert len(await batch) == 20
+
+    asyncio.run(main())
+
+
+def test_what_a_dead_replica_had_is_answered_by_another() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2, chunk=5, streams=2)
+        clients[0].die_after = 3
+        outputs = await manager.generate_many(make_requests(40))
+        assert len(outputs) == 40
+        assert len(clients[0].seen) == 3
+        assert len(clients[1].seen) == 37
+        assert [address.index for address in manager.addresses] == [1]
+        assert manager.in_flight == [0, 0]
+        assert (await manager.generate(make_requests(1)[0], "s")).sequences
+        clients[1].die_after = 0
+        with pytest.raises(RolloutError, match="all 2 replicas are lost"):
+            await manager.generate_many(make_requests(3))
+        with pytest.raises(RolloutError, match="all 2 replicas are lost"):
+            await manager.generate(make_requests(1)[0])
+
+    asyncio.run(main())
+
+
+def test_a_request_that_kills_is_given_up() -> None:
+    async def main() -> None:
+        async def revive(indices: Sequence[int]) -> list[ReplicaAddress]:
+            return [ReplicaAddress(index, "n", "h", 1, 2, "t", 1) for index in indices]
+
+        manager, clients = scripted(1, revive, max_attempts=2, max_restarts=5)
+        clients[0].die_after = 0
+        manager._client = lambda address: clients[0]  # type: ignore[method-assign,assignment,return-value]
+        with pytest.raises(RolloutError, match="'r0' is given up: 2 replicas died"):
+            await manager.generate(make_requests(1)[0])
+        with pytest.raises(RolloutError, match="given up: 2 replicas died"):
+            await manager.generate_many(make_requests(1))
+        with pytest.raises(RolloutError, match="max_restarts=5"):
+            for _ in range(3):
+                try:
+                    await manager.generate(make_requests(1)[0])
+                except RolloutError as error:
+                    if "all 1" in str(error):
+                        raise
+
+    asyncio.run(main())
+
+
+def test_a_bad_request_is_told_and_harms_none() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2)
+        good = make_requests(6)
+        bad = RolloutRequest("empty", [], good[0].sampling)
+        with pytest.raises(RequestError, match="empty is empty"):
+            await manager.generate_many([*good, bad])
+        with pytest.raises(RequestError, match="empty is empty"):
+            await manager.generate(bad)
+        assert len(clients[0].seen + clients[1].seen) == 8
+
+    asyncio.run(main())
+
+
+def test_health(caplog: pytest.LogCaptureFixture) -> None:
+    async def main() -> None:
+        manager, clients = scripted(2)
+        await manager.check_health()
+        clients[0].die_after = 0
+        await manager.check_health()
+        assert [address.index for address in manager.addresses] == [1]
+        clients[1].die_after = 0
+        with pytest.raises(RolloutError, match="all 2 replicas are lost"):
+            await manager.check_health()
+
+    asyncio.run(main())
+    assert "it is given up" in caplog.text
+
+
+def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any], model_folder: Path) -> None:
+    processes = {index: start_replica(index) for index in range(2)}
+
+    async def revive(indices: Sequence[int]) -> list[ReplicaAddress]:
+        started = {index: await asyncio.to_thread(start_replica, index) for index in indices}
+        processes.update(started)
+        return [address for _, address in started.values()]
+
+    async def main() -> list[RolloutOutput]:
+        addresses = [address for _, address in processes.values()]
+        manager = ServerManager(addresses, RoutingSettings(chunk=4, streams=2), revive)
+        killed = processes[1][0].popen
+
+        def progress(done: int, of: int) -> None:
+            if done == 10:
+                os.kill(killed.pid, signal.SIGKILL)
+
+        try:
+            outputs = await manager.generate_many(make_requests(64, max_tokens=24), progress)
+            await manager.check_health()
+            assert len(manager.addresses) == 2
+            assert processes[1][0].popen is not killed
+            assert len(await manager.generate_many(make_requests(8))) == 8
+            return outputs
+        finally:
+            await manager.close()
+
+    outputs = asyncio.run(main())
+    model = load_model(model_folder)
+    for request, output in zip(make_requests(64, max_tokens=24), outputs, strict=True):
+        assert output.sequences[0].token_ids == greedy(model, request.prompt_ids, 24)
