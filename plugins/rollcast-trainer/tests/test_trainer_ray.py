@@ -17,6 +17,7 @@ from rollcast.contracts.trainer import trainers
 from rollcast.controller.runtime import runtimes
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import plain_log_probs, plain_model
+from rollcast_fsdp.checkpoint import read_weights
 from rollcast_trainer.ppo import PpoTrainer, StepState
 
 #: Greedy samples are the same on any number of workers. Three rows, so that one of two workers gets filler.
@@ -32,6 +33,8 @@ GREEDY = [
     "trainer.save_freq=1",
     "trainer.test_freq=1",
 ]
+#: Rates, and a difference of nearly equal numbers.
+NOT_EQUAL = {"rollout/tokens_per_s", "rollout/logprob_gap_max", "rollout/logprob_gap_mean"}
 TWO = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
 
 
@@ -153,6 +156,43 @@ def test_two_workers_go_on_from_a_checkpoint(small_task: SmallTask, two_workers:
     assert names == {"actor", "rollout_rank_0.pt", "rollout_rank_1.pt", "trainer.json"}
     launch(small_task.ppo(run_dir, *GREEDY, *TWO, "trainer.total_steps=2"))
     assert without_times(read_metrics(run_dir)) == without_times(read_metrics(two_workers[1]))
+
+
+RESUMED = [
+    "algorithm.adv_estimator=gae",
+    "actor.use_kl_loss=true",
+    "actor.kl_loss_coef=0.1",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    "rollout.val_kwargs.temperature=1",
+]
+
+
+def weights_of(run_dir: Path, part: str) -> dict[str, torch.Tensor]:
+    return read_weights(run_dir / "checkpoints" / "step_4" / part)[1]
+
+
+def test_a_run_goes_on_with_another_number_of_workers(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
+    """From two to one and from one to two: sampled tokens, metrics and weights are those of the undisturbed run."""
+    whole, two, one = (tmp_path / name for name in ("whole", "two", "one"))
+    launch(small_task.ppo(whole, *RESUMED))
+    shutil.copytree(whole, one)
+    shutil.rmtree(one / "checkpoints" / "step_4")
+    launch(small_task.ppo(one, *RESUMED, *TWO))
+    launch(small_task.ppo(two, *RESUMED, *TWO, "trainer.total_steps=2"))
+    launch(small_task.ppo(two, *RESUMED))
+    expected = read_metrics(whole)
+    assert len({row["reward/mean"] for row in expected[1:]}) > 1
+    for run_dir in (one, two):
+        rows = read_metrics(run_dir)
+        assert [row["step"] for row in rows] == [0, 1, 2, 3, 4]
+        for row, other in zip(rows, expected, strict=True):
+            for key in other.keys() - NOT_EQUAL:
+                if not key.startswith("time/"):
+                    assert row[key] == pytest.approx(other[key], rel=1e-5, abs=1e-5), (run_dir.name, row["step"], key)
+        for part in ("actor", "critic"):
+            for name, tensor in weights_of(whole, part).items():
+                torch.testing.assert_close(weights_of(run_dir, part)[name], tensor, rtol=0, atol=1e-5, msg=name)
 
 
 def test_ranks_sample_differently_and_one_worker_can_go_on(

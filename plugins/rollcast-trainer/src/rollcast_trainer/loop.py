@@ -27,6 +27,7 @@ from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.seeds import RowSeeds
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.validation import answer_extractor, pick_samples, summarize_samples
 
@@ -91,6 +92,7 @@ class LoopTrainer(BaseTrainer):
         self.best_accuracy = float("-inf")
         self.metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        self._seeds = RowSeeds(task.trainer.seed)
         task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
         task.actor.check(longest)
@@ -201,6 +203,7 @@ class LoopTrainer(BaseTrainer):
         step = self.step + 1
         self.task.emit("on_step_start", trainer=self, step=step)
         timer, start = Timer(), time.perf_counter()
+        self._seeds.begin(f"step {step}")
         metrics = self.train_step(next(self.batches), timer)
         self.step = step
         with timer.phase("update_weights"):
@@ -243,8 +246,12 @@ class LoopTrainer(BaseTrainer):
         )
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Responses for the prompts, joined with the prompts' own columns and cut to the longest."""
-        output = self.group.generate_sequences(prompts.select(_PROMPT_COLUMNS), sampling)
+        """Responses for the prompts, joined with the prompts' own columns and cut to the longest.
+
+        Each row has a seed of its own, so a rollout that goes by it samples the same on any number of ranks.
+        """
+        seeds = {"seed": self._seeds.draw(len(prompts))}
+        output = self.group.generate_sequences(prompts.select(_PROMPT_COLUMNS).with_columns(seeds), sampling)
         return prompts.drop(_PROMPT_COLUMNS).union(trim_responses(output))
 
     def infer(self, role: Role, method: str, batch: DataProto) -> DataProto:
@@ -274,6 +281,7 @@ class LoopTrainer(BaseTrainer):
     def validate(self) -> dict[str, float]:
         """Generate and score the validation prompts."""
         sampling, repeats = self.sampling(validation=True), self.task.rollout.val_kwargs.n
+        self._seeds.begin(f"validation {self.step}")
         scored: list[Scored] = []
         for batch in self.val_batches:
             prompts = batch.repeat(repeats, interleave=True) if repeats > 1 else batch
