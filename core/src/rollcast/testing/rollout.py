@@ -11,64 +11,47 @@ Example, in a plugin's tests::
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import pytest
-import torch
 
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutMode,
     RolloutOutput,
     RolloutRequest,
-    RolloutSequence,
-    RolloutSetup,
     SamplingParams,
     rollouts,
 )
 from rollcast.errors import CapabilityError, RollcastError
-from rollcast.testing.tiny import tiny_model_folder
+from rollcast.testing.rollout_tools import (
+    GREEDY,
+    all_tokens,
+    generate_all,
+    greedy_tokens,
+    make_prompts,
+    only_sequence,
+    run_prompts,
+)
+from rollcast.testing.rollout_updates import RolloutUpdates
 
 __all__ = ["RolloutSuite"]
 
-GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
-PAD, EOS = 0, 2
 
-
-class RolloutSuite:
+class RolloutSuite(RolloutUpdates):
     """What every rollout has to do; subclass it, and name the rollout.
 
     Attributes:
         name: the rollout, as it is announced in ``rollcast.rollouts``.
         rollout_config: keys of its ``rollout`` section that differ from its schema's defaults.
+        lora_config: further keys with which it takes adapters of rank 4.
+        kill_engine: kills the engine of a rollout from outside, as a fault would; None where there is no
+            process to kill.
+        shared: one rollout serves all tests of the class, and gets the folder's weights again before each;
+            for engines that take long to start.
         tolerance: how far a log-prob may be from the one that transformers computes in float32.
     """
-
-    name: ClassVar[str] = ""
-    rollout_config: ClassVar[Mapping[str, Any]] = {}
-    tolerance: ClassVar[float] = 1e-4
-
-    @pytest.fixture
-    def model_folder(self, tmp_path: Path) -> Path:
-        """A tiny random model."""
-        return _write_model(tmp_path / "tiny", seed=0)
-
-    @pytest.fixture
-    def reference(self, model_folder: Path) -> Any:
-        """The same model in transformers."""
-        return _load(model_folder)
-
-    @pytest.fixture
-    def rollout(self, model_folder: Path) -> Iterator[BaseRollout]:
-        """The rollout under test, alone, with the weights of the folder."""
-        rollout_class = rollouts.get(self.name)
-        config = rollout_class.config_schema(**self.rollout_config)
-        rollout = rollout_class(RolloutSetup(config, str(model_folder), seed=11, pad_token_id=PAD, eos_token_id=EOS))
-        yield rollout
-        rollout.close()
 
     def test_suite_is_filled_in(self) -> None:
         """There is something to test."""
@@ -81,12 +64,12 @@ class RolloutSuite:
         assert not capabilities.in_process or RolloutMode.HYBRID in capabilities.modes
 
     def test_greedy_is_that_of_transformers(self, rollout: BaseRollout, reference: Any) -> None:
-        """Temperature 0: the same tokens, and log-probs under the plain softmax."""
-        prompts = _prompts(12)
-        for prompt, output in zip(prompts, _run(rollout, prompts, GREEDY), strict=True):
-            sequence = _only(output)
-            assert list(sequence.token_ids) == _greedy(reference, prompt, GREEDY.max_tokens)
-            self._check_log_probs(reference, prompt, sequence, replace(GREEDY, temperature=1.0))
+        """Temperature 0: the same tokens for 64 prompts of 64, and log-probs under the plain softmax."""
+        prompts = make_prompts(64)
+        for prompt, output in zip(prompts, run_prompts(rollout, prompts, GREEDY), strict=True):
+            sequence = only_sequence(output)
+            assert list(sequence.token_ids) == greedy_tokens(reference, prompt, GREEDY.max_tokens)
+            self.check_log_probs(reference, prompt, sequence, replace(GREEDY, temperature=1.0))
 
     @pytest.mark.parametrize(
         "sampling",
@@ -103,43 +86,43 @@ class RolloutSuite:
         self, rollout: BaseRollout, reference: Any, sampling: SamplingParams
     ) -> None:
         """Log-probs are taken after temperature, top-k and top-p, and the output says which."""
-        prompts = _prompts(8)
-        for prompt, output in zip(prompts, _run(rollout, prompts, sampling), strict=True):
+        prompts = make_prompts(8)
+        for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
             assert output.sampling == sampling
-            self._check_log_probs(reference, prompt, _only(output), sampling)
+            self.check_log_probs(reference, prompt, only_sequence(output), sampling)
 
     def test_n(self, rollout: BaseRollout) -> None:
         """``n`` sequences for one prompt, drawn independently."""
-        (output,) = _run(rollout, _prompts(1), SamplingParams(n=4, max_tokens=8, ignore_eos=True))
+        (output,) = run_prompts(rollout, make_prompts(1), SamplingParams(n=4, max_tokens=8, ignore_eos=True))
         assert len(output.sequences) == 4
         assert len({tuple(sequence.token_ids) for sequence in output.sequences}) > 1
 
     def test_length(self, rollout: BaseRollout) -> None:
         """Without a stop there are ``max_tokens`` tokens, each with a log-prob and a version."""
-        (output,) = _run(rollout, _prompts(1), SamplingParams(max_tokens=9, ignore_eos=True))
-        sequence = _only(output)
+        (output,) = run_prompts(rollout, make_prompts(1), SamplingParams(max_tokens=9, ignore_eos=True))
+        sequence = only_sequence(output)
         assert sequence.finish_reason == "length"
         assert len(sequence.token_ids) == len(sequence.log_probs) == len(sequence.weight_versions) == 9
 
     def test_stop_token(self, rollout: BaseRollout, reference: Any) -> None:
         """Generation ends after the first stop token, which stays in the output."""
-        prompt = _prompts(1)[0]
-        expected = _greedy(reference, prompt, GREEDY.max_tokens)
+        prompt = make_prompts(1)[0]
+        expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
         stop = expected[min(2, len(expected) - 1)]
-        (output,) = _run(rollout, [prompt], replace(GREEDY, stop_token_ids=(stop,)))
-        assert list(_only(output).token_ids) == expected[: expected.index(stop) + 1]
-        assert _only(output).finish_reason == "stop"
+        (output,) = run_prompts(rollout, [prompt], replace(GREEDY, stop_token_ids=(stop,)))
+        assert list(only_sequence(output).token_ids) == expected[: expected.index(stop) + 1]
+        assert only_sequence(output).finish_reason == "stop"
 
     def test_many_at_once(self, rollout: BaseRollout, reference: Any) -> None:
         """64 requests with their own lengths under way together: each gets its own answer."""
-        prompts = _prompts(64)
+        prompts = make_prompts(64)
         requests = [
             RolloutRequest(f"r{i}", prompt, replace(GREEDY, max_tokens=1 + i % 7)) for i, prompt in enumerate(prompts)
         ]
-        for request, output in zip(requests, _generate(rollout, requests), strict=True):
+        for request, output in zip(requests, generate_all(rollout, requests), strict=True):
             assert output.request_id == request.request_id
-            expected = _greedy(reference, request.prompt_ids, request.sampling.max_tokens)
-            assert list(_only(output).token_ids) == expected
+            expected = greedy_tokens(reference, request.prompt_ids, request.sampling.max_tokens)
+            assert list(only_sequence(output).token_ids) == expected
 
     @pytest.mark.parametrize(
         ("prompt", "change"),
@@ -168,28 +151,6 @@ class RolloutSuite:
         assert isinstance(error, RollcastError), f"a bad request gave {error!r}"
         assert isinstance(answer, RolloutOutput), f"the request beside it gave {answer!r}"
 
-    def test_weight_update(self, rollout: BaseRollout, tmp_path: Path) -> None:
-        """After an update the answers are the new model's, and so are the versions."""
-        prompts = _prompts(6)
-        before = [list(_only(output).token_ids) for output in _run(rollout, prompts, GREEDY)]
-        other = _load(_write_model(tmp_path / "other", seed=1))
-        named = list(other.named_parameters())
-        report = asyncio.run(rollout.update_weights([named[:3], named[3:]], version=7))
-        assert report.version == 7
-        assert report.tensors == len(named)
-        assert report.bytes > 0
-        outputs = _run(rollout, prompts, GREEDY)
-        after = [list(_only(output).token_ids) for output in outputs]
-        assert after == [_greedy(other, prompt, GREEDY.max_tokens) for prompt in prompts]
-        assert after != before
-        assert {version for output in outputs for version in _only(output).weight_versions} == {7}
-
-    def test_weight_update_names_a_wrong_tensor(self, rollout: BaseRollout, reference: Any) -> None:
-        """An unknown name is an error that says the name."""
-        bucket = [*reference.named_parameters(), ("model.no_such.weight", torch.zeros(2))]
-        with pytest.raises(RollcastError, match=r"no_such\.weight"):
-            asyncio.run(rollout.update_weights([bucket], version=1))
-
     def test_abort(self, rollout: BaseRollout) -> None:
         """An aborted request comes back with what it has; the others are left alone."""
         if not rollout.capabilities.abort:
@@ -208,7 +169,7 @@ class RolloutSuite:
             await rollout.abort(["gone"])
             return list(await asyncio.gather(*tasks))
 
-        gone, stays = (_only(output) for output in asyncio.run(abort_one()))
+        gone, stays = (only_sequence(output) for output in asyncio.run(abort_one()))
         assert gone.finish_reason == "abort"
         assert len(gone.token_ids) == len(gone.log_probs) == len(gone.weight_versions) < 480
         assert stays.finish_reason == "length"
@@ -216,27 +177,27 @@ class RolloutSuite:
 
     def test_release_and_resume(self, rollout: BaseRollout) -> None:
         """After memory was given back and taken again the answers are the same."""
-        prompts = _prompts(3)
-        before = _run(rollout, prompts, GREEDY)
+        prompts = make_prompts(3)
+        before = run_prompts(rollout, prompts, GREEDY)
 
         async def release_and_resume() -> None:
             await rollout.release()
             await rollout.resume()
 
         asyncio.run(release_and_resume())
-        after = _run(rollout, prompts, GREEDY)
-        assert [_only(each).token_ids for each in after] == [_only(each).token_ids for each in before]
+        after = run_prompts(rollout, prompts, GREEDY)
+        assert [only_sequence(each).token_ids for each in after] == [only_sequence(each).token_ids for each in before]
 
     def test_state_brings_the_samples_back(self, rollout: BaseRollout) -> None:
         """From the same state the same requests get the same tokens; a second run goes on instead."""
-        prompts, sampling = _prompts(8), SamplingParams(max_tokens=12, ignore_eos=True)
-        _run(rollout, prompts, sampling)
+        prompts, sampling = make_prompts(8), SamplingParams(max_tokens=12, ignore_eos=True)
+        run_prompts(rollout, prompts, sampling)
         state = rollout.state_dict()
         if not state:
             pytest.skip(f"{self.name} keeps no state")
-        first, second = (_tokens(_run(rollout, prompts, sampling)) for _ in range(2))
+        first, second = (all_tokens(run_prompts(rollout, prompts, sampling)) for _ in range(2))
         rollout.load_state_dict(state)
-        again = _tokens(_run(rollout, prompts, sampling))
+        again = all_tokens(run_prompts(rollout, prompts, sampling))
         assert again == first
         assert second != first
 
@@ -245,94 +206,14 @@ class RolloutSuite:
         if not rollout.capabilities.seeds:
             pytest.skip(f"{self.name} takes no seeds")
         sampling = SamplingParams(max_tokens=12, n=2, ignore_eos=True)
-        requests = [RolloutRequest(f"r{i}", prompt, sampling, seed=i) for i, prompt in enumerate(_prompts(6))]
-        together = _generate(rollout, requests)
+        requests = [RolloutRequest(f"r{i}", prompt, sampling, seed=i) for i, prompt in enumerate(make_prompts(6))]
+        together = generate_all(rollout, requests)
         without = RolloutRequest("other", [5, 6], SamplingParams(max_tokens=3))
-        reordered = _generate(rollout, [requests[4], without, requests[1], requests[0]])
-        assert _tokens([reordered[0], *reordered[2:]]) == _tokens([together[4], together[1], together[0]])
-        assert _tokens(_generate(rollout, [requests[3]])) == _tokens([together[3]])
+        reordered = generate_all(rollout, [requests[4], without, requests[1], requests[0]])
+        assert all_tokens([reordered[0], *reordered[2:]]) == all_tokens([together[4], together[1], together[0]])
+        assert all_tokens(generate_all(rollout, [requests[3]])) == all_tokens([together[3]])
         with pytest.raises(RollcastError, match="seed"):
-            _generate(rollout, [replace(requests[3], seed=-1)])
-        again = _tokens(_generate(rollout, [replace(requests[3], seed=99)]))
-        assert again != _tokens([together[3]])
+            generate_all(rollout, [replace(requests[3], seed=-1)])
+        again = all_tokens(generate_all(rollout, [replace(requests[3], seed=99)]))
+        assert again != all_tokens([together[3]])
         assert again[0] != again[1]
-
-    def _check_log_probs(
-        self, reference: Any, prompt: Sequence[int], sequence: RolloutSequence, sampling: SamplingParams
-    ) -> None:
-        expected = _log_probs(reference, prompt, sequence.token_ids, sampling)
-        assert len(sequence.log_probs) == len(expected)
-        gap = max(abs(got - want) for got, want in zip(sequence.log_probs, expected, strict=True))
-        assert gap <= self.tolerance, f"a log-prob is {gap} away from the sampled distribution's"
-
-
-def _write_model(folder: Path, seed: int) -> Path:
-    """A tiny model with large random weights: a freshly initialised one only repeats its last token."""
-    tiny_model_folder(folder, seed=seed, head_dim=32)
-    model = _load(folder)
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
-    model.save_pretrained(folder)
-    return folder
-
-
-def _load(folder: Path) -> Any:
-    from transformers import AutoModelForCausalLM
-
-    model: Any = AutoModelForCausalLM.from_pretrained(folder)
-    return model.float().eval()
-
-
-def _prompts(count: int) -> list[list[int]]:
-    """Prompts of 1 to 12 tokens, none of them a special token."""
-    generator = torch.Generator().manual_seed(5)
-    lengths = torch.randint(1, 13, (count,), generator=generator).tolist()
-    return [torch.randint(4, 80, (length,), generator=generator).tolist() for length in lengths]
-
-
-def _generate(rollout: BaseRollout, requests: Sequence[RolloutRequest]) -> list[RolloutOutput]:
-    async def gather() -> list[RolloutOutput]:
-        return list(await asyncio.gather(*(rollout.generate(request) for request in requests)))
-
-    return asyncio.run(gather())
-
-
-def _run(rollout: BaseRollout, prompts: Sequence[Sequence[int]], sampling: SamplingParams) -> list[RolloutOutput]:
-    return _generate(rollout, [RolloutRequest(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)])
-
-
-def _only(output: RolloutOutput) -> RolloutSequence:
-    assert len(output.sequences) == 1, f"{len(output.sequences)} sequences came for n=1"
-    return output.sequences[0]
-
-
-def _tokens(outputs: Sequence[RolloutOutput]) -> list[list[int]]:
-    return [list(sequence.token_ids) for output in outputs for sequence in output.sequences]
-
-
-def _greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    with torch.no_grad():
-        ids = torch.tensor([list(prompt)])
-        full = model.generate(
-            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=PAD
-        )
-    new: list[int] = full[0, len(prompt) :].tolist()
-    return new
-
-
-def _log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
-    """Log-probs of ``tokens``, computed in one forward pass without a cache, the plain way."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-    scores = logits / sampling.temperature
-    if sampling.top_k > 0:
-        smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
-        scores = scores.masked_fill(scores < smallest, -torch.inf)
-    if sampling.top_p < 1:
-        ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
-        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
-        scores = scores.masked_fill(outside.gather(-1, order.argsort(-1)), -torch.inf)
-    picked: list[float] = scores.log_softmax(-1).gather(-1, torch.tensor(list(tokens))[:, None])[:, 0].tolist()
-    return picked

@@ -7,10 +7,8 @@ come and go with theirs. All state of the rollout is touched in that thread only
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollcast.errors import RollcastError, RolloutError
@@ -31,16 +29,15 @@ class EngineThread:
 
     Args:
         build: makes the AsyncLLM; called in the thread.
-        watch_parent: name of the worker method that ends an engine whose user was killed; it gets this
-            process's id.
+        prepare: called with it, before anything else is.
 
     Raises:
         RolloutError: the engine did not start; the cause is chained.
     """
 
-    def __init__(self, build: Callable[[], Any], watch_parent: str) -> None:
+    def __init__(self, build: Callable[[], Any], prepare: Callable[[Any], Awaitable[None]]) -> None:
         self.llm: Any = None
-        self._build, self._watch_parent = build, watch_parent
+        self._build, self._prepare = build, prepare
         self._processes: list[Any] = []
         self._death: RolloutError | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
@@ -94,9 +91,8 @@ class EngineThread:
 
     async def _start(self) -> None:
         self.llm = self._build()
-        resources = self.llm.engine_core.resources
-        self._processes = list(resources.engine_manager.processes)
-        await self.llm.collective_rpc(self._watch_parent, args=(os.getpid(),))
+        self._processes = list(self.llm.engine_core.resources.engine_manager.processes)
+        await self._prepare(self.llm)
         self._watcher = self._loop.create_task(self._watch())
 
     async def _guard(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -142,20 +138,19 @@ class EngineThread:
             task.cancel()
 
     async def _shut_down(self) -> None:
+        """End the engine and everything that runs on the loop, vLLM's own tasks too."""
         if self._watcher is not None:
             self._watcher.cancel()
         waiting = list(self._tasks)
         self._cancel_tasks()
-        with contextlib.suppress(asyncio.CancelledError):
-            await asyncio.gather(*waiting, return_exceptions=True)
+        await asyncio.gather(*waiting, return_exceptions=True)
         self.llm.shutdown()
-        await asyncio.sleep(0)
+        rest = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in rest:
+            task.cancel()
+        await asyncio.gather(*rest, return_exceptions=True)
 
     def _stop_loop(self) -> None:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        rest = asyncio.all_tasks(self._loop)
-        for task in rest:
-            task.cancel()
-        self._loop.run_until_complete(asyncio.gather(*rest, return_exceptions=True))
         self._loop.close()

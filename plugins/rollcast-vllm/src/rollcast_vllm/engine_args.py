@@ -20,6 +20,9 @@ CPU_KV_CACHE_BYTES = 256 << 20
 #: Arguments that are set from a key of their own, or that the contract decides.
 OWN_KEYS = {"tensor_parallel_size": "tensor_model_parallel_size", "enable_sleep_mode": "free_cache_engine"}
 
+#: Arguments that ``engine_kwargs`` may change.
+DEFAULTS = {"use_tqdm_on_load": False}
+
 
 def build_engine_args(setup: RolloutSetup) -> Any:
     """VLLM's ``AsyncEngineArgs`` for a rollout.
@@ -41,7 +44,7 @@ def build_engine_args(setup: RolloutSetup) -> Any:
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"rollout.engine_kwargs.{key} is no argument of vLLM's AsyncEngineArgs{hint}")
     try:
-        return AsyncEngineArgs(**values, **extra)
+        return AsyncEngineArgs(**values, **{**DEFAULTS, **extra})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM does not take the arguments of the rollout section: {error}") from error
 

@@ -12,7 +12,7 @@ __all__ = ["has_gpu", "prepare_environment", "process_environment", "require_vll
 
 def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
     """What an engine's process needs from its start, on any device; vLLM's CPU variables are not read on a GPU."""
-    variables = {
+    return {
         # Engines with several threads each slow one another down by orders of magnitude on a busy CPU.
         "OMP_NUM_THREADS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": _bind_threads(config.tensor_model_parallel_size),
@@ -21,10 +21,6 @@ def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
     }
-    if config.tensor_model_parallel_size == 1:
-        # AsyncLLM starts a process for its engine all the same; this only keeps it, on a CPU, from one more.
-        variables["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    return variables
 
 
 def prepare_environment(config: VllmRolloutConfig) -> None:
@@ -33,6 +29,9 @@ def prepare_environment(config: VllmRolloutConfig) -> None:
     if not has_gpu():
         # Otherwise log-probs are compiled, for which there has to be a C++ compiler.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
+        if config.tensor_model_parallel_size == 1:
+            # AsyncLLM's engine has a process all the same; this keeps a CPU's from starting one more below it.
+            wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import os
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
@@ -20,13 +21,13 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
-from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RolloutError, WeightSyncError
+from rollcast.errors import CapabilityError, ConfigError, RolloutError, WeightSyncError
 from rollcast_vllm.adapters import AdapterFolder, check_adapter
 from rollcast_vllm.engine import EngineThread
 from rollcast_vllm.engine_args import build_engine_args, starts_without_weights
 from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
 from rollcast_vllm.expected import ExpectedWeights, read_config
-from rollcast_vllm.sampling import build_params, check_temperature, derive_seed, read_sequence
+from rollcast_vllm.sampling import build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
 from rollcast_vllm.updates import load_weights
 
@@ -74,6 +75,7 @@ class VllmRollout(BaseRollout):
         lora=True,
         tensor_parallel=True,
         releases_memory=True,
+        seeds=True,
     )
     config_schema: ClassVar[type] = VllmRolloutConfig
 
@@ -85,8 +87,10 @@ class VllmRollout(BaseRollout):
         prepare_environment(config)
         require_vllm()
         self._can_release = config.free_cache_engine and has_gpu()
-        # What the class says holds on a GPU; a CPU has no memory to give back.
-        self.capabilities = replace(type(self).capabilities, releases_memory=self._can_release)  # type: ignore[misc]
+        # What the class says holds on a GPU, and by the defaults; a CPU has no memory to give back.
+        self.capabilities = replace(  # type: ignore[misc]
+            type(self).capabilities, releases_memory=self._can_release, seeds=config.use_request_seeds
+        )
         arguments = build_engine_args(setup)
         trust = bool(arguments.trust_remote_code)
         model_config = read_config(setup.model_path, trust)
@@ -94,7 +98,6 @@ class VllmRollout(BaseRollout):
         self._expected: ExpectedWeights | None = None
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
-        self._next_seed = 0
         self._turn = asyncio.Lock()  # one update at a time
         self._open = asyncio.Event()  # closed while the first adapter waits for requests without one
         self._open.set()
@@ -102,7 +105,7 @@ class VllmRollout(BaseRollout):
         self._adapter: AdapterFolder | None = None
         # Why nothing may be generated: with the present weights, and with the present adapter.
         self._problems = {WEIGHTS: "the engine started without weights" if starts_without_weights(setup) else ""}
-        self._engine = EngineThread(lambda: _build_llm(arguments), "rollcast_watch_parent")
+        self._engine = EngineThread(lambda: _build_llm(arguments), _prepare_llm)
         self._llm = self._engine.llm
         limits = ModelLimits.of(model_config)
         self._limits = replace(
@@ -124,13 +127,9 @@ class VllmRollout(BaseRollout):
         self._raise_if_unusable()
         prompt = check_request(request, self._limits)
         check_temperature(request)
-        seed = None
-        if self._config.seed_requests:
-            seed = derive_seed(self.setup.seed, self._next_seed)
-            self._next_seed += 1
-        return await self._engine.run(self._generate(request, prompt.tolist(), seed))
+        return await self._engine.run(self._generate(request, prompt.tolist()))
 
-    async def _generate(self, request: RolloutRequest, prompt: list[int], seed: int | None) -> RolloutOutput:
+    async def _generate(self, request: RolloutRequest, prompt: list[int]) -> RolloutOutput:
         job = _Job(request, f"{request.request_id}#{next(self._numbers)}")
         self._jobs[job.key] = job
         try:
@@ -139,6 +138,7 @@ class VllmRollout(BaseRollout):
             if job.aborted:
                 return _nothing(request)
             job.base_only = self._adapter is None
+            seed = request.seed if self._config.use_request_seeds else None
             output = await self._submit(job, prompt, build_params(request, self.setup.eos_token_id, seed))
         finally:
             del self._jobs[job.key]
@@ -296,23 +296,6 @@ class VllmRollout(BaseRollout):
             if WEIGHTS in back and self._config.sleep_level == 2:
                 self._problems[WEIGHTS] = "the weights were dropped when their memory was released"
 
-    def state_dict(self) -> dict[str, Any]:
-        """``requests``: how many came so far, from which their seeds follow; empty without ``seed_requests``."""
-        return {"requests": self._next_seed} if self._config.seed_requests else {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sample on from the state.
-
-        Raises:
-            CheckpointError: it is not what :meth:`state_dict` gives.
-        """
-        if not state and not self._config.seed_requests:
-            return
-        try:
-            self._next_seed = int(state["requests"])
-        except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is no state of the vllm rollout: {error!r}") from error
-
     def close(self) -> None:
         """End the engine's processes; requests under way get a RolloutError."""
         self._engine.close()
@@ -387,6 +370,12 @@ def _build_llm(arguments: Any) -> Any:
     except ValueError as error:
         raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
     return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+async def _prepare_llm(llm: Any) -> None:
+    # An engine whose user was killed could not be stopped by it.
+    await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
+    await llm.update_weight_version("0")
 
 
 def _check_config(config: VllmRolloutConfig) -> None:

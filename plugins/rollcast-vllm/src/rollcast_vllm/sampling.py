@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 from rollcast.contracts.rollout import RolloutRequest, RolloutSequence
 from rollcast.errors import RequestError, RolloutError
 
-__all__ = ["SMALLEST_TEMPERATURE", "build_params", "check_temperature", "derive_seed", "read_sequence"]
+__all__ = ["SMALLEST_TEMPERATURE", "build_params", "check_temperature", "read_sequence", "spread_seed"]
 
 #: vLLM samples with this temperature where a smaller one is asked for.
 SMALLEST_TEMPERATURE = 0.01
@@ -28,9 +28,9 @@ def check_temperature(request: RolloutRequest) -> None:
         )
 
 
-def derive_seed(seed: int, number: int) -> int:
-    """A request's seed, below 2**62, from the rollout's and the request's number."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+def spread_seed(seed: int) -> int:
+    """A seed below 2**62 for vLLM, which adds a sequence's number to it: seeds of neighbours must not meet."""
+    digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
@@ -47,7 +47,7 @@ def build_params(request: RolloutRequest, eos_token_id: int, seed: int | None) -
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
         max_tokens=sampling.max_tokens,
-        seed=seed,
+        seed=None if seed is None else spread_seed(seed),
         stop_token_ids=list(dict.fromkeys(stops)),
         ignore_eos=True,
         logprobs=0,

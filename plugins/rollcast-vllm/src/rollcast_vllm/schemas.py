@@ -26,8 +26,8 @@ class VllmRolloutConfig(RolloutConfig):
         max_num_seqs: most sequences that are computed at once.
         max_num_batched_tokens: most tokens of one step; empty for vLLM's choice.
         enable_prefix_caching: keep keys and values of prompts, and use them again.
-        seed_requests: give each request a seed of its own, so that what it samples does not depend on the
-            requests beside it and goes on after a restart; on a GPU it costs speed.
+        use_request_seeds: sample a request that has a seed from a stream of its own, so that nothing beside it
+            matters; on a GPU it costs speed.
         enable_lora: take adapters apart from the model.
         max_lora_rank: largest rank of an adapter.
         free_cache_engine: give memory back between the turns of a rollout on the trainer's devices.
@@ -47,7 +47,7 @@ class VllmRolloutConfig(RolloutConfig):
     max_num_seqs: int = 256
     max_num_batched_tokens: int | None = None
     enable_prefix_caching: bool = True
-    seed_requests: bool = True
+    use_request_seeds: bool = True
     enable_lora: bool = False
     max_lora_rank: int = 16
     free_cache_engine: bool = True

@@ -1,0 +1,24 @@
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from rollcast.testing.rollout import RolloutSuite
+
+pytest.importorskip("vllm")
+
+
+def kill(rollout: Any) -> None:
+    for pid in rollout.process_ids:
+        os.kill(pid, signal.SIGKILL)
+
+
+class TestVllm(RolloutSuite):
+    name = "vllm"
+    shared = True
+    rollout_config = {"kv_cache_memory_bytes": 64 << 20}
+    lora_config = {"enable_lora": True, "max_lora_rank": 8}
+    kill_engine = staticmethod(kill)
