@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -19,6 +19,6 @@ def kill(rollout: Any) -> None:
 class TestVllm(RolloutSuite):
     name = "vllm"
     shared = True
-    rollout_config = {"kv_cache_memory_bytes": 64 << 20}
-    lora_config = {"enable_lora": True, "max_lora_rank": 8}
+    rollout_config: ClassVar = {"kv_cache_memory_bytes": 64 << 20}
+    lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 8}
     kill_engine = staticmethod(kill)

@@ -20,8 +20,8 @@ T = TypeVar("T")
 #: How often the engine's processes are looked at, and how long vLLM then has to fail its own calls.
 WATCH_S = 0.2
 GRACE_S = 1.0
-#: How long a process has to end by itself.
-STOP_S = 10.0
+#: How long an engine has to end by itself.
+STOP_S = 2.0
 
 
 class EngineThread:
@@ -144,7 +144,7 @@ class EngineThread:
         waiting = list(self._tasks)
         self._cancel_tasks()
         await asyncio.gather(*waiting, return_exceptions=True)
-        self.llm.shutdown()
+        self.llm.shutdown(timeout=STOP_S)
         rest = asyncio.all_tasks() - {asyncio.current_task()}
         for task in rest:
             task.cancel()

@@ -72,8 +72,8 @@ class WeightsExtension:
         """End an update: everything has to be there."""
 
         def finish() -> list[WeightReport]:
-            load, self._rollcast_load = self._present_load(), None
-            load.finish(version)
+            self._present_load().finish(version)
+            self._rollcast_load = None
             return []
 
         return _answer(finish)
