@@ -299,6 +299,22 @@ class ServerManager:
         while self._reviving:
             await asyncio.gather(*self._reviving)
 
+    async def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
+        """One request on every replica that is up, in their order.
+
+        Raises:
+            RollcastError: of the first that answered with one.
+        """
+
+        async def one(replica: _Replica) -> RolloutOutput:
+            async for _, output in replica.client.generate([request]):
+                if isinstance(output, RollcastError):
+                    raise output
+                return output
+            raise RolloutError(f"{replica.client.where} gave no answer")
+
+        return list(await asyncio.gather(*(one(replica) for replica in self._replicas if replica.state == "up")))
+
     async def call_all(self, path: str, body: dict[str, Any]) -> None:
         """POST to every replica that is up.
 

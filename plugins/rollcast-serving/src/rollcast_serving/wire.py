@@ -7,7 +7,7 @@ import sys
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, fields
-from typing import Any, cast
+from typing import Any
 
 from rollcast import errors
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
@@ -46,7 +46,8 @@ def _unpack(code: str, text: str) -> list[Any]:
 def encode_request(request: RolloutRequest) -> dict[str, Any]:
     """JSON of a request. Ids that are no integers travel as they are, to be refused by the replica."""
     sampling = asdict(request.sampling)
-    return {"id": request.request_id, "prompt_ids": list(request.prompt_ids), "sampling": sampling}
+    seed = {} if request.seed is None else {"seed": request.seed}
+    return {"id": request.request_id, "prompt_ids": list(request.prompt_ids), "sampling": sampling, **seed}
 
 
 def decode_request(data: Mapping[str, Any]) -> RolloutRequest:
@@ -63,7 +64,7 @@ def decode_request(data: Mapping[str, Any]) -> RolloutRequest:
                 f"unknown sampling parameters {', '.join(unknown)}; known: {', '.join(_SAMPLING)}"
             )
         sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
-        return RolloutRequest(str(data["id"]), data["prompt_ids"], SamplingParams(**sampling))
+        return RolloutRequest(str(data["id"]), data["prompt_ids"], SamplingParams(**sampling), data.get("seed"))
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, RollcastError):
             raise
@@ -139,4 +140,4 @@ def decode_error(data: Mapping[str, Any], where: str) -> RollcastError:
     message = f"{where}: {data.get('message')}"
     if issubclass(kind, errors.WeightSyncError):
         return kind(message, tensor=str(data.get("tensor", "")))
-    return cast(RollcastError, kind(message))
+    return kind(message)

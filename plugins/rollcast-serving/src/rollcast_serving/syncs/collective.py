@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
@@ -49,14 +50,18 @@ class CollectiveSync(BucketSync):
         return _receive(source)
 
 
-def _join(store: dist.Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
+def _join(store: Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
     """A process group of its own, beside whatever the process has."""
     if backend == "nccl":
-        return dist.ProcessGroupNCCL(store, rank, size, timeout)
-    options = dist.ProcessGroupGloo._Options()
-    options._devices = [dist.ProcessGroupGloo.create_device(hostname=host)]
+        nccl: Any = dist.ProcessGroupNCCL.Options()
+        nccl._timeout = timeout
+        return dist.ProcessGroupNCCL(store, rank, size, nccl)
+    # The constructors' own options are in no stub.
+    gloo: Any = dist.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=host)]
     options._timeout = timeout
-    return dist.ProcessGroupGloo(store, rank, size, options)
+    return gloo(store, rank, size, options)
 
 
 def _own_address(nodes: set[str]) -> str:
@@ -72,7 +77,7 @@ class _Sender(Transport):
     def __init__(self, targets: int, nodes: set[str], settings: SyncSettings) -> None:
         self._timeout = timedelta(seconds=settings.timeout_s)
         self._host = _own_address(nodes)
-        self._store = dist.TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         self._group: Any = None
         self._sent = 0
         self._targets = targets
@@ -89,7 +94,7 @@ class _Sender(Transport):
             offsets.append(size)
             size += int(self._store.get(f"readers/{target}"))
         self._store.set("group", json.dumps({"offsets": offsets, "size": size, "backend": backend}))
-        self._group = _join(dist.PrefixStore("group", self._store), 0, size, self._host, self._timeout, backend)
+        self._group = _join(PrefixStore("group", self._store), 0, size, self._host, self._timeout, backend)
 
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
         device = bucket[0][1].device
@@ -116,13 +121,13 @@ def _root() -> Any:
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     timeout = timedelta(seconds=float(source["timeout_s"]))
     try:
-        store = dist.TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
+        store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
         store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
         plan = json.loads(store.get("group"))
         rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
         device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
         host = _own_address({source["host"]})
-        group = _join(dist.PrefixStore("group", store), rank, plan["size"], host, timeout, plan["backend"])
+        group = _join(PrefixStore("group", store), rank, plan["size"], host, timeout, plan["backend"])
         number = 0
         while True:
             header = json.loads(store.get(f"bucket/{number}"))

@@ -1,0 +1,78 @@
+"""The worker that stands for replicas in a worker group: it starts their processes where it is placed."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection
+from dataclasses import replace
+
+from rollcast.controller.decorator import register
+from rollcast.controller.worker import Worker
+from rollcast.runtime.visible_devices import visible_devices
+from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
+
+__all__ = ["ReplicaWorker"]
+
+
+class ReplicaWorker(Worker):
+    """Hosts one replica, which takes the devices of ``tensor_parallel`` ranks that follow each other.
+
+    The engine's process is a child of this worker's, so it has its own environment, and may crash
+    without taking the worker along.
+
+    Args:
+        spec: of the replicas; each one's seed is the spec's plus its number.
+        tensor_parallel: ranks a replica.
+    """
+
+    def __init__(self, spec: ReplicaSpec, tensor_parallel: int = 1) -> None:
+        self._spec = spec
+        self._tensor_parallel = tensor_parallel
+        self._process: ReplicaProcess | None = None
+        self._address: ReplicaAddress | None = None
+        self._generation = 0
+
+    @register(dispatch_mode="one_to_all")
+    def devices(self) -> tuple[str, str]:
+        """This rank's node, and the accelerator that it may use, as it is written (empty for none)."""
+        index, visible = self.context.device_index, visible_devices(os.environ)
+        return self.context.node, "" if index is None else visible[index] if visible else str(index)
+
+    @register(dispatch_mode="one_to_all")
+    def launch(
+        self, hosts: dict[str, str], devices: list[str], replaced: Collection[int] = ()
+    ) -> ReplicaAddress | None:
+        """Start this rank's replica unless it runs.
+
+        Args:
+            hosts: node → address to listen on.
+            devices: by rank, what :meth:`devices` gave.
+            replaced: numbers of replicas that are ended first, should they still run.
+
+        Returns:
+            Its address; None on ranks that lend their devices to another's.
+
+        Raises:
+            RolloutError: it cannot be started; with the end of its log.
+        """
+        if self.rank % self._tensor_parallel:
+            return None
+        index = self.rank // self._tensor_parallel
+        if self._process is not None and (index in replaced or not self._process.is_alive):
+            self._process.stop()
+            self._process = None
+            self._generation += 1
+        if self._process is None:
+            node = self.context.node
+            own = ",".join(filter(None, devices[self.rank : self.rank + self._tensor_parallel]))
+            env = {**({"CUDA_VISIBLE_DEVICES": own} if own else {}), **self._spec.env}
+            spec = replace(self._spec, seed=self._spec.seed + index, env=env, host=hosts[node])
+            self._process = ReplicaProcess(spec, index, node, self._generation)
+            self._address = self._process.wait_ready()
+        return self._address
+
+    def close(self) -> None:
+        """End the replica."""
+        if self._process is not None:
+            self._process.stop()
+            self._process = None

@@ -1,0 +1,107 @@
+"""What replicas and callers say to each other comes back as it was."""
+
+from __future__ import annotations
+
+import json
+import struct
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollcast import errors
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.weights import WeightReport
+from rollcast.errors import RequestError, RolloutError, WeightSyncError
+from rollcast_serving import wire
+
+FLOATS = st.floats(-60, 0, width=32)
+SAMPLINGS = st.builds(
+    SamplingParams,
+    temperature=st.floats(0, 2),
+    top_p=st.floats(0.1, 1),
+    top_k=st.integers(-1, 50),
+    max_tokens=st.integers(1, 100),
+    stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
+    n=st.integers(1, 3),
+    ignore_eos=st.booleans(),
+)
+
+
+def there_and_back(data: Any) -> Any:
+    return json.loads(json.dumps(data))
+
+
+@given(st.text(), st.lists(st.integers(0, 2**31 - 1)), SAMPLINGS, st.one_of(st.none(), st.integers(0, 2**63 - 1)))
+def test_requests(name: str, ids: list[int], sampling: SamplingParams, seed: int | None) -> None:
+    request = RolloutRequest(name, ids, sampling, seed)
+    assert wire.decode_request(there_and_back(wire.encode_request(request))) == request
+
+
+@given(
+    st.lists(
+        st.lists(st.tuples(st.integers(0, 2**31 - 1), FLOATS, st.integers(0, 9)), max_size=20).map(
+            lambda rows: RolloutSequence([r[0] for r in rows], [r[1] for r in rows], "stop", [r[2] for r in rows])
+        ),
+        max_size=3,
+    ),
+    SAMPLINGS,
+)
+def test_outputs(sequences: list[RolloutSequence], sampling: SamplingParams) -> None:
+    output = RolloutOutput("name", sequences, sampling)
+    assert wire.decode_output(there_and_back(wire.encode_output(output)), sampling) == output
+
+
+def test_log_probs_travel_in_float32() -> None:
+    output = RolloutOutput("r", [RolloutSequence([1], [-0.1], "length", [0])], SamplingParams())
+    (sequence,) = wire.decode_output(wire.encode_output(output), SamplingParams()).sequences
+    assert list(sequence.log_probs) == [struct.unpack("f", struct.pack("f", -0.1))[0]]
+
+
+def test_reports() -> None:
+    report = WeightReport(3, 4, 5, 0.5, {"0": "ab"}, 0.25)
+    assert wire.decode_report(there_and_back(wire.encode_report(report))) == report
+
+
+@pytest.mark.parametrize("name", [name for name in vars(errors) if name.endswith("Error")])
+def test_every_error_of_ours(name: str) -> None:
+    kind = getattr(errors, name)
+    came = wire.decode_error(there_and_back(wire.encode_error(kind("what happened"))), "replica 3")
+    assert type(came) is kind
+    assert str(came) == "replica 3: what happened"
+
+
+def test_other_errors_become_the_nearest() -> None:
+    class Special(WeightSyncError):
+        pass
+
+    came = wire.decode_error(wire.encode_error(Special("gone", tensor="w")), "here")
+    assert type(came) is WeightSyncError
+    assert came.tensor == "w"
+    other = wire.decode_error(wire.encode_error(KeyError("x")), "here")
+    assert type(other) is RolloutError
+    assert "KeyError" in str(other)
+    assert type(wire.decode_error({"kind": "os", "message": "m"}, "here")) is RolloutError
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        {},
+        {"id": "a"},
+        {"id": "a", "prompt_ids": [], "sampling": {"wrong": 1}},
+        {"id": "a", "prompt_ids": [], "sampling": 5},
+    ],
+)
+def test_no_requests(data: Any) -> None:
+    with pytest.raises(RequestError):
+        wire.decode_request(data)
+
+
+@pytest.mark.parametrize(
+    "data", [{}, {"id": "a"}, {"id": "a", "sequences": [{"ids": "AAA"}]}, {"id": "a", "sequences": [3]}]
+)
+def test_no_outputs(data: Any) -> None:
+    with pytest.raises(RolloutError):
+        wire.decode_output(data, SamplingParams())
