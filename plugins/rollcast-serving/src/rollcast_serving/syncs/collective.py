@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import PrefixStore, Store, TCPStore
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, its stubs do not
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
