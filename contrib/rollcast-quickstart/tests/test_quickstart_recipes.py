@@ -22,7 +22,7 @@ def settings(recipe: str) -> dict[str, Any]:
                 "algorithm.adv_estimator": "remax",
                 "data.train_batch_size": 512,
                 "rollout.n": 1,
-                "rollout.temperature": 0.7,
+                "rollout.temperature": 0.6,
                 "actor.ppo_mini_batch_size": 256,
             },
         ),

@@ -246,6 +246,19 @@ def test_a_batch_of_some_megabytes_is_treated_like_a_small_one() -> None:
         assert torch.equal(whole, estimator(inputs).advantages)
 
 
+@pytest.mark.parametrize("estimator", [grpo, rloo, opo])
+@pytest.mark.parametrize("value", [NAN, math.inf])
+def test_a_score_that_is_not_finite_stays_within_its_group(estimator: AdvantageEstimator, value: float) -> None:
+    mask = torch.tensor([[1, 1, 0], [1, 0, 0], [1, 1, 1], [1, 1, 0]])
+    rewards = torch.tensor([[0.0, value, 5.0], [1.0, NAN, 0.0], [0.0, 0.0, 2.0], [0.0, 4.0, 0.0]])
+    out = estimator(AdvantageInputs(rewards, mask, torch.tensor([0, 0, 1, 1]))).advantages
+    assert not out[:2][mask[:2] == 1].isfinite().any()
+    assert (out[mask == 0] == 0).all()
+    torch.testing.assert_close(
+        out[2:], estimator(AdvantageInputs(rewards[2:], mask[2:], torch.zeros(2).long())).advantages
+    )
+
+
 def test_gdpo_says_what_is_wrong_with_its_components() -> None:
     inputs = replace(batch(0), reward_components={"accuracy": torch.ones(7), "format": torch.zeros(7)})
     with pytest.raises(ValueError, match="gdpo needs reward_components"):
