@@ -1,0 +1,75 @@
+"""The environment of SGLang's server, which is its own process, and what kind of device it will have."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from rollcast.errors import PluginLoadError
+from rollcast_sglang.schemas import SglangRolloutConfig
+
+__all__ = ["SERVER_VARIABLE", "find_sglang", "has_gpu", "server_environment"]
+
+#: Set in SGLang's processes that rollcast started; only those are changed by this package's hooks.
+SERVER_VARIABLE = "ROLLCAST_SGLANG_SERVER"
+
+_STAND_INS = Path(__file__).parent / "stand_ins"
+
+
+def has_gpu() -> bool:
+    """Whether SGLang will run on a GPU here."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def find_sglang() -> Path:
+    """Where SGLang's package is; it is not imported, which takes seconds and half a gigabyte.
+
+    Raises:
+        PluginLoadError: it is not installed here.
+    """
+    spec = importlib.util.find_spec("sglang")
+    if spec is None or not spec.submodule_search_locations:
+        raise PluginLoadError(
+            "rollout=sglang needs SGLang in the replica's environment, and it is not installed there. Install it "
+            'with pip install "rollcast-sglang[cuda]" (on a machine without a GPU as the README of '
+            "rollcast-sglang says), or name the interpreter that has it in rollout.replica.python"
+        )
+    return Path(spec.submodule_search_locations[0])
+
+
+def server_environment(config: SglangRolloutConfig, base: Mapping[str, str], gpu: bool) -> dict[str, str]:
+    """Environment variables of the server's process.
+
+    Args:
+        config: the rollout section.
+        base: what it would inherit; wins where a user may have an opinion.
+        gpu: whether it runs on a GPU. Without one it gets stand-ins for packages that are not installed.
+    """
+    wanted = {
+        "OMP_NUM_THREADS": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        # /health then only says whether the server is up; the default generates a token and takes a second.
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
+    }
+    if not gpu and config.tensor_model_parallel_size > 1:
+        wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _bind_threads(config.tensor_model_parallel_size)
+    # SGLang keeps a position or two of its context to itself, so it is given more than the model's.
+    forced = {SERVER_VARIABLE: "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    if not gpu:
+        forced["SGLANG_USE_CPU_ENGINE"] = "1"
+        folders = [str(_STAND_INS / name) for name in ("sgl_kernel", "torchvision") if not _is_installed(name)]
+        forced["PYTHONPATH"] = os.pathsep.join([*folders, *filter(None, [base.get("PYTHONPATH")])])
+    return {**wanted, **base, **forced}
+
+
+def _is_installed(name: str) -> bool:
+    return importlib.util.find_spec(name) is not None
+
+
+def _bind_threads(ranks: int) -> str:
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(ranks))
+    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -1,0 +1,89 @@
+"""SGLang's server as a child process: started, looked at, and ended by its own handle."""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import RolloutError
+
+__all__ = ["ServerProcess"]
+
+_LOG_LINES = 20
+_HOST = "127.0.0.1"
+
+
+class ServerProcess:
+    """A server that listens on this machine's loopback, in a process group of its own.
+
+    It ends with :meth:`stop`, and by itself when this process is gone.
+
+    Args:
+        args: SGLang's ``ServerArgs`` by name, less where it listens.
+        environment: of the process.
+        folder: for its log.
+    """
+
+    def __init__(self, args: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> None:
+        self.api_key = secrets.token_urlsafe(24)
+        self.log = folder / "server.log"
+        port = _free_port()
+        self.url = f"http://{_HOST}:{port}"
+        with self.log.open("wb") as log:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "rollcast_sglang.server"],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=dict(environment),
+                process_group=0,
+            )
+        listening = {"host": _HOST, "port": port, "api_key": self.api_key}
+        message = {"args": {**args, **listening}, "parent": os.getpid()}
+        # A process that is gone already is told of when it is asked for.
+        with suppress(BrokenPipeError), self._popen.stdin as pipe:  # type: ignore[union-attr]
+            pipe.write(json.dumps(message).encode())
+
+    @property
+    def pid(self) -> int:
+        """The server's process id, and its group's."""
+        return self._popen.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the process runs."""
+        return self._popen.poll() is None
+
+    def death(self, what: str) -> RolloutError:
+        """An error that says how the server ended, and how its log does."""
+        code = self._popen.poll()
+        if code is None:
+            end = "while its process runs"
+        elif code < 0:
+            end = f"its process was killed by signal {-code} ({signal.Signals(-code).name})"
+        else:
+            end = f"its process ended with exit code {code}"
+        lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if self.log.exists() else []
+        return RolloutError(f"{what}, {end}; the end of its log:" + "".join(f"\n    {line}" for line in lines))
+
+    def stop(self) -> None:
+        """Kill the server and all that it started; it has nothing to save."""
+        with suppress(ProcessLookupError):
+            os.killpg(self._popen.pid, signal.SIGKILL)
+        self._popen.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind((_HOST, 0))
+        port: int = probe.getsockname()[1]
+        return port

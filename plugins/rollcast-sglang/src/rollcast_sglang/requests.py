@@ -1,0 +1,159 @@
+"""Requests on their way through SGLang: sequences with seeds of their own, batched, and read back."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, cast
+
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.errors import RolloutError
+
+__all__ = ["Adapter", "Job", "Row", "build_batch", "derive_seed", "read_sequence"]
+
+#: SGLang streams a request's tokens when it has this many; the end comes at once.
+_NEVER = 2**30
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """The LoRA adapter that requests get now: its name in SGLang, and the version that their tokens carry."""
+
+    name: str
+    version: int
+
+
+@dataclass(eq=False)
+class Job:
+    """A request under way.
+
+    Attributes:
+        request: the caller's.
+        prompt: its ids, checked.
+        future: what the caller waits for.
+        rows: its sequences.
+        adapter: that they are computed with; chosen when they are sent.
+        sender: the task that waits for SGLang's answer.
+    """
+
+    request: RolloutRequest
+    prompt: array[int]
+    future: asyncio.Future[RolloutOutput] = field(repr=False)
+    rows: list[Row] = field(default_factory=list)
+    adapter: Adapter | None = None
+    sender: asyncio.Task[None] | None = None
+
+    def finish(self, row: Row, sequence: RolloutSequence) -> None:
+        """Take one sequence; the last one answers the request."""
+        row.sequence, row.is_over = sequence, True
+        sequences = [each.sequence for each in self.rows if each.sequence is not None]
+        if len(sequences) == len(self.rows) and not self.future.done():
+            request = self.request
+            self.future.set_result(RolloutOutput(request.request_id, sequences, request.sampling))
+
+    def finish_empty(self) -> None:
+        """Answer that nothing was generated."""
+        for row in self.rows:
+            self.finish(row, RolloutSequence([], [], "abort", []))
+
+    def fail(self, error: Exception) -> None:
+        """Hand an error over, unless there is an answer or the caller has gone."""
+        if not self.future.done():
+            self.future.set_exception(error)
+
+
+@dataclass(eq=False)
+class Row:
+    """One sequence of a request.
+
+    Attributes:
+        job: whose it is.
+        rid: its id in SGLang. All have the same length: SGLang aborts whatever begins with an id.
+        seed: of its sampling.
+        sequence: the answer, once it is there.
+        is_over: whether SGLang is done with it, with or without an answer.
+    """
+
+    job: Job
+    rid: str
+    seed: int
+    sequence: RolloutSequence | None = None
+    is_over: bool = False
+
+
+def derive_seed(seed: int, number: int) -> int:
+    """A seed below 2**62 of one of many things that share a seed."""
+    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 2
+
+
+def build_batch(rows: Sequence[Row], eos_token_id: int) -> dict[str, Any]:
+    """The body of one call of ``/generate`` for all the rows."""
+    prompts = {row.job: row.job.prompt.tolist() for row in rows}
+    body: dict[str, Any] = {
+        "rid": [row.rid for row in rows],
+        "input_ids": [prompts[row.job] for row in rows],
+        "sampling_params": [_sampling_params(row, eos_token_id) for row in rows],
+        "return_logprob": True,
+    }
+    if any(row.job.adapter for row in rows):
+        body["lora_path"] = [row.job.adapter.name if row.job.adapter else None for row in rows]
+    return body
+
+
+def _sampling_params(row: Row, eos_token_id: int) -> dict[str, Any]:
+    sampling = row.job.request.sampling
+    stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, eos_token_id)
+    return {
+        "temperature": sampling.temperature,
+        "top_p": sampling.top_p,
+        "top_k": sampling.top_k if sampling.top_k > 0 else -1,
+        "max_new_tokens": sampling.max_tokens,
+        "stop_token_ids": list(stops),
+        "sampling_seed": row.seed,
+        "stream_interval": _NEVER,
+    }
+
+
+def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
+    """The contract's sequence from an event of ``/generate``; None while it goes on.
+
+    Raises:
+        RolloutError: SGLang failed at it, or gave fewer log-probs or versions than tokens.
+    """
+    meta: Mapping[str, Any] = event["meta_info"]
+    finish = meta.get("finish_reason")
+    if finish is None:
+        return None
+    request = row.job.request
+    tokens: list[int] = list(event["output_ids"])
+    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    versions = _versions(row.job.adapter, meta, len(tokens))
+    reason = finish["type"]
+    if reason not in {"stop", "length", "abort"} or not len(tokens) == len(log_probs) == len(versions):
+        raise RolloutError(
+            f"request {request.request_id!r}: SGLang answered with finish reason {finish}, {len(tokens)} tokens, "
+            f"{len(log_probs)} log-probs and {len(versions)} weight versions"
+        )
+    if reason == "abort" and finish.get("status_code"):
+        raise RolloutError(f"request {request.request_id!r}: SGLang gave it up: {finish.get('message')}")
+    if _has_one_candidate(request.sampling):
+        log_probs = [0.0] * len(tokens)
+    return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions)
+
+
+def _has_one_candidate(sampling: SamplingParams) -> bool:
+    """Whether sampling was certain, which SGLang takes for greedy, whose log-probs are the plain softmax's."""
+    return sampling.top_k == 1 and sampling.temperature > 0
+
+
+def _versions(adapter: Adapter | None, meta: Mapping[str, Any], count: int) -> list[int]:
+    if adapter is not None:  # the base weights do not change while one is in use
+        return [adapter.version] * count
+    versions: list[int] = []
+    for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]:
+        versions += [int(span["version"])] * (span["end"] - span["start"])
+    return versions

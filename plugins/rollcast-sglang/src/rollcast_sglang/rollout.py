@@ -1,0 +1,363 @@
+"""Generation with SGLang, through the HTTP server that the rollout starts as its child."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import dataclasses
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Coroutine, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+from rollcast.contracts.requests import ModelLimits, check_request
+from rollcast.contracts.rollout import (
+    BaseRollout,
+    RolloutCapabilities,
+    RolloutMode,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSetup,
+)
+from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
+from rollcast_sglang.client import SglangClient
+from rollcast_sglang.environment import has_gpu, server_environment
+from rollcast_sglang.process import ServerProcess
+from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed, read_sequence
+from rollcast_sglang.schemas import SglangRolloutConfig
+from rollcast_sglang.server_args import SPARE_POSITIONS, build_server_args, starts_without_weights
+from rollcast_sglang.updates import WeightUpdater
+from rollcast_sglang.weights import ModelWeights, read_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["SglangRollout"]
+
+_ABORT_POLL_S = 0.1
+
+
+class SglangRollout(BaseRollout):
+    """Generates with a server of its own.
+
+    The server starts with the object; the first call waits until it is ready. Requests that are made in one
+    turn of the event loop travel together.
+
+    Raises:
+        ConfigError: ``engine_kwargs`` has a key that is not SGLang's, or not the user's to set.
+        PluginLoadError: SGLang is not installed here.
+        CheckpointError: ``setup.model_path`` has no readable config.
+    """
+
+    capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
+        modes=frozenset(RolloutMode),
+        abort=True,
+        prefix_caching=True,
+        lora=True,
+        tensor_parallel=True,
+        releases_memory=True,
+        seeds=True,
+    )
+    config_schema: ClassVar[type] = SglangRolloutConfig
+
+    def __init__(self, setup: RolloutSetup) -> None:
+        super().__init__(setup)
+        self._config = cast(SglangRolloutConfig, setup.config)
+        gpu = has_gpu()
+        self._frees_memory = gpu and self._config.free_cache_engine
+        # What the class says holds on a GPU, and by the defaults; a CPU has no memory to give back.
+        self.capabilities = dataclasses.replace(  # type: ignore[misc]
+            type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
+        )
+        trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
+        limits = ModelLimits.of(read_config(setup.model_path, trust))
+        self._limits = _limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
+        args = build_server_args(setup, self._limits.max_positions, gpu)
+        self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
+        environment = server_environment(self._config, os.environ, gpu)
+        self.server = ServerProcess(args, environment, self._folder)
+        self._client = SglangClient(self.server)
+        weights = ModelWeights.of(setup.model_path, trust)
+        self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
+        self._is_ready = False
+        # Why nothing may be generated: with the present weights, and with the present adapter.
+        self._unusable: RolloutError | None = None
+        self._wrong_adapter: WeightSyncError | None = None
+        if starts_without_weights(setup):
+            self._unusable = WeightSyncError(f"{setup.model_path} has no weights, and none have come yet")
+        self._rows = 0  # so far; SGLang's ids come from it
+        self._unseeded = 0  # sequences so far whose request had no seed
+        self._adapters = 0
+        self._adapter: Adapter | None = None
+        self._jobs: dict[Job, None] = {}
+        self._queue: list[Job] = []
+        self._is_open = True  # whether the queue goes to the server
+        self._released: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._locks: tuple[asyncio.AbstractEventLoop, asyncio.Lock, asyncio.Lock] | None = None
+
+    async def generate(self, request: RolloutRequest) -> RolloutOutput:
+        """Continue one prompt.
+
+        Raises:
+            RequestError: the request cannot be served by this model.
+            WeightSyncError: the last weight update failed, or the first has not come yet.
+            RolloutError: the server died or failed.
+        """
+        await self._wait_ready()
+        self._raise_unusable()
+        prompt = check_request(request, self._limits)
+        loop = asyncio.get_running_loop()
+        job = Job(request, prompt, loop.create_future())
+        for number in range(request.sampling.n):
+            self._rows += 1
+            job.rows.append(Row(job, f"{self._rows:016x}", self._choose_seed(request, number)))
+        self._jobs[job] = None
+        self._queue.append(job)
+        loop.call_soon(self._flush)
+        try:
+            return await job.future
+        except asyncio.CancelledError:
+            # With the loop itself coming to its end, the sender is cancelled too, and SGLang notices.
+            if job.sender is not None and not job.sender.cancelling():
+                self._start(self._end([job]))
+            raise
+        finally:
+            self._jobs.pop(job, None)
+
+    async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
+        """Load full tensors by Hugging Face name.
+
+        Requests under way are put off until it is done, and their keys and values computed anew from their
+        tokens. Those with an adapter are finished first.
+
+        Raises:
+            WeightSyncError: the tensors are not the model's; names one. Requests under way get it too.
+        """
+        async with self._alone():
+            self._is_open = False
+            try:
+                while adapted := [job.future for job in self._jobs if job.adapter is not None]:
+                    await asyncio.wait(adapted)
+                self._adapter = None
+                await self._pause()
+                try:
+                    report = await self._updater.update(buckets, version)
+                except BaseException as error:
+                    await self._fail_update(error, version)
+                    raise
+                self._unusable = self._wrong_adapter = None
+            finally:
+                await self._go_on()
+        return report
+
+    async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        """Load a LoRA adapter for the requests from now on; those under way keep what they began with.
+
+        Raises:
+            CapabilityError: ``rollout.enable_lora`` is not set.
+            WeightSyncError: it does not fit the model, or SGLang did not take it.
+        """
+        if not self._config.enable_lora:
+            raise CapabilityError("the SGLang rollout takes adapters only with rollout.enable_lora=true")
+        async with self._alone():
+            self._adapters += 1
+            name = f"adapter-{self._adapters}"
+            try:
+                report = await self._updater.load_adapter(name, adapter, version)
+            except BaseException as error:
+                self._wrong_adapter = _update_failure("adapter", version, error)
+                raise
+            self._adapter, self._wrong_adapter = Adapter(name, version), None
+        return report
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End the requests (all for None): those that wait come back empty, the others with their tokens."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        await self._end([job for job in self._jobs if wanted is None or job.request.request_id in wanted])
+
+    async def check_health(self) -> None:
+        """Wait until the server is ready, then have it and its schedulers answer.
+
+        Raises:
+            RolloutError: it is dead, with the end of its log, or does not answer in time.
+        """
+        await self._wait_ready()
+        if not self.server.is_alive:
+            raise self.server.death("SGLang's server died")
+        if self._is_open:  # while weights are loaded, the schedulers answer nothing
+            await self._client.server_info(self._config.health_timeout_s)
+
+    async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Give the named memory back; on a CPU there is none to give. Requests wait until all is back."""
+        async with self._alone():
+            new = [tag for tag in tags if tag not in self._released]
+            if not new:
+                return
+            self._is_open = False
+            await self._pause()
+            if self._frees_memory:
+                await self._client.post("/release_memory_occupation", {"tags": new})
+            self._released.update(new)
+
+    async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
+        """Take the named memory again; what was not released is left alone."""
+        async with self._alone():
+            back = [tag for tag in tags if tag in self._released]
+            if back and self._frees_memory:
+                await self._client.post("/resume_memory_occupation", {"tags": back})
+                if "weights" in back and not self._config.enable_weights_cpu_backup:
+                    self._unusable = WeightSyncError("the weights were dropped, and none have come since")
+            self._released.difference_update(back)
+            if back:
+                await self._go_on()
+
+    def state_dict(self) -> dict[str, Any]:
+        """``sequences``: how many there were without a seed of the request's; the next ones' come from it."""
+        return {"sequences": self._unseeded}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Sample on from the state.
+
+        Raises:
+            CheckpointError: it is not what :meth:`state_dict` gives.
+        """
+        try:
+            self._unseeded = int(state["sequences"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"this is no state of the SGLang rollout: {error!r}") from error
+
+    def close(self) -> None:
+        """Kill the server; requests under way get a RolloutError."""
+        self._unusable = RolloutError("the rollout is closed")
+        self.server.stop()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _raise_unusable(self) -> None:
+        problem = self._unusable or self._wrong_adapter
+        if problem is not None:
+            raise copy.copy(problem)
+
+    def _choose_seed(self, request: RolloutRequest, number: int) -> int:
+        if request.seed is not None:
+            return derive_seed(request.seed, number)
+        self._unseeded += 1
+        return derive_seed(self.setup.seed, self._unseeded)
+
+    async def _wait_ready(self) -> None:
+        if self._is_ready:
+            return
+        async with self._loop_locks()[0]:
+            if not self._is_ready:
+                info = await self._client.wait_ready(self._config.replica.launch_timeout_s)
+                pool = int(info["max_total_num_tokens"]) - SPARE_POSITIONS
+                self._limits = _limit_positions(self._limits, pool, "rollout.max_total_tokens")
+                self._is_ready = True
+
+    @asynccontextmanager
+    async def _alone(self) -> AsyncIterator[None]:
+        """One change of the server at a time."""
+        await self._wait_ready()
+        async with self._loop_locks()[1]:
+            yield
+
+    def _loop_locks(self) -> tuple[asyncio.Lock, asyncio.Lock]:
+        """Locks belong to a loop, and a rollout may be used from one after the other."""
+        loop = asyncio.get_running_loop()
+        if self._locks is None or self._locks[0] is not loop:
+            self._locks = (loop, asyncio.Lock(), asyncio.Lock())
+        return self._locks[1:]
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.get_running_loop().create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _flush(self) -> None:
+        """Send what is queued as one batch."""
+        batch = [job for job in self._queue if not job.future.done()]
+        if not self._is_open or not batch:
+            return
+        self._queue.clear()
+        sender = self._start(self._send(batch))
+        for job in batch:
+            job.adapter, job.sender = self._adapter, sender
+
+    async def _send(self, batch: Sequence[Job]) -> None:
+        rows = [row for job in batch for row in job.rows]
+        try:
+            async for event in self._client.generate(build_batch(rows, self.setup.eos_token_id)):
+                if "error" in event:
+                    raise RolloutError(f"SGLang refused a batch of {len(batch)} requests: {event['error']}")
+                row = rows[event["index"]]
+                sequence = read_sequence(row, event)
+                if sequence is not None:
+                    row.job.finish(row, sequence)
+            raise RolloutError("SGLang gave no answer")
+        except Exception as error:  # noqa: BLE001  # handed to the waiting callers
+            for job in batch:
+                job.fail(_failure(error, job))
+        finally:
+            for row in rows:
+                row.is_over = True
+
+    async def _pause(self) -> None:
+        # In this mode SGLang takes requests out and computes them anew, which no other does right.
+        await self._client.post("/pause_generation", {"mode": "retract"})
+
+    async def _go_on(self) -> None:
+        if self._released:
+            return
+        try:
+            if self.server.is_alive:
+                await self._client.post("/continue_generation")
+        finally:
+            # With a dead server too: what waits has to learn of it.
+            self._is_open = True
+            self._flush()
+
+    async def _fail_update(self, error: BaseException, version: int) -> None:
+        if not self.server.is_alive:
+            return
+        self._unusable = _update_failure("weights", version, error)
+        for job in self._jobs:
+            job.fail(copy.copy(self._unusable))
+        await self._client.post("/abort_request", {"abort_all": True})
+
+    async def _end(self, jobs: Sequence[Job]) -> None:
+        """Abort jobs, and wait until they are ended."""
+        for job in jobs:
+            if job in self._queue:
+                self._queue.remove(job)
+                job.finish_empty()
+        while rows := [row for job in jobs for row in job.rows if not row.is_over]:
+            # Again and again: SGLang ignores an abort that is faster than its request.
+            await asyncio.gather(*(self._client.post("/abort_request", {"rid": row.rid}) for row in rows))
+            await asyncio.sleep(_ABORT_POLL_S)
+
+
+def _update_failure(what: str, version: int, error: BaseException) -> WeightSyncError:
+    message = f"the update of the {what} to version {version} failed: {error or type(error).__name__}"
+    return WeightSyncError(message, getattr(error, "tensor", ""))
+
+
+def _failure(error: Exception, job: Job) -> RolloutError:
+    """One of many errors with the same cause: each is raised in another place."""
+    if isinstance(error, RolloutError):
+        failure: RolloutError = copy.copy(error)
+    else:
+        failure = RolloutError(f"request {job.request.request_id!r}: {type(error).__name__}: {error}")
+    failure.__cause__ = error
+    return failure
+
+
+def _limit_positions(limits: ModelLimits, positions: int | None, key: str) -> ModelLimits:
+    """The limits, with fewer positions if ``key`` allows no more."""
+    if positions is None or (limits.max_positions is not None and limits.max_positions <= positions):
+        return limits
+    return dataclasses.replace(limits, max_positions=positions, key=key)

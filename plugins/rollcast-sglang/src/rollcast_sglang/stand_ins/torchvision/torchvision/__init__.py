@@ -1,0 +1,6 @@
+"""In place of torchvision, whose packages want CUDA: SGLang imports names of it that only image models use."""
+
+from rollcast_sglang.stand_in import stand_in
+
+__version__ = "0.0.0"
+__getattr__ = stand_in(__name__)
