@@ -67,8 +67,8 @@ def _by_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
     """``function`` of blocks of rows of the tensors ``[B, T]``, its results ``[rows]`` joined to ``[B]``."""
     rows, width = tensors[0].shape
     size = max(_BLOCK // max(width, 1), 1) if tensors[0].device.type == "cpu" else max(rows, 1)
-    blocks = zip(*(tensor.split(size) for tensor in tensors), strict=True)
-    return torch.cat([function(*block) for block in blocks])
+    starts = range(0, max(rows, 1), size)
+    return torch.cat([function(*(tensor[start : start + size] for tensor in tensors)) for start in starts])
 
 
 def _masked_sums(rewards: Tensor, mask: Tensor, copy: Tensor) -> Tensor:
