@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
-from rollcast.errors import CapabilityError, WeightSyncError
+from rollcast.errors import WeightSyncError
 from rollcast_vllm.expected import ExpectedWeights
 
 if TYPE_CHECKING:
@@ -21,17 +21,13 @@ PREFIX = "base_model.model."
 SUFFIXES = (".lora_A.weight", ".lora_B.weight")
 
 
-def check_adapter(adapter: AdapterWeights, expected: ExpectedWeights, max_rank: int) -> WeightReport:
+def check_adapter(adapter: AdapterWeights, expected: ExpectedWeights) -> WeightReport:
     """Count an adapter's tensors, and hold them against the model; the report is without a version.
 
     Raises:
-        CapabilityError: its rank is above ``rollout.max_lora_rank``.
         WeightSyncError: it has no tensors, or one that is not a known weight's A or B, has another shape than
             the weight asks for, or lacks its other half; names the tensor.
     """
-    rank = int(adapter.config.get("r", 0))
-    if rank > max_rank:
-        raise CapabilityError(f"the adapter has rank {rank}, and rollout.max_lora_rank is {max_rank}")
     if not adapter.tensors:
         raise WeightSyncError("the adapter came without tensors")
     tally = WeightTally([list(adapter.tensors.items())])

@@ -226,6 +226,9 @@ class VllmRollout(BaseRollout):
         """
         if not self._config.enable_lora:
             raise CapabilityError("the rollout takes adapters only with rollout.enable_lora=true")
+        rank, largest = int(adapter.config.get("r", 0)), self._config.max_lora_rank
+        if rank > largest:
+            raise CapabilityError(f"the adapter has rank {rank}, and rollout.max_lora_rank is {largest}")
         return await self._engine.run(self._update_adapter(adapter, version))
 
     async def _update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
@@ -235,7 +238,7 @@ class VllmRollout(BaseRollout):
             await self._wait_for_base_only()
             await self._pause()
             try:
-                report = check_adapter(adapter, expected, self._config.max_lora_rank)
+                report = check_adapter(adapter, expected)
                 loading = time.perf_counter()
                 folder = self._adapter or AdapterFolder()
                 folder.write(adapter)

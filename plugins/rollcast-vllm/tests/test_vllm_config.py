@@ -1,0 +1,109 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+import rollcast_vllm.conf
+from rollcast.contracts.rollout import RolloutSetup
+from rollcast.errors import ConfigError, PluginLoadError
+from rollcast.testing.tiny import tiny_model_folder
+from rollcast_vllm import environment, rollout
+from rollcast_vllm.engine_args import has_weights, starts_without_weights
+from rollcast_vllm.rollout import VllmRollout
+from rollcast_vllm.schemas import VllmRolloutConfig
+
+YAML = Path(rollcast_vllm.conf.__file__).parent / "rollout" / "vllm.yaml"
+
+
+def make_setup(path: Path | str = "nowhere", **keys: object) -> RolloutSetup:
+    return RolloutSetup(VllmRolloutConfig(**keys), str(path), seed=1, pad_token_id=0, eos_token_id=2)  # type: ignore[arg-type]
+
+
+def test_yaml_has_every_key_with_its_default() -> None:
+    text = YAML.read_text()
+    assert text.startswith("# @package rollout\n")
+    assert OmegaConf.to_object(OmegaConf.create(text)) == asdict(VllmRolloutConfig())
+
+
+def test_schema_is_announced() -> None:
+    (schema,) = rollcast_vllm.conf.SCHEMAS
+    assert (schema.path, schema.group, schema.option) == ("rollout", "rollout", "vllm")
+    assert schema.schema is VllmRolloutConfig
+
+
+@pytest.mark.parametrize(
+    ("module", "heavy"),
+    [("conf", ["torch", "vllm", "transformers"]), ("rollout", ["vllm", "transformers"])],
+)
+def test_imports_are_light(module: str, heavy: list[str]) -> None:
+    code = f"import sys, rollcast_vllm.{module}; sys.exit(', '.join(set({heavy}) & set(sys.modules)) or 0)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_vllm_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    with pytest.raises(PluginLoadError, match=r"pip install .*rollout\.replica\.python"):
+        VllmRollout(make_setup())
+
+
+@pytest.mark.parametrize(
+    "keys", [{"sleep_level": 3}, {"max_num_seqs": 0}, {"tensor_model_parallel_size": 0}, {"health_timeout_s": 0}]
+)
+def test_values_out_of_range_are_refused(keys: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match=rf"rollout\.{next(iter(keys))} is"):
+        VllmRollout(make_setup(**keys))
+
+
+def test_environment_of_a_launcher() -> None:
+    variables = VllmRollout.environment(VllmRolloutConfig())
+    assert variables["OMP_NUM_THREADS"] == "1"
+    assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+    assert "TORCHDYNAMO_DISABLE" not in variables  # on a GPU it would turn compilation off
+
+
+def test_each_tensor_parallel_rank_gets_a_core(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {5, 2, 7}, raising=False)
+    two = environment.process_environment(VllmRolloutConfig(tensor_model_parallel_size=2))
+    assert two["VLLM_CPU_OMP_THREADS_BIND"] == "2|5"
+    four = environment.process_environment(VllmRolloutConfig(tensor_model_parallel_size=4))
+    assert four["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
+
+
+def test_only_what_is_unset_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {"OMP_NUM_THREADS": "3"})
+    monkeypatch.setattr(environment, "has_gpu", lambda: False)
+    environment.prepare_environment(VllmRolloutConfig())
+    assert os.environ["OMP_NUM_THREADS"] == "3"
+    assert os.environ["TORCHDYNAMO_DISABLE"] == "1"
+    assert os.environ["VLLM_LOGGING_LEVEL"] == "WARNING"
+
+
+def test_a_gpu_keeps_its_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "environ", {})
+    monkeypatch.setattr(environment, "has_gpu", lambda: True)
+    environment.prepare_environment(VllmRolloutConfig())
+    assert "TORCHDYNAMO_DISABLE" not in os.environ
+
+
+def test_a_folder_without_weights_waits_for_them(tmp_path: Path) -> None:
+    bare = tiny_model_folder(tmp_path / "bare", weights=False)
+    full = tiny_model_folder(tmp_path / "full")
+    assert not has_weights(str(bare))
+    assert has_weights(str(full))
+    assert has_weights("some-hub/name")
+    assert starts_without_weights(make_setup(bare))
+    assert not starts_without_weights(make_setup(full))
+    assert starts_without_weights(make_setup(full, load_format="dummy"))
+
+
+def test_capabilities_are_known_without_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", None)
+    assert rollout.VllmRollout.capabilities.lora
+    assert rollout.VllmRollout.capabilities.releases_memory
