@@ -32,8 +32,7 @@ class Replicas:
         group: the view of its role.
         settings: of the routing.
         launch_timeout_s: until all replicas have to be ready.
-        own_nodes: nodes of the run's other processes; with one node in all, replicas listen on its
-            loopback only.
+        one_node: all of the run's processes share a node; replicas then listen on its loopback only.
 
     Raises:
         WorkerError: a replica cannot be started.
@@ -44,13 +43,11 @@ class Replicas:
         group: WorkerGroup,
         settings: RoutingSettings | None = None,
         launch_timeout_s: float = 300.0,
-        own_nodes: Sequence[str] = (),
+        one_node: bool = True,
     ) -> None:
         self._group = group.with_timeout(launch_timeout_s + 60.0)
         places = group.devices()
-        nodes = {node for node, _ in places}
-        alone = len(nodes | set(own_nodes)) <= 1
-        self._hosts = {node: LOOPBACK if alone else node for node in nodes}
+        self._hosts = {node: LOOPBACK if one_node else node for node, _ in places}
         self._devices = [device for _, device in places]
         #: Gives replicas that were started again the present weights; set by whoever has them.
         self.resync: Callable[[Sequence[ReplicaAddress]], None] | None = None

@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, its stubs do not
 
 from rollcast.contracts.rollout import RolloutMode
@@ -73,6 +74,19 @@ def _own_address(nodes: set[str]) -> str:
         return str(probe.getsockname()[0])
 
 
+class _Room:
+    """A flat buffer that is used for one bucket after the other."""
+
+    def __init__(self) -> None:
+        self._flat = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, size: int, device: torch.device) -> Tensor:
+        """The first ``size`` bytes; what lies between tensors is whatever was there."""
+        if len(self._flat) < size:
+            self._flat = torch.empty(size, dtype=torch.uint8, device=device)
+        return self._flat[:size]
+
+
 class _Sender(Transport):
     def __init__(self, targets: int, nodes: set[str], settings: SyncSettings) -> None:
         self._timeout = timedelta(seconds=settings.timeout_s)
@@ -80,6 +94,7 @@ class _Sender(Transport):
         self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
         self._group: Any = None
         self._sent = 0
+        self._room = _Room()
         self._targets = targets
         self.source = {"host": self._host, "port": self._store.port, "timeout_s": settings.timeout_s}
 
@@ -100,7 +115,7 @@ class _Sender(Transport):
         device = bucket[0][1].device
         self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
         entries, size = lay_out(bucket)
-        flat = torch.zeros(size, dtype=torch.uint8, device=device)
+        flat = self._room.take(size, device)
         for (_, tensor), entry in zip(bucket, entries, strict=True):
             view_tensor(flat, entry).copy_(tensor)
         self._store.set(f"bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
@@ -128,12 +143,12 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
         device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
         host = _own_address({source["host"]})
         group = _join(PrefixStore("group", store), rank, plan["size"], host, timeout, plan["backend"])
-        number = 0
+        number, room = 0, _Room()
         while True:
             header = json.loads(store.get(f"bucket/{number}"))
             if "end" in header:
                 return
-            flat = torch.empty(header["size"], dtype=torch.uint8, device=device)
+            flat = room.take(header["size"], device)
             group.broadcast([flat], _root()).wait()
             yield read_bucket(flat, header["tensors"])
             number += 1

@@ -21,7 +21,7 @@ from rollcast.contracts.rollout import (
     WeightReport,
 )
 from rollcast.protocol import DataProto
-from rollcast_trainer.generation import GenerationContractError, generate_sequences, trim_responses
+from rollcast_serving.generation import GenerationContractError, generate_sequences, trim_responses
 
 PAD = 0
 
