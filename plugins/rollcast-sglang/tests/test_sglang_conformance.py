@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import signal
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 
@@ -20,7 +20,7 @@ def kill_scheduler(rollout: Any) -> None:
 
 class TestSglang(RolloutSuite):
     name = "sglang"
-    rollout_config = {"max_running_requests": 64}
-    lora_config = {"enable_lora": True, "max_lora_rank": 4}
+    rollout_config: ClassVar = {"max_running_requests": 64}
+    lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 4}
     shared = True
     kill_engine = kill_scheduler

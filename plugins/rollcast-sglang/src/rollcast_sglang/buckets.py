@@ -19,6 +19,8 @@ __all__ = ["BucketMemory", "SharedBucket"]
 
 _ALIGNMENT = 64
 
+_Place = tuple[str, tuple[int, ...], int]
+
 
 @dataclass(frozen=True)
 class SharedBucket:
@@ -26,18 +28,18 @@ class SharedBucket:
 
     Attributes:
         path: of the memory, as a file.
-        tensors: name, dtype, shape and offset in bytes of each.
+        tensors: name of each, with dtype, shape and offset in bytes.
         expected: checksums that the sender gave, by name.
     """
 
     path: str
-    tensors: Sequence[tuple[str, str, tuple[int, ...], int]]
+    tensors: Sequence[tuple[str, _Place]]
     expected: Mapping[str, str]
 
     def __iter__(self) -> Iterator[WeightBucket]:
         with Path(self.path).open("r+b") as file:
             flat = _map(file.fileno())
-        yield WeightBucket([(name, _view(flat, *place)) for name, *place in self.tensors], self.expected)
+        yield WeightBucket([(name, _view(flat, *place)) for name, place in self.tensors], self.expected)
 
 
 class BucketMemory:
@@ -49,13 +51,13 @@ class BucketMemory:
 
     def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
         """Copy a bucket into the memory; what was there before is gone."""
-        places: list[tuple[str, str, tuple[int, ...], int]] = []
+        places: list[tuple[str, _Place]] = []
         size = 0
         for name, tensor in bucket:
-            places.append((name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size))
+            places.append((name, (str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), size)))
             size += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
         flat = self._reserve(max(size, 1))
-        for (_, tensor), (_, *place) in zip(bucket, places, strict=True):
+        for (_, tensor), (_, place) in zip(bucket, places, strict=True):
             _view(flat, *place).copy_(tensor.detach())
         expected = dict(bucket.expected) if isinstance(bucket, WeightBucket) else {}
         return SharedBucket(f"/proc/{os.getpid()}/fd/{self._fd}", places, expected)

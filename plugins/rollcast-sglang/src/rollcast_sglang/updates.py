@@ -61,7 +61,7 @@ class WeightUpdater:
         start = time.perf_counter()
         await self._client.post("/begin_weight_update")
         try:
-            if dataclasses.is_dataclass(buckets) and hasattr(buckets, "readers"):
+            if hasattr(buckets, "readers"):
                 report = await self._send_whole(buckets, version)
             else:
                 report = await self._send_by_bucket(buckets, version)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollcast_sglang.environment import SERVER_VARIABLE
@@ -24,6 +25,8 @@ def register() -> None:
     HookRegistry.register(batch, _give_seeds, HookType.AFTER)
     check = "sglang.srt.managers.schedule_batch.Req._check_token_based_finish"
     HookRegistry.register(check, _stop_at_stop_tokens, HookType.REPLACE)
+    manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
+    HookRegistry.register(manager, _do_without_pinning, HookType.BEFORE)
 
 
 def _build_sampler() -> Any:
@@ -56,3 +59,35 @@ def _stop_at_stop_tokens(request: Any, new_tokens: Sequence[int]) -> bool:
             request.finished_len = len(request.output_ids) - len(new_tokens) + number + 1
             return True
     return False
+
+
+def _do_without_pinning(*_: object, **__: object) -> None:
+    """Let SGLang's LoRA code run on a machine without a GPU, where there is no pinned memory to ask for."""
+    import torch
+
+    if torch.accelerator.is_available():
+        return
+    import sglang.srt.lora.backend.torch_backend
+    import sglang.srt.lora.layers
+
+    torch.Tensor.pin_memory = _stay  # type: ignore[method-assign, assignment]
+    for module in (sglang.srt.lora.layers, sglang.srt.lora.backend.torch_backend):
+        module.torch = _TorchWithoutPinning()
+
+
+def _stay(tensor: Any, *_: object) -> Any:
+    return tensor
+
+
+class _TorchWithoutPinning:
+    """``torch`` with factories to which ``pin_memory`` means nothing."""
+
+    def __getattr__(self, name: str) -> Any:
+        import torch
+
+        found = getattr(torch, name)
+        return partial(_make_unpinned, found) if name in {"tensor", "zeros", "empty", "ones"} else found
+
+
+def _make_unpinned(factory: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return factory(*args, **{**kwargs, "pin_memory": False})
