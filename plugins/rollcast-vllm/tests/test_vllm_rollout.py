@@ -216,6 +216,14 @@ def test_greedy_beside_sampled_requests_has_plain_log_probs(rollout: VllmRollout
             assert gap_to({0: models[0]}, request.prompt_ids, only_sequence(output)) <= TOLERANCE
 
 
+def test_seeds_hold_when_prompts_fill_several_steps(rollout: VllmRollout) -> None:
+    """A step takes 2048 tokens by default. A prompt that is cut up costs a seeded request a random number too many."""
+    sampling = SamplingParams(max_tokens=8, ignore_eos=True)
+    requests = [RolloutRequest(f"r{i}", [*LONG_PROMPT[i:], 4 + i], sampling, seed=i) for i in range(24)]
+    together = all_tokens(generate_all(rollout, requests))
+    assert together == [all_tokens(generate_all(rollout, [request]))[0] for request in requests]
+
+
 def test_a_stopped_engine_is_reported(rollout: VllmRollout) -> None:
     for pid in rollout.process_ids:
         os.kill(pid, signal.SIGSTOP)

@@ -57,7 +57,7 @@ def test_a_folder_without_weights(tmp_path: Path, models: list[Any]) -> None:
     """The engine starts, waits for the first update, and ends with all of its processes."""
     before = set(psutil.Process().children(recursive=True))
     folder = tiny_model_folder(tmp_path / "bare", weights=False, head_dim=32)
-    rollout = build(folder, max_model_len=64, engine_kwargs={"enable_chunked_prefill": True})
+    rollout = build(folder, max_model_len=64, engine_kwargs={"block_size": 32})
     try:
         with pytest.raises(WeightSyncError, match="started without weights"):
             generate_all(rollout, [SHORT])

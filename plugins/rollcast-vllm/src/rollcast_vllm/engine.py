@@ -7,13 +7,14 @@ come and go with theirs. All state of the rollout is touched in that thread only
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
-from rollcast.errors import RollcastError, RolloutError
+from rollcast.errors import ConfigError, RollcastError, RolloutError
 
-__all__ = ["EngineThread"]
+__all__ = ["EngineThread", "build_llm", "prepare_llm"]
 
 T = TypeVar("T")
 
@@ -154,3 +155,26 @@ class EngineThread:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+
+def build_llm(arguments: Any) -> Any:
+    """AsyncLLM for vLLM's engine arguments.
+
+    Raises:
+        ConfigError: vLLM refuses a value, such as a ``max_model_len`` that is not the model's.
+    """
+    from vllm.usage.usage_lib import UsageContext
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    try:
+        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    except ValueError as error:
+        raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
+    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+
+
+async def prepare_llm(llm: Any) -> None:
+    """What an engine is told before anything else: who its user is, and that its weights are version 0."""
+    # An engine whose user was killed could not be stopped by it.
+    await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
+    await llm.update_weight_version("0")

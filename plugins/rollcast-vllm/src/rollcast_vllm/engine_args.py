@@ -12,7 +12,7 @@ from rollcast.errors import ConfigError
 from rollcast_vllm.environment import has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["WORKER_EXTENSION", "build_engine_args", "has_weights", "starts_without_weights"]
+__all__ = ["WORKER_EXTENSION", "build_engine_args", "check_config", "has_weights", "starts_without_weights"]
 
 WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
 #: KV cache of an engine on a CPU, where vLLM's own default is a share of all the memory there is.
@@ -22,6 +22,21 @@ OWN_KEYS = {"tensor_parallel_size": "tensor_model_parallel_size", "enable_sleep_
 
 #: Arguments that ``engine_kwargs`` may change.
 DEFAULTS = {"use_tqdm_on_load": False}
+
+
+def check_config(config: VllmRolloutConfig) -> None:
+    """Refuse values that need no vLLM to be seen as wrong.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    if config.sleep_level not in {1, 2}:
+        raise ConfigError(f"rollout.sleep_level is {config.sleep_level}, which is neither 1 nor 2")
+    for key in ("tensor_model_parallel_size", "max_num_seqs", "max_lora_rank"):
+        if getattr(config, key) < 1:
+            raise ConfigError(f"rollout.{key} is {getattr(config, key)}, which is not at least 1")
+    if config.health_timeout_s <= 0:
+        raise ConfigError(f"rollout.health_timeout_s is {config.health_timeout_s}, which is not above 0")
 
 
 def build_engine_args(setup: RolloutSetup) -> Any:
@@ -44,7 +59,7 @@ def build_engine_args(setup: RolloutSetup) -> Any:
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
             raise ConfigError(f"rollout.engine_kwargs.{key} is no argument of vLLM's AsyncEngineArgs{hint}")
     try:
-        return AsyncEngineArgs(**values, **{**DEFAULTS, **extra})
+        return AsyncEngineArgs(**{**DEFAULTS, **extra, **values})
     except (TypeError, ValueError) as error:
         raise ConfigError(f"vLLM does not take the arguments of the rollout section: {error}") from error
 
@@ -60,7 +75,7 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
     config: VllmRolloutConfig = setup.config
     gpu = has_gpu()
     kv_cache = config.kv_cache_memory_bytes
-    return {
+    values = {
         "model": setup.model_path,
         "seed": setup.seed,
         "dtype": "float32" if config.dtype == "auto" and not gpu else config.dtype,
@@ -86,6 +101,11 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
+    if config.use_request_seeds and not gpu:
+        # A part of a prompt samples a token to be thrown away, and vLLM 0.32 dies where it has to rewind the
+        # random numbers of a CPU for it.
+        values["enable_chunked_prefill"] = False
+    return values
 
 
 def starts_without_weights(setup: RolloutSetup) -> bool:

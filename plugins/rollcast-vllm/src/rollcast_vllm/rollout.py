@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -21,10 +20,10 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
-from rollcast.errors import CapabilityError, ConfigError, RolloutError, WeightSyncError
+from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_vllm.adapters import AdapterFolder, check_adapter
-from rollcast_vllm.engine import EngineThread
-from rollcast_vllm.engine_args import build_engine_args, starts_without_weights
+from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
+from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights
 from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
 from rollcast_vllm.expected import ExpectedWeights, read_config
 from rollcast_vllm.sampling import build_params, check_temperature, read_sequence
@@ -37,6 +36,7 @@ if TYPE_CHECKING:
 __all__ = ["VllmRollout"]
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
+ADAPTER = "adapter"
 ADAPTER_ID = 1
 
 
@@ -82,7 +82,7 @@ class VllmRollout(BaseRollout):
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
         config = cast(VllmRolloutConfig, setup.config)
-        _check_config(config)
+        check_config(config)
         self._config = config
         prepare_environment(config)
         require_vllm()
@@ -105,7 +105,7 @@ class VllmRollout(BaseRollout):
         self._adapter: AdapterFolder | None = None
         # Why nothing may be generated: with the present weights, and with the present adapter.
         self._problems = {WEIGHTS: "the engine started without weights" if starts_without_weights(setup) else ""}
-        self._engine = EngineThread(lambda: _build_llm(arguments), _prepare_llm)
+        self._engine = EngineThread(lambda: build_llm(arguments), prepare_llm)
         self._llm = self._engine.llm
         limits = ModelLimits.of(model_config)
         self._limits = replace(
@@ -203,17 +203,17 @@ class VllmRollout(BaseRollout):
             if WEIGHTS in self._released:
                 raise WeightSyncError("the memory of the weights is released: call resume before new ones")
             expected = await self._expect()
-            await self._pause()
             try:
+                await self._pause()
                 report = await load_weights(self._llm, buckets, expected, version)
                 if self._adapter is not None:
                     self._adapter.write_zeros()
                     await self._load_adapter(self._adapter)
+                self._problems = {}
+                await self._commit(version)
             except BaseException as error:
-                await self._fail(WEIGHTS, f"the update of the weights to version {version} failed: {error}")
+                await self._fail(WEIGHTS, f"the update of the weights to version {version} failed: {error!s}")
                 raise
-            self._problems = {}
-            await self._commit(version)
             return report
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
@@ -235,22 +235,22 @@ class VllmRollout(BaseRollout):
         async with self._turn:
             start = time.perf_counter()
             expected = await self._expect()
-            await self._wait_for_base_only()
-            await self._pause()
             try:
+                await self._wait_for_base_only()
+                await self._pause()
                 report = check_adapter(adapter, expected)
                 loading = time.perf_counter()
                 folder = self._adapter or AdapterFolder()
                 folder.write(adapter)
                 await self._load_adapter(folder)
                 self._adapter = folder
+                self._problems.pop(ADAPTER, None)
+                await self._commit(version)
             except BaseException as error:
-                await self._fail("adapter", f"the update of the adapter to version {version} failed: {error}")
+                await self._fail(ADAPTER, f"the update of the adapter to version {version} failed: {error!s}")
                 raise
             finally:
                 self._open.set()
-            self._problems.pop("adapter", None)
-            await self._commit(version)
             now = time.perf_counter()
             return replace(report, version=version, seconds=now - start, load_seconds=now - loading)
 
@@ -362,33 +362,6 @@ class VllmRollout(BaseRollout):
             if self._llm.errored:
                 raise
             raise WeightSyncError(f"vLLM does not take the adapter: {error}") from error
-
-
-def _build_llm(arguments: Any) -> Any:
-    from vllm.usage.usage_lib import UsageContext
-    from vllm.v1.engine.async_llm import AsyncLLM
-
-    try:
-        config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
-    except ValueError as error:
-        raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
-
-
-async def _prepare_llm(llm: Any) -> None:
-    # An engine whose user was killed could not be stopped by it.
-    await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
-    await llm.update_weight_version("0")
-
-
-def _check_config(config: VllmRolloutConfig) -> None:
-    if config.sleep_level not in {1, 2}:
-        raise ConfigError(f"rollout.sleep_level is {config.sleep_level}, which is neither 1 nor 2")
-    for key in ("tensor_model_parallel_size", "max_num_seqs", "max_lora_rank"):
-        if getattr(config, key) < 1:
-            raise ConfigError(f"rollout.{key} is {getattr(config, key)}, which is not at least 1")
-    if config.health_timeout_s <= 0:
-        raise ConfigError(f"rollout.health_timeout_s is {config.health_timeout_s}, which is not above 0")
 
 
 def _check_tags(tags: Sequence[str]) -> None:

@@ -1,0 +1,97 @@
+"""New tokens per second through VllmRollout and by the bare AsyncLLM with the same engine arguments.
+
+python plugins/rollcast-vllm/benchmarks/generate.py [MODEL_FOLDER]; a tiny random model by default.
+
+Both engines live at the same time and take turns, so that a busy machine slows both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
+from rollcast.testing.tiny import tiny_model_folder
+from rollcast_vllm.engine import build_llm
+from rollcast_vllm.engine_args import build_engine_args
+from rollcast_vllm.environment import prepare_environment
+from rollcast_vllm.rollout import VllmRollout
+from rollcast_vllm.schemas import VllmRolloutConfig
+
+PROMPTS, TOKENS, ROUNDS = 256, 64, 9
+EOS = 2
+
+
+def make_prompts() -> list[list[int]]:
+    return [[4 + (7 * row + 3 * place) % 80 for place in range(16)] for row in range(PROMPTS)]
+
+
+async def run_bare(llm: Any, number: int) -> float:
+    from vllm import SamplingParams as VllmParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = VllmParams(
+        temperature=1.0, max_tokens=TOKENS, ignore_eos=True, logprobs=0, detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
+
+    async def one(row: int, prompt: list[int]) -> int:
+        async for output in llm.generate({"prompt_token_ids": prompt}, params, request_id=f"{number}-{row}"):
+            last = output
+        return len(last.outputs[0].token_ids)
+
+    start = time.perf_counter()
+    counts = await asyncio.gather(*(one(row, prompt) for row, prompt in enumerate(make_prompts())))
+    return sum(counts) / (time.perf_counter() - start)
+
+
+async def run_rollout(rollout: VllmRollout, seeded: bool) -> float:
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    requests = [RolloutRequest(str(i), p, sampling, i if seeded else None) for i, p in enumerate(make_prompts())]
+    start = time.perf_counter()
+    outputs = await asyncio.gather(*map(rollout.generate, requests))
+    return sum(len(output.sequences[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+
+
+def memory_mb() -> float:
+    return sum(each.memory_full_info().uss for each in psutil.Process().children(recursive=True)) / 1e6
+
+
+async def compare(folder: Path) -> None:
+    setup = RolloutSetup(VllmRolloutConfig(kv_cache_memory_bytes=128 << 20), str(folder), 1, 0, EOS)
+    prepare_environment(setup.config)
+    start = time.perf_counter()
+    rollout = VllmRollout(setup)
+    print(f"start {time.perf_counter() - start:.1f} s, engine's processes {memory_mb():.0f} MB, "
+          f"this one {psutil.Process().memory_full_info().uss / 1e6:.0f} MB")  # fmt: skip
+    llm = build_llm(build_engine_args(setup))
+    figures: dict[str, list[float]] = {"bare": [], "rollout": [], "rollout, a seed each": []}
+    for number in range(ROUNDS + 1):
+        round_figures = [
+            await run_bare(llm, number),
+            await run_rollout(rollout, False),
+            await run_rollout(rollout, True),
+        ]
+        if number:  # the first warms up
+            for name, figure in zip(figures, round_figures, strict=True):
+                figures[name].append(figure)
+    for name, values in figures.items():
+        ratio = statistics.median(value / bare for value, bare in zip(values, figures["bare"], strict=True))
+        print(f"{name}: median {statistics.median(values):,.0f} tokens/s, best {max(values):,.0f}, {ratio:.3f} of bare")
+    rollout.close()
+    llm.shutdown(timeout=2)
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as temporary:
+        given = Path(sys.argv[1]) if sys.argv[1:] else tiny_model_folder(
+            Path(temporary) / "tiny", hidden=128, layers=4, head_dim=32
+        )  # fmt: skip
+        asyncio.run(compare(given))
