@@ -9,15 +9,15 @@ import io
 import pickle
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
-from rollcast.errors import RolloutError, WeightSyncError
+from rollcast.errors import RollcastError, RolloutError, WeightSyncError
 from rollcast_sglang.adapters import check_adapter, write_adapter
-from rollcast_sglang.buckets import BucketMemory
+from rollcast_sglang.buckets import BucketMemory, SharedBucket
 from rollcast_sglang.client import SglangClient
 from rollcast_sglang.server.loading import LoadStep, read_answer
 from rollcast_sglang.server_args import CUSTOM_LOADER
@@ -51,8 +51,8 @@ class WeightUpdater:
     async def update(self, buckets: Buckets, version: int) -> WeightReport:
         """Load all of the weights; keys and values from the old ones are forgotten.
 
-        Buckets that can travel by themselves (they have ``readers``) are gone through in SGLang's own
-        processes; others are put into shared memory one by one.
+        Buckets that can be pickled are gone through in SGLang's own processes; others are copied to them one
+        by one, through memory of one bucket's size.
 
         Raises:
             WeightSyncError: see :meth:`BaseRollout.update_weights`.
@@ -61,8 +61,9 @@ class WeightUpdater:
         start = time.perf_counter()
         await self._client.post("/begin_weight_update")
         try:
-            if hasattr(buckets, "readers"):
-                report = await self._send_whole(buckets, version)
+            whole = self._pickle_whole(buckets, version)
+            if whole is not None:
+                report = await self._load(*whole)
             else:
                 report = await self._send_by_bucket(buckets, version)
         finally:
@@ -92,9 +93,18 @@ class WeightUpdater:
                     raise WeightSyncError(f"the adapter of version {version} was not loaded: {error}") from error
         return dataclasses.replace(tally.report(version), seconds=time.perf_counter() - start)
 
-    async def _send_whole(self, buckets: Any, version: int) -> WeightReport:
-        travelling = dataclasses.replace(buckets, readers=self._ranks)
-        return await self._load(LoadStep(self._answer_path(), version, self._weights, travelling, ends=True))
+    def _pickle_whole(self, buckets: Any, version: int) -> tuple[LoadStep, str] | None:
+        # Tensors that lie in this process would all be copied into the pickle at once.
+        if isinstance(buckets, (list, tuple, Iterator)):
+            return None
+        if dataclasses.is_dataclass(buckets) and hasattr(buckets, "readers"):
+            # The sender waits for each process that goes through them.
+            buckets = dataclasses.replace(buckets, readers=self._ranks)  # type: ignore[type-var]
+        step = LoadStep(self._answer_path(), version, self._weights, buckets, ends=True)
+        try:
+            return step, step.encode()
+        except (TypeError, AttributeError, pickle.PicklingError):
+            return None
 
     async def _send_by_bucket(self, buckets: Buckets, version: int) -> WeightReport:
         memory = BucketMemory()
@@ -113,9 +123,9 @@ class WeightUpdater:
             memory.close()
         return _join(reports, version)
 
-    async def _load(self, step: LoadStep) -> WeightReport:
+    async def _load(self, step: LoadStep, encoded: str | None = None) -> WeightReport:
         body = {
-            "serialized_named_tensors": [_carry(step.encode())] * self._ranks,
+            "serialized_named_tensors": [_carry(encoded or step.encode())] * self._ranks,
             "load_format": CUSTOM_LOADER,
             "flush_cache": False,
         }
@@ -127,8 +137,13 @@ class WeightUpdater:
         return str(self._folder / f"answer-{self._steps}")
 
 
-def _next_bucket(buckets: Any, memory: BucketMemory) -> Any:
-    bucket = next(buckets, None)
+def _next_bucket(buckets: Iterator[Sequence[tuple[str, Tensor]]], memory: BucketMemory) -> SharedBucket | None:
+    try:
+        bucket = next(buckets, None)
+    except RollcastError:
+        raise
+    except Exception as error:
+        raise WeightSyncError(f"the weights could not be read: {type(error).__name__}: {error}") from error
     return None if bucket is None else memory.put(bucket)
 
 

@@ -42,8 +42,13 @@ class LoadStep:
     ends: bool = False
 
     def encode(self) -> str:
-        """As a text that survives as a tensor's name."""
-        return base64.b64encode(pickle.dumps(self)).decode()
+        """As a text that survives as a tensor's name.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: the buckets cannot be pickled.
+        """
+        # The path apart, so that there is an answer to what cannot be unpickled too.
+        return f"{self.answer}\n{base64.b64encode(pickle.dumps(self)).decode()}"
 
 
 def read_answer(step: LoadStep, ranks: int) -> WeightReport:
@@ -105,16 +110,15 @@ def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
     """SGLang's custom weight loader: carry out the :class:`LoadStep` in the first tensor's name."""
     from sglang.srt.runtime_context import get_parallel
 
-    step: LoadStep = pickle.loads(base64.b64decode(named_tensors[0][0]))
+    path, _, encoded = named_tensors[0][0].partition("\n")
     answer: WeightReport | RollcastError
     try:
-        answer = _carry_out(model, step)
+        answer = _carry_out(model, pickle.loads(base64.b64decode(encoded)))
     except RollcastError as error:
         answer = error
     except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
         answer = WeightSyncError(f"SGLang failed to load weights: {type(error).__name__}: {error}")
-    path = Path(f"{step.answer}.{get_parallel().tp_rank}")
-    path.write_bytes(pickle.dumps(answer))
+    Path(f"{path}.{get_parallel().tp_rank}").write_bytes(pickle.dumps(answer))
 
 
 def _carry_out(model: Any, step: LoadStep) -> WeightReport:

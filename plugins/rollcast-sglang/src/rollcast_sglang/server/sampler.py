@@ -1,7 +1,4 @@
-"""Sampling inside SGLang: log-probs of the distribution that was sampled from, and a seed for each request.
-
-Axes: ``B`` rows, ``V`` vocabulary.
-"""
+"""Sampling inside SGLang: log-probs of the distribution that was sampled from, and a seed for each request."""
 
 from __future__ import annotations
 
@@ -11,7 +8,9 @@ import torch
 from sglang.srt.layers.sampler import Sampler
 from torch import Tensor
 
-__all__ = ["RequestSampler", "filter_probs", "pick_tokens", "uniform_numbers"]
+from rollcast_sglang.server.sampling import filter_probs, pick_tokens, uniform_numbers
+
+__all__ = ["RequestSampler"]
 
 
 class RequestSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped
@@ -32,62 +31,3 @@ class RequestSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped
         if sampling_info.is_any_greedy:
             tokens = torch.where(greedy, probs.argmax(-1), tokens)
         return tokens.to(torch.int32), None
-
-
-def filter_probs(probs: Tensor, top_ks: Tensor, top_ps: Tensor, untouched: Tensor) -> None:
-    """Keep each row's ``top_k`` likeliest tokens, then of those the likeliest that hold ``top_p``; in place.
-
-    Args:
-        probs: float ``[B, V]``; what is left sums to 1 again.
-        top_ks: integers ``[B]``, at least 1.
-        top_ps: float ``[B]``.
-        untouched: bool ``[B]``, the rows that stay as they are.
-    """
-    ordered, order = probs.sort(dim=-1, descending=True, stable=True)
-    ranks = torch.arange(probs.shape[-1], device=probs.device)
-    ordered = ordered.masked_fill(ranks >= top_ks[:, None], 0)
-    before = ordered.cumsum(-1) - ordered
-    ordered = ordered.masked_fill(before >= top_ps[:, None] * ordered.sum(-1, keepdim=True), 0)
-    ordered /= ordered.sum(-1, keepdim=True)
-    kept = torch.empty_like(probs).scatter_(-1, order, ordered)
-    probs.copy_(torch.where(untouched[:, None], probs, kept))
-
-
-def pick_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token of each row in whose share of the distribution the row's number lies.
-
-    Args:
-        probs: float ``[B, V]``.
-        numbers: float64 ``[B]`` in [0, 1).
-
-    Returns:
-        int64 ``[B]``; the probability of each is above 0.
-    """
-    edges = probs.cumsum(-1, dtype=torch.float64)
-    return torch.searchsorted(edges, (numbers * edges[:, -1])[:, None], right=True)[:, 0]
-
-
-def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each seed and position, always the same.
-
-    Args:
-        seeds, positions: integers ``[B]``.
-
-    Returns:
-        float64 ``[B]`` with 52 random bits.
-    """
-    mixed = _mix(_mix(seeds.long()) + positions.long())
-    return _shift(mixed, 12).double() / 2**52
-
-
-def _mix(values: Tensor) -> Tensor:
-    """SplitMix64's finishing steps, on int64 that wraps around."""
-    values = values + -7046029254386353131
-    values = (values ^ _shift(values, 30)) * -4658895280553007687
-    values = (values ^ _shift(values, 27)) * -7723592293110705685
-    return values ^ _shift(values, 31)
-
-
-def _shift(values: Tensor, count: int) -> Tensor:
-    """Shift right and fill with zeros, as if unsigned."""
-    return (values >> count) & ((1 << (64 - count)) - 1)
