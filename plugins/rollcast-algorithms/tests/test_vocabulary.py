@@ -8,8 +8,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
-from rollcast.contracts.algorithm import kl_penalties, needs_vocabulary
+from rollcast.contracts.algorithm import Denominators, kl_penalties, needs_vocabulary
+from rollcast.contracts.engine import LossInputs
 from rollcast_algorithms import entropy, full, k3, make_ppo_loss, sum_pi_squared, token_mean, vanilla
 
 INF = float("inf")
@@ -75,5 +77,22 @@ def test_full_is_refused_where_only_sampled_tokens_are_known() -> None:
         full(torch.zeros(2, 3), torch.zeros(2, 3))
     with pytest.raises(ValueError, match=r"log_probs is \[1, 2, 3\], but ref_log_probs is \[1, 2, 4\]"):
         full(torch.zeros(1, 2, 3), torch.zeros(1, 2, 4))
+    loss, inputs = make_ppo_loss(vanilla, token_mean, kl_penalty=full, kl_loss_coef=0.1), one_row()
     with pytest.raises(ValueError, match=r"which a loss function does not see.*k3\+"):
-        make_ppo_loss(vanilla, token_mean, kl_penalty=full, kl_loss_coef=0.1)
+        loss(inputs)
+
+
+def one_row(vocabulary_kl: Tensor | None = None) -> LossInputs:
+    zeros = torch.zeros(1, 3)
+    columns = {"old_log_probs": zeros, "advantages": zeros}
+    mask = torch.tensor([[1, 1, 0]])
+    return LossInputs(zeros, None, None, mask, columns, Denominators(2.0, 1.0, 3.0), vocabulary_kl)
+
+
+def test_the_loss_takes_full_from_the_engine() -> None:
+    kl = torch.tensor([[1.0, 2.0, float("nan")]], requires_grad=True)
+    out = make_ppo_loss(vanilla, token_mean, kl_penalty=full, kl_loss_coef=0.1)(one_row(kl))
+    assert float(out.loss.detach()) == pytest.approx(0.15)
+    assert float(out.metrics["actor/kl_loss"]) == pytest.approx(1.5)
+    (gradient,) = torch.autograd.grad(out.loss, kl)
+    torch.testing.assert_close(gradient, torch.tensor([[0.05, 0.05, 0.0]]))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollcast.contracts.algorithm import kl_penalties, kl_penalty
 from rollcast.contracts.engine import (
     EngineSetup,
     ForwardSettings,
@@ -227,6 +228,40 @@ def recover(context: WorkerContext, folder: Path) -> dict[str, Any]:
         caught = True
     step_once(engine, context, 0)
     return {"caught": caught, "weights": weights(engine)}
+
+
+@kl_penalty(needs_vocabulary=True)
+def exact(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    """The divergence of two distributions, from logits ``[B, T, V]``."""
+    policy, ref = log_probs.log_softmax(-1), ref_log_probs.log_softmax(-1)
+    return (policy.exp() * (policy - ref)).sum(-1)
+
+
+def full_kl(inputs: LossInputs) -> LossOutput:
+    """Token-mean of the exact divergence from the reference."""
+    assert inputs.vocabulary_kl is not None
+    loss = (inputs.vocabulary_kl * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"kl": loss.detach()})
+
+
+def compare(
+    context: WorkerContext, folder: Path, other: Path, splits: list[int], offload: bool = False
+) -> dict[str, Any]:
+    """Two steps towards a second model, by the whole vocabulary, with inference between."""
+    engine = build(context, folder)
+    engine.set_reference(build(context, other, trained=False, param_offload=offload))
+    settings = ForwardSettings(micro_batch_size_per_gpu=1, vocabulary_kl="exact")
+    kl_penalties.register("exact", exact)
+    history = []
+    try:
+        for step in range(2):
+            with engine.train_mode():
+                history.append(engine.train_batch(share(context, splits, seed=step), full_kl, settings))
+            with engine.eval_mode():
+                output, _ = engine.infer_batch(share(context, splits), settings)
+    finally:
+        kl_penalties.unregister("exact")
+    return {"history": history, "weights": weights(engine), "output": dict_of(output)}
 
 
 def compute_in_bf16(context: WorkerContext, folder: Path) -> float:

@@ -12,6 +12,7 @@ from fsdp_ranks import Ranks
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast.errors import CapabilityError
 from rollcast_fsdp.engine import FsdpEngine
 
 
@@ -145,6 +146,23 @@ def test_an_exception_in_a_loss_leaves_the_engine_usable(ranks: Any, model_folde
         assert result["caught"]
         for name, tensor in alone["weights"].items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(("splits", "offload"), [([2, 2], False), ([0, 3], True)])
+def test_the_exact_kl_is_that_of_one_rank(
+    ranks: Any, model_folder: Path, untied_folder: Path, splits: list[int], offload: bool
+) -> None:
+    options: dict[str, Any] = {"folder": model_folder, "other": untied_folder, "splits": splits, "offload": offload}
+    alone = scenarios.compare(scenarios.ALONE, **options)
+    assert alone["history"][0].grad_norm > 1e-3
+    assert bool((alone["output"]["vocabulary_kl"] > 0).any())
+    assert_same_training(alone, ranks.run(scenarios.compare, **options))
+
+
+def test_only_the_same_engine_is_a_reference(model_folder: Path) -> None:
+    engine = scenarios.build(scenarios.ALONE, model_folder)
+    with pytest.raises(CapabilityError, match="FsdpEngine on 1 ranks"):
+        engine.set_reference(object())  # type: ignore[arg-type]
 
 
 def test_one_rank_computes_in_bf16_too(ranks: Any, model_folder: Path) -> None:

@@ -18,7 +18,9 @@ from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast.testing.tiny import tiny_model_folder
+from rollcast_algorithms import full
 from rollcast_trainer.memory import (
+    KL_LOGIT_COPIES,
     EngineLayout,
     MemoryItem,
     Passes,
@@ -110,6 +112,37 @@ def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
     # All weights in bf16 while generating.
     assert items["rollout: weights"] == found["memory"]["parameters"] * 2
     assert found["notes"] == ["the data files were not read"]
+
+
+def test_a_reference_by_itself_and_the_exact_kl_count(config_folder: Path) -> None:
+    def pool(*changes: str) -> dict[str, Any]:
+        plan = make_plan(gsm8k(config_folder, "trainer.total_steps=1", *changes), read_data=False)
+        return plan.as_dict()["memory"]["pools"]["global_pool"]
+
+    plain, exact = pool(), pool("actor.kl_loss_type=full", "ref.engine.param_offload=true")
+    reference = plain["items"]["reference: parameters"]
+    assert exact["items"]["reference: parameters"] == reference
+    assert exact["device"]["held"] == plain["device"]["held"] - reference
+    # Six more [10 rows, 1024 tokens, vocabulary] in float32.
+    size = measure_model(ModelConfig(str(config_folder)))
+    more = exact["items"]["actor: activations"] - plain["items"]["actor: activations"]
+    assert more == KL_LOGIT_COPIES * 4 * 10 * 1024 * size.vocabulary
+
+
+def test_what_the_exact_kl_keeps_is_below_its_bound() -> None:
+    shape, saved = (2, 3, 500), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    logits, reference = torch.randn(shape, requires_grad=True), torch.randn(shape)
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        kl = full(logits, reference)
+    assert kl.requires_grad
+    whole = 4 * logits.numel()
+    # With the reference's logits, and without the gradient.
+    assert (KL_LOGIT_COPIES - 3) * whole <= sum(saved.values()) + whole <= KL_LOGIT_COPIES * whole
 
 
 def test_words_for_people(config_folder: Path, tmp_path: Path) -> None:

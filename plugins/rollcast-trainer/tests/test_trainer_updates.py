@@ -9,14 +9,15 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, global_norm, roll_out, set_up, worker_of
+from trainer_tools import SmallTask, global_norm, launch, read_metrics, roll_out, set_up, without_times, worker_of
 
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
-from rollcast.contracts.engine import ForwardSettings
-from rollcast.errors import ConfigError
+from rollcast.contracts.engine import ForwardSettings, engines
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import plain_log_probs, plain_model
 from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
+from rollcast_fsdp.engine import FsdpEngine
 from rollcast_trainer.batching import plan_update
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.skipping import needs_advantage
@@ -254,3 +255,101 @@ def test_one_schedule_step_a_training_step(small_task: SmallTask, tmp_path: Path
     # Up over two of four training steps, and down over the other two.
     assert taken == pytest.approx([0.5e-2, 1e-2, 1e-2, 0.5e-2])
     assert steps == {16}
+
+
+def dense_kl(policy: Any, reference: Any, batch: DataProto, temperature: float) -> torch.Tensor:
+    """KL(policy || reference) at each response token ``[B, T]``, from all logits of two plain models."""
+    width = batch["responses"].shape[1]
+    inputs = {name: batch[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    logits = [model(**inputs).logits[:, -width - 1 : -1].double() / temperature for model in (policy, reference)]
+    ours, theirs = logits[0].log_softmax(-1), logits[1].detach().log_softmax(-1)
+    return (ours.exp() * (ours - theirs)).sum(-1)
+
+
+def test_the_exact_kl_over_the_vocabulary(small_task: SmallTask, tmp_path: Path) -> None:
+    changes = ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "actor.kl_loss_coef=0.5"]
+    changes += ["rollout.temperature=0.8", "actor.ppo_micro_batch_size_per_gpu=5", "ref.engine.param_offload=true"]
+    with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
+        trainer.update_actor_step(roll_out(trainer))
+        state = roll_out(trainer)
+        assert "ref_log_prob" not in state.batch
+        worker = worker_of(trainer)
+        policy, reference = plain_model(small_task.model), plain_model(small_task.model)
+        with torch.no_grad():
+            for name, tensor in worker.actor.engine.get_per_tensor_param():
+                policy.get_parameter(name).copy_(tensor)
+        batch = state.batch
+        data, plan = plan_update(batch, [torch.arange(len(batch))], 1, WIDTH)
+        settings = replace(worker.setup.forward, denominators=plan.denominators[0])
+        engine = worker.actor.engine
+        engine.optimizer_zero_grad()
+        with engine.train_mode():
+            _, metrics = engine.forward_backward_batch(data, trainer.loss_function, settings)
+        gradients = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+    mask = batch["response_mask"]
+    kl = (dense_kl(policy, reference, batch, 0.8) * mask).sum() / mask.sum()
+    new, _ = plain_log_probs(policy, batch, 0.8)
+    # The first update since the rollout: a ratio of 1, whose gradient is the log-prob's.
+    surrogate = -(batch["advantages"] * (new - new.detach()).exp() * mask).sum() / mask.sum()
+    (surrogate + 0.5 * kl).backward()
+    assert_same({name: parameter.grad for name, parameter in policy.named_parameters()}, gradients)
+    assert float(kl.detach()) > 1e-4
+    assert metrics["actor/kl_loss"] == pytest.approx(float(kl.detach()), rel=1e-4)
+
+
+def test_the_exact_kl_goes_through_a_run(small_task: SmallTask, tmp_path: Path) -> None:
+    changes = ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "actor.ppo_mini_batch_size=4"]
+    launch(small_task.ppo(tmp_path / "run", *changes, "trainer.total_steps=2"))
+    rows = read_metrics(tmp_path / "run")
+    assert rows[1]["actor/kl_loss"] == pytest.approx(0, abs=1e-6)
+    assert rows[2]["actor/kl_loss"] > 1e-5
+    assert "time/ref_log_prob_s" not in rows[1]
+
+
+class WithoutLogits(FsdpEngine):
+    """An engine that can do less."""
+
+    capabilities = replace(FsdpEngine.capabilities, vocabulary_kl=False, offload=False)
+
+
+@pytest.fixture
+def lesser_engine() -> Iterator[None]:
+    engines.register("lesser", WithoutLogits)
+    yield
+    engines.unregister("lesser")
+
+
+@pytest.mark.usefixtures("lesser_engine")
+def test_what_an_engine_cannot_do_is_refused(small_task: SmallTask, tmp_path: Path) -> None:
+    kl = ["actor.use_kl_loss=true", "actor.kl_loss_type=full"]
+    with pytest.raises(CapabilityError, match=r"kl_loss_type=full .*actor\.engine\.name=lesser .*k3"):
+        launch(small_task.ppo(tmp_path, *kl, "actor.engine.name=lesser"))
+    with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*actor\.engine\.name=lesser"):
+        launch(small_task.ppo(tmp_path, "ref.engine.param_offload=true", "actor.engine.name=lesser"))
+    apart = ["placement.pools={side: [1]}", "placement.mapping={ref: side}"]
+    with pytest.raises(ConfigError, match=r"kl_loss_type=full .*placement\.mapping\.ref is 'side'"):
+        launch(small_task.ppo(tmp_path, *kl, *apart))
+    assert not (tmp_path / "config.yaml").exists()
+
+
+def test_an_offloaded_reference_comes_back_for_each_pass(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    moves: list[str] = []
+    to = FsdpEngine.to
+
+    def moved(engine: FsdpEngine, device: str, **parts: bool) -> None:
+        assert parts == {"optimizer": False, "grad": False}
+        moves.append(device)
+        to(engine, device, **parts)
+
+    changes = ["actor.use_kl_loss=true", "trainer.total_steps=2", "trainer.save_freq=-1", "trainer.test_freq=-1"]
+    launch(small_task.ppo(tmp_path / "held", *changes))
+    monkeypatch.setattr(FsdpEngine, "to", moved)
+    launch(small_task.ppo(tmp_path / "offloaded", *changes, "ref.engine.param_offload=true"))
+    assert moves == ["cpu", *["accelerator", "cpu"] * 2]
+    held, offloaded = (without_times(read_metrics(tmp_path / name)) for name in ("held", "offloaded"))
+    assert offloaded == held
+    moves.clear()
+    launch(small_task.ppo(tmp_path / "full", *changes, "ref.engine.param_offload=true", "actor.kl_loss_type=full"))
+    assert moves == ["cpu", *["accelerator", "cpu"] * 2]

@@ -124,7 +124,7 @@ def roll_out(trainer: PpoTrainer) -> StepState:
     trainer.rollout_step(state)
     trainer.reward_step(state)
     trainer.old_log_prob_step(state)
-    if trainer.uses_reference:
+    if trainer.uses_ref_log_prob:
         trainer.ref_log_prob_step(state)
     trainer.advantage_step(state)
     return state

@@ -99,6 +99,7 @@ class EngineCapabilities:
 
     value_model: bool = False
     sum_pi_squared: bool = False
+    vocabulary_kl: bool = False
     in_process_module: bool = False
     token_budget: bool = False
     packing: bool = False
@@ -138,6 +139,9 @@ class ForwardSettings:
         calculate_entropy: give per-token entropy too.
         calculate_sum_pi_squared: give the sum of the squared probabilities at each position too
             (``sum_pi_squared`` ``[B, T]``), which some advantage estimators need.
+        vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty that needs the whole vocabulary, to
+            be given at each position (``vocabulary_kl`` ``[B, T]``) between this engine's model and
+            that of :meth:`BaseEngine.set_reference`, whose logits live no longer than a micro-batch.
         micro_batch_size_per_gpu: rows a micro-batch; None for all rows at once.
         max_token_len_per_gpu: token budget a micro-batch (padded tokens); takes precedence.
         max_response_length: the constant of the ``seq-mean-token-sum-norm`` aggregation; None
@@ -150,6 +154,7 @@ class ForwardSettings:
     temperature: float = 1.0
     calculate_entropy: bool = False
     calculate_sum_pi_squared: bool = False
+    vocabulary_kl: str | None = None
     micro_batch_size_per_gpu: int | None = None
     max_token_len_per_gpu: int | None = None
     max_response_length: int | None = None
@@ -167,6 +172,7 @@ class LossInputs:
         response_mask: 1 where the policy chose the token.
         columns: every other tensor column of the batch with these rows, such as ``advantages``.
         denominators: counts over the whole mini-batch on all data-parallel ranks.
+        vocabulary_kl: the penalty between policy and reference that was asked for, with gradient.
     """
 
     log_probs: Tensor | None
@@ -175,6 +181,7 @@ class LossInputs:
     response_mask: Tensor
     columns: Mapping[str, Tensor]
     denominators: Denominators
+    vocabulary_kl: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -259,8 +266,8 @@ class BaseEngine(ABC):
         """Run a rank's rows, micro-batch by micro-batch, accumulating gradients.
 
         Returns:
-            With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and
-            ``entropy``) or ``values``, float32 ``[B, T]``, zero under a zero mask. Otherwise None.
+            With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and what
+            else the settings ask for) or ``values``, float32 ``[B, T]``, zero under a zero mask. Otherwise None.
             And the loss function's metrics, reduced over micro-batches and data-parallel ranks.
         """
 
@@ -345,6 +352,20 @@ class BaseEngine(ABC):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """Whether this rank's outputs are the ones to collect of its model-parallel group."""
         return True
+
+    def set_reference(self, reference: BaseEngine) -> None:
+        """Take the engine whose model ``ForwardSettings.vocabulary_kl`` is measured against.
+
+        Args:
+            reference: initialized, in the same process, on the same ranks, of the same vocabulary. Its
+                weights are on the device whenever this engine is asked for that quantity.
+
+        Raises:
+            CapabilityError: the engine cannot (``capabilities.vocabulary_kl`` is False), or not with this one.
+        """
+        from rollcast.errors import CapabilityError
+
+        raise CapabilityError(f"{type(self).__name__} gives no KL penalty over the vocabulary")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
         """Run the base model without its adapter.

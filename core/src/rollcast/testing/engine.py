@@ -35,6 +35,7 @@ from rollcast.controller.worker import WorkerContext
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.testing import tiny
+from rollcast.testing.engine_vocabulary import VocabularyLaws
 from rollcast.testing.tiny import nll_loss, plain_log_probs, plain_model, plain_weights, random_batch
 
 __all__ = ["EngineSuite"]
@@ -47,7 +48,7 @@ _ALL_ROWS = ForwardSettings()
 Build = Callable[..., BaseEngine]
 
 
-class EngineSuite:
+class EngineSuite(VocabularyLaws):
     """Conformance tests of one engine.
 
     Example::

@@ -40,10 +40,10 @@ class PpoLoss:
 
     with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
     and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
-    penalty, and those that :meth:`prepare` gave. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
-    (if the engine gave the entropy), ``actor/kl_loss`` (if there is a KL penalty), and
-    ``actor/<name>`` for every metric of the policy loss, averaged over those of the mini-batch's
-    tokens that are in the batch.
+    penalty of the sampled tokens (the engine gives one of the whole vocabulary), and those that
+    :meth:`prepare` gave. Metrics: ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine gave the
+    entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for every metric of
+    the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
 
     Attributes:
         policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
@@ -54,9 +54,9 @@ class PpoLoss:
         use_rollout_is_weights: multiply the policy loss by the column ``rollout_is_weights``.
 
     Raises:
-        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``, or a penalty that needs the
-            whole vocabulary; when called, no log-probs,
-            no entropy though it has a weight, or shapes that do not fit together.
+        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``; when called, no log-probs, no
+            entropy though it has a weight, no penalty of the whole vocabulary though it is that one,
+            or shapes that do not fit together.
         ColumnError: when called, the batch lacks a column.
     """
 
@@ -74,11 +74,6 @@ class PpoLoss:
     def __post_init__(self) -> None:
         if self.kl_loss_coef and self.kl_penalty is None:
             raise ValueError(f"kl_loss_coef is {self.kl_loss_coef}, but there is no kl_penalty to weigh")
-        if self.kl_penalty is not None and needs_vocabulary(self.kl_penalty):
-            raise ValueError(
-                "the KL penalty needs the log-probs of the whole vocabulary, which a loss function does not see; "
-                "only an engine can calculate it: choose one of the sampled tokens, such as k3+"
-            )
 
     def prepare(self, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
         """Columns that the policy loss needs from the batch as a whole, before it is split.
@@ -136,14 +131,25 @@ class PpoLoss:
         elif self.entropy_coeff:
             raise ValueError(f"entropy_coeff is {self.entropy_coeff}, but the engine gave no entropy")
         if self.kl_penalty is not None:
-            # A KL penalty knows no mask, so nothing wild may stand under its zeros.
-            ref_log_probs = masked("ref_log_prob", _column(inputs, "ref_log_prob"), mask)
-            kl = self.kl_penalty(masked("log_probs", log_probs, mask), ref_log_probs)
-            kl_loss = self.aggregation(kl, mask, counts)
+            kl_loss = self.aggregation(self._kl(inputs, self.kl_penalty), mask, counts)
             metrics["actor/kl_loss"] = kl_loss.detach()
             if self.kl_loss_coef:
                 loss = loss + self.kl_loss_coef * kl_loss
         return LossOutput(loss, metrics)
+
+    def _kl(self, inputs: LossInputs, penalty: KlPenalty) -> Tensor:
+        if needs_vocabulary(penalty):
+            if inputs.vocabulary_kl is None:
+                raise ValueError(
+                    "the KL penalty needs the log-probs of the whole vocabulary, which a loss function does not see, "
+                    "and the engine gave no vocabulary_kl; ask it with ForwardSettings.vocabulary_kl, or choose a "
+                    "penalty of the sampled tokens, such as k3+"
+                )
+            return inputs.vocabulary_kl
+        # A KL penalty knows no mask, so nothing wild may stand under its zeros.
+        mask = inputs.response_mask
+        ref_log_probs = masked("ref_log_prob", _column(inputs, "ref_log_prob"), mask)
+        return penalty(masked("log_probs", _log_probs(inputs), mask), ref_log_probs)
 
 
 def make_ppo_loss(
@@ -162,7 +168,7 @@ def make_ppo_loss(
     """The actor's loss function from its parts; see :class:`PpoLoss`.
 
     Raises:
-        ValueError: a ``kl_loss_coef`` without ``kl_penalty``, or a penalty that needs the vocabulary.
+        ValueError: a ``kl_loss_coef`` without ``kl_penalty``.
     """
     return PpoLoss(
         policy_loss,

@@ -5,14 +5,14 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetup
-from rollcast.errors import ConfigError
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import empty_cache, local_device
 from rollcast_fsdp import checkpoint as checkpoints
@@ -21,6 +21,7 @@ from rollcast_fsdp.batching import BatchPlan, MicroBatch, check_budget, dummy_mi
 from rollcast_fsdp.model import DTYPES, build_module, enable_checkpointing
 from rollcast_fsdp.optim import build_optimizer, check_optim, learning_rate
 from rollcast_fsdp.reduce import MetricSums, agree_on_counts
+from rollcast_fsdp.reference import Reference
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, full_tensor, join_process_group, parameters_by_name, shard_module
 from rollcast_fsdp.step import dummy_loss, run_micro_batch, tensor_columns
@@ -46,7 +47,12 @@ class FsdpEngine(BaseEngine):
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
-        value_model=True, sum_pi_squared=True, in_process_module=True, token_budget=True, offload=True
+        value_model=True,
+        sum_pi_squared=True,
+        vocabulary_kl=True,
+        in_process_module=True,
+        token_budget=True,
+        offload=True,
     )
     config_schema: ClassVar[type] = FsdpConfig
 
@@ -64,6 +70,7 @@ class FsdpEngine(BaseEngine):
         self.optimizer: torch.optim.AdamW | None = None
         self.schedule_step = 0
         self._has_stale_gradients = False
+        self._reference: Reference | None = None
 
     def initialize(self) -> None:
         """Load the model on this rank, shard it if there are more, and build the optimizer.
@@ -91,7 +98,7 @@ class FsdpEngine(BaseEngine):
     @contextmanager
     def train_mode(self) -> Iterator[None]:
         """Dropout on, gradients on, weights on the device, for the calls inside."""
-        with self._in_mode(training=True), torch.enable_grad():
+        with self.mode(training=True), torch.enable_grad():
             yield
 
     @contextmanager
@@ -100,11 +107,12 @@ class FsdpEngine(BaseEngine):
 
         By ``no_grad``: weights gathered under ``inference_mode`` could not be trained afterwards.
         """
-        with self._in_mode(training=False), torch.no_grad():
+        with self.mode(training=False), torch.no_grad():
             yield
 
     @contextmanager
-    def _in_mode(self, training: bool) -> Iterator[None]:
+    def mode(self, training: bool) -> Iterator[None]:
+        """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
         was_training = self.module.training
         self._to(self.device, model=self.config.param_offload)
         self.module.train(training)
@@ -177,7 +185,8 @@ class FsdpEngine(BaseEngine):
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings)
         sums = MetricSums()
-        with torch.set_grad_enabled(not forward_only):
+        reference = self._reference_for(settings)
+        with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():
             outputs = self._run(plan, agreed.micro_batches, agreed.denominators, loss_function, settings, sums)
         metrics = sums.reduce(self.get_data_parallel_group())
         return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics
@@ -195,20 +204,28 @@ class FsdpEngine(BaseEngine):
         training = torch.is_grad_enabled()
         names = ["values"]
         if not self._is_value_model():
-            asked = {"entropy": settings.calculate_entropy, "sum_pi_squared": settings.calculate_sum_pi_squared}
+            asked = {
+                "entropy": settings.calculate_entropy,
+                "sum_pi_squared": settings.calculate_sum_pi_squared,
+                "vocabulary_kl": settings.vocabulary_kl is not None,
+            }
             names = ["log_probs", *(name for name, wanted in asked.items() if wanted)]
         shape = (len(plan.starts), plan.response_width)
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names} if not training else {}
         # FSDP2 averages gradients over the ranks; the shares have to be added up.
         scale = float(self.get_data_parallel_size()) if self.sharding is not None else 1.0
+        share = self.config.share_prompts and self.sharding is None
+        reference, kl = self._reference_for(settings), settings.vocabulary_kl
+        compare = None if reference is None or kl is None else reference.compare_by(kl, settings)
         finished = False
         try:
             for index in range(count):
                 micro = self._micro_batch(plan, index)
                 if training and self.sharding is not None:
                     self.sharding.set_gradient_sync(index == count - 1)
-                share = self.config.share_prompts and self.sharding is None
-                given, loss = run_micro_batch(self.module, micro, denominators, loss_function, settings, sums, share)
+                given, loss = run_micro_batch(
+                    self.module, micro, denominators, loss_function, settings, sums, share, compare
+                )
                 if training and loss is not None:
                     torch.autograd.backward(loss * scale)
                 for name, output in outputs.items():
@@ -218,6 +235,13 @@ class FsdpEngine(BaseEngine):
         finally:
             self._after_run(training, finished)
         return outputs
+
+    def _reference_for(self, settings: ForwardSettings) -> Reference | None:
+        if settings.vocabulary_kl is None:
+            return None
+        if self._reference is None or self._is_value_model():
+            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} was asked of an engine without a reference")
+        return self._reference
 
     def _micro_batch(self, plan: BatchPlan, index: int) -> MicroBatch:
         if index < len(plan):
@@ -233,6 +257,17 @@ class FsdpEngine(BaseEngine):
             self.sharding.reset()
             self._has_stale_gradients = self._has_stale_gradients or training
         self.sharding.reshard()
+
+    def set_reference(self, reference: BaseEngine) -> None:
+        """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
+
+        Raises:
+            CapabilityError: it is not a FsdpEngine on as many ranks.
+        """
+        ranks = self.get_data_parallel_size()
+        if not isinstance(reference, FsdpEngine) or reference.get_data_parallel_size() != ranks:
+            raise CapabilityError(f"the reference of a FsdpEngine on {ranks} ranks must be another on the same ranks")
+        self._reference = Reference(reference)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters by their Hugging Face names, gathered one at a time; tied ones once.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,7 +21,10 @@ if TYPE_CHECKING:
     from rollcast_fsdp.batching import MicroBatch
     from rollcast_fsdp.reduce import MetricSums
 
-__all__ = ["dummy_loss", "run_micro_batch", "tensor_columns"]
+__all__ = ["VocabularyKl", "dummy_loss", "run_micro_batch", "tensor_columns"]
+
+#: From a micro-batch and the policy's logits ``[b, t, V]`` to the KL penalty at each position, ``[b, t]``.
+VocabularyKl = Callable[["MicroBatch", "Tensor"], "Tensor"]
 
 
 def tensor_columns(data: DataProto) -> dict[str, Tensor]:
@@ -39,6 +43,7 @@ def run_micro_batch(
     settings: ForwardSettings,
     sums: MetricSums,
     share_prompts: bool = False,
+    vocabulary_kl: VocabularyKl | None = None,
 ) -> tuple[dict[str, Tensor], Tensor | None]:
     """Per-token quantities ``[b, t]`` of the micro-batch, and its share of the loss if one is asked for.
 
@@ -46,8 +51,9 @@ def run_micro_batch(
 
     Args:
         share_prompts: for a model that is not sharded; ranks that share one run the same passes.
+        vocabulary_kl: gives the quantity of that name.
     """
-    given = _forward(module, micro, settings, share_prompts)
+    given = _forward(module, micro, settings, share_prompts, vocabulary_kl)
     if loss_function is None:
         return given, None
     if micro.is_dummy:
@@ -59,6 +65,7 @@ def run_micro_batch(
         response_mask=micro.response_mask,
         columns=micro.columns,
         denominators=denominators,
+        vocabulary_kl=given.get("vocabulary_kl"),
     )
     output = loss_function(inputs)
     sums.add(output.metrics, output.maxima)
@@ -77,7 +84,13 @@ def _nothing(given: dict[str, Tensor]) -> Tensor:
     return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0
 
 
-def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings, share_prompts: bool) -> dict[str, Tensor]:
+def _forward(
+    module: nn.Module,
+    micro: MicroBatch,
+    settings: ForwardSettings,
+    share_prompts: bool,
+    vocabulary_kl: VocabularyKl | None = None,
+) -> dict[str, Tensor]:
     length = micro.responses.size(1)
     chosen = micro.response_mask > 0
     if isinstance(module, ValueModel):
@@ -88,4 +101,6 @@ def _forward(module: nn.Module, micro: MicroBatch, settings: ForwardSettings, sh
         given["entropy"] = token_entropy(logits).where(chosen, 0.0)
     if settings.calculate_sum_pi_squared:
         given["sum_pi_squared"] = sum_pi_squared(logits).where(chosen, 0.0)
+    if vocabulary_kl is not None:
+        given["vocabulary_kl"] = vocabulary_kl(micro, logits).where(chosen, 0.0)
     return given

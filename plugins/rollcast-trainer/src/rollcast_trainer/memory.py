@@ -18,6 +18,8 @@ __all__ = [
     "MemoryItem",
     "ModelSize",
     "Passes",
+    "KL_LOGIT_COPIES",
+    "LOGIT_COPIES",
     "bound_activations",
     "count_frozen",
     "count_gathered",
@@ -31,7 +33,9 @@ Phase = Literal["held", "generate", "update"]
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: float32 copies of the logits that exist at once: themselves, divided by the temperature, and the gradient.
-_LOGIT_COPIES = 3
+LOGIT_COPIES = 3
+#: What a KL penalty over the vocabulary adds: logits of the reference, log-probs, ratios and their products.
+KL_LOGIT_COPIES = 6
 
 
 @dataclass(frozen=True)
@@ -219,13 +223,15 @@ def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, layout: EngineLa
     return rows * row_tokens * 2 * size.layers * size.kv_heads * size.head_dim * layout.computed
 
 
-def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool, logits: bool = True) -> int:
+def bound_activations(
+    size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool, logits: int = LOGIT_COPIES
+) -> int:
     """A rough upper bound of what the largest pass keeps for its backward, in bytes.
 
     A layer keeps four tensors of the feed-forward's width, four of the queries, keys and values, eight of
     the hidden size and four more of it in float32 (the norms), and with ``eager`` attention the matrix of
     every head three times. With gradient checkpointing a layer keeps its input, and one of them all.
-    Logits count three times in float32, for response tokens.
+    Logits count ``logits`` times in float32, for response tokens.
     """
     tokens = passes.rows * passes.row_tokens
     projections = (size.heads + 2 * size.kv_heads) * size.head_dim
@@ -235,7 +241,7 @@ def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eag
         layer += size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed)
     inputs = tokens * size.hidden * layout.computed
     layers = size.layers * inputs + layer if layout.checkpointing else size.layers * layer
-    head = _LOGIT_COPIES * 4 * passes.rows * passes.response_tokens * size.vocabulary if logits else 0
+    head = logits * 4 * passes.rows * passes.response_tokens * size.vocabulary
     return layers + head
 
 

@@ -12,6 +12,8 @@ from rollcast.controller.resource_pool import ResourcePool
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory import (
+    KL_LOGIT_COPIES,
+    LOGIT_COPIES,
     EngineLayout,
     MemoryItem,
     ModelSize,
@@ -119,7 +121,9 @@ def _items(
     longest = data.max_prompt_length + data.max_response_length
     algebra = replace(algebra, dp_size=pool.world_size)
     if role == "reference":
-        return count_frozen("reference", size.parameters, layout)
+        ref: Any = trainer.ref  # type: ignore[attr-defined]
+        offload = layout.param_offload or ref.engine.param_offload
+        return count_frozen("reference", size.parameters, replace(layout, param_offload=offload))
     if role == "reward model":
         judge: Any = trainer.reward_model.model.path  # type: ignore[attr-defined]
         own = measure_model(replace(trainer.task.model, path=judge), "reward_model.model.path")
@@ -133,11 +137,16 @@ def _items(
     eager = trainer.task.model.attn_implementation == "eager"
     size = size if role == "actor" else _critic_size(trainer, size)
     parameters = size.parameters if role == "actor" else size.value_parameters
-    activations = bound_activations(size, passes, layout, eager, logits=role == "actor")
+    logits = (LOGIT_COPIES + (KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0)) if role == "actor" else 0
+    activations = bound_activations(size, passes, layout, eager, logits)
     items = count_trained(role, parameters, layout)
     if layout.gathers:
         items.append(MemoryItem(f"{role}: gathered weights", count_gathered(size, layout), "update"))
     return [*items, MemoryItem(f"{role}: activations", activations, "update", is_bound=True)]
+
+
+def _compares_vocabularies(trainer: LoopTrainer) -> bool:
+    return getattr(trainer, "vocabulary_kl", None) is not None
 
 
 def _rollout_items(

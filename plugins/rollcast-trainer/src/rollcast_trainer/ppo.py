@@ -26,12 +26,12 @@ from rollcast_trainer.correction import OffPolicyCorrection
 from rollcast_trainer.critic import CriticWorker
 from rollcast_trainer.dynamic_batch import groups_that_differ, join_groups
 from rollcast_trainer.loop import LoopTrainer, Timer
-from rollcast_trainer.ppo_parts import build_algebra, build_loss, check_needs
+from rollcast_trainer.ppo_parts import build_algebra, build_loss, check_needs, check_offload, find_vocabulary_kl
 from rollcast_trainer.reference import RefWorker
 from rollcast_trainer.reward_kl import RewardKl
 from rollcast_trainer.reward_model import RewardModelWorker, check_reward_model
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig, RewardModelConfig
+from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig, RefConfig, RewardModelConfig
 from rollcast_trainer.setups import value_setup
 from rollcast_trainer.skipping import needs_advantage, without_advantage
 from rollcast_trainer.step_state import StepState
@@ -51,8 +51,9 @@ class PpoTrainer(LoopTrainer):
     """Generate, reward, log-probs, advantages, update; each a method that a recipe can replace.
 
     Attributes:
-        policy, critic, algorithm: the config's sections ``actor``, ``critic`` and ``algorithm``.
+        policy, ref, critic, algorithm: the config's sections ``actor``, ``ref``, ``critic``, ``algorithm``.
         algebra: the sizes of a step.
+        vocabulary_kl: name of the KL penalty in the loss, if it is one that the engine calculates.
         loss_function: what the update minimises.
     """
 
@@ -63,6 +64,8 @@ class PpoTrainer(LoopTrainer):
         self.policy: PpoActorConfig = task.actor
         self.critic: CriticConfig = task.section("critic", CriticConfig)
         self.critic.check()
+        self.ref: RefConfig = task.section("ref", RefConfig)
+        check_offload(task, self.ref)
         self.reward_model: RewardModelConfig = task.section("reward_model", RewardModelConfig)
         if self.reward_model.enable:
             check_reward_model(self.reward_model.model.path)
@@ -73,6 +76,7 @@ class PpoTrainer(LoopTrainer):
         check_needs(task, self.algorithm, self._needs, self.algebra.samples)
         self._reward_kl = RewardKl(self.algorithm) if self.algorithm.use_kl_in_reward else None
         self._correction = OffPolicyCorrection(self.algorithm.rollout_correction)
+        self.vocabulary_kl = find_vocabulary_kl(task, self.policy)
         self.loss_function = build_loss(self.policy, self._correction.gives_weights)
         self._may_skip = self.policy.skip_zero_advantage and needs_advantage(self.loss_function)
 
@@ -83,8 +87,13 @@ class PpoTrainer(LoopTrainer):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether reference log-probs are computed."""
+        """Whether there is a reference policy."""
         return self.policy.use_kl_loss or self.algorithm.use_kl_in_reward
+
+    @property
+    def uses_ref_log_prob(self) -> bool:
+        """Whether the reference's log-probs of the sampled tokens are computed."""
+        return self.algorithm.use_kl_in_reward or (self.policy.use_kl_loss and self.vocabulary_kl is None)
 
     def start_workers(self) -> dict[Role, WorkerGroup]:
         logger.info("%s", self.algebra.describe())
@@ -95,7 +104,12 @@ class PpoTrainer(LoopTrainer):
         setup = self.task.worker_setup(
             loss_function=self.loss_function,
             has_reference=fused,
-            forward=replace(settings, calculate_entropy=self.policy.entropy_coeff != 0),
+            offload_reference=self.ref.engine.param_offload,
+            forward=replace(
+                settings,
+                calculate_entropy=self.policy.entropy_coeff != 0,
+                vocabulary_kl=self.vocabulary_kl,
+            ),
             infer=replace(
                 settings,
                 calculate_entropy=True,
@@ -137,7 +151,7 @@ class PpoTrainer(LoopTrainer):
                 self.baseline_step(state)
         with timer.phase("old_log_prob"):
             self.old_log_prob_step(state)
-        if self.uses_reference:
+        if self.uses_ref_log_prob:
             with timer.phase("ref_log_prob"):
                 self.ref_log_prob_step(state)
         if self.uses_critic:

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.algorithm import AdvantageNeeds, kl_penalties, loss_aggregations, policy_losses
+from rollcast.contracts.algorithm import (
+    AdvantageNeeds,
+    kl_penalties,
+    loss_aggregations,
+    needs_vocabulary,
+    policy_losses,
+)
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batching import BatchAlgebra
-from rollcast_trainer.schemas import PpoActorConfig
+from rollcast_trainer.roles import Role
+from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.task_runner import TaskRunner
 
-__all__ = ["build_algebra", "build_loss", "check_needs"]
+__all__ = ["build_algebra", "build_loss", "check_needs", "check_offload", "find_vocabulary_kl"]
 
 
 def build_algebra(task: TaskRunner, policy: PpoActorConfig) -> BatchAlgebra:
@@ -51,6 +58,43 @@ def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: AdvantageNe
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
             f"but rollout.n is {samples}; set rollout.n to 2 or more"
+        )
+
+
+def find_vocabulary_kl(task: TaskRunner, policy: PpoActorConfig) -> str | None:
+    """The name of the KL penalty in the loss, if it is one of the whole vocabulary, which the engine calculates.
+
+    Raises:
+        CapabilityError: the engine cannot.
+        ConfigError: the reference is not where the actor is.
+    """
+    name = policy.kl_loss_type
+    if not policy.use_kl_loss or not needs_vocabulary(kl_penalties.get(name)):
+        return None
+    if not task.engine_class.capabilities.vocabulary_kl:
+        raise CapabilityError(
+            f"actor.kl_loss_type={name} needs the policy's and the reference's log-probs of the whole vocabulary, "
+            f"which actor.engine.name={task.engine.name} does not compare; choose a penalty of the sampled tokens, "
+            "such as k3, or an engine that does, such as fsdp"
+        )
+    if task.has_own_pool(Role.REF):
+        raise ConfigError(
+            f"actor.kl_loss_type={name} compares policy and reference in one process, but placement.mapping.ref is "
+            f"{task.pools.mapping[Role.REF]!r}, where the actor is not; take ref out of placement.mapping, or choose a "
+            "penalty of the sampled tokens, such as k3"
+        )
+    return name
+
+
+def check_offload(task: TaskRunner, ref: RefConfig) -> None:
+    """Refuse to offload the reference of an engine that cannot.
+
+    Raises:
+        CapabilityError: names the engine.
+    """
+    if ref.engine.param_offload and not task.engine_class.capabilities.offload:
+        raise CapabilityError(
+            f"ref.engine.param_offload is true, but actor.engine.name={task.engine.name} cannot move its weights"
         )
 
 

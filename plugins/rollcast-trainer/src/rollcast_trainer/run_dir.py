@@ -39,6 +39,7 @@ _FREE = (
     "actor.log_prob_micro_batch_size_per_gpu",
     "actor.use_dynamic_bsz",
     "actor.ppo_max_token_len_per_gpu",
+    "ref.engine.param_offload",
     "trainer.balance_batch",
     "trainer.total_steps",
     "trainer.total_epochs",

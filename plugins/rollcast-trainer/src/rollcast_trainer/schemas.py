@@ -14,6 +14,8 @@ __all__ = [
     "CriticModelConfig",
     "PpoActorConfig",
     "PpoTrainerConfig",
+    "RefConfig",
+    "RefEngineConfig",
     "RewardModelConfig",
     "RewardModelPathConfig",
     "SftTrainerConfig",
@@ -98,6 +100,28 @@ class PpoActorConfig(ActorConfig):
     def check(self, longest: int) -> None:
         super().check(longest)
         _at_least_one("actor.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu)
+
+
+@dataclass
+class RefEngineConfig:
+    """What the reference's engine does otherwise than the actor's, whose other keys it shares.
+
+    Attributes:
+        param_offload: keep the weights in host memory between passes.
+    """
+
+    param_offload: bool = False
+
+
+@dataclass
+class RefConfig:
+    """The reference policy: the initial model, frozen.
+
+    Attributes:
+        engine: how it is held.
+    """
+
+    engine: RefEngineConfig = field(default_factory=RefEngineConfig)
 
 
 @dataclass

@@ -5,7 +5,8 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +48,7 @@ class WorkerSetup:
         rollout: the rollout's config, or None for a worker that never generates.
         loss_function: what ``update_actor`` minimises.
         has_reference: keep a frozen copy of the initial model.
+        offload_reference: keep that copy in host memory between passes.
         forward, infer: how batches go through the model when training, and when only computing.
     """
 
@@ -61,6 +63,7 @@ class WorkerSetup:
     eos_token_id: int
     forward: ForwardSettings
     infer: ForwardSettings
+    offload_reference: bool = False
 
 
 @dataclass(frozen=True)
@@ -86,6 +89,7 @@ class TrainingWorker(Worker):
         frozen: build no optimizer.
         model_type: what the model gives.
         prefix: of the optimizer's metrics.
+        offload: keep the model in host memory outside of :meth:`on_device`.
     """
 
     def __init__(
@@ -94,9 +98,11 @@ class TrainingWorker(Worker):
         frozen: bool = False,
         model_type: ModelType = "language_model",
         prefix: str = "actor",
+        offload: bool = False,
     ) -> None:
         self.setup = setup
         self.prefix = prefix
+        self.offload = offload
         engine_class = engines.get(setup.engine.name, requested_by="actor.engine.name")
         self.engine: BaseEngine = engine_class(
             EngineSetup(
@@ -114,6 +120,20 @@ class TrainingWorker(Worker):
         """Build the model; after it the workers know their data-parallel ranks."""
         self.engine.initialize()
         self.register_mesh("train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs())
+        if self.offload:
+            self.engine.to("cpu", optimizer=False, grad=False)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The model on the device, for the calls inside."""
+        if not self.offload:
+            yield
+            return
+        self.engine.to("accelerator", optimizer=False, grad=False)
+        try:
+            yield
+        finally:
+            self.engine.to("cpu", optimizer=False, grad=False)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def train_mini_batches(
@@ -146,7 +166,7 @@ class TrainingWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
         """``log_probs`` (and ``entropy``), or ``values``, of the responses, float32 ``[B, T]``."""
-        with self.engine.eval_mode():
+        with self.on_device(), self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
 
 
@@ -174,7 +194,7 @@ class ActorRolloutRefWorker(Worker):
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
         self.actor = TrainingWorker(setup)
-        self.ref = TrainingWorker(setup, frozen=True) if setup.has_reference else None
+        self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference) if setup.has_reference else None
         self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
@@ -186,6 +206,8 @@ class ActorRolloutRefWorker(Worker):
             if part is not None:
                 part.init_model()
         engine = self.actor.engine
+        if self.ref is not None and self.setup.forward.vocabulary_kl is not None:
+            engine.set_reference(self.ref.engine)
         self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
         seed = self.setup.seed * 1_000_003 + engine.get_data_parallel_rank()
         _seed_process(seed)
@@ -237,7 +259,9 @@ class ActorRolloutRefWorker(Worker):
         """Optimizer steps over the plan's mini-batches; metrics, the same on every rank."""
         if self.setup.loss_function is None:
             raise CapabilityError("this worker was built without a loss function and cannot train")
-        return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
+        compared = self.ref if self.setup.forward.vocabulary_kl is not None else None
+        with nullcontext() if compared is None else compared.on_device():
+            return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
 
     @register(dispatch_mode="one_to_all")
     async def update_weights(self, version: int) -> dict[str, float]:

@@ -7,6 +7,7 @@ from rollcast_trainer.schemas import (
     CriticConfig,
     PpoActorConfig,
     PpoTrainerConfig,
+    RefConfig,
     RewardModelConfig,
     SftTrainerConfig,
 )
@@ -15,6 +16,7 @@ SCHEMAS = (
     ConfigSchema(path="model", schema=ModelConfig, group="trainer"),
     ConfigSchema(path="actor", schema=ActorConfig, group="trainer"),
     ConfigSchema(path="actor", schema=PpoActorConfig, group="trainer", option="ppo"),
+    ConfigSchema(path="ref", schema=RefConfig, group="trainer", option="ppo"),
     ConfigSchema(path="critic", schema=CriticConfig, group="trainer", option="ppo"),
     ConfigSchema(path="reward_model", schema=RewardModelConfig, group="trainer", option="ppo"),
     ConfigSchema(path="trainer", schema=PpoTrainerConfig, group="trainer", option="ppo"),
