@@ -141,14 +141,20 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """Everything that a checkpoint holds: trainer, model, optimizer, random states."""
-    with tempfile.TemporaryDirectory() as scratch:
-        whole = Path(scratch) / "whole.pt"
-        dcp_to_torch_save(folder / "shards", whole)
-        tensors = torch.load(whole, weights_only=False)
-    random_states = [torch.load(file, weights_only=False) for file in sorted((folder / "rng").iterdir())]
-    texts = {name: json.loads((folder / name).read_text()) for name in ("trainer.json", "engine.json")}
-    return {"tensors": tensors, "random": random_states, **texts}
+    """Everything that a checkpoint holds: of the trainer, and of each model with its optimizer and random states."""
+    found: dict[str, Any] = {"trainer": json.loads((folder / "trainer.json").read_text())}
+    for summary in folder.rglob("engine.json"):
+        home = summary.parent
+        with tempfile.TemporaryDirectory() as scratch:
+            whole = Path(scratch) / "whole.pt"
+            dcp_to_torch_save(home / "shards", whole)
+            tensors = torch.load(whole, weights_only=False)
+        found[str(home.relative_to(folder))] = {
+            "summary": json.loads(summary.read_text()),
+            "tensors": tensors,
+            "random": [torch.load(file, weights_only=False) for file in sorted((home / "rng").iterdir())],
+        }
+    return found
 
 
 def find_difference(left: Any, right: Any, where: str) -> str | None:
