@@ -149,7 +149,7 @@ def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp
 
 
 def test_what_checkpoints_keep() -> None:
-    assert {role for role in Role if not role.trains} == {Role.REF, Role.REWARD_MODEL}
+    assert {role for role in Role if not role.trains} == {Role.REF, Role.REWARD_MODEL, Role.ROLLOUT}
 
 
 def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTask, tmp_path: Path) -> None:

@@ -19,13 +19,14 @@ from rollcast.controller.marks import mark
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
+from rollcast_serving.generation import trim_responses
 from rollcast_trainer.balancing import row_lengths, spread_rows
 from rollcast_trainer.batching import plan_update
-from rollcast_trainer.generation import trim_responses
 from rollcast_trainer.heap import frozen_heap
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
+from rollcast_trainer.sampling import Sampler
 from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.seeds import RowSeeds
 from rollcast_trainer.task_runner import TaskRunner
@@ -69,6 +70,7 @@ class LoopTrainer(BaseTrainer):
         metrics: of the last step.
         batches, val_batches, scorer: data and reward; set by :meth:`setup`.
         groups: the workers by role; ``group`` is the actor's. Set by :meth:`setup`.
+        sampler: what generates with the actor's weights; set by :meth:`setup`.
 
     Args:
         task: the run, not yet entered; what is wrong with its config is refused here.
@@ -83,6 +85,7 @@ class LoopTrainer(BaseTrainer):
     val_batches: list[DataProto]
     scorer: RewardScorer
     groups: dict[Role, WorkerGroup]
+    sampler: Sampler
     group: WorkerGroup
 
     def __init__(self, task: TaskRunner) -> None:
@@ -162,6 +165,7 @@ class LoopTrainer(BaseTrainer):
         task.start()
         self.groups = self.start_workers()
         self.group = next(iter(self.groups.values()))
+        self.sampler = task.start_sampler(self.groups)
         if task.start_step:
             self._resume(task.start_step)
 
@@ -231,8 +235,7 @@ class LoopTrainer(BaseTrainer):
 
     def sync_weights(self) -> dict[str, float]:
         """Hand the actor's weights to the rollout, as the version of the present step."""
-        reports = self.group.update_weights(self.step)
-        return dict(reports[0])
+        return self.sampler.sync(self.step)
 
     def sampling(self, validation: bool = False) -> SamplingParams:
         """How responses are sampled, for training or for validation."""
@@ -251,11 +254,12 @@ class LoopTrainer(BaseTrainer):
         Each row has a seed of its own, so a rollout that goes by it samples the same on any number of ranks.
         """
         seeds = {"seed": self._seeds.draw(len(prompts))}
-        output = self.group.generate_sequences(prompts.select(_PROMPT_COLUMNS).with_columns(seeds), sampling)
+        output = self.sampler.generate(prompts.select(_PROMPT_COLUMNS).with_columns(seeds), sampling)
         return prompts.drop(_PROMPT_COLUMNS).union(trim_responses(output))
 
     def infer(self, role: Role, method: str, batch: DataProto) -> DataProto:
         """What a method of a role's workers gives for each row of ``batch``, in order."""
+        self.sampler.rest()
         ranks = self.ranks_of(role) if self.task.trainer.balance_batch else 1
         return spread_rows(getattr(self.groups[self._played_as(role)], method), batch, ranks)
 
@@ -272,6 +276,7 @@ class LoopTrainer(BaseTrainer):
 
         The arguments are those of :func:`~rollcast_trainer.batching.plan_update`.
         """
+        self.sampler.rest()
         ranks = self.ranks_of(role)
         lengths = row_lengths(batch) if self.task.trainer.balance_batch and ranks > 1 else None
         longest = self.task.data.max_response_length

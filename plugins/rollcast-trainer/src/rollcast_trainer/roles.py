@@ -18,6 +18,8 @@ class Role(Enum):
     """The reference policy by itself."""
     CRITIC = "critic"
     """The value model."""
+    ROLLOUT = "rollout"
+    """Replicas of an inference engine, in processes of their own."""
     REWARD_MODEL = "reward_model"
     """The model that scores responses."""
 
@@ -29,7 +31,7 @@ class Role(Enum):
     @property
     def trains(self) -> bool:
         """Whether it has a state that checkpoints keep."""
-        return self not in (Role.REF, Role.REWARD_MODEL)
+        return self not in (Role.REF, Role.REWARD_MODEL, Role.ROLLOUT)
 
     @property
     def mesh(self) -> str:

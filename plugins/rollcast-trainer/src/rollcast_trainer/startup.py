@@ -10,50 +10,14 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast.contracts.dataset import preprocessors
-from rollcast.contracts.engine import BaseEngine
-from rollcast.contracts.rollout import BaseRollout
 from rollcast.contracts.trainer import trainers
-from rollcast.contracts.weight_sync import weight_syncs
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import ConfigError
 from rollcast_data.schemas import DataConfig
 from rollcast_trainer.run_dir import check_same_run
 
-__all__ = ["check_capabilities", "preprocess_data", "train_warm_start"]
+__all__ = ["preprocess_data", "train_warm_start"]
 
 logger = logging.getLogger(__name__)
-
-
-def check_capabilities(
-    engine_class: type[BaseEngine], engine: Any, rollout_class: type[BaseRollout], rollout: Any
-) -> None:
-    """Refuse an engine, a rollout and a weight sync that cannot work together.
-
-    Args:
-        engine_class, rollout_class: the parts.
-        engine, rollout: their configs.
-
-    Raises:
-        CapabilityError: says which of them lacks what.
-    """
-    sync = weight_syncs.get(rollout.weight_sync)
-    chosen = (
-        f"actor.engine.name={engine.name}, rollout.name={rollout.name}, rollout.mode={rollout.mode}, "
-        f"rollout.weight_sync={rollout.weight_sync}"
-    )
-    modes = {mode.value for mode in rollout_class.capabilities.modes}
-    if rollout.mode not in modes:
-        raise CapabilityError(f"{chosen}: this rollout has the modes {', '.join(sorted(modes)) or 'none'}")
-    served = {mode.value for mode in sync.capabilities.modes}
-    if rollout.mode not in served:
-        raise CapabilityError(f"{chosen}: this weight sync serves the modes {', '.join(sorted(served)) or 'none'}")
-    if not sync.capabilities.same_process:
-        return
-    for part, able in (
-        ("rollout", rollout_class.capabilities.in_process),
-        ("engine", engine_class.capabilities.in_process_module),
-    ):
-        if not able:
-            raise CapabilityError(f"{chosen}: this weight sync shares the engine's module, which the {part} cannot do")
 
 
 def preprocess_data(data: DataConfig, seed: int) -> None:

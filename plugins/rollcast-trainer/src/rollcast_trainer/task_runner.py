@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -17,7 +19,8 @@ from rollcast.config.validation import build_section
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
 from rollcast.contracts.reward import RewardSettings
-from rollcast.contracts.rollout import BaseRollout, rollouts
+from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
+from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast.controller.placement import start_groups
 from rollcast.controller.recording import CallRecorder
 from rollcast.controller.runtime import Runtime, runtimes
@@ -32,12 +35,18 @@ from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.launcher import ReplicaSpec
+from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.replicas import Replicas
+from rollcast_serving.worker import ReplicaWorker
+from rollcast_trainer.negotiation import Choice, check_choice, check_places
 from rollcast_trainer.placing import build_pools
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
+from rollcast_trainer.sampling import Canary, InProcessSampler, ReplicaSampler, Sampler
 from rollcast_trainer.schemas import TrainerConfig
-from rollcast_trainer.startup import check_capabilities, preprocess_data, train_warm_start
+from rollcast_trainer.startup import preprocess_data, train_warm_start
 from rollcast_trainer.workers import WorkerSetup
 
 if TYPE_CHECKING:
@@ -47,6 +56,8 @@ if TYPE_CHECKING:
 __all__ = ["TaskRunner"]
 
 logger = logging.getLogger(__name__)
+#: Most tokens of the canary's prompt.
+_CANARY_PROMPT = 8
 
 
 class TaskRunner:
@@ -81,10 +92,13 @@ class TaskRunner:
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
         self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
-        check_capabilities(self.engine_class, self.engine, self.rollout_class, self.rollout)
+        choice = self._choice()
+        check_choice(choice, self.engine_class, self.rollout_class)
         self._runtime_class: Any = runtimes.get(self.runtime_config.name)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
         self.pools = build_pools(self.placement)
+        places = self.pools.get_resource_pool(Role.ROLLOUT).world_size
+        check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), places)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
@@ -92,7 +106,13 @@ class TaskRunner:
         self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
         self._scorers: list[RewardScorer] = []
+        self._samplers: list[Sampler] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
+
+    def _choice(self) -> Choice:
+        rollout = self.rollout
+        size = rollout.tensor_model_parallel_size
+        return Choice(self.engine.name, rollout.name, rollout.mode, rollout.weight_sync, size)
 
     def section(self, path: str, schema: type) -> Any:
         """A section of the config as an instance of its dataclass.
@@ -126,9 +146,9 @@ class TaskRunner:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
             stack.callback(self._trackers.close)
-            for scorer in self._scorers:
-                stack.callback(scorer.close)
-        self._runtime, self._scorers = None, []
+            for part in (*self._scorers, *self._samplers):
+                stack.callback(part.close)
+        self._runtime, self._scorers, self._samplers = None, [], []
 
     def start(self) -> None:
         """Bring up the runtime, train the warm start if there is one, and start the trackers.
@@ -258,18 +278,75 @@ class TaskRunner:
         """
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
+        everyone: dict[Hashable, ClassWithInitArgs[Any]] = {**workers}
+        if self.uses_replicas:
+            replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
+            everyone[Role.ROLLOUT] = replica
         groups = start_groups(
             self.pools,
-            {role: wrapped for role, wrapped in workers.items()},  # noqa: C416  # of keys that may be any role
+            everyone,
             runtime=self._runtime,
             timeout=self.runtime_config.call_timeout_s,
             launch_timeout=self.runtime_config.launch_timeout_s,
             env=HIDE_ACCELERATORS if self.placement.device == "cpu" else None,
             threads=self.runtime_config.threads_per_worker,
         )
-        for group in groups.values():
-            group.init_model()
-        return {role: groups[role] for role in workers}
+        for role, group in groups.items():
+            if role is not Role.ROLLOUT:
+                group.init_model()
+        return {role: group for role, group in groups.items() if isinstance(role, Role)}
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether the rollout runs in processes of its own."""
+        sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
+        return not sync.capabilities.same_process
+
+    def _replica_spec(self) -> ReplicaSpec:
+        replica, tokenizer = self.rollout.replica, self.tokenizer
+        hidden = HIDE_ACCELERATORS if self.placement.device == "cpu" else {}
+        return ReplicaSpec(
+            rollout=asdict(self.rollout),
+            model_path=self.model.path,
+            seed=self.trainer.seed,
+            pad_token_id=int(tokenizer.pad_token_id),
+            eos_token_id=int(tokenizer.eos_token_id),
+            python=replica.python,
+            env={**hidden, **self.rollout_class.environment(self.rollout), **replica.env},
+            launch_timeout_s=replica.launch_timeout_s,
+            log_dir=str((self.run_dir / "logs").resolve()),
+        )
+
+    def start_sampler(self, groups: Mapping[Role, WorkerGroup]) -> Sampler:
+        """What generates with the actor's weights, over the groups that :meth:`start_roles` gave.
+
+        Raises:
+            WorkerError: a replica cannot be started.
+        """
+        actor = next(iter(groups.values()))
+        if not self.uses_replicas or self._runtime is None:
+            return InProcessSampler(actor)
+        replica = self.rollout.replica
+        continuous = self.rollout_class.capabilities.continuous_batching
+        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        if not continuous:
+            routing = dataclasses.replace(routing, chunk=None, streams=1)
+        replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(self._runtime.nodes()) == 1)
+        takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
+        sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)
+        self._samplers.append(sampler)
+        return sampler
+
+    def _canary(self) -> Canary:
+        """Token ids from all over the vocabulary; what they mean does not matter."""
+        size, count = len(self.tokenizer), min(_CANARY_PROMPT, self.data.max_prompt_length)
+        sampling = SamplingParams(
+            temperature=self.rollout.temperature or 1.0,
+            max_tokens=min(self.rollout.canary.max_tokens, self.data.max_response_length),
+            ignore_eos=True,
+        )
+        ids = [size * (place + 1) // (count + 1) for place in range(count)]
+        return Canary(ids, sampling, self.rollout.canary, int(self.tokenizer.pad_token_id))
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import pickle
 import random
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
@@ -26,13 +27,15 @@ from rollcast.contracts.engine import (
     engines,
 )
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
-from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
+from rollcast.contracts.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
 from rollcast.controller.decorator import register
 from rollcast.controller.worker import Worker
-from rollcast.errors import CapabilityError, CheckpointError
+from rollcast.errors import CapabilityError, CheckpointError, WeightSyncError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
-from rollcast_trainer.generation import generate_sequences
+from rollcast_serving.client import ReplicaReceiver
+from rollcast_serving.generation import generate_sequences
+from rollcast_serving.launcher import ReplicaAddress
 from rollcast_trainer.heap import freeze_heap, unfreeze_heap
 
 __all__ = ["ActorRolloutRefWorker", "TrainingWorker", "UpdatePlan", "WorkerSetup", "leave_process_group"]
@@ -218,6 +221,11 @@ class ActorRolloutRefWorker(Worker):
 
     def _build_rollout(self, seed: int) -> None:
         config = self.setup.rollout
+        sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
+        if not sync_class.capabilities.same_process:
+            settings = SyncSettings(config.update_weights_bucket_megabytes << 20)
+            self.weight_sync = sync_class(self.actor.engine, (), settings)
+            return
         rollout_class = rollouts.get(config.name, requested_by="rollout.name")
         self.rollout = rollout_class(
             RolloutSetup(
@@ -228,12 +236,11 @@ class ActorRolloutRefWorker(Worker):
                 eos_token_id=self.setup.eos_token_id,
             )
         )
-        sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
         self.weight_sync = sync_class(self.actor.engine, [self.rollout])
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """A response for each prompt; see :func:`rollcast_trainer.generation.generate_sequences`."""
+        """A response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
         if self.rollout is None:
             raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
         return await generate_sequences(self.rollout, prompts, sampling, self.setup.pad_token_id)
@@ -264,21 +271,47 @@ class ActorRolloutRefWorker(Worker):
             return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
 
     @register(dispatch_mode="one_to_all")
-    async def update_weights(self, version: int) -> dict[str, float]:
-        """Make the rollout generate with the actor's present weights, as ``version``.
+    async def update_weights(self, version: int, replicas: Sequence[ReplicaAddress] = ()) -> dict[str, float]:
+        """Make the rollout, or replicas, generate with the actor's present weights, as ``version``.
+
+        Args:
+            version: of the weights.
+            replicas: where they are to go, if they are not in this process. With a sync within nodes
+                the first rank of each node serves its node's, else rank 0 serves all.
+
+        Returns:
+            Metrics; nothing on a rank that sent nothing.
 
         Raises:
-            CapabilityError: the rollout says that it took over another version.
+            WeightSyncError: they did not arrive as they are.
         """
         if self.weight_sync is None:
             return {}
-        (report,) = await self.weight_sync.sync(version)
-        if report.version != version:
-            raise CapabilityError(
-                f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
-                f"which reports {report.version}"
-            )
-        return {"sync/tensors": float(report.tensors), "rollout/weight_version": float(report.version)}
+        if not self.weight_sync.capabilities.same_process:
+            self.weight_sync.targets = [ReplicaReceiver(address) for address in self._served(replicas)]
+        start = time.perf_counter()
+        reports = await self.weight_sync.sync(version)
+        for report in reports:
+            if report.version != version:
+                raise WeightSyncError(
+                    f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
+                    f"which reports {report.version}"
+                )
+        if not reports:
+            return {}
+        return {
+            "rollout/weight_version": float(version),
+            "sync/tensors": float(reports[0].tensors),
+            "sync/bytes": float(sum(report.bytes for report in reports)),
+            "sync/seconds": time.perf_counter() - start,
+            "sync/load_seconds": max(report.load_seconds for report in reports),
+        }
+
+    def _served(self, replicas: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
+        sync = self.weight_sync
+        if sync is not None and sync.capabilities.same_node:
+            return [each for each in replicas if each.node == self.context.node and not self.context.local_rank]
+        return list(replicas) if self.rank == 0 else []
 
     @register(dispatch_mode="one_to_all")
     def save_checkpoint(self, path: str) -> None:
@@ -331,6 +364,8 @@ class ActorRolloutRefWorker(Worker):
 
     def close(self) -> None:
         """Stop the rollout and leave the process group."""
+        if self.weight_sync is not None:
+            self.weight_sync.close()
         if self.rollout is not None:
             self.rollout.close()
         leave_process_group()

@@ -1,0 +1,133 @@
+"""Engine, rollout, weight sync and mode held against each other, before anything starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rollcast.contracts.engine import BaseEngine, EngineCapabilities
+from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
+from rollcast.contracts.weight_sync import WeightSyncCapabilities, weight_syncs
+from rollcast.errors import CapabilityError, ConfigError, PluginError
+
+__all__ = ["Choice", "check_choice", "check_places"]
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One combination, by the names of the config.
+
+    Attributes:
+        engine, rollout: registry names.
+        mode: of the rollout.
+        weight_sync: registry name.
+        tensor_parallel: devices of one replica.
+    """
+
+    engine: str
+    rollout: str
+    mode: str
+    weight_sync: str
+    tensor_parallel: int = 1
+
+    def __str__(self) -> str:
+        return (
+            f"actor.engine.name={self.engine}, rollout.name={self.rollout}, rollout.mode={self.mode}, "
+            f"rollout.weight_sync={self.weight_sync}"
+        )
+
+
+def check_choice(choice: Choice, engine_class: type[BaseEngine], rollout_class: type[BaseRollout]) -> None:
+    """Refuse a combination that cannot work.
+
+    Args:
+        choice: what was asked for.
+        engine_class, rollout_class: what its names stand for.
+
+    Raises:
+        CapabilityError: says why, and the nearest combination of the same engine and rollout that can.
+        ConfigError: the mode is none.
+        PluginError: there is no such weight sync.
+    """
+    modes = [mode.value for mode in RolloutMode]
+    if choice.mode not in modes:
+        raise ConfigError(f"rollout.mode is {choice.mode!r}; modes: {', '.join(modes)}")
+    engine, rollout = engine_class.capabilities, rollout_class.capabilities
+    sync = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities
+    problem = _problem(choice, engine, rollout, sync)
+    if problem is None:
+        return
+    nearest = next(_working(choice, engine, rollout), None)
+    help_text = "nothing else that is installed works either" if nearest is None else f"this would work: {nearest}"
+    raise CapabilityError(f"{choice}: {problem}; {help_text}")
+
+
+def _problem(
+    choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities, sync: WeightSyncCapabilities
+) -> str | None:
+    """Why a combination cannot work; None if it can."""
+    for capabilities, what in ((rollout, f"rollout {choice.rollout!r}"), (sync, f"sync {choice.weight_sync!r}")):
+        modes = sorted(mode.value for mode in capabilities.modes)
+        if choice.mode not in modes:
+            return f"{what} has the modes {', '.join(modes) or 'none'}"
+    if sync.same_process and not rollout.in_process:
+        return f"this sync shares the engine's module, and rollout {choice.rollout!r} cannot generate with it"
+    if sync.same_process and not engine.in_process_module:
+        return f"this sync shares the engine's module, and engine {choice.engine!r} has none that can generate"
+    if sync.same_process and choice.tensor_parallel > 1:
+        return "a rollout in the engine's process has no rollout.tensor_model_parallel_size of its own"
+    if choice.tensor_parallel > 1 and not rollout.tensor_parallel:
+        return f"rollout {choice.rollout!r} has no tensor parallelism (rollout.tensor_model_parallel_size)"
+    return None
+
+
+def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities) -> Iterator[Choice]:
+    """Combinations that can work, those first that change the least."""
+    modes = sorted((mode.value for mode in RolloutMode), key=lambda mode: mode != choice.mode)
+    names = sorted(weight_syncs.names(), key=lambda name: (name != choice.weight_sync, name != "shared_memory"))
+    sizes = dict.fromkeys([choice.tensor_parallel, 1])
+    for size in sizes:
+        for mode in modes:
+            for name in names:
+                candidate = Choice(choice.engine, choice.rollout, mode, name, size)
+                try:
+                    sync = weight_syncs.get(name).capabilities
+                except PluginError:  # broken, and not asked for
+                    continue
+                if _problem(candidate, engine, rollout, sync) is None:
+                    yield candidate
+
+
+def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: int) -> None:
+    """Refuse a placement that contradicts the mode.
+
+    Args:
+        choice: the combination.
+        same_process: the rollout lives in the actor's processes.
+        own_pool: ``placement.mapping.rollout`` names another pool than the actor's.
+        processes: of the pool in which the rollout lives.
+
+    Raises:
+        ConfigError: names the keys.
+    """
+    if same_process and own_pool:
+        raise ConfigError(
+            f"placement.mapping.rollout gives the rollout a pool, but with rollout.weight_sync={choice.weight_sync} it "
+            "lives in the actor's processes"
+        )
+    standalone = choice.mode == RolloutMode.STANDALONE.value
+    if standalone and not own_pool:
+        raise ConfigError(
+            "rollout.mode=standalone needs a pool of its own, as in placement.pools.rollout_pool=[1] and "
+            "placement.mapping.rollout=rollout_pool"
+        )
+    if own_pool and not standalone:
+        raise ConfigError(
+            f"placement.mapping.rollout gives the rollout a pool of its own, which is rollout.mode=standalone, "
+            f"not {choice.mode}"
+        )
+    if processes % choice.tensor_parallel:
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is {choice.tensor_parallel}, which does not divide the {processes} "
+            "processes of the rollout's pool"
+        )
