@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, Re
 from rollcast.errors import ConfigError, PluginLoadError, PluginNotFoundError, RewardError
 from rollcast.testing.reward import RewardSuite
 from rollcast_rewards.choices import FormatReward, MultipleChoice
+from rollcast_rewards.mathematics import MathReward
 from rollcast_rewards.overlong import DapoRewardManager, OverlongBuffer, overlong_penalty
 
 
@@ -118,6 +120,55 @@ def test_math_options_and_ground_truths() -> None:
     assert reward.score(RewardSample("?", r"The answer is \boxed{4}, not 5", ground_truth="4")) == 1.0
     with pytest.raises(RewardError, match="math needs a mathematical expression as ground truth"):
         reward.score(RewardSample("?", "4", ground_truth=""))
+
+
+@pytest.mark.parametrize(
+    "equal",
+    [
+        [r"\boxed{\frac{1}{2}}", r"so it is \boxed{0.5}", r"\boxed{\frac12}", "The answer is $x = 1/2$"],
+        [r"\boxed{2\sqrt{2}}", r"\boxed{\sqrt{8}}"],
+        [r"\boxed{(x-1)(x+1)}", r"\boxed{x^2-1}"],
+        [r"\boxed{1{,}080}", r"\boxed{1080}", "1080"],
+        [r"\boxed{\{1, 2\}}", r"\boxed{\{2, 1\}}"],
+        [r"\boxed{\text{East}}", r"\boxed{\text{east}}"],
+        ["no idea", ""],
+    ],
+)
+def test_equal_answers_are_one_vote(equal: list[str]) -> None:
+    pytest.importorskip("math_verify")
+    reward = build_reward("math")
+    assert isinstance(reward, MathReward)
+    answers = {reward.extract(response) for response in equal}
+    assert len(answers) == 1
+    assert (answers == {None}) == (equal[0] == "no idea")
+
+
+def test_different_answers_are_different_votes() -> None:
+    pytest.importorskip("math_verify")
+    reward: Any = build_reward("math")
+    responses = [
+        r"\boxed{1}",
+        r"\boxed{-1}",
+        r"\boxed{10}",
+        r"\boxed{0.1}",
+        r"\boxed{10^{400}}",
+        r"\boxed{10^{401}}",
+        r"\boxed{x}",
+        r"\boxed{2x}",
+        r"\boxed{\pi}",
+    ]
+    assert len({reward.extract(response) for response in responses}) == len(responses)
+    boxed_only: Any = build_reward("math", {"boxed_only": True})
+    assert boxed_only.extract("The answer is 3") is None
+
+
+def test_an_answer_that_cannot_be_calculated_is_a_vote_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("math_verify")
+    monkeypatch.setattr("rollcast_rewards.mathematics._EXTRACTION_S", 0.2)
+    reward: Any = build_reward("math")
+    monkeypatch.setattr(type(reward), "_read", lambda self, response: time.sleep(60))
+    votes = [reward.extract(f"so it is {answer}") for answer in (r"\boxed{9^{9^9}}", r"\boxed{9^{9^9}}", r"\boxed{8}")]
+    assert votes[0] == votes[1] != votes[2]
 
 
 def test_math_without_its_library(monkeypatch: pytest.MonkeyPatch) -> None:

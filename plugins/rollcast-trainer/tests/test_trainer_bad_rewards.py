@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from trainer_tools import SmallTask, launch, read_metrics
+from trainer_tools import SmallTask, launch, read_jsonl, read_metrics
 
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.errors import ConfigError, RewardError
@@ -41,6 +41,20 @@ def test_a_run_bears_bad_samples(small_task: SmallTask, tmp_path: Path, policy: 
     # Odd numbers score 1: 7 of 16 are left, or 7 of 15.
     expected = 7 / 16 if policy == "zero" else 7 / 15
     assert [row["reward/mean"] for row in rows] == pytest.approx([expected] * len(rows))
+
+
+@pytest.mark.parametrize("policy", ["zero", "drop"])
+def test_a_validation_counts_bad_samples_as_wrong(small_task: SmallTask, tmp_path: Path, policy: str) -> None:
+    """Of five, the second is bad and the fourth right: leaving the bad one out would make the accuracy higher."""
+    changes = [f"reward.on_error={policy}", "reward.max_bad_share=0.3", "trainer.total_steps=1", "trainer.save_freq=-1"]
+    body = "if number == 1: raise KeyError('no answer')"
+    files = f"data.val_files=[{small_task.folder / 'test.jsonl'}]"
+    launch(with_reward(small_task, tmp_path, body, *changes, files, "trainer.test_freq=-1"))
+    row = read_metrics(tmp_path / "run")[0]
+    assert (row["step"], row["val/samples"]) == (0, 5)
+    assert row["val/accuracy"] == row["val/acc/mean@1"] == row["val/reward"] == pytest.approx(1 / 5)
+    samples = read_jsonl(tmp_path / "run" / "samples.jsonl")
+    assert ["no answer" in sample.get("error", "") for sample in samples] == [False, True, False, False, False]
 
 
 def test_too_many_bad_samples_end_the_run(small_task: SmallTask, tmp_path: Path) -> None:

@@ -8,12 +8,17 @@ from __future__ import annotations
 
 import importlib
 import logging
+import math
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample
 from rollcast.errors import PluginLoadError, RewardError
+from rollcast_rewards.alarm import Alarm, TimeUp
 
 __all__ = ["MathReward"]
+
+#: The longest that reading one answer for a majority vote may take.
+_EXTRACTION_S = 1.0
 
 
 class MathReward(BaseReward):
@@ -52,26 +57,67 @@ class MathReward(BaseReward):
         Raises:
             RewardError: the ground truth is no mathematical expression.
         """
-        boxed_only, rounding, longest = self._options
-        library = self._library
         truth = str(sample.ground_truth)
-        latex = library.LatexExtractionConfig(boxed_match_priority=0)
-        plain = library.ExprExtractionConfig()
-        # The library's own time limits are alarms, which the managers need for theirs.
-        expected = library.parse(_as_latex(truth), [latex, plain], parsing_timeout=None)
+        expected = self._parse(_as_latex(truth), boxed=False)
         if not expected:
             raise RewardError(f"math needs a mathematical expression as ground truth, this is {truth!r}")
-        text = sample.response[-longest:]
+        given = self._parse_response(sample.response)
+        return float(self._library.verify(expected, given, float_rounding=self._options[1], timeout_seconds=None))
+
+    def extract(self, response: str) -> str | None:
+        """The last answer in a form in which equal answers are mostly equal texts; None without an answer.
+
+        Numbers are written as decimals, of other expressions products are multiplied out. An expression
+        that takes SymPy longer than a second stands as it was written.
+        """
+        with Alarm(_EXTRACTION_S) as alarm:
+            try:
+                return alarm.call(self._read, response)
+            except TimeUp:
+                alarm.disarm()
+        text = " ".join(response[response.rfind("\\boxed") + 1 :].split())
+        return text or None
+
+    def _read(self, response: str) -> str | None:
+        found = self._parse_response(response)
+        if not found:
+            return None
+        expression = found[0]
+        if getattr(expression, "is_Equality", False) and getattr(expression.lhs, "is_Symbol", False):
+            expression = expression.rhs
+        try:
+            if getattr(expression, "is_number", False) and getattr(expression, "is_real", False):
+                value = float(expression.evalf())
+                return _as_decimal(value, self._options[1]) if math.isfinite(value) else str(found[-1])
+            return str(expression.expand() if hasattr(expression, "expand") else expression)
+        except (ArithmeticError, AttributeError, TypeError, ValueError, NotImplementedError):
+            return str(found[-1])
+
+    def _parse_response(self, response: str) -> list[Any]:
+        boxed_only, _, longest = self._options
+        text = response[-longest:]
         start = text.rfind("\\boxed")
         if start < 0 and boxed_only:
-            return 0.0
-        given = library.parse(text[max(start, 0) :], [latex] if start >= 0 else [latex, plain], parsing_timeout=None)
-        return float(library.verify(expected, given, float_rounding=rounding, timeout_seconds=None))
+            return []
+        return self._parse(text[max(start, 0) :], boxed=start >= 0)
+
+    def _parse(self, text: str, boxed: bool) -> list[Any]:
+        """SymPy's expression and the text that it was read from, as far as there are any."""
+        library = self._library
+        latex = library.LatexExtractionConfig(boxed_match_priority=0)
+        configs = [latex] if boxed else [latex, library.ExprExtractionConfig()]
+        # The library's own time limits are alarms, which the managers need for theirs.
+        return list(library.parse(text, configs, parsing_timeout=None))
 
 
 def _is_not_about_limits(record: logging.LogRecord) -> bool:
     # It warns that nobody limits its time; the manager does.
     return not str(record.msg).startswith("Timeout is disabled")
+
+
+def _as_decimal(value: float, digits: int) -> str:
+    text = f"{value:.{digits}f}".rstrip("0").rstrip(".")
+    return "0" if text in ("-0", "") else text
 
 
 def _as_latex(truth: str) -> str:
