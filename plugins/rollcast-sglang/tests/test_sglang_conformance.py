@@ -98,14 +98,15 @@ class TestSglang(RolloutSuite):
 
     def test_release_and_resume_in_any_order(self, rollout: Any) -> None:
         """What is released twice or resumed without a release harms nothing; requests wait meanwhile."""
-        before = all_tokens(run_prompts(rollout, make_prompts(2), GREEDY))
+        prompts = make_prompts(2)
+        before = all_tokens(run_prompts(rollout, prompts, GREEDY))
 
         async def juggle() -> list[int]:
             await rollout.resume()
             await rollout.release(["kv_cache"])
             await rollout.release()
             await rollout.check_health()
-            task = asyncio.create_task(rollout.generate(RolloutRequest("waits", make_prompts(1)[0], GREEDY)))
+            task = asyncio.create_task(rollout.generate(RolloutRequest("waits", prompts[0], GREEDY)))
             await rollout.resume(["weights"])
             await asyncio.sleep(0.3)
             assert not task.done()
@@ -114,7 +115,7 @@ class TestSglang(RolloutSuite):
             return list(only_sequence(await task).token_ids)
 
         assert asyncio.run(juggle()) == before[0]
-        assert all_tokens(run_prompts(rollout, make_prompts(2), GREEDY)) == before
+        assert all_tokens(run_prompts(rollout, prompts, GREEDY)) == before
 
     def test_a_cancelled_caller_takes_the_request_back(self, rollout: Any) -> None:
         sampling = SamplingParams(max_tokens=490, ignore_eos=True)

@@ -103,7 +103,8 @@ class _Update:
             self._name = name
             known = self._check.admit(name, tensor)
             if known is not None:
-                yield known, tensor
+                # Some models keep a tensor until its partner comes, and the bucket's memory is used again.
+                yield known, tensor.clone()
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
