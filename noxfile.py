@@ -158,9 +158,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The quick start's step against a plain PyTorch loop, and the controller against the machine's limits."""
-    install(session, requirements(QUICKSTART))
-    for name in chosen(session, "controller", "plain_loop", "rewards"):
+    """The controller and the quick start's step against what the machine can do; rewards, algorithms and resume."""
+    install(session, requirements(QUICKSTART), "psutil")
+    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume"):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 
