@@ -3,7 +3,7 @@
 python -m nox -s quickstart               the main job, into runs/quickstart; overrides go after `--`
 python -m nox -s tests                    every test; a path or -k after `--` narrows it
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
-python -m nox -s tests_sglang             rollcast-sglang's tests on SGLang, in an environment of its own
+python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s lint types docs
 python -m nox -s bench bench_peers        all benchmarks; the names of some after `--`
 """
@@ -127,13 +127,24 @@ def plugin(session: nox.Session, name: str) -> None:
 
 
 @nox.session
+def tests_vllm(session: nox.Session) -> None:
+    """rollcast-vllm's tests on vLLM itself, which has pins of its own; for a machine without a GPU."""
+    engine_tests(session, "rollcast-vllm")
+
+
+@nox.session
 def tests_sglang(session: nox.Session) -> None:
     """rollcast-sglang's tests on SGLang itself, which has pins of its own; for a machine without a GPU."""
-    folder = DISTRIBUTIONS["rollcast-sglang"]
+    engine_tests(session, "rollcast-sglang")
+
+
+def engine_tests(session: nox.Session, name: str) -> None:
+    """A distribution's tests with its engine, installed as its requirements files say."""
+    folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
     session.install("-q", "--no-deps", "-r", str(folder / "requirements-cpu-no-deps.txt"))
-    install(session, requirements("rollcast-sglang"), *TEST_TOOLS, pins=False)
+    install(session, requirements(name), *TEST_TOOLS, pins=False)
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(folder / "tests"), *session.posargs)
 

@@ -6,7 +6,9 @@ from typing import Any, ClassVar
 
 import pytest
 
+from rollcast.contracts.rollout import BaseRollout
 from rollcast.testing.rollout import RolloutSuite
+from rollcast_vllm.rollout import VllmRollout
 
 pytest.importorskip("vllm")
 
@@ -22,3 +24,8 @@ class TestVllm(RolloutSuite):
     rollout_config: ClassVar = {"kv_cache_memory_bytes": 64 << 20}
     lora_config: ClassVar = {"enable_lora": True, "max_lora_rank": 8}
     kill_engine = staticmethod(kill)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_rollouts(cls, shared: VllmRollout) -> list[BaseRollout]:
+        return [shared]

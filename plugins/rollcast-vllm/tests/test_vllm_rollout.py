@@ -250,6 +250,12 @@ def test_release_on_a_cpu_is_honest(rollout: VllmRollout, models: list[Any]) -> 
         asyncio.run(rollout.release(("weigths",)))
 
 
-def test_adapters_need_their_key(rollout: VllmRollout) -> None:
+def test_adapters_need_their_keys(rollout: VllmRollout, models: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither refusal changes anything."""
+    adapter = AdapterWeights({"r": 32}, {"a": torch.zeros(1)})
     with pytest.raises(CapabilityError, match=r"rollout\.enable_lora=true"):
-        asyncio.run(rollout.update_adapter(AdapterWeights({"r": 4}, {"a": torch.zeros(1)}), 1))
+        asyncio.run(rollout.update_adapter(adapter, 1))
+    monkeypatch.setattr(rollout, "_config", replace(rollout._config, enable_lora=True))
+    with pytest.raises(CapabilityError, match=r"rank 32.*rollout\.max_lora_rank is 16"):
+        asyncio.run(rollout.update_adapter(adapter, 1))
+    check_greedy(rollout, models[0])

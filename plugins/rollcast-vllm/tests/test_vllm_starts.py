@@ -16,8 +16,7 @@ import pytest
 from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, build, gap_to, under_way
 
 from rollcast.contracts.rollout import RolloutRequest
-from rollcast.contracts.weights import AdapterWeights
-from rollcast.errors import CapabilityError, ConfigError, RequestError, RolloutError, WeightSyncError
+from rollcast.errors import ConfigError, RequestError, RolloutError, WeightSyncError
 from rollcast.testing.rollout_tools import (
     GREEDY,
     all_tokens,
@@ -94,39 +93,27 @@ def _command(process: psutil.Process) -> list[str]:
         return []
 
 
-def test_adapters_meanwhile(folders: list[Path], models: list[Any]) -> None:
-    """The first adapter waits for requests without one; the second takes over those that are under way."""
+def test_an_adapter_does_not_outlive_full_weights(folders: list[Path], models: list[Any]) -> None:
+    """Not even in requests that came with it, and are still under way."""
     rollout = build(folders[0], enable_lora=True, max_lora_rank=8)
     try:
-        adapters = {version: _make_adapter(models[0], version) for version in (1, 2)}
-        with pytest.raises(CapabilityError, match=r"rank 16.*rollout\.max_lora_rank is 8"):
-            asyncio.run(rollout.update_adapter(AdapterWeights({"r": 16}, adapters[1].tensors), 1))
+        adapter = _make_adapter(models[0], 1)
+        base = [models[0], _merge(folders[0], adapter), models[1]]
         prompts = make_prompts(3)
 
         async def update_meanwhile() -> list[list[Any]]:
-            base = await under_way(rollout, prompts)
-            await rollout.update_adapter(adapters[1], 1)
-            first = await under_way(rollout, prompts)
-            await rollout.update_adapter(adapters[2], 2)
-            return [await asyncio.gather(*base), await asyncio.gather(*first)]
-
-        base, first = asyncio.run(update_meanwhile())
-        versions = {0: models[0], **{version: _merge(folders[0], each) for version, each in adapters.items()}}
-        for prompt, before, after in zip(prompts, base, first, strict=True):
-            assert set(only_sequence(before).weight_versions) == {0}
-            assert gap_to(versions, prompt, only_sequence(before)) <= TOLERANCE
-            assert gap_to(versions, prompt, only_sequence(after)) <= TOLERANCE
-        assert any(set(only_sequence(after).weight_versions) == {1, 2} for after in first)
-
-        async def weights_meanwhile() -> list[Any]:
+            without = await under_way(rollout, prompts)
+            await rollout.update_adapter(adapter, 1)
+            assert all(task.done() for task in without)
             tasks = await under_way(rollout, prompts)
-            await rollout.update_weights([list(models[1].named_parameters())], 3)
-            return await asyncio.gather(*tasks)
+            await rollout.update_weights([list(models[1].named_parameters())], 2)
+            return [await asyncio.gather(*without), await asyncio.gather(*tasks)]
 
-        versions[3] = models[1]
-        for prompt, output in zip(prompts, asyncio.run(weights_meanwhile()), strict=True):
-            assert set(only_sequence(output).weight_versions) == {2, 3}
-            assert gap_to(versions, prompt, only_sequence(output)) <= TOLERANCE
+        without, outputs = asyncio.run(update_meanwhile())
+        for prompt, early, output in zip(prompts, without, outputs, strict=True):
+            assert set(only_sequence(early).weight_versions) == {0}
+            assert set(only_sequence(output).weight_versions) == {1, 2}
+            assert gap_to(dict(enumerate(base)), prompt, only_sequence(output)) <= TOLERANCE
     finally:
         rollout.close()
 

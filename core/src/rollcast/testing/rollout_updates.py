@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
-from rollcast.contracts.weights import AdapterWeights, WeightBucket
+from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import CapabilityError, RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol.checksum import tensor_checksum
 from rollcast.testing.rollout_tools import (
@@ -84,31 +84,12 @@ class RolloutUpdates(RolloutFixtures):
     ) -> None:
         """Each token is drawn from the weights whose version it carries, given everything before it."""
         other = load_model(write_model(tmp_path / "other", seed=1))
-        prompts = make_prompts(6)
 
-        async def update_meanwhile() -> tuple[int, list[RolloutOutput], RolloutOutput]:
-            long = [RolloutRequest(f"long{i}", prompt, LONG) for i, prompt in enumerate(prompts)]
-            tasks = [asyncio.create_task(rollout.generate(request)) for request in long]
-            first = await rollout.generate(SHORT)
+        async def update() -> None:
             await rollout.update_weights([list(other.named_parameters())], 9)
-            after = await rollout.generate(SHORT)
-            return only_sequence(first).weight_versions[0], list(await asyncio.gather(*tasks)), after
 
-        old, outputs, after = asyncio.run(asyncio.wait_for(update_meanwhile(), LIMIT_S))
-        assert set(only_sequence(after).weight_versions) == {9}
-        models = {old: reference, 9: other}
-        seen: set[tuple[int, ...]] = set()
-        for prompt, output in zip(prompts, outputs, strict=True):
-            sequence = only_sequence(output)
-            assert sequence.finish_reason == "length"
-            assert len(sequence.token_ids) == len(sequence.weight_versions) == LONG.max_tokens
-            seen.add(tuple(dict.fromkeys(sequence.weight_versions)))
-            expected = {
-                version: token_log_probs(model, prompt, sequence.token_ids, LONG) for version, model in models.items()
-            }
-            for place, (version, log_prob) in enumerate(zip(sequence.weight_versions, sequence.log_probs, strict=True)):
-                gap = abs(expected[version][place] - log_prob)
-                assert gap <= self.tolerance, f"token {place} of version {version} is {gap} away from its weights"
+        old = self._version(rollout)
+        seen = self._check_meanwhile(rollout, update, {old: reference, 9: other})
         assert seen <= {(old,), (old, 9), (9,)}
         if rollout.capabilities.continuous_batching:
             assert (old, 9) in seen, "no request was under way during the update"
@@ -122,13 +103,12 @@ class RolloutUpdates(RolloutFixtures):
                     asyncio.run(rollout.update_adapter(_make_adapter(reference, 1), 1))
                 return
             self._check_answers(rollout, reference)
+            models = {self._version(rollout): reference}
             for version in (3, 4):
                 adapter = _make_adapter(reference, version)
-                report = asyncio.run(rollout.update_adapter(adapter, version))
-                assert report.version == version
-                assert report.tensors == len(adapter.tensors)
-                assert report.bytes == sum(each.nbytes for each in adapter.tensors.values())
-                self._check_answers(rollout, _merge(model_folder, adapter), version)
+                models[version] = _merge(model_folder, adapter)
+                self._check_adapter_update(rollout, adapter, version, models)
+                self._check_answers(rollout, models[version], version)
             self._check_wrong_adapter(rollout, reference)
             self._check_update(rollout, reference, 6)
         finally:
@@ -157,6 +137,55 @@ class RolloutUpdates(RolloutFixtures):
             rollout.close()
         assert len(answers) == 6
         assert all(isinstance(answer, RolloutError) for answer in answers), answers
+
+    def _version(self, rollout: BaseRollout) -> int:
+        (output,) = run_prompts(rollout, [[5]], GREEDY)
+        return only_sequence(output).weight_versions[0]
+
+    def _check_meanwhile(
+        self, rollout: BaseRollout, update: Callable[[], Awaitable[None]], models: Mapping[int, Any]
+    ) -> set[tuple[int, ...]]:
+        """Update while long requests run, and hold each token against the model of its version.
+
+        Returns:
+            The versions that sequences have, in order.
+        """
+        prompts = make_prompts(6)
+
+        async def update_meanwhile() -> list[RolloutOutput]:
+            long = [RolloutRequest(f"long{i}", prompt, LONG) for i, prompt in enumerate(prompts)]
+            tasks = [asyncio.create_task(rollout.generate(request)) for request in long]
+            await rollout.generate(SHORT)
+            await update()
+            after = await rollout.generate(SHORT)
+            return [after, *await asyncio.gather(*tasks)]
+
+        after, *outputs = asyncio.run(asyncio.wait_for(update_meanwhile(), LIMIT_S))
+        assert set(only_sequence(after).weight_versions) == {max(models)}
+        for prompt, output in zip(prompts, outputs, strict=True):
+            sequence = only_sequence(output)
+            assert sequence.finish_reason == "length"
+            assert len(sequence.token_ids) == len(sequence.weight_versions) == LONG.max_tokens
+            expected = {
+                version: token_log_probs(model, prompt, sequence.token_ids, LONG) for version, model in models.items()
+            }
+            for place, (version, log_prob) in enumerate(zip(sequence.weight_versions, sequence.log_probs, strict=True)):
+                gap = abs(expected[version][place] - log_prob)
+                assert gap <= self.tolerance, f"token {place} of version {version} is {gap} away from its weights"
+        return {tuple(dict.fromkeys(only_sequence(output).weight_versions)) for output in outputs}
+
+    def _check_adapter_update(
+        self, rollout: BaseRollout, adapter: AdapterWeights, version: int, models: Mapping[int, Any]
+    ) -> None:
+        reports: list[WeightReport] = []
+
+        async def update() -> None:
+            reports.append(await rollout.update_adapter(adapter, version))
+
+        self._check_meanwhile(rollout, update, models)
+        assert reports[0].version == version
+        assert reports[0].tensors == len(adapter.tensors)
+        assert reports[0].bytes == sum(each.nbytes for each in adapter.tensors.values())
 
     def _check_update(self, rollout: BaseRollout, model: Any, version: int, named: Named | None = None) -> None:
         sent = list(model.named_parameters()) if named is None else named
