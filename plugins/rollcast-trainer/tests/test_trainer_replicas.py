@@ -1,0 +1,143 @@
+"""Training with replicas: the same run as in one process, wherever they stand, and whatever dies."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from trainer_tools import SmallTask, launch, read_metrics, set_up
+
+from rollcast.errors import WeightSyncError
+from rollcast_trainer.ppo import PpoTrainer
+
+REPLICAS = ["rollout.mode=colocated", "rollout.replica.env={OMP_NUM_THREADS: '1'}", "trainer.total_steps=2"]
+SHARED = [*REPLICAS, "rollout.weight_sync=shared_memory"]
+ON_RAY = ["runtime=ray", "runtime.threads_per_worker=1"]
+STANDALONE = [
+    "rollout.mode=standalone",
+    "placement.pools={rollouts: [2]}",
+    "placement.mapping={rollout: rollouts}",
+]
+
+
+def of_the_run(row: dict[str, Any]) -> dict[str, float]:
+    """What does not depend on how the weights travelled, nor on the clock."""
+    return {
+        key: value
+        for key, value in row.items()
+        if not key.startswith(("time/", "sync/", "rollout/logprob_gap")) and not key.endswith("_per_s")
+    }
+
+
+def children() -> list[psutil.Process]:
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        try:
+            if "rollcast_serving.process" in child.cmdline():
+                found.append(child)
+        except psutil.Error:
+            continue
+    return found
+
+
+@pytest.fixture(scope="module")
+def in_process(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("in_process")
+    launch(small_task.ppo(folder, "trainer.total_steps=2"))
+    return read_metrics(folder)
+
+
+@pytest.fixture(autouse=True)
+def none_is_left() -> Iterator[None]:
+    yield
+    assert not children()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ["rollout.weight_sync=shared_memory", "rollout.update_weights_bucket_megabytes=1"],
+        ["rollout.weight_sync=collective", "rollout.mode=hybrid"],
+        ["rollout.weight_sync=disk"],
+        ["rollout.weight_sync=shared_memory", *ON_RAY, *STANDALONE],
+        ["rollout.weight_sync=collective", *ON_RAY, *STANDALONE],
+    ],
+    ids=["shared_memory", "collective", "disk", "standalone", "standalone-collective"],
+)
+def test_the_same_run(
+    small_task: SmallTask, tmp_path: Path, in_process: list[dict[str, Any]], changes: list[str]
+) -> None:
+    launch(small_task.ppo(tmp_path, *REPLICAS, *changes))
+    rows = read_metrics(tmp_path)
+    assert len(rows) == len(in_process)
+    for row, expected in zip(rows, in_process, strict=True):
+        assert of_the_run(row) == pytest.approx(of_the_run(expected), rel=1e-3, abs=1e-5)
+        if "reward/mean" in row:
+            assert row["rollout/logprob_gap_max"] < 1e-4
+            assert row["rollout/weight_version"] == row["step"]
+            assert row["sync/canary_gap"] < 1e-4
+            assert row["sync/seconds"] >= row["sync/load_seconds"] >= 0
+            assert row["sync/GB_per_s"] > 0
+    assert list((tmp_path / "logs").glob("replica_*.log"))
+
+
+def test_two_ranks_and_two_replicas_with_one_killed(small_task: SmallTask, tmp_path: Path) -> None:
+    """Ranks of the actor resharded into replicas that take turns with it on its pool."""
+    two = ["placement.n_gpus_per_node=2", "rollout.mode=hybrid"]
+    with set_up(small_task.ppo(tmp_path, *SHARED, *ON_RAY, *two)) as trainer:
+        assert len(trainer.sampler._replicas.addresses) == 2  # type: ignore[attr-defined]
+        before = children()
+        assert len(before) == 2
+        trainer._one_step()
+        os.kill(before[0].pid, signal.SIGKILL)
+        trainer._one_step()
+        assert trainer.metrics["rollout/weight_version"] == 2
+        assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
+        assert len(children()) == 2
+        generations = [address.generation for address in trainer.sampler._replicas.addresses]  # type: ignore[attr-defined]
+        assert sorted(generations) == [0, 1]
+
+
+def change_actor(trainer: PpoTrainer) -> None:
+    engine = trainer.group.workers[0].handle.workers[trainer.group.role].actor.engine
+    with torch.no_grad():
+        for _, parameter in engine.get_per_tensor_param():
+            parameter.mul_(1.5)
+
+
+def test_the_canary_notices_stale_weights(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with set_up(small_task.ppo(tmp_path, *SHARED)) as trainer:
+        assert trainer.sampler._check_canary() < 1e-4  # type: ignore[attr-defined]
+        change_actor(trainer)
+        with pytest.raises(WeightSyncError, match=r"replica 0 .*rollout.canary.tolerance=0.05"):
+            trainer.sampler._check_canary()  # type: ignore[attr-defined]
+        monkeypatch.setattr(trainer.sampler, "_send", lambda *_: {})  # the weights stay where they are
+        with pytest.raises(WeightSyncError, match="canary"):
+            trainer.sync_weights()
+        monkeypatch.undo()
+        assert trainer.sync_weights()["sync/canary_gap"] < 1e-4
+
+
+def test_a_replica_that_was_killed_comes_back_with_the_present_weights(small_task: SmallTask, tmp_path: Path) -> None:
+    with set_up(small_task.ppo(tmp_path, *SHARED)) as trainer:
+        change_actor(trainer)
+        trainer.sync_weights()
+        (child,) = children()
+        os.kill(child.pid, signal.SIGKILL)
+        trainer._one_step()
+        assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
+
+
+def test_sft_validates_with_replicas(small_task: SmallTask, tmp_path: Path) -> None:
+    from trainer_tools import launch as run
+
+    run(small_task.sft(tmp_path, *SHARED))
+    assert "val/accuracy" in read_metrics(tmp_path)[-1]
