@@ -125,6 +125,13 @@ def test_a_changed_tensor_is_found_in_the_engine(rollout: VllmRollout, models: l
     check_greedy(rollout, models[1])
 
 
+def test_a_bucket_may_lie_where_the_one_before_lay(rollout: VllmRollout, models: list[Any]) -> None:
+    """A layer's tensors come in several buckets, and vLLM keeps the first until it has the last."""
+    report = asyncio.run(rollout.update_weights(([each] for each in named(models[1])), 2))
+    assert len(report.checksums) == report.tensors == len(named(models[1]))
+    check_greedy(rollout, models[1])
+
+
 def test_both_ways_report_the_same(rollout: VllmRollout, folders: list[Path]) -> None:
     from safetensors.torch import load_file
 

@@ -200,8 +200,7 @@ class VllmRollout(BaseRollout):
 
     async def _update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         async with self._turn:
-            if WEIGHTS in self._released:
-                raise WeightSyncError("the memory of the weights is released: call resume before new ones")
+            self._raise_if_released()
             expected = await self._expect()
             try:
                 await self._pause()
@@ -233,6 +232,7 @@ class VllmRollout(BaseRollout):
 
     async def _update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
         async with self._turn:
+            self._raise_if_released()
             start = time.perf_counter()
             expected = await self._expect()
             try:
@@ -314,6 +314,10 @@ class VllmRollout(BaseRollout):
         for problem in self._problems.values():
             if problem:
                 raise WeightSyncError(f"{problem}; nothing is generated until an update succeeds")
+
+    def _raise_if_released(self) -> None:
+        if WEIGHTS in self._released:
+            raise WeightSyncError("the memory of the weights is released: call resume before new ones")
 
     async def _expect(self) -> ExpectedWeights:
         if self._expected is None:

@@ -118,7 +118,7 @@ class _Load:
     def abandon(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        # Half of a layer's tensors would be taken for part of the next update's.
+        # A layer that is half there keeps its old weights; without this it would get memory with nothing in it.
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
