@@ -169,9 +169,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The controller and the quick start's step against what the machine can do; rewards, algorithms and resume."""
+    """The controller and the quick start's step against what the machine can do; the rest."""
     install(session, requirements(QUICKSTART), "psutil")
-    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume"):
+    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume", "weight_sync"):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 

@@ -91,7 +91,7 @@ def test_two_ranks_and_two_replicas_with_one_killed(small_task: SmallTask, tmp_p
     """Ranks of the actor resharded into replicas that take turns with it on its pool."""
     two = ["placement.n_gpus_per_node=2", "rollout.mode=hybrid"]
     with set_up(small_task.ppo(tmp_path, *SHARED, *ON_RAY, *two)) as trainer:
-        assert len(trainer.sampler._replicas.addresses) == 2  # type: ignore[attr-defined]
+        assert len(trainer.sampler.replicas.addresses) == 2  # type: ignore[attr-defined]
         before = children()
         assert len(before) == 2
         trainer._one_step()
@@ -100,7 +100,7 @@ def test_two_ranks_and_two_replicas_with_one_killed(small_task: SmallTask, tmp_p
         assert trainer.metrics["rollout/weight_version"] == 2
         assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
         assert len(children()) == 2
-        generations = [address.generation for address in trainer.sampler._replicas.addresses]  # type: ignore[attr-defined]
+        generations = [address.generation for address in trainer.sampler.replicas.addresses]  # type: ignore[attr-defined]
         assert sorted(generations) == [0, 1]
 
 

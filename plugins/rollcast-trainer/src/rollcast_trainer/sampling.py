@@ -95,7 +95,7 @@ class ReplicaSampler(Sampler):
 
     def __init__(self, group: WorkerGroup, replicas: Replicas, canary: Canary, takes_turns: bool) -> None:
         self._group = group
-        self._replicas = replicas
+        self.replicas = replicas
         self._canary = canary
         self._takes_turns = takes_turns
         self._rests = False
@@ -104,32 +104,32 @@ class ReplicaSampler(Sampler):
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._wake(["weights", "kv_cache"])
-        return self._replicas.generate_sequences(prompts, sampling, self._canary.pad_token_id)
+        return self.replicas.generate_sequences(prompts, sampling, self._canary.pad_token_id)
 
     def sync(self, version: int) -> dict[str, float]:
-        self._replicas.check_health()
+        self.replicas.check_health()
         rested = self._rests
         self._wake(["weights"])
         self._version = version
-        metrics = self._send(version, self._replicas.addresses)
+        metrics = self._send(version, self.replicas.addresses)
         if rested:
-            self._replicas.resume(["kv_cache"])
+            self.replicas.resume(["kv_cache"])
         if self._canary.config.enable:
             metrics["sync/canary_gap"] = self._check_canary()
         return metrics
 
     def rest(self) -> None:
         if self._takes_turns and not self._rests:
-            self._replicas.release()
+            self.replicas.release()
             self._rests = True
 
     def _wake(self, tags: Sequence[str]) -> None:
         if self._rests:
-            self._replicas.resume(tags)
+            self.replicas.resume(tags)
             self._rests = False
 
     def close(self) -> None:
-        self._replicas.close()
+        self.replicas.close()
 
     def _resync(self, addresses: Sequence[ReplicaAddress]) -> None:
         if self._version is not None:
@@ -156,7 +156,7 @@ class ReplicaSampler(Sampler):
         """
         canary = self._canary
         request = RolloutRequest("canary", canary.prompt_ids, canary.sampling, seed=self._version)
-        outputs = self._replicas.generate_on_each(request)
+        outputs = self.replicas.generate_on_each(request)
         prompts = DataProto.from_dict(_rows_of(canary.prompt_ids, len(outputs)))
         batch = assemble_sequences(prompts, outputs, canary.sampling.max_tokens, canary.pad_token_id)
         own = self._group.compute_log_prob(batch.select(_MODEL_COLUMNS))["old_log_probs"]
@@ -164,7 +164,7 @@ class ReplicaSampler(Sampler):
         worst = float(gaps.max())
         if not worst <= canary.config.tolerance:
             row, token = divmod(int(gaps.argmax()), gaps.shape[1])
-            address = self._replicas.addresses[row]
+            address = self.replicas.addresses[row]
             raise WeightSyncError(
                 f"replica {address.index} on {address.node} does not generate with the weights of version "
                 f"{self._version}, though all tensors arrived as they were sent: the log-prob of token {token} of the "
