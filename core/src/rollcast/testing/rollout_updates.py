@@ -34,8 +34,8 @@ __all__ = ["RolloutUpdates"]
 LONG = SamplingParams(max_tokens=400, ignore_eos=True)
 #: Sent beside long requests: when it is answered, they are under way.
 SHORT = RolloutRequest("short", [7, 8], SamplingParams(max_tokens=8, ignore_eos=True))
-#: How long anything may take that is not to hang.
-LIMIT_S = 120.0
+#: A dead engine's requests hang if they are not answered by then.
+LIMIT_S = 300.0
 
 Named = list[tuple[str, Tensor]]
 
@@ -160,7 +160,7 @@ class RolloutUpdates(RolloutFixtures):
             after = await rollout.generate(SHORT)
             return [after, *await asyncio.gather(*tasks)]
 
-        after, *outputs = asyncio.run(asyncio.wait_for(update_meanwhile(), LIMIT_S))
+        after, *outputs = asyncio.run(update_meanwhile())
         assert set(only_sequence(after).weight_versions) == {max(models)}
         for prompt, output in zip(prompts, outputs, strict=True):
             sequence = only_sequence(output)
