@@ -33,8 +33,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 STEPS, SAVE_FREQ = 12, 2
 #: How long a run may take, and how long Ray's processes may outlive a killed one, in seconds.
 _RUN_S, _GONE_S = 600.0, 90.0
-#: About as long takes the writing of a checkpoint.
-_WRITING_S = 0.1
+#: Files of a checkpoint of one process.
+_FILES = 5
 
 
 @dataclass(frozen=True)
@@ -43,13 +43,15 @@ class Kill:
 
     Attributes:
         runtime: ``local`` or ``ray``.
-        moment: as a share of the undisturbed run's time; or, with ``checkpoint``, of the time that writing takes.
-        checkpoint: the step whose checkpoint is being written.
+        moment: as a share of the undisturbed run's time.
+        checkpoint: instead of at a moment, while this step's checkpoint is being written.
+        files: as soon as it has so many files.
     """
 
     runtime: str
-    moment: float
+    moment: float = 0.0
     checkpoint: int | None = None
+    files: int = 0
 
 
 def draw_kills(local: int, writing: int, ray: int, seed: int) -> list[Kill]:
@@ -57,7 +59,9 @@ def draw_kills(local: int, writing: int, ray: int, seed: int) -> list[Kill]:
     generator = random.Random(seed)
     kills = [Kill("local", (part + generator.random()) / local) for part in range(local)]
     steps = range(SAVE_FREQ, STEPS + 1, SAVE_FREQ)
-    kills += [Kill("local", generator.random(), generator.choice(steps)) for _ in range(writing)]
+    kills += [
+        Kill("local", checkpoint=generator.choice(steps), files=generator.randrange(_FILES)) for _ in range(writing)
+    ]
     return kills + [Kill("ray", (part + generator.random()) / ray) for part in range(ray)]
 
 
@@ -91,15 +95,10 @@ def run(folder: Path, runtime: str) -> float:
 def run_killed(folder: Path, kill: Kill, seconds: float) -> tuple[str, list[psutil.Process]] | None:
     """Kill it at its moment; where it was, and its processes that were left. None if it ended before."""
     process = start(folder, kill.runtime)
-    begun = time.perf_counter()
-    if kill.checkpoint is None:
-        wait = kill.moment * seconds
-    else:
-        unfinished = folder / "checkpoints" / f".unfinished-step_{kill.checkpoint}"
-        while process.poll() is None and not unfinished.exists():
-            time.sleep(0.001)
-        begun, wait = time.perf_counter(), kill.moment * _WRITING_S
-    while process.poll() is None and time.perf_counter() < begun + wait:
+    end = time.perf_counter() + kill.moment * seconds
+    while process.poll() is None and not (
+        time.perf_counter() >= end if kill.checkpoint is None else has_written(folder / "checkpoints", kill)
+    ):
         time.sleep(0.001)
     if process.poll() is not None:
         return None
@@ -109,13 +108,27 @@ def run_killed(folder: Path, kill: Kill, seconds: float) -> tuple[str, list[psut
     return describe(folder), children
 
 
+def has_written(checkpoints: Path, kill: Kill) -> bool:
+    """Whether the checkpoint has its files, or is complete already."""
+    unfinished = checkpoints / f".unfinished-step_{kill.checkpoint}"
+    if not unfinished.exists():
+        return (checkpoints / f"step_{kill.checkpoint}").exists()
+    return count_files(unfinished) >= kill.files
+
+
+def count_files(folder: Path) -> int:
+    """Files below a folder, which may vanish meanwhile."""
+    return sum(len(names) for _, _, names in os.walk(folder))
+
+
 def describe(folder: Path) -> str:
     """Where a killed run was."""
     checkpoints = folder / "checkpoints"
-    writing = sorted(path.name.removeprefix(".unfinished-") for path in checkpoints.glob(".unfinished-*"))
+    unfinished = sorted(checkpoints.glob(".unfinished-*"))
     steps = len(read_rows(folder / "metrics.jsonl"))
-    if writing:
-        return f"writing checkpoint {writing[0]}"
+    if unfinished:
+        name = unfinished[0].name.removeprefix(".unfinished-")
+        return f"writing checkpoint {name}, of which it had {count_files(unfinished[0])} files"
     if steps > STEPS:
         return "after its last step"
     if steps:
