@@ -9,12 +9,14 @@ from rollcast_trainer.schemas import (
     PpoTrainerConfig,
     RefConfig,
     RewardModelConfig,
+    SampleConfig,
     SftTrainerConfig,
 )
 
 SCHEMAS = (
     ConfigSchema(path="model", schema=ModelConfig, group="trainer"),
     ConfigSchema(path="actor", schema=ActorConfig, group="trainer"),
+    ConfigSchema(path="sample", schema=SampleConfig, group="trainer", option="sample"),
     ConfigSchema(path="actor", schema=PpoActorConfig, group="trainer", option="ppo"),
     ConfigSchema(path="ref", schema=RefConfig, group="trainer", option="ppo"),
     ConfigSchema(path="critic", schema=CriticConfig, group="trainer", option="ppo"),

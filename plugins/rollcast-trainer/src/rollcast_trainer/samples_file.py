@@ -1,0 +1,98 @@
+"""A file of samples that grows by whole prompts, and that an interrupted command goes on with."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import ConfigError, DataError
+
+__all__ = ["SamplesFile"]
+
+
+class SamplesFile:
+    """JSON lines, ``samples`` for each prompt, and beside them what they were made with.
+
+    Args:
+        path: of the file; ``PATH.settings.json`` stands beside it.
+        settings: what the samples depend on.
+        samples: lines of each prompt.
+
+    Raises:
+        ConfigError: the file holds samples that were made with other settings.
+        DataError: it holds something else, or cannot be written.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, Any], samples: int) -> None:
+        self.path = path
+        self._samples = samples
+        self._settings = json.loads(json.dumps(settings))
+        self._beside = path.with_name(f"{path.name}.settings.json")
+        self.rows: dict[int, list[dict[str, Any]]] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists():
+                self._check_settings()
+                self._read()
+            self._write(self._beside, json.dumps(self._settings, indent=2) + "\n")
+            self._write(path, "".join(_line(row) for index in sorted(self.rows) for row in self.rows[index]))
+        except OSError as error:
+            raise DataError(f"samples cannot be written to {path}: {error}") from error
+
+    def _check_settings(self) -> None:
+        if not self._beside.exists():
+            raise ConfigError(f"{self.path} exists and is no file of samples; choose another")
+        before = json.loads(self._beside.read_text())
+        keys = sorted({key for key in {**before, **self._settings} if before.get(key) != self._settings.get(key)})
+        if keys:
+            shown = "; ".join(f"{key} was {before.get(key)!r}, is {self._settings.get(key)!r}" for key in keys[:4])
+            raise ConfigError(f"{self.path} holds samples with other settings ({shown}); choose another file")
+
+    def _read(self) -> None:
+        """Take the prompts that are complete; the last may have been cut off in the middle."""
+        lines = self.path.read_text().splitlines()
+        for number, text in enumerate(lines, 1):
+            try:
+                row = json.loads(text)
+                self.rows.setdefault(int(row["index"]), []).append(row)
+            except (ValueError, KeyError, TypeError) as error:
+                if number < len(lines):
+                    raise DataError(f"{self.path}, line {number} is no sample: {error!r}") from error
+        self.rows = {index: rows for index, rows in self.rows.items() if len(rows) == self._samples}
+
+    @staticmethod
+    def _write(path: Path, text: str) -> None:
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text(text)
+        temporary.replace(path)
+
+    def missing(self, prompts: int) -> list[int]:
+        """The prompts that have no samples yet, of the first ``prompts``."""
+        return [index for index in range(prompts) if index not in self.rows]
+
+    def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Append the samples of whole prompts, each with its prompt's ``index``.
+
+        Raises:
+            DataError: they cannot be written.
+        """
+        try:
+            with self.path.open("a") as file:
+                file.writelines(_line(row) for row in rows)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise DataError(f"samples cannot be written to {self.path}: {error}") from error
+        for row in rows:
+            self.rows.setdefault(int(row["index"]), []).append(dict(row))
+
+    def in_order(self) -> list[dict[str, Any]]:
+        """All rows, those of a prompt together, in the prompts' order."""
+        return [row for index in sorted(self.rows) for row in self.rows[index]]
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(row, ensure_ascii=False, default=str) + "\n"
