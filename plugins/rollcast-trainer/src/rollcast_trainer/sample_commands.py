@@ -93,7 +93,7 @@ def _build(
 def _progress(job: SampleJob) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    total, done = len(job.dataset), len(job.file.rows)  # type: ignore[arg-type]
+    total, done = len(job.dataset), len(job.file.rows)
     if done:
         logger.info("%s has the samples of %d of %d prompts already", job.file.path, done, total)
     columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())

@@ -121,7 +121,7 @@ class SampleJob:
         Raises:
             RollcastError: a replica cannot be started, a request cannot be served, a reward failed.
         """
-        count = len(self.dataset)  # type: ignore[arg-type]
+        count = len(self.dataset)
         missing = self.file.missing(count)
         with ExitStack() as stack:
             if self.scorer is not None:

@@ -7,6 +7,8 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 from rollcast.config.rollout import CanaryConfig
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.controller.worker_group import WorkerGroup
@@ -174,9 +176,7 @@ class ReplicaSampler(Sampler):
         return worst
 
 
-def _rows_of(prompt_ids: Sequence[int], count: int) -> dict[str, object]:
-    import torch
-
+def _rows_of(prompt_ids: Sequence[int], count: int) -> dict[str, torch.Tensor]:
     ids = torch.tensor([list(prompt_ids)] * count, dtype=torch.int64)
     positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}

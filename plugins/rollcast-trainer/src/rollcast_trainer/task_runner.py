@@ -146,8 +146,10 @@ class TaskRunner:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
             stack.callback(self._trackers.close)
-            for part in (*self._scorers, *self._samplers):
-                stack.callback(part.close)
+            for scorer in self._scorers:
+                stack.callback(scorer.close)
+            for sampler in self._samplers:
+                stack.callback(sampler.close)
         self._runtime, self._scorers, self._samplers = None, [], []
 
     def start(self) -> None:
@@ -278,7 +280,7 @@ class TaskRunner:
         """
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
-        everyone: dict[Hashable, ClassWithInitArgs[Any]] = {**workers}
+        everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(workers.items())
         if self.uses_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
             everyone[Role.ROLLOUT] = replica
