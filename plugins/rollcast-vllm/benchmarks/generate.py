@@ -1,8 +1,9 @@
-"""New tokens per second through VllmRollout and by the bare AsyncLLM with the same engine arguments.
+"""New tokens per second by the bare AsyncLLM, through VllmRollout, and through a replica's server.
 
-python plugins/rollcast-vllm/benchmarks/generate.py [MODEL_FOLDER]; a tiny random model by default.
+python plugins/rollcast-vllm/benchmarks/generate.py [MODEL_FOLDER]; a tiny random model by default. Needs
+rollcast-serving beside this plugin.
 
-Both engines live at the same time and take turns, so that a busy machine slows both.
+The engines have the same arguments, live at the same time and take turns, so that a busy machine slows all.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,8 @@ import psutil
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
 from rollcast.testing.tiny import tiny_model_folder
+from rollcast_serving.launcher import ReplicaProcess, ReplicaSpec
+from rollcast_serving.manager import ServerManager
 from rollcast_vllm.engine import build_llm
 from rollcast_vllm.engine_args import build_engine_args
 from rollcast_vllm.environment import prepare_environment
@@ -60,6 +64,14 @@ async def run_rollout(rollout: VllmRollout, seeded: bool) -> float:
     return sum(len(output.sequences[0].token_ids) for output in outputs) / (time.perf_counter() - start)
 
 
+async def run_replica(manager: ServerManager) -> float:
+    sampling = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
+    requests = [RolloutRequest(str(i), prompt, sampling) for i, prompt in enumerate(make_prompts())]
+    start = time.perf_counter()
+    outputs = await manager.generate_many(requests)
+    return sum(len(output.sequences[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+
+
 def memory_mb() -> float:
     return sum(each.memory_full_info().uss for each in psutil.Process().children(recursive=True)) / 1e6
 
@@ -72,12 +84,16 @@ async def compare(folder: Path) -> None:
     print(f"start {time.perf_counter() - start:.1f} s, engine's processes {memory_mb():.0f} MB, "
           f"this one {psutil.Process().memory_full_info().uss / 1e6:.0f} MB")  # fmt: skip
     llm = build_llm(build_engine_args(setup))
-    figures: dict[str, list[float]] = {"bare": [], "rollout": [], "rollout, a seed each": []}
+    environment = VllmRollout.environment(setup.config)
+    process = ReplicaProcess(ReplicaSpec(asdict(setup.config), str(folder), 1, 0, EOS, env=environment))
+    manager = ServerManager([await asyncio.to_thread(process.wait_ready)])
+    figures: dict[str, list[float]] = {"bare": [], "rollout": [], "rollout, a seed each": [], "replica": []}
     for number in range(ROUNDS + 1):
         round_figures = [
             await run_bare(llm, number),
             await run_rollout(rollout, False),
             await run_rollout(rollout, True),
+            await run_replica(manager),
         ]
         if number:  # the first warms up
             for name, figure in zip(figures, round_figures, strict=True):
@@ -85,6 +101,8 @@ async def compare(folder: Path) -> None:
     for name, values in figures.items():
         ratio = statistics.median(value / bare for value, bare in zip(values, figures["bare"], strict=True))
         print(f"{name}: median {statistics.median(values):,.0f} tokens/s, best {max(values):,.0f}, {ratio:.3f} of bare")
+    await manager.close()
+    process.stop()
     rollout.close()
     llm.shutdown(timeout=2)
 
