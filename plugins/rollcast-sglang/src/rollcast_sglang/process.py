@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -19,6 +20,8 @@ from rollcast.errors import RolloutError
 __all__ = ["ServerProcess"]
 
 _LOG_LINES = 20
+_STOP_GRACE_S = 3.0
+_LOADS = "/dev/shm/sglang_loads_"  # noqa: S108  # SGLang's choice
 _HOST = "127.0.0.1"
 
 
@@ -44,7 +47,7 @@ class ServerProcess:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=dict(environment),
+                env={**environment, "TMPDIR": str(folder)},
                 process_group=0,
             )
         listening = {"host": _HOST, "port": port, "api_key": self.api_key}
@@ -76,10 +79,32 @@ class ServerProcess:
         return RolloutError(f"{what}, {end}; the end of its log:" + "".join(f"\n    {line}" for line in lines))
 
     def stop(self) -> None:
-        """Kill the server and all that it started; it has nothing to save."""
+        """End the server and all that it started; it has nothing to save."""
+        group = self._popen.pid
+        leftovers = self._mapped_files()
         with suppress(ProcessLookupError):
-            os.killpg(self._popen.pid, signal.SIGKILL)
+            # Python's resource tracker lets this signal pass, and removes the semaphores of the others.
+            os.killpg(group, signal.SIGTERM)
+        self._popen.kill()
         self._popen.wait()
+        deadline = time.monotonic() + _STOP_GRACE_S
+        with suppress(ProcessLookupError):
+            while time.monotonic() < deadline:
+                os.killpg(group, 0)
+                time.sleep(0.02)
+            os.killpg(group, signal.SIGKILL)
+        for path in leftovers:
+            path.unlink(missing_ok=True)
+
+    def _mapped_files(self) -> set[Path]:
+        """Files in memory that SGLang removes only when it ends by itself, which takes it seconds."""
+        found: set[Path] = set()
+        for maps in Path("/proc").glob("[0-9]*/maps"):
+            with suppress(OSError):
+                if os.getpgid(int(maps.parent.name)) == self._popen.pid:
+                    lines = [line for line in maps.read_text().splitlines() if line.endswith(".shm")]
+                    found.update(Path(line[line.index(_LOADS) :]) for line in lines if _LOADS in line)
+        return found
 
 
 def _free_port() -> int:

@@ -21,7 +21,9 @@ def _end_with_parent(parent: int) -> None:
     """Kill this process and all that it started once the rollout's process is gone."""
     while os.getppid() == parent:
         time.sleep(_POLL_S)
-    os.killpg(0, signal.SIGKILL)
+    # The first ends the others, except Python's resource tracker, which removes their semaphores.
+    os.killpg(0, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _serve(args: dict[str, Any]) -> None:
