@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
 
 from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
-from rollcast.contracts.weights import WeightBucket
+from rollcast.contracts.weights import BucketsForReaders, WeightBucket, WeightTally
 from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import sending, shared_memory
 
 SYNCS = ["shared_memory", "collective", "disk"]
@@ -202,3 +204,29 @@ def test_any_tensors_by_shared_memory(shapes: list[tuple[int, str]]) -> None:
     asyncio.run(make("shared_memory", ListEngine(named), [target], bucket_bytes=4000).sync(1))
     assert all(torch.equal(target.held[each], tensor) for each, tensor in named)
     assert shared_memory.SharedMemorySync.capabilities.same_node
+
+
+def test_every_process_of_an_engine_gets_all(name: str) -> None:
+    class TwoProcesses(KeepingTarget):
+        """As an engine with tensor parallelism reads: here two threads."""
+
+        def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+            incoming = IncomingWeights(sync, source)
+            assert isinstance(incoming, BucketsForReaders)
+
+            def read(index: int) -> tuple[Any, dict[str, torch.Tensor]]:
+                tally, held = WeightTally(incoming.for_reader(index, 2)), {}
+                for bucket in tally:
+                    held |= {each: tensor.clone() for each, tensor in bucket}
+                return tally.report(version), held
+
+            with ThreadPoolExecutor(2) as pool:
+                (report, self.held), (_, self.other) = pool.map(read, range(2))
+            return report
+
+    targets: list[Any] = [TwoProcesses(), KeepingTarget(), TwoProcesses()]
+    engine = ListEngine(many_tensors())
+    asyncio.run(make(name, engine, targets, bucket_bytes=3000).sync(4))
+    held = [targets[0].held, targets[0].other, targets[1].held, targets[2].held, targets[2].other]
+    for each, tensor in engine.named:
+        assert all(torch.equal(one[each], tensor) for one in held)

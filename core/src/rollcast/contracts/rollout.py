@@ -204,7 +204,8 @@ class BaseRollout(ABC):
         Args:
             buckets: to go through once, with :class:`~rollcast.contracts.weights.WeightTally`. A bucket's
                 tensors are valid until the next one is asked for. An engine with processes of its own
-                may pickle it and go through it there, once in each.
+                may pickle it and go through it there, by
+                :meth:`~rollcast.contracts.weights.BucketsForReaders.for_reader` where it has that.
             version: what the rollout has to report from now on.
 
         Raises:

@@ -14,14 +14,14 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from rollcast.errors import WeightSyncError
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["AdapterWeights", "WeightBucket", "WeightReport", "WeightTally"]
+__all__ = ["AdapterWeights", "BucketsForReaders", "WeightBucket", "WeightReport", "WeightTally"]
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,15 @@ class WeightBucket(Sequence[tuple[str, "Tensor"]]):
 
     def __getitem__(self, index: Any) -> Any:
         return self.named[index]
+
+
+@runtime_checkable
+class BucketsForReaders(Protocol):
+    """Buckets from elsewhere that several processes of one engine may go through, each once."""
+
+    def for_reader(self, index: int, count: int) -> Iterable[Sequence[tuple[str, Tensor]]]:
+        """All of them for process ``index`` of ``count``; every one of the ``count`` has to go through its own."""
+        ...
 
 
 class WeightTally:

@@ -7,7 +7,7 @@ import hmac
 import json
 import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
@@ -32,15 +32,20 @@ class IncomingWeights:
     Attributes:
         sync: registry name of the weight sync.
         source: where it gets them from.
-        readers: processes of this replica that go through them, each once.
+        reader, readers: number of the process of this replica that goes through them, and of how many.
     """
 
     sync: str
     source: Mapping[str, Any] = field(repr=False)
+    reader: int = 0
     readers: int = 1
 
+    def for_reader(self, index: int, count: int) -> IncomingWeights:
+        """See :class:`rollcast.contracts.weights.BucketsForReaders`."""
+        return replace(self, reader=index, readers=count)
+
     def __iter__(self) -> Iterator[WeightBucket]:
-        source = {**self.source, "readers": self.readers}
+        source = {**self.source, "reader": self.reader, "readers": self.readers}
         return iter(weight_syncs.get(self.sync, requested_by="rollout.weight_sync").open(source))
 
 

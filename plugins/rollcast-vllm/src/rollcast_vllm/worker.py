@@ -10,7 +10,7 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.contracts.weights import BucketsForReaders, WeightReport, WeightTally
 from rollcast.errors import RollcastError, WeightSyncError
 from rollcast_vllm.buckets import SharedBucket
 from rollcast_vllm.expected import ExpectedWeights, WeightChecks
@@ -30,6 +30,7 @@ class WeightsExtension:
 
     model_runner: Any
     vllm_config: Any
+    rank: int
     _rollcast_load: _Load | None = None
 
     def rollcast_watch_parent(self, pid: int) -> None:
@@ -45,6 +46,8 @@ class WeightsExtension:
 
         def load() -> list[WeightReport]:
             expected, buckets = pickle.loads(pickled)
+            if isinstance(buckets, BucketsForReaders):
+                buckets = buckets.for_reader(self.rank, self.vllm_config.parallel_config.world_size)
             self._rollcast_load = _Load(self, expected)
             return [self._rollcast_load.take(buckets, version)]
 
