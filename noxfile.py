@@ -144,9 +144,29 @@ def engine_tests(session: nox.Session, name: str) -> None:
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
     session.install("-q", "--no-deps", "-r", str(folder / "requirements-cpu-no-deps.txt"))
-    install(session, requirements(name), *TEST_TOOLS, pins=False)
+    install(session, requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=False)
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(folder / "tests"), *session.posargs)
+    if not session.posargs:
+        train_elsewhere(session, name)
+
+
+def train_elsewhere(session: nox.Session, name: str) -> None:
+    """A trainer in an environment of its own, with replicas in the session's."""
+    place = Path(session.virtualenv.location)
+    trainer = place / "trainer"
+    python = str(trainer / "bin" / "python")
+    wheels = workspace(session) / "wheels"
+    needed = sorted(requirements(QUICKSTART) | {name})
+    session.run("python", "-m", "venv", str(trainer))
+    folders = [str(DISTRIBUTIONS[other]) for other in needed]
+    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), *folders)
+    built = [str(wheels / f"{other.replace('-', '_')}-{project(DISTRIBUTIONS[other])['version']}-py3-none-any.whl")
+             for other in needed]  # fmt: skip
+    session.run(python, "-m", "pip", "install", "-q", *constraints(), *built, "pytest", "pytest-timeout", external=True)
+    session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
+    session.env["ROLLCAST_REPLICA_PYTHON"] = str(place / "bin" / "python")
+    session.run(python, "-m", "pytest", "-q", "tests/engines", external=True)
 
 
 @nox.session

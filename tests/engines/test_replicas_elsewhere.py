@@ -1,0 +1,42 @@
+"""A trainer here, and an inference engine in a virtual environment of its own.
+
+Run by the sessions ``tests_vllm`` and ``tests_sglang``, which set ``ROLLCAST_ROLLOUT`` to the rollout's name
+and ``ROLLCAST_REPLICA_PYTHON`` to the interpreter of the engine's environment.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROLLOUT = os.environ.get("ROLLCAST_ROLLOUT", "")
+PYTHON = os.environ.get("ROLLCAST_REPLICA_PYTHON", "")
+pytestmark = pytest.mark.skipif(not (ROLLOUT and PYTHON), reason="no environment with an engine was named")
+
+
+@pytest.mark.parametrize("sync", ["shared_memory", "collective"])
+def test_training_across_environments(tmp_path: Path, sync: str) -> None:
+    assert importlib.util.find_spec(ROLLOUT) is None, "the trainer's environment has the engine too"
+    command = [
+        *(sys.executable, "-m", "rollcast", "train", "recipe=quickstart", f"run_dir={tmp_path / 'run'}"),
+        *(f"rollout={ROLLOUT}", f"rollout.replica.python={PYTHON}", f"rollout.weight_sync={sync}"),
+        *("rollout.mode=colocated", "rollout.n=4", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4"),
+        *("trainer.warm_start=null", "model.random_init=true", "data.val_max_samples=16", "trainer.test_freq=2"),
+        *("trainer.total_steps=2", "trainer.save_freq=-1", "trainer.export=false", "runtime=local"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    log = tmp_path / "run" / "logs" / "replica_0.log"
+    assert done.returncode == 0, done.stderr[-4000:] + (log.read_text()[-4000:] if log.exists() else "")
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    steps = [row for row in rows if "reward/mean" in row]
+    assert [row["rollout/weight_version"] for row in steps] == [1, 2]
+    for row in steps:
+        assert row["rollout/logprob_gap_max"] < 1e-3
+        assert row["sync/canary_gap"] < 1e-3
+    assert rows[-1]["val/samples"] == 16
