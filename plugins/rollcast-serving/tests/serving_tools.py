@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
-from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
 from rollcast.testing.tiny import tiny_model_folder
 from rollcast_serving.server import IncomingWeights
 
@@ -21,6 +21,10 @@ class ListEngine:
     def __init__(self, named: Iterable[tuple[str, Tensor]]) -> None:
         self.named = list(named)
         self.gathered = 0
+        self.adapter: AdapterWeights | None = None
+
+    def get_adapter(self) -> AdapterWeights | None:
+        return self.adapter
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         for entry in self.named:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
 
 from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
-from rollcast.contracts.weights import BucketsForReaders, WeightBucket, WeightTally
+from rollcast.contracts.weights import AdapterWeights, BucketsForReaders, WeightBucket, WeightTally
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import sending, shared_memory
@@ -230,3 +230,25 @@ def test_every_process_of_an_engine_gets_all(name: str) -> None:
     held = [targets[0].held, targets[0].other, targets[1].held, targets[2].held, targets[2].other]
     for each, tensor in engine.named:
         assert all(torch.equal(one[each], tensor) for one in held)
+
+
+def test_only_the_adapter_travels_once_the_base_is_there(name: str) -> None:
+    class Remembering(KeepingTarget):
+        def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+            self.held = {}
+            self.configs = [*getattr(self, "configs", []), source.get("adapter")]
+            return super().receive_weights(sync, source, version)
+
+    lora = [("q.lora_A.weight", torch.randn(4, 8)), ("q.lora_B.weight", torch.randn(8, 4))]
+    engine, target = ListEngine(many_tensors()), Remembering()
+    engine.adapter = AdapterWeights({"r": 4, "lora_alpha": 8}, dict(lora))
+    sync = make(name, engine, [target])
+    (report,) = asyncio.run(sync.sync(1))
+    assert target.configs == [None, {"r": 4, "lora_alpha": 8}]
+    (report,) = asyncio.run(sync.sync(2, only_adapter=True))
+    assert target.configs[2:] == [{"r": 4, "lora_alpha": 8}]
+    assert (report.tensors, report.bytes) == (2, 2 * 4 * 8 * 4)
+    assert all(torch.equal(target.held[each], tensor) for each, tensor in lora)
+    engine.adapter = None  # an engine that trains the model itself sends all of it whatever it is asked
+    asyncio.run(sync.sync(3, only_adapter=True))
+    assert list(target.held) == [each for each, _ in engine.named]

@@ -31,6 +31,7 @@ from rollcast.plugins.registry import Registry, subclass_of
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from rollcast.contracts.weights import AdapterWeights
     from rollcast.controller.worker import WorkerContext
     from rollcast.protocol import DataProto
 
@@ -294,7 +295,14 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by their Hugging Face names, one at a time, gathered over the ranks."""
+        """Full parameters by their Hugging Face names, one at a time, gathered over the ranks.
+
+        With an adapter in training these are the base model's.
+        """
+
+    def get_adapter(self) -> AdapterWeights | None:
+        """The LoRA adapter in training, gathered over the ranks (all call it); None if the model itself trains."""
+        return None
 
     def in_process_module(self) -> AbstractContextManager[nn.Module]:
         """The module with full weights in place on this rank, for generation in this process.

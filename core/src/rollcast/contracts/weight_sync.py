@@ -97,11 +97,16 @@ class BaseWeightSync(ABC):
         self.settings = settings or SyncSettings()
 
     @abstractmethod
-    async def sync(self, version: int) -> list[WeightReport]:
+    async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:
         """Make the targets generate with the engine's present weights, as ``version``.
 
+        Args:
+            version: of the weights.
+            only_adapter: every target has the base model, so of an engine that trains an adapter only
+                that has to travel. The same on all ranks.
+
         Returns:
-            A report for each target, in their order.
+            A report for each target, in their order; of the adapter, if there is one.
 
         Raises:
             WeightSyncError: a target's report does not match what was sent; names the tensor.

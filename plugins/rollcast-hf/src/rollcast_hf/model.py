@@ -8,9 +8,9 @@ import torch
 import transformers
 from torch import nn
 
+from rollcast.contracts.requests import ModelLimits
 from rollcast.errors import CheckpointError
 from rollcast.runtime.device import local_device
-from rollcast_hf.requests import ModelLimits
 
 __all__ = ["build_model", "load_model", "read_limits"]
 

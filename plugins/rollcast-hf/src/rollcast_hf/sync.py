@@ -40,6 +40,6 @@ class InProcessSync(BaseWeightSync):
             )
         super().__init__(engine, targets, settings)
 
-    async def sync(self, version: int) -> list[WeightReport]:
+    async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:  # nothing moves
         """Say that the engine's present weights are ``version``; nothing is copied."""
         return [target.bind_engine(self.engine, version) for target in self.targets if isinstance(target, BaseRollout)]

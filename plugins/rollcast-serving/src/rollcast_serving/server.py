@@ -14,7 +14,7 @@ from aiohttp import web
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput
 from rollcast.contracts.weight_sync import weight_syncs
-from rollcast.contracts.weights import WeightBucket
+from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport, WeightTally
 from rollcast.errors import RequestError, RollcastError
 from rollcast_serving.wire import decode_request, encode_error, encode_output, encode_report
 
@@ -120,9 +120,18 @@ class _Endpoints:
     async def update_weights(self, request: web.Request) -> web.Response:
         asked = await request.json()
         async with self._updating:
-            incoming = IncomingWeights(asked["sync"], asked["source"])
-            report = await self.rollout.update_weights(incoming, int(asked["version"]))
+            incoming, version = IncomingWeights(asked["sync"], asked["source"]), int(asked["version"])
+            if "adapter" in asked["source"]:
+                report = await self._update_adapter(incoming, asked["source"]["adapter"], version)
+            else:
+                report = await self.rollout.update_weights(incoming, version)
         return web.json_response(encode_report(report))
+
+    async def _update_adapter(self, incoming: IncomingWeights, config: Mapping[str, Any], version: int) -> WeightReport:
+        tally = WeightTally(incoming)
+        tensors = {name: tensor.clone() for bucket in tally for name, tensor in bucket}
+        loaded = await self.rollout.update_adapter(AdapterWeights(config, tensors), version)
+        return replace(tally.report(loaded.version), load_seconds=loaded.seconds)
 
     async def release(self, request: web.Request) -> web.Response:
         await self.rollout.release((await request.json())["tags"])

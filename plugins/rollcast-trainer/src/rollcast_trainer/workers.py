@@ -201,6 +201,8 @@ class ActorRolloutRefWorker(Worker):
         self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
+        #: Replicas that have had the base weights.
+        self._based: set[ReplicaAddress] = set()
 
     @register(dispatch_mode="one_to_all")
     def init_model(self) -> None:
@@ -290,7 +292,8 @@ class ActorRolloutRefWorker(Worker):
         if not self.weight_sync.capabilities.same_process:
             self.weight_sync.targets = [ReplicaReceiver(address) for address in self._served(replicas)]
         start = time.perf_counter()
-        reports = await self.weight_sync.sync(version)
+        reports = await self.weight_sync.sync(version, only_adapter=self._based.issuperset(replicas))
+        self._based.update(replicas)
         for report in reports:
             if report.version != version:
                 raise WeightSyncError(

@@ -97,28 +97,38 @@ class BucketSync(BaseWeightSync):
     def transport(self) -> AbstractContextManager[Transport]:
         """A way to the present targets, for one sync."""
 
-    async def sync(self, version: int) -> list[WeightReport]:
+    async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:
         """See :meth:`BaseWeightSync.sync`; a rank without targets takes part in the collectives."""
-        buckets = pack_buckets(self.engine.get_per_tensor_param(), self.settings.bucket_bytes)
-        if not self.targets:
-            for _ in buckets:
-                pass
-            return []
+        adapter = self.engine.get_adapter()
+        reports: list[WeightReport] = []
+        if adapter is None or not only_adapter:
+            reports = self._send_all(self.engine.get_per_tensor_param(), version)
+        if adapter is not None:
+            reports = self._send_all(adapter.tensors.items(), version, {"adapter": dict(adapter.config)})
+        return reports
+
+    def _send_all(
+        self, named: Iterable[tuple[str, Tensor]], version: int, described: Mapping[str, Any] | None = None
+    ) -> list[WeightReport]:
+        buckets = pack_buckets(named, self.settings.bucket_bytes)
         try:
-            return self._send(buckets, version)
+            return self._send(buckets, version, described or {}) if self.targets else []
         finally:
-            for _ in buckets:  # after a failure: the other ranks are still in the collectives
+            for _ in buckets:  # without targets, or after a failure: the other ranks are in the collectives
                 pass
 
-    def _send(self, buckets: Iterator[list[tuple[str, Tensor]]], version: int) -> list[WeightReport]:
+    def _send(
+        self, buckets: Iterator[list[tuple[str, Tensor]]], version: int, described: Mapping[str, Any]
+    ) -> list[WeightReport]:
         targets = cast("Sequence[RemoteRollout]", self.targets)
         sent = _Sent()
         with ThreadPoolExecutor(len(targets), "weights") as pool, self.transport() as transport:
 
             def call() -> Receivers:
+                source = {**transport.source, **described}
                 return Receivers(
                     [
-                        pool.submit(target.receive_weights, self.name, {**transport.source, "target": index}, version)
+                        pool.submit(target.receive_weights, self.name, {**source, "target": index}, version)
                         for index, target in enumerate(targets)
                     ]
                 )
