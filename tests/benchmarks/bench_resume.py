@@ -200,9 +200,10 @@ def compare(folder: Path, whole: Path) -> str | None:
 
 def kill_and_resume(folder: Path, kill: Kill, whole: Path, seconds: float) -> tuple[str, str | None]:
     """Where it was killed, and the first difference in the end."""
+    begun = time.perf_counter()
     while (killed := run_killed(folder, kill, seconds)) is None:
         shutil.rmtree(folder)
-        seconds *= 0.95
+        seconds, begun = time.perf_counter() - begun, time.perf_counter()
     place, left = killed
     _, alive = psutil.wait_procs(left, timeout=_GONE_S)
     if alive:
