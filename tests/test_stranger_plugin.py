@@ -94,8 +94,8 @@ def test_mode_works_in_ray_workers(stranger: Stranger) -> None:
 def test_estimator_and_reward_are_named_in_a_command_line(stranger: Stranger) -> None:
     stranger.rollcast(
         *("train", "recipe=quickstart", "runtime=ray", "run_dir=runs/stripes", "trainer.total_steps=2"),
-        *("trainer.warm_start=null", "model.random_init=true", "data.train_batch_size=8", "data.val_max_samples=8"),
-        *("actor.ppo_mini_batch_size=4", "rollout.n=4", "trainer.export=false"),
+        *("trainer.warm_start=null", "model.random_init=true", "data.train_batch_size=32", "data.val_max_samples=8"),
+        *("actor.ppo_mini_batch_size=16", "rollout.n=16", "trainer.export=false"),
         *("algorithm.adv_estimator=centred", "reward.name=right_so_far"),
     )
     rows = [json.loads(line) for line in (stranger.folder / "runs/stripes/metrics.jsonl").read_text().splitlines()]

@@ -20,6 +20,7 @@ from rollcast.errors import (
     PluginTypeError,
     PluginVersionError,
 )
+from rollcast.plugins import groups as groups_module
 from rollcast.plugins import registry as registry_module
 from rollcast.plugins.inprocess import generation
 from rollcast.plugins.registry import (
@@ -102,14 +103,17 @@ def test_not_found_says_what_was_asked_by_whom_and_what_exists(make_dist, parts)
     assert isinstance(caught.value, LookupError)
 
 
-def test_not_found_says_which_first_party_distribution_would_help() -> None:
+def test_not_found_says_which_first_party_distribution_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = {"rollcast.rollouts": {"warpdrive": "rollcast-warpdrive"}}  # one that is certainly not installed
+    for module in (groups_module, registry_module):
+        monkeypatch.setattr(module, "FIRST_PARTY", known)
     registry_module._registries.pop("rollcast.rollouts", None)  # where the contract is imported already
     rollouts: Registry[Any] = Registry("rollcast.rollouts", is_callable())
     find_registry("rollcast.rollouts")
-    with pytest.raises(PluginNotFoundError, match=r"pip install rollcast-vllm"):
-        rollouts.get("vllm")
-    with pytest.raises(PluginNotFoundError, match=r"mean 'sglang'\?\n.*pip install rollcast-sglang"):
-        rollouts.get("sgland")
+    with pytest.raises(PluginNotFoundError, match=r"pip install rollcast-warpdrive"):
+        rollouts.get("warpdrive")
+    with pytest.raises(PluginNotFoundError, match=r"mean 'warpdrive'\?\n.*pip install rollcast-warpdrive"):
+        rollouts.get("warpdriv")
     with pytest.raises(PluginNotFoundError) as caught:
         rollouts.get("zzz")
     assert "pip install" not in str(caught.value)

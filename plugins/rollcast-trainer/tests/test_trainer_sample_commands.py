@@ -36,7 +36,7 @@ def settings(task: SmallTask, *changes: str) -> list[str]:
 def run(app: Any, *arguments: str) -> str:
     result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
     assert result.exit_code == 0, result.output
-    return result.output
+    return result.stdout
 
 
 def test_generate_goes_on_where_it_was_cut_off(small_task: SmallTask, tmp_path: Path) -> None:

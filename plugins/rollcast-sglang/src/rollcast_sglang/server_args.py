@@ -113,7 +113,8 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         if not gpu:
             values["lora_backend"] = "torch_native"
     if not gpu:
-        values["device"] = "cpu"
+        # An idle scheduler would keep a core busy that the trainer needs.
+        values |= {"device": "cpu", "sleep_on_idle": True}
     return values
 
 
