@@ -22,8 +22,8 @@ from rollcast.controller.worker import WorkerContext
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import random_batch
+from rollcast_engine.rng import capture_rng
 from rollcast_fsdp.engine import FsdpEngine
-from rollcast_fsdp.rng import capture_rng
 from rollcast_fsdp.schemas import FsdpConfig
 
 ALONE = WorkerContext()

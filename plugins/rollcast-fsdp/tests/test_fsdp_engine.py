@@ -19,12 +19,9 @@ from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, 
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.testing.tiny import random_batch, tiny_model_folder
-from rollcast_fsdp.batching import plan_batch
 from rollcast_fsdp.conf import SCHEMAS
 from rollcast_fsdp.engine import FsdpEngine
-from rollcast_fsdp.optim import learning_rate
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_fsdp.step import tensor_columns
 
 ALONE = scenarios.ALONE
 
@@ -128,22 +125,6 @@ def test_bf16_weights(model_folder: Path) -> None:
     assert output["log_probs"].dtype == torch.float32
 
 
-def test_a_token_budget_bounds_padded_tokens() -> None:
-    batch = random_batch(40, 12, 20, seed=4)
-    plan = plan_batch(tensor_columns(batch), ForwardSettings(max_token_len_per_gpu=70))
-    parts = [plan.micro_batch(index, torch.device("cpu")) for index in range(len(plan))]
-    assert max(part.model_inputs["input_ids"].numel() for part in parts) <= 70
-    assert sorted(torch.cat([part.rows for part in parts]).tolist()) == list(range(40))
-    assert len(parts) <= 16  # 40 rows of 17 tokens on average
-    for part in parts:
-        ids, mask = part.model_inputs["input_ids"], part.model_inputs["attention_mask"]
-        assert mask[:, 0].any()
-        assert mask[:, -1].any()
-        kept = batch["input_ids"][part.rows][batch["attention_mask"][part.rows] > 0]
-        assert torch.equal(ids[mask > 0], kept)
-        assert torch.equal(part.columns["prompts"], ids[:, : -part.responses.size(1)])
-
-
 def test_a_micro_batch_has_at_least_one_row(model_folder: Path) -> None:
     engine = scenarios.build(ALONE, model_folder)
     with pytest.raises(ConfigError, match="micro_batch_size_per_gpu is 0"):
@@ -180,11 +161,6 @@ def test_modes_are_put_back(model_folder: Path) -> None:
         assert engine.module.training
         assert torch.is_grad_enabled()
     assert not engine.module.training
-
-
-def test_schedule_ends_at_its_floor() -> None:
-    optim = OptimConfig(lr=2.0, lr_scheduler_type="linear", total_training_steps=4, min_lr_ratio=0.25)
-    assert [learning_rate(optim, step) for step in (0, 2, 4, 9)] == [2.0, 1.25, 0.5, 0.5]
 
 
 def test_value_model_exports_as_token_classification(model_folder: Path, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
-from rollcast_fsdp.rng import capture_rng, derive_rng, restore_rng
+from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -15,16 +15,18 @@ from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetu
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import empty_cache, local_device
+from rollcast_engine import export as exports
+from rollcast_engine.batching import BatchPlan, MicroBatch, check_budget, dummy_micro_batch, plan_batch, tensor_columns
+from rollcast_engine.hf import DTYPES, parameters_by_name
+from rollcast_engine.optim import build_optimizer, check_optim, learning_rate
+from rollcast_engine.process_group import join_process_group
+from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
-from rollcast_fsdp import export as exports
-from rollcast_fsdp.batching import BatchPlan, MicroBatch, check_budget, dummy_micro_batch, plan_batch
-from rollcast_fsdp.model import DTYPES, build_module, enable_checkpointing
-from rollcast_fsdp.optim import build_optimizer, check_optim, learning_rate
-from rollcast_fsdp.reduce import MetricSums, agree_on_counts
+from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.reference import Reference
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_fsdp.sharding import Sharding, full_tensor, join_process_group, parameters_by_name, shard_module
-from rollcast_fsdp.step import dummy_loss, run_micro_batch, tensor_columns
+from rollcast_fsdp.sharding import Sharding, full_tensor, shard_module
+from rollcast_fsdp.step import dummy_loss, run_micro_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

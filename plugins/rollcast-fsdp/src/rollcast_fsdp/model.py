@@ -8,70 +8,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from rollcast.errors import ConfigError
+from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, load_hf_config
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import nn
 
     from rollcast.contracts.engine import EngineSetup, ModelConfig
 
-__all__ = ["DTYPES", "ValueModel", "build_module", "enable_checkpointing", "load_hf_config"]
+__all__ = ["build_module", "enable_checkpointing"]
 
 log = logging.getLogger(__name__)
-
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
-
-
-class ValueModel(nn.Module):
-    """A body and a linear head that starts at zero: one value a position.
-
-    Parameters are named as in transformers' ``...ForTokenClassification`` with one label
-    (``model.*``, ``score.*``), so an export opens with that class where the architecture has one.
-    """
-
-    def __init__(self, body: Any) -> None:
-        super().__init__()
-        self.config = body.config
-        self.body_name: str = body.base_model_prefix or "model"
-        self.add_module(self.body_name, body)
-        self.score = nn.Linear(self.config.get_text_config().hidden_size, 1)
-        nn.init.zeros_(self.score.weight)
-        nn.init.zeros_(self.score.bias)
-
-    @property
-    def body(self) -> Any:
-        """The transformer without its vocabulary head."""
-        return self.get_submodule(self.body_name)
-
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Values ``[B, S, 1]`` of the states after each of ``S`` positions (inputs int64 ``[B, S]``)."""
-        hidden = self.body(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
-        ).last_hidden_state
-        values: Tensor = self.score(hidden)
-        return values
-
-
-def load_hf_config(model: ModelConfig) -> Any:
-    """The folder's ``config.json`` as a transformers config.
-
-    Raises:
-        ConfigError: there is no such folder or file, or its architecture is unknown.
-    """
-    from transformers import AutoConfig
-
-    folder = Path(model.path)
-    if not folder.is_dir():
-        raise ConfigError(f"model.path is {model.path!r}, which is not a folder; give a Hugging Face model folder")
-    if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {folder} has no config.json; give a Hugging Face model folder")
-    try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
-    except (ValueError, KeyError, OSError) as error:
-        raise ConfigError(f"{folder / 'config.json'} names no model that transformers knows: {error}") from error
 
 
 def build_module(setup: EngineSetup, dtype: torch.dtype) -> nn.Module:

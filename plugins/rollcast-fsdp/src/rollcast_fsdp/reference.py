@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
-    from rollcast_fsdp.batching import MicroBatch
+    from rollcast_engine.batching import MicroBatch
     from rollcast_fsdp.engine import FsdpEngine
     from rollcast_fsdp.step import VocabularyKl
 

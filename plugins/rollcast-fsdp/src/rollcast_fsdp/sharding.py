@@ -9,14 +9,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-
-from rollcast.errors import ConfigError
-from rollcast.runtime.device import collective_backend
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -24,38 +20,11 @@ if TYPE_CHECKING:
     from rollcast.controller.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["Sharding", "full_tensor", "join_process_group", "parameters_by_name", "shard_module"]
+__all__ = ["Sharding", "full_tensor", "shard_module"]
 
 log = logging.getLogger(__name__)
 
 _MANAGED_MARK = "_is_fsdp_managed_module"
-
-
-def join_process_group(context: WorkerContext) -> None:
-    """Meet the other ranks of the group, unless another engine of this process did so already.
-
-    Raises:
-        ConfigError: this process belongs to a group of another size, or there is no port to meet at.
-    """
-    if dist.is_initialized():
-        if dist.get_world_size() != context.world_size:
-            raise ConfigError(
-                f"this process already belongs to a torch process group of {dist.get_world_size()} ranks; "
-                f"an engine of {context.world_size} ranks cannot be added to it"
-            )
-        return
-    if context.world_size == 1:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1)
-        return
-    if not context.master_port:
-        raise ConfigError(f"group {context.group} has {context.world_size} ranks but no master_port to meet at")
-    dist.init_process_group(
-        collective_backend(),
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
-    )
 
 
 @dataclass(frozen=True)
@@ -117,17 +86,6 @@ def shard_module(module: nn.Module, config: FsdpConfig, context: WorkerContext, 
         fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
     fully_shard(module, reshard_after_forward=False, **options)
     return Sharding(module, mesh, config.reshard_after_forward)
-
-
-def parameters_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by their state-dict names; a tied one once, by its first name."""
-    found: dict[str, Tensor] = {}
-    seen: set[int] = set()
-    for name, tensor in module.state_dict(keep_vars=True).items():
-        if isinstance(tensor, torch.Tensor) and id(tensor) not in seen:
-            seen.add(id(tensor))
-            found[name] = tensor
-    return found
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -7,32 +7,24 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast.contracts.engine import ForwardSettings, LossInputs
-from rollcast_fsdp.batching import dummy_micro_batch
+from rollcast.contracts.engine import ForwardSettings
+from rollcast_engine.batching import dummy_micro_batch
+from rollcast_engine.hf import ValueModel
+from rollcast_engine.loss import loss_share, zero_loss
 from rollcast_fsdp.logprobs import response_logits, response_values, sum_pi_squared, token_entropy, token_log_probs
-from rollcast_fsdp.model import ValueModel
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.algorithm import Denominators
     from rollcast.contracts.engine import LossFunction
-    from rollcast.protocol import DataProto
-    from rollcast_fsdp.batching import MicroBatch
-    from rollcast_fsdp.reduce import MetricSums
+    from rollcast_engine.batching import MicroBatch
+    from rollcast_engine.reduce import MetricSums
 
-__all__ = ["VocabularyKl", "dummy_loss", "run_micro_batch", "tensor_columns"]
+__all__ = ["VocabularyKl", "dummy_loss", "run_micro_batch"]
 
 #: From a micro-batch and the policy's logits ``[b, t, V]`` to the KL penalty at each position, ``[b, t]``.
 VocabularyKl = Callable[["MicroBatch", "Tensor"], "Tensor"]
-
-
-def tensor_columns(data: DataProto) -> dict[str, Tensor]:
-    """The batch's dense tensor columns, by name."""
-    columns = {name: data[name] for name in data.keys()}  # noqa: SIM118 (len and iteration are over rows)
-    return {
-        name: column for name, column in columns.items() if isinstance(column, torch.Tensor) and not column.is_nested
-    }
 
 
 def run_micro_batch(
@@ -56,32 +48,12 @@ def run_micro_batch(
     given = _forward(module, micro, settings, share_prompts, vocabulary_kl)
     if loss_function is None:
         return given, None
-    if micro.is_dummy:
-        return given, _nothing(given)
-    inputs = LossInputs(
-        log_probs=given.get("log_probs"),
-        entropy=given.get("entropy"),
-        values=given.get("values"),
-        response_mask=micro.response_mask,
-        columns=micro.columns,
-        denominators=denominators,
-        vocabulary_kl=given.get("vocabulary_kl"),
-    )
-    output = loss_function(inputs)
-    sums.add(output.metrics, output.maxima)
-    loss = output.loss
-    if torch.is_grad_enabled() and not loss.requires_grad:
-        loss = loss + _nothing(given)
-    return given, loss
+    return given, loss_share(given, micro, denominators, loss_function, sums)
 
 
 def dummy_loss(module: nn.Module, device: torch.device) -> Tensor:
     """The zero loss of a dummy micro-batch; its backward takes part in the ranks' reduction."""
-    return _nothing(_forward(module, dummy_micro_batch(device), ForwardSettings(), share_prompts=False))
-
-
-def _nothing(given: dict[str, Tensor]) -> Tensor:
-    return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0
+    return zero_loss(_forward(module, dummy_micro_batch(device), ForwardSettings(), share_prompts=False))
 
 
 def _forward(

@@ -18,8 +18,17 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
+    from rollcast.protocol import DataProto
 
-__all__ = ["MODEL_INPUTS", "BatchPlan", "MicroBatch", "check_budget", "dummy_micro_batch", "plan_batch"]
+__all__ = [
+    "MODEL_INPUTS",
+    "BatchPlan",
+    "MicroBatch",
+    "check_budget",
+    "dummy_micro_batch",
+    "plan_batch",
+    "tensor_columns",
+]
 
 MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
 
@@ -124,6 +133,14 @@ def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings) -> Batc
         groups = _by_rows(order, settings.micro_batch_size_per_gpu)
     longest = int(spans.max()) if len(spans) else 0
     return BatchPlan(columns, prompt_width, response_width, starts, ends, groups, longest)
+
+
+def tensor_columns(data: DataProto) -> dict[str, Tensor]:
+    """The batch's dense tensor columns, by name."""
+    columns = {name: data[name] for name in data.keys()}  # noqa: SIM118 (len and iteration are over rows)
+    return {
+        name: column for name, column in columns.items() if isinstance(column, torch.Tensor) and not column.is_nested
+    }
 
 
 def check_budget(longest: int, settings: ForwardSettings) -> None:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollcast.errors import CheckpointError
-from rollcast_fsdp.model import WEIGHT_PATTERNS, ValueModel, load_hf_config
-from rollcast_fsdp.sharding import parameters_by_name
+from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, load_hf_config, parameters_by_name
 
 if TYPE_CHECKING:
     from torch import Tensor, nn

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
-    from rollcast_fsdp.batching import BatchPlan
+    from rollcast_engine.batching import BatchPlan
 
 __all__ = ["AgreedCounts", "MetricSums", "agree_on_counts"]
 

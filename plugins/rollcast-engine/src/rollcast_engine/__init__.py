@@ -1,0 +1,1 @@
+"""What rollcast's training engines share, and an author of another can build on."""

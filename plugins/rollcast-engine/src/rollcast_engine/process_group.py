@@ -1,0 +1,42 @@
+"""Meeting the other ranks of a worker group."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch.distributed as dist
+
+from rollcast.errors import ConfigError
+from rollcast.runtime.device import collective_backend
+
+if TYPE_CHECKING:
+    from rollcast.controller.worker import WorkerContext
+
+__all__ = ["join_process_group"]
+
+
+def join_process_group(context: WorkerContext) -> None:
+    """Meet the other ranks of the group, unless another engine of this process did so already.
+
+    Raises:
+        ConfigError: this process belongs to a group of another size, or there is no port to meet at.
+    """
+    if dist.is_initialized():
+        if dist.get_world_size() != context.world_size:
+            raise ConfigError(
+                f"this process already belongs to a torch process group of {dist.get_world_size()} ranks; "
+                f"an engine of {context.world_size} ranks cannot be added to it"
+            )
+        return
+    if context.world_size == 1:
+        store = dist.HashStore()  # type: ignore[attr-defined]
+        dist.init_process_group(collective_backend(), store=store, rank=0, world_size=1)
+        return
+    if not context.master_port:
+        raise ConfigError(f"group {context.group} has {context.world_size} ranks but no master_port to meet at")
+    dist.init_process_group(
+        collective_backend(),
+        init_method=f"tcp://{context.master_addr}:{context.master_port}",
+        rank=context.rank,
+        world_size=context.world_size,
+    )
