@@ -61,7 +61,7 @@ def test_wrong_engine_keys_are_named(keys: dict[str, object], message: str) -> N
 @pytest.mark.parametrize(
     ("optim", "message"),
     [
-        (OptimConfig(lr_scheduler_type="step"), "lr_scheduler_type is 'step'; valid: constant, linear, cosine"),
+        (OptimConfig(lr_scheduler_type="step"), "lr_scheduler_type is 'step'; valid: constant, linear, cosine, wsd"),
         (OptimConfig(lr_scheduler_type="cosine"), "needs optim.total_training_steps"),
         (OptimConfig(clip_grad=0.0), "clip_grad is 0.0"),
         (OptimConfig(betas=[0.9]), "betas"),

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
+from rollcast.contracts.optim import OptimConfig
 from rollcast.plugins.registry import Registry, subclass_of
 
 if TYPE_CHECKING:
@@ -67,31 +68,6 @@ class ModelConfig:
     random_init: bool = False
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
-
-
-@dataclass
-class OptimConfig:
-    """AdamW with a learning-rate schedule; the config's ``actor.optim``.
-
-    Attributes:
-        lr: peak learning rate.
-        lr_warmup_steps: scheduler steps over which it rises linearly from ``lr / lr_warmup_steps``.
-        lr_scheduler_type: ``constant``, ``linear`` or ``cosine`` decay after the warm-up.
-        min_lr_ratio: the schedule ends at ``lr * min_lr_ratio``.
-        total_training_steps: length of the schedule, in scheduler steps; the trainer fills it in.
-        betas, eps, weight_decay: AdamW's.
-        clip_grad: largest norm of the gradient.
-    """
-
-    lr: float = 1e-6
-    lr_warmup_steps: int = 0
-    lr_scheduler_type: str = "constant"
-    min_lr_ratio: float = 0.0
-    total_training_steps: int = -1
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
-    eps: float = 1e-8
-    weight_decay: float = 0.01
-    clip_grad: float = 1.0
 
 
 @dataclass(frozen=True)

@@ -37,6 +37,7 @@ _ALL = (
     Group("rollcast.dispatch_modes", "class", "how a call is split over ranks and collected"),
     Group("rollcast.execute_modes", "class", "which ranks a call runs on"),
     Group("rollcast.engines", "class", "training engines: model, optimizer and their parallelism"),
+    Group("rollcast.optimizers", "callable", "optimizers of the training engines"),
     Group("rollcast.rollouts", "class", "generation backends"),
     Group("rollcast.weight_syncs", "class", "how weights travel from the engine to the rollout"),
     Group("rollcast.advantages", "callable", "advantage estimators"),
@@ -91,6 +92,7 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         },
         "rollcast.execute_modes": _names(CORE_DISTRIBUTION, "all", "rank_zero"),
         "rollcast.engines": {"fsdp": "rollcast-fsdp", "megatron": "rollcast-megatron"},
+        "rollcast.optimizers": _names("rollcast-engine", "adamw", "sgd"),
         "rollcast.rollouts": {
             "hf": "rollcast-hf",
             "vllm": "rollcast-vllm",

@@ -1,79 +1,110 @@
-"""The optimizer and its learning-rate schedule."""
+"""The optimizers of ``rollcast.optimizers`` that come with this distribution, and how engines make one."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 
+from rollcast.contracts.optim import optimizers
 from rollcast.errors import ConfigError
+from rollcast_engine.schedule import check_schedule, learning_rate
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch.nn import Parameter
+    from torch.optim import Optimizer
 
-    from rollcast.contracts.engine import OptimConfig
+    from rollcast.contracts.optim import OptimConfig
 
-__all__ = ["AdamWState", "build_optimizer", "check_optim", "learning_rate"]
+__all__ = ["adamw", "build_optimizer", "check_optim", "learning_rate", "prime_optimizer", "sgd"]
 
-SCHEDULES = ("constant", "linear", "cosine")
-#: AdamW's per-parameter state.
-AdamWState = dict[str, "Tensor"]
+#: Devices for which torch has a fused AdamW.
+_FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
 
 
 def check_optim(optim: OptimConfig) -> None:
-    """Refuse values that make no schedule.
+    """Refuse values that make no optimizer or no schedule.
 
     Raises:
         ConfigError: names the key, its value and what is valid.
+        PluginError: there is no such optimizer.
     """
-    if optim.lr_scheduler_type not in SCHEDULES:
-        valid = ", ".join(SCHEDULES)
-        raise ConfigError(f"optim.lr_scheduler_type is {optim.lr_scheduler_type!r}; valid: {valid}")
-    if optim.lr_scheduler_type != "constant" and optim.total_training_steps < 1:
-        raise ConfigError(
-            f"optim.lr_scheduler_type={optim.lr_scheduler_type} needs optim.total_training_steps, "
-            f"which is {optim.total_training_steps}; the trainer usually fills it in"
-        )
+    optimizers.get(optim.optimizer)
+    check_schedule(optim)
     if not optim.clip_grad > 0:
         raise ConfigError(f"optim.clip_grad is {optim.clip_grad}, it must be above 0 (inf for no clipping)")
     if len(optim.betas) != 2:
         raise ConfigError(f"optim.betas is {optim.betas}, it must be two numbers")
 
 
-def learning_rate(optim: OptimConfig, step: int) -> float:
-    """The learning rate after ``step`` scheduler steps."""
-    if step < optim.lr_warmup_steps:
-        return optim.lr * (step + 1) / optim.lr_warmup_steps
-    if optim.lr_scheduler_type == "constant":
-        return optim.lr
-    decay_steps = max(1, optim.total_training_steps - optim.lr_warmup_steps)
-    progress = min(1.0, (step - optim.lr_warmup_steps) / decay_steps)
-    share = 1.0 - progress if optim.lr_scheduler_type == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
-    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
+def build_optimizer(parameters: Iterable[Parameter], optim: OptimConfig) -> Optimizer:
+    """The optimizer that ``optim`` names, over those parameters that are trained, at the schedule's first rate.
+
+    Raises:
+        ConfigError: it does not take ``optim.optimizer_kwargs``, or nothing is to be trained.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained:
+        raise ConfigError("there is nothing to train: no parameter of the model requires a gradient")
+    try:
+        return optimizers.get(optim.optimizer)(trained, optim, learning_rate(optim, 0))
+    except (TypeError, ValueError) as error:
+        given = f"with optim.optimizer_kwargs={dict(optim.optimizer_kwargs)}"
+        raise ConfigError(f"optim.optimizer={optim.optimizer} cannot be built {given}: {error}") from error
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: OptimConfig) -> torch.optim.AdamW:
-    """Fused AdamW at the schedule's first learning rate, with its state already in place.
+def adamw(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
+    """AdamW, fused where the device has it, with its state already in place.
 
     Torch makes the state at the first step; made here, a checkpoint has the same entries before
     and after it, and loading needs no step to make room.
     """
+    parameters = list(parameters)
     beta1, beta2 = optim.betas
+    fused = all(parameter.device.type in _FUSED for parameter in parameters)
+    options = {"fused": fused, **optim.optimizer_kwargs}
     optimizer = torch.optim.AdamW(
-        parameters,
-        lr=learning_rate(optim, 0),
-        betas=(beta1, beta2),
-        eps=optim.eps,
-        weight_decay=optim.weight_decay,
-        fused=True,
+        parameters, lr=lr, betas=(beta1, beta2), eps=optim.eps, weight_decay=optim.weight_decay, **options
     )
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
+    if not options.get("amsgrad"):
+        for parameter in parameters:
             optimizer.state[parameter] = {
                 "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
                 "exp_avg": torch.zeros_like(parameter, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(parameter, requires_grad=False),
             }
     return optimizer
+
+
+def sgd(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
+    """Stochastic gradient descent; ``momentum`` and ``nesterov`` come by ``optim.optimizer_kwargs``."""
+    return torch.optim.SGD(parameters, lr=lr, weight_decay=optim.weight_decay, **optim.optimizer_kwargs)
+
+
+def prime_optimizer(optimizer: Optimizer) -> None:
+    """Give an optimizer that makes its state at the first step the entries to load a checkpoint into.
+
+    By a step of size zero on gradients of zero, which leaves the parameters as they are. Nothing
+    happens if there is state already.
+
+    Raises:
+        RuntimeError: there are gradients, with which a step would mean something.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    if any(optimizer.state.get(parameter) for parameter in parameters):
+        return
+    if any(parameter.grad is not None for parameter in parameters):
+        raise RuntimeError("an optimizer cannot be primed between a backward pass and its step")
+    keys: tuple[str, ...] = ("lr", "weight_decay")
+    before = [{key: group[key] for key in keys if key in group} for group in optimizer.param_groups]
+    for group, kept in zip(optimizer.param_groups, before, strict=True):
+        group.update(dict.fromkeys(kept, 0.0))
+    try:
+        for parameter in parameters:
+            parameter.grad = torch.zeros_like(parameter)
+        optimizer.step()
+    finally:
+        for group, kept in zip(optimizer.param_groups, before, strict=True):
+            group.update(kept)
+        optimizer.zero_grad(set_to_none=True)

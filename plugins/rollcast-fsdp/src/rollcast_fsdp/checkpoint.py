@@ -56,7 +56,7 @@ class EngineState:
     world_size: int
     distributed: bool
     tensors: dict[str, Tensor]
-    optimizer: torch.optim.AdamW | None
+    optimizer: torch.optim.Optimizer | None
     schedule_step: int
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The engine: forward, backward and AdamW over a Hugging Face model, alone or sharded by FSDP2."""
+"""The engine: forward, backward and optimizer steps over a Hugging Face model, alone or sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import empty_cache, local_device
 from rollcast_engine import export as exports
-from rollcast_engine.batching import BatchPlan, MicroBatch, check_budget, dummy_micro_batch, plan_batch, tensor_columns
+from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.hf import DTYPES, parameters_by_name
 from rollcast_engine.optim import build_optimizer, check_optim, learning_rate
 from rollcast_engine.process_group import join_process_group
-from rollcast_engine.reduce import MetricSums, agree_on_counts
+from rollcast_engine.reduce import agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.model import build_module, enable_checkpointing
+from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import Reference
+from rollcast_fsdp.residency import move_gradients, move_optimizer_state
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import Sharding, full_tensor, shard_module
-from rollcast_fsdp.step import dummy_loss, run_micro_batch
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.algorithm import Denominators
     from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig
 
 __all__ = ["FsdpEngine"]
@@ -69,9 +69,9 @@ class FsdpEngine(BaseEngine):
         self.device = torch.device("cpu")
         self.module: nn.Module
         self.sharding: Sharding | None = None
-        self.optimizer: torch.optim.AdamW | None = None
+        self.optimizer: torch.optim.Optimizer | None = None
         self.schedule_step = 0
-        self._has_stale_gradients = False
+        self.passes: Passes | None = None
         self._reference: Reference | None = None
 
     def initialize(self) -> None:
@@ -93,6 +93,7 @@ class FsdpEngine(BaseEngine):
             if self.config.share_prompts:
                 log.info("share_prompts has no effect here: the model is sharded, or computes in bf16")
         self.module = module.to(self.device).eval()
+        self.passes = Passes(self.module, self.config, self.sharding, self.device)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
         self._offload()
@@ -116,7 +117,8 @@ class FsdpEngine(BaseEngine):
     def mode(self, training: bool) -> Iterator[None]:
         """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
         was_training = self.module.training
-        self._to(self.device, model=self.config.param_offload)
+        if self.config.param_offload:
+            self.to(self.device.type, optimizer=False, grad=False)
         self.module.train(training)
         try:
             yield
@@ -126,11 +128,7 @@ class FsdpEngine(BaseEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Forget all gradients."""
-        if self._has_stale_gradients:
-            # FSDP2 keeps what was accumulated but not reduced out of reach: reduce it, then drop it.
-            with torch.enable_grad():
-                torch.autograd.backward(dummy_loss(self.module, self.device))
-            self._has_stale_gradients = False
+        self._passes().drop_unreduced_gradients()
         self._trained().zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
@@ -146,10 +144,11 @@ class FsdpEngine(BaseEngine):
             return norm, True
         for group in optimizer.param_groups:
             group["lr"] = self.current_lr()
-        self._to(self.device, optimizer=self.config.optimizer_offload)
+        if self.config.optimizer_offload:
+            self.to(self.device.type, model=False, grad=False)
         optimizer.step()
         if self.config.optimizer_offload:
-            self._to(torch.device("cpu"), optimizer=True)
+            self.to("cpu", model=False, grad=False)
         return norm, False
 
     def _clip(self) -> float:
@@ -186,57 +185,11 @@ class FsdpEngine(BaseEngine):
         plan = plan_batch(tensor_columns(data), settings)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings)
-        sums = MetricSums()
         reference = self._reference_for(settings)
         with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():
-            outputs = self._run(plan, agreed.micro_batches, agreed.denominators, loss_function, settings, sums)
+            outputs, sums = self._passes().run(plan, agreed, loss_function, settings, reference)
         metrics = sums.reduce(self.get_data_parallel_group())
         return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics
-
-    def _run(
-        self,
-        plan: BatchPlan,
-        count: int,
-        denominators: Denominators,
-        loss_function: LossFunction | None,
-        settings: ForwardSettings,
-        sums: MetricSums,
-    ) -> dict[str, Tensor]:
-        """Forward, and backward if gradients are on; gives float32 ``[B, T]`` outputs if they are off."""
-        training = torch.is_grad_enabled()
-        names = ["values"]
-        if not self._is_value_model():
-            asked = {
-                "entropy": settings.calculate_entropy,
-                "sum_pi_squared": settings.calculate_sum_pi_squared,
-                "vocabulary_kl": settings.vocabulary_kl is not None,
-            }
-            names = ["log_probs", *(name for name, wanted in asked.items() if wanted)]
-        shape = (len(plan.starts), plan.response_width)
-        outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names} if not training else {}
-        # FSDP2 averages gradients over the ranks; the shares have to be added up.
-        scale = float(self.get_data_parallel_size()) if self.sharding is not None else 1.0
-        share = self.config.share_prompts and self.sharding is None
-        reference, kl = self._reference_for(settings), settings.vocabulary_kl
-        compare = None if reference is None or kl is None else reference.compare_by(kl, settings)
-        finished = False
-        try:
-            for index in range(count):
-                micro = self._micro_batch(plan, index)
-                if training and self.sharding is not None:
-                    self.sharding.set_gradient_sync(index == count - 1)
-                given, loss = run_micro_batch(
-                    self.module, micro, denominators, loss_function, settings, sums, share, compare
-                )
-                if training and loss is not None:
-                    torch.autograd.backward(loss * scale)
-                for name, output in outputs.items():
-                    if not micro.is_dummy:
-                        micro.scatter(given[name], output)
-            finished = True
-        finally:
-            self._after_run(training, finished)
-        return outputs
 
     def _reference_for(self, settings: ForwardSettings) -> Reference | None:
         if settings.vocabulary_kl is None:
@@ -244,21 +197,6 @@ class FsdpEngine(BaseEngine):
         if self._reference is None or self._is_value_model():
             raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} was asked of an engine without a reference")
         return self._reference
-
-    def _micro_batch(self, plan: BatchPlan, index: int) -> MicroBatch:
-        if index < len(plan):
-            return plan.micro_batch(index, self.device)
-        return dummy_micro_batch(self.device)
-
-    def _after_run(self, training: bool, finished: bool) -> None:
-        if self.sharding is None:
-            return
-        if training:
-            self.sharding.set_gradient_sync(True)
-        if not finished:
-            self.sharding.reset()
-            self._has_stale_gradients = self._has_stale_gradients or training
-        self.sharding.reshard()
 
     def set_reference(self, reference: BaseEngine) -> None:
         """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
@@ -299,26 +237,18 @@ class FsdpEngine(BaseEngine):
         parameters' own device.
         """
         target = torch.device("cpu") if device == "cpu" else self.device
-        self._to(target, model=model, optimizer=optimizer, grad=grad)
-
-    def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
         if model:
-            self.module.to(device)
+            self.module.to(target)
         if grad:
-            for parameter in self.module.parameters():
-                if parameter.grad is not None and parameter.grad.device != parameter.device:
-                    parameter.grad = parameter.grad.to(parameter.device)
+            move_gradients(self.module)
         if optimizer and self.optimizer is not None:
-            for state in self.optimizer.state.values():
-                for name, value in state.items():
-                    state[name] = value.to(device)
-        if device.type == "cpu":
+            move_optimizer_state(self.optimizer, target)
+        if target.type == "cpu":
             empty_cache()
 
     def _offload(self) -> None:
-        host = torch.device("cpu")
         if self.config.param_offload or self.config.optimizer_offload:
-            self._to(host, model=self.config.param_offload, optimizer=self.config.optimizer_offload)
+            self.to("cpu", model=self.config.param_offload, optimizer=self.config.optimizer_offload, grad=False)
 
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, schedule and every rank's RNG under ``path``.
@@ -394,7 +324,12 @@ class FsdpEngine(BaseEngine):
             raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
         return self.setup.optim
 
-    def _trained(self) -> torch.optim.AdamW:
+    def _passes(self) -> Passes:
+        if self.passes is None:
+            raise RuntimeError("initialize() has to be called before the engine computes")
+        return self.passes
+
+    def _trained(self) -> torch.optim.Optimizer:
         self._optim()
         if self.optimizer is None:
             raise RuntimeError("initialize() has to be called before the engine trains")

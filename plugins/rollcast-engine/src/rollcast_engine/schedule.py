@@ -1,0 +1,91 @@
+"""Learning-rate schedules: a warm-up, and then a constant, a decay, or a plateau with a decay at its end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollcast.contracts.optim import OptimConfig
+
+__all__ = ["check_schedule", "learning_rate", "warmup_steps"]
+
+SCHEDULES = ("constant", "linear", "cosine", "wsd")
+#: What is left of the way from the floor to the peak, at a share of the decay from 0 to 1. The last is that of
+#: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations (2024), ``1 - sqrt``.
+_DECAYS = MappingProxyType[str, Callable[[float], float]](
+    {
+        "linear": lambda progress: 1.0 - progress,
+        "cosine": lambda progress: 0.5 * (1.0 + math.cos(math.pi * progress)),
+        "minus_sqrt": lambda progress: 1.0 - math.sqrt(progress),
+    }
+)
+
+
+def check_schedule(optim: OptimConfig) -> None:
+    """Refuse values that make no schedule.
+
+    Raises:
+        ConfigError: names the key, its value and what is valid.
+    """
+    kind, total = optim.lr_scheduler_type, optim.total_training_steps
+    if kind not in SCHEDULES:
+        raise ConfigError(f"optim.lr_scheduler_type is {kind!r}; valid: {', '.join(SCHEDULES)}")
+    if not 0.0 <= optim.min_lr_ratio <= 1.0:
+        raise ConfigError(f"optim.min_lr_ratio is {optim.min_lr_ratio}; it must be between 0 and 1")
+    if not 0.0 <= optim.lr_warmup_steps_ratio <= 1.0:
+        raise ConfigError(f"optim.lr_warmup_steps_ratio is {optim.lr_warmup_steps_ratio}; it must be between 0 and 1")
+    by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
+    if total < 1 and (kind != "constant" or by_ratio):
+        why = f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio}" if by_ratio else f"lr_scheduler_type={kind}"
+        raise ConfigError(
+            f"optim.{why} needs optim.total_training_steps, which is {total}; the trainer usually fills it in"
+        )
+    if kind == "wsd":
+        _check_wsd(optim)
+
+
+def _check_wsd(optim: OptimConfig) -> None:
+    if optim.lr_wsd_decay_style not in _DECAYS:
+        raise ConfigError(f"optim.lr_wsd_decay_style is {optim.lr_wsd_decay_style!r}; valid: {', '.join(_DECAYS)}")
+    decay, warmup, total = _wsd_decay_steps(optim), warmup_steps(optim), optim.total_training_steps
+    if decay < 1:
+        raise ConfigError(f"optim.lr_wsd_decay_steps is {decay}; it must be at least 1")
+    if warmup + decay > total:
+        raise ConfigError(
+            f"a warm-up of {warmup} steps and a decay of {decay} (optim.lr_wsd_decay_steps) do not fit into "
+            f"optim.total_training_steps={total}"
+        )
+
+
+def warmup_steps(optim: OptimConfig) -> int:
+    """Scheduler steps of the warm-up."""
+    if optim.lr_warmup_steps >= 0:
+        return optim.lr_warmup_steps
+    return int(optim.lr_warmup_steps_ratio * max(optim.total_training_steps, 0))
+
+
+def learning_rate(optim: OptimConfig, step: int) -> float:
+    """The learning rate after ``step`` scheduler steps."""
+    warmup = warmup_steps(optim)
+    if step < warmup:
+        return optim.lr * (step + 1) / warmup
+    if optim.lr_scheduler_type == "constant":
+        return optim.lr
+    total = optim.total_training_steps
+    if optim.lr_scheduler_type == "wsd":
+        start, share = total - _wsd_decay_steps(optim), _DECAYS[optim.lr_wsd_decay_style]
+    else:
+        start, share = warmup, _DECAYS[optim.lr_scheduler_type]
+    progress = min(1.0, max(0.0, (step - start) / max(1, total - start)))
+    return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share(progress))
+
+
+def _wsd_decay_steps(optim: OptimConfig) -> int:
+    if optim.lr_wsd_decay_steps is not None:
+        return optim.lr_wsd_decay_steps
+    return max(1, optim.total_training_steps // 10)
