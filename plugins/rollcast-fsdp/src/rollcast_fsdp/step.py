@@ -21,10 +21,22 @@ if TYPE_CHECKING:
     from rollcast_engine.batching import MicroBatch
     from rollcast_engine.reduce import MetricSums
 
-__all__ = ["VocabularyKl", "dummy_loss", "run_micro_batch"]
+__all__ = ["VocabularyKl", "dummy_loss", "quantity_names", "run_micro_batch"]
 
 #: From a micro-batch and the policy's logits ``[b, t, V]`` to the KL penalty at each position, ``[b, t]``.
 VocabularyKl = Callable[["MicroBatch", "Tensor"], "Tensor"]
+
+
+def quantity_names(module: nn.Module, settings: ForwardSettings) -> list[str]:
+    """What a forward gives under these settings."""
+    if isinstance(module, ValueModel):
+        return ["values"]
+    asked = {
+        "entropy": settings.calculate_entropy,
+        "sum_pi_squared": settings.calculate_sum_pi_squared,
+        "vocabulary_kl": settings.vocabulary_kl is not None,
+    }
+    return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
 
 
 def run_micro_batch(
