@@ -103,6 +103,6 @@ def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What must repeat exactly: everything but wall times and rates."""
 
     def repeats(key: str) -> bool:
-        return not (key.startswith("time/") or key.endswith(("_per_s", "/seconds")))
+        return not (key.startswith(("time/", "perf/")) or key.endswith(("_per_s", "/seconds")))
 
     return [{key: value for key, value in row.items() if repeats(key)} for row in rows]

@@ -148,7 +148,7 @@ def without_times(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Metrics less wall times and rates."""
     timed = ("_per_s", "/seconds")
     return [
-        {key: value for key, value in row.items() if not (key.startswith("time/") or key.endswith(timed))}
+        {key: value for key, value in row.items() if not (key.startswith(("time/", "perf/")) or key.endswith(timed))}
         for row in rows
     ]
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import pytest
 import torch
 from controller_workers import Probe
 
 from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
-from rollcast.controller.marks import mark
+from rollcast.controller.marks import add_listener, mark, remove_listener
 from rollcast.runtime.local import LocalRuntime
 
 
@@ -49,6 +51,31 @@ def test_ranges_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ZeroDivisionError), mark("failing"):
         raise ZeroDivisionError
     assert seen == ["outer", "inner", "end", "end", "failing", "end"]
+
+
+def test_a_listener_is_around_every_block_until_it_is_removed() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def listen(name: str) -> Iterator[None]:
+        seen.append(name)
+        try:
+            yield
+        finally:
+            seen.append(f"end of {name}")
+
+    add_listener(listen)
+    try:
+        with mark("outer"), mark("inner"):
+            pass
+        with pytest.raises(ZeroDivisionError), mark("failing"):
+            raise ZeroDivisionError
+    finally:
+        remove_listener(listen)
+    with mark("later"):
+        pass
+    remove_listener(listen)
+    assert seen == ["outer", "inner", "end of inner", "end of outer", "failing", "end of failing"]
 
 
 def test_marking_imports_no_torch() -> None:

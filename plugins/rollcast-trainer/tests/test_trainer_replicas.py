@@ -31,7 +31,7 @@ def of_the_run(row: dict[str, Any]) -> dict[str, float]:
     return {
         key: value
         for key, value in row.items()
-        if not key.startswith(("time/", "sync/", "rollout/logprob_gap")) and not key.endswith("_per_s")
+        if not key.startswith(("time/", "perf/", "sync/", "rollout/logprob_gap")) and not key.endswith("_per_s")
     }
 
 

@@ -9,10 +9,25 @@ Example::
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 
-__all__ = ["mark"]
+__all__ = ["MarkListener", "add_listener", "mark", "remove_listener"]
+
+#: Gets a block's name, and is entered around the block.
+MarkListener = Callable[[str], AbstractContextManager[None]]
+_listeners: list[MarkListener] = []
+
+
+def add_listener(listener: MarkListener) -> None:
+    """Tell ``listener`` of every marked block of this process, from the next one on."""
+    _listeners.append(listener)
+
+
+def remove_listener(listener: MarkListener) -> None:
+    """Tell it no more; nothing if it was not told."""
+    if listener in _listeners:
+        _listeners.remove(listener)
 
 
 @contextmanager
@@ -26,6 +41,8 @@ def mark(name: str) -> Iterator[None]:
         yield
         return
     with ExitStack() as marks:
+        for listener in _listeners:
+            marks.enter_context(listener(name))
         # A record_function costs ten times as much as this look at torch's own flag.
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
             marks.enter_context(torch.autograd.profiler.record_function(name))

@@ -23,6 +23,7 @@ from rollcast_serving.generation import trim_responses
 from rollcast_trainer.balancing import row_lengths, spread_rows
 from rollcast_trainer.batching import plan_update
 from rollcast_trainer.heap import frozen_heap
+from rollcast_trainer.profiling.meter import StepMeter
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
@@ -71,6 +72,7 @@ class LoopTrainer(BaseTrainer):
         batches, val_batches, scorer: data and reward; set by :meth:`setup`.
         groups: the workers by role; ``group`` is the actor's. Set by :meth:`setup`.
         sampler: what generates with the actor's weights; set by :meth:`setup`.
+        meter: what a step's passes cost; set by :meth:`setup`.
 
     Args:
         task: the run, not yet entered; what is wrong with its config is refused here.
@@ -86,6 +88,7 @@ class LoopTrainer(BaseTrainer):
     scorer: RewardScorer
     groups: dict[Role, WorkerGroup]
     sampler: Sampler
+    meter: StepMeter
     group: WorkerGroup
 
     def __init__(self, task: TaskRunner) -> None:
@@ -140,6 +143,10 @@ class LoopTrainer(BaseTrainer):
         """The validation prompts, collated."""
         return self.task.val_batches(self.task.data.dataset)
 
+    def model_paths(self) -> dict[Role, str]:
+        """The folders of the models, of the actor's first; a role that is not there has the actor's."""
+        return {Role.ACTOR_ROLLOUT: self.task.model.path}
+
     def should_stop(self) -> bool:
         """Whether to end before ``total_steps``; asked before each step."""
         return False
@@ -166,6 +173,7 @@ class LoopTrainer(BaseTrainer):
         self.groups = self.start_workers()
         self.group = next(iter(self.groups.values()))
         self.sampler = task.start_sampler(self.groups)
+        self.meter = StepMeter(self.groups, self.model_paths(), task.model.trust_remote_code)
         if task.start_step:
             self._resume(task.start_step)
 
@@ -182,6 +190,7 @@ class LoopTrainer(BaseTrainer):
             self.task.emit("on_exception", trainer=self, error=raised)
             raise
         finally:
+            self.meter.close()
             self.task.emit("on_fit_end", trainer=self, error=error)
         return RunResult(self.step, self.task.run_dir, dict(self._latest))
 
@@ -213,6 +222,7 @@ class LoopTrainer(BaseTrainer):
         with timer.phase("update_weights"):
             metrics |= self.sync_weights()
         metrics["time/step_s"] = time.perf_counter() - start
+        metrics |= self.meter.metrics(metrics["time/step_s"])
         if self.val_batches and self._is_due(self.task.trainer.test_freq):
             with timer.phase("validate"):
                 metrics |= self.validate()
@@ -261,7 +271,9 @@ class LoopTrainer(BaseTrainer):
         """What a method of a role's workers gives for each row of ``batch``, in order."""
         self.sampler.rest()
         ranks = self.ranks_of(role) if self.task.trainer.balance_batch else 1
-        return spread_rows(getattr(self.groups[self._played_as(role)], method), batch, ranks)
+        played_as, tokens = self._played_as(role), int(batch["response_mask"].sum())
+        with self.meter.measuring(role, played_as, method, row_lengths(batch), tokens):
+            return spread_rows(getattr(self.groups[played_as], method), batch, ranks)
 
     def update(
         self,
@@ -277,11 +289,19 @@ class LoopTrainer(BaseTrainer):
         The arguments are those of :func:`~rollcast_trainer.batching.plan_update`.
         """
         self.sampler.rest()
-        ranks = self.ranks_of(role)
-        lengths = row_lengths(batch) if self.task.trainer.balance_batch and ranks > 1 else None
+        ranks, played_as = self.ranks_of(role), self._played_as(role)
+        lengths = row_lengths(batch)
+        balanced = lengths if self.task.trainer.balance_batch and ranks > 1 else None
         longest = self.task.data.max_response_length
-        arranged, plan = plan_update(batch, mini_batches, ranks, longest, epochs, skip_rows, lengths)
-        return dict(getattr(self.groups[self._played_as(role)], method)(arranged, plan)[0])
+        arranged, plan = plan_update(batch, mini_batches, ranks, longest, epochs, skip_rows, balanced)
+        if role is Role.ACTOR_ROLLOUT:
+            self.meter.count_tokens(sum(lengths))
+        passed = torch.cat(list(mini_batches)).repeat(epochs)
+        passed = passed if skip_rows is None else passed[~skip_rows[passed]]
+        tokens = int(batch["response_mask"].sum(-1)[passed].sum())
+        rows = [lengths[row] for row in passed.tolist()]
+        with self.meter.measuring(role, played_as, method, rows, tokens, "train"):
+            return dict(getattr(self.groups[played_as], method)(arranged, plan)[0])
 
     def validate(self) -> dict[str, float]:
         """Generate and score the validation prompts."""

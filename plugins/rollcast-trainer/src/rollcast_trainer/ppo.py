@@ -95,6 +95,10 @@ class PpoTrainer(LoopTrainer):
         """Whether the reference's log-probs of the sampled tokens are computed."""
         return self.algorithm.use_kl_in_reward or (self.policy.use_kl_loss and self.vocabulary_kl is None)
 
+    def model_paths(self) -> dict[Role, str]:
+        own = {Role.CRITIC: self.critic.model.path, Role.REWARD_MODEL: self.reward_model.model.path}
+        return {**super().model_paths(), **{role: path for role, path in own.items() if path is not None}}
+
     def start_workers(self) -> dict[Role, WorkerGroup]:
         logger.info("%s", self.algebra.describe())
         settings = self.forward_settings()

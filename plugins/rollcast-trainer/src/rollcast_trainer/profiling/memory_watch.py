@@ -1,0 +1,127 @@
+"""The most memory that each call on a worker takes; lives in the worker's process."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import astuple, dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcast.controller.marks import add_listener, remove_listener
+from rollcast.controller.worker import Worker
+
+__all__ = ["MemoryWatch", "Peak", "start_watch", "stop_watch", "take_peaks"]
+
+_STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+_RESIDENT = re.compile(rb"VmHWM:\s+(\d+) kB")
+#: What the kernel takes for "forget the largest resident size".
+_FORGET_LARGEST = b"5"
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The most memory at one time, in bytes.
+
+    Attributes:
+        allocated, reserved: of the accelerator, by tensors and by torch's allocator; 0 without one.
+        resident: of the process in the machine's memory; 0 where the machine does not tell.
+    """
+
+    allocated: int = 0
+    reserved: int = 0
+    resident: int = 0
+
+    def __or__(self, other: Peak) -> Peak:
+        return Peak(*map(max, astuple(self), astuple(other)))
+
+
+def _cuda() -> Any:
+    """Torch's CUDA module, where it is in use in this process."""
+    import torch
+
+    cuda: Any = torch.cuda
+    return cuda if cuda.is_initialized() else None
+
+
+def _read() -> Peak:
+    """The peak since the last :func:`_reset`."""
+    allocated = reserved = 0
+    cuda = _cuda()
+    if cuda is not None:
+        allocated, reserved = int(cuda.max_memory_allocated()), int(cuda.max_memory_reserved())
+    try:
+        found = _RESIDENT.search(_STATUS.read_bytes())
+    except OSError:
+        found = None
+    return Peak(allocated, reserved, 0 if found is None else int(found[1]) << 10)
+
+
+def _reset() -> None:
+    cuda = _cuda()
+    if cuda is not None:
+        cuda.reset_peak_memory_stats()
+    try:
+        _CLEAR.write_bytes(_FORGET_LARGEST)
+    except OSError:  # then peaks are of the process's whole life: still true, only less telling
+        return
+
+
+class MemoryWatch:
+    """Hears of blocks that are marked ``role.method``, which may lie within each other.
+
+    Resets torch's peak statistics of the device at the start and end of each.
+    """
+
+    def __init__(self) -> None:
+        self.peaks: dict[str, Peak] = {}
+        self._open: list[Peak] = []
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        method = name.partition(".")[2]
+        if not method:
+            yield
+            return
+        if self._open:
+            self._open[-1] |= _read()
+        self._open.append(Peak())
+        _reset()
+        try:
+            yield
+        finally:
+            peak = self._open.pop() | _read()
+            self.peaks[method] = self.peaks.get(method, Peak()) | peak
+            if self._open:
+                self._open[-1] |= peak
+            _reset()
+
+    def take(self) -> dict[str, Peak]:
+        """Method → peak of its calls since the last time, of those that are over."""
+        taken, self.peaks = self.peaks, {}
+        return taken
+
+
+_watch: MemoryWatch | None = None
+
+
+def start_watch(worker: Worker) -> None:  # noqa: ARG001  # called as every function on workers is
+    """Watch this process's calls from now on; nothing if it is watched already."""
+    global _watch  # noqa: PLW0603  # one for the process, as its memory is
+    if _watch is None:
+        _watch = MemoryWatch()
+        add_listener(_watch)
+
+
+def take_peaks(worker: Worker) -> dict[str, Peak]:  # noqa: ARG001
+    """See :meth:`MemoryWatch.take`; empty where nothing watches."""
+    return {} if _watch is None else _watch.take()
+
+
+def stop_watch() -> None:
+    """Watch no more; for the process in which this is called."""
+    global _watch  # noqa: PLW0603
+    if _watch is not None:
+        remove_listener(_watch)
+        _watch = None
