@@ -8,6 +8,7 @@ import torch
 import transformers
 from torch import nn
 
+from rollcast.contracts.model_weights import read_model_config
 from rollcast.contracts.requests import ModelLimits
 from rollcast.errors import CheckpointError
 from rollcast.runtime.device import local_device
@@ -21,7 +22,7 @@ def read_limits(path: str) -> ModelLimits:
     Raises:
         CheckpointError: there is no readable ``config.json``.
     """
-    return ModelLimits.of(_read_config(path))
+    return ModelLimits.of(read_model_config(path))
 
 
 def build_model(path: str) -> nn.Module:
@@ -30,7 +31,7 @@ def build_model(path: str) -> nn.Module:
     Raises:
         CheckpointError: there is no readable ``config.json``.
     """
-    config = _read_config(path)
+    config = read_model_config(path)
     with torch.random.fork_rng(devices=[]):  # the random initial weights are nobody's business
         model: nn.Module = _auto_class().from_config(config)
     return model.to(local_device(0)).eval()
@@ -47,13 +48,6 @@ def load_model(path: str) -> nn.Module:
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
     return model.to(local_device(0)).eval()
-
-
-def _read_config(path: str) -> Any:
-    try:
-        return transformers.AutoConfig.from_pretrained(path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"no model config could be read from {path}: {error}") from error
 
 
 def _auto_class() -> Any:

@@ -13,6 +13,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from rollcast.contracts.model_weights import ModelWeights, read_model_config
 from rollcast.contracts.requests import ModelLimits, check_request
 from rollcast.contracts.rollout import (
     BaseRollout,
@@ -31,7 +32,6 @@ from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed
 from rollcast_sglang.schemas import SglangRolloutConfig
 from rollcast_sglang.server_args import SPARE_POSITIONS, build_server_args, starts_without_weights
 from rollcast_sglang.updates import WeightUpdater
-from rollcast_sglang.weights import ModelWeights, read_config
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class SglangRollout(BaseRollout):
             type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
         )
         trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
-        limits = ModelLimits.of(read_config(setup.model_path, trust))
+        limits = ModelLimits.of(read_model_config(setup.model_path, trust))
         self._limits = _limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))

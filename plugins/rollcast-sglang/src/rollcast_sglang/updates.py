@@ -14,14 +14,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.model_weights import ModelWeights, check_adapter, write_adapter
 from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
 from rollcast.errors import RollcastError, RolloutError, WeightSyncError
-from rollcast_sglang.adapters import check_adapter, write_adapter
 from rollcast_sglang.buckets import BucketMemory, SharedBucket
 from rollcast_sglang.client import SglangClient
 from rollcast_sglang.server.loading import LoadStep, read_answer
 from rollcast_sglang.server_args import CUSTOM_LOADER
-from rollcast_sglang.weights import ModelWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -83,10 +82,10 @@ class WeightUpdater:
         """
         check_adapter(adapter, self._weights)
         start = time.perf_counter()
-        tally = WeightTally([[(key, tensor.detach().cpu().contiguous()) for key, tensor in adapter.tensors.items()]])
+        tally = WeightTally([list(adapter.tensors.items())])
         with tempfile.TemporaryDirectory(dir=self._folder) as folder:
             for bucket in tally:
-                write_adapter(Path(folder), adapter.config, dict(bucket))
+                write_adapter(Path(folder), AdapterWeights(adapter.config, dict(bucket)))
                 try:
                     await self._client.post("/load_lora_adapter", {"lora_name": name, "lora_path": folder})
                 except RolloutError as error:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
+from rollcast.contracts.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast.contracts.requests import ModelLimits, check_request
 from rollcast.contracts.rollout import (
     BaseRollout,
@@ -19,13 +20,12 @@ from rollcast.contracts.rollout import (
     RolloutSequence,
     RolloutSetup,
 )
-from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
-from rollcast_vllm.adapters import AdapterFolder, check_adapter
+from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights
 from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
-from rollcast_vllm.expected import ExpectedWeights, read_config
 from rollcast_vllm.sampling import build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
 from rollcast_vllm.updates import load_weights
@@ -93,9 +93,9 @@ class VllmRollout(BaseRollout):
         )
         arguments = build_engine_args(setup)
         trust = bool(arguments.trust_remote_code)
-        model_config = read_config(setup.model_path, trust)
+        model_config = read_model_config(setup.model_path, trust)
         self._trust_remote_code = trust
-        self._expected: ExpectedWeights | None = None
+        self._expected: ModelWeights | None = None
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()  # one update at a time
@@ -238,10 +238,12 @@ class VllmRollout(BaseRollout):
             try:
                 await self._wait_for_base_only()
                 await self._pause()
-                report = check_adapter(adapter, expected)
-                loading = time.perf_counter()
+                check_adapter(adapter, expected)
+                tally = WeightTally([list(adapter.tensors.items())])
                 folder = self._adapter or AdapterFolder()
-                folder.write(adapter)
+                loading = time.perf_counter()
+                for bucket in tally:
+                    folder.write(AdapterWeights(adapter.config, dict(bucket)))
                 await self._load_adapter(folder)
                 self._adapter = folder
                 self._problems.pop(ADAPTER, None)
@@ -252,7 +254,7 @@ class VllmRollout(BaseRollout):
             finally:
                 self._open.set()
             now = time.perf_counter()
-            return replace(report, version=version, seconds=now - start, load_seconds=now - loading)
+            return replace(tally.report(version), seconds=now - start, load_seconds=now - loading)
 
     async def release(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
         """Give memory back, on a GPU; vLLM cannot give back the weights alone, so the cache goes with them.
@@ -319,9 +321,9 @@ class VllmRollout(BaseRollout):
         if WEIGHTS in self._released:
             raise WeightSyncError("the memory of the weights is released: call resume before new ones")
 
-    async def _expect(self) -> ExpectedWeights:
+    async def _expect(self) -> ModelWeights:
         if self._expected is None:
-            self._expected = await asyncio.to_thread(ExpectedWeights.of, self.setup.model_path, self._trust_remote_code)
+            self._expected = await asyncio.to_thread(ModelWeights.of, self.setup.model_path, self._trust_remote_code)
         return self._expected
 
     async def _wait_for_base_only(self) -> None:

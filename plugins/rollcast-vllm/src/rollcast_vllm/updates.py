@@ -9,10 +9,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.model_weights import ModelWeights
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
 from rollcast_vllm.buckets import BucketMemory, SharedBucket
-from rollcast_vllm.expected import ExpectedWeights
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,7 +21,7 @@ __all__ = ["load_weights"]
 
 
 async def load_weights(
-    llm: Any, buckets: Iterable[Sequence[tuple[str, Tensor]]], expected: ExpectedWeights, version: int
+    llm: Any, buckets: Iterable[Sequence[tuple[str, Tensor]]], expected: ModelWeights, version: int
 ) -> WeightReport:
     """Load a whole model into an engine that is paused.
 
@@ -53,7 +53,7 @@ async def load_weights(
     return replace(report, seconds=now - start, load_seconds=report.load_seconds + now - finish)
 
 
-def _pickle(expected: ExpectedWeights, buckets: Iterable[Sequence[tuple[str, Tensor]]]) -> bytes | None:
+def _pickle(expected: ModelWeights, buckets: Iterable[Sequence[tuple[str, Tensor]]]) -> bytes | None:
     # Tensors that lie in this process would all be copied into the pickle at once.
     if isinstance(buckets, (list, tuple, Iterator)):
         return None

@@ -10,10 +10,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.model_weights import ModelWeights, UpdateCheck
 from rollcast.contracts.weights import BucketsForReaders, WeightReport, WeightTally
 from rollcast.errors import RollcastError, WeightSyncError
 from rollcast_vllm.buckets import SharedBucket
-from rollcast_vllm.expected import ExpectedWeights, WeightChecks
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -42,7 +42,7 @@ class WeightsExtension:
         threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
 
     def rollcast_load_all(self, pickled: bytes, version: int) -> bytes:
-        """Load all of ``(ExpectedWeights, buckets)``; returns a report or an error."""
+        """Load all of ``(ModelWeights, buckets)``; returns a report or an error."""
 
         def load() -> list[WeightReport]:
             expected, buckets = pickle.loads(pickled)
@@ -54,7 +54,7 @@ class WeightsExtension:
         return _answer(load)
 
     def rollcast_load_begin(self, pickled: bytes) -> bytes:
-        """Begin an update with :class:`ExpectedWeights`."""
+        """Begin an update with :class:`ModelWeights`."""
 
         def begin() -> list[WeightReport]:
             self._rollcast_load = _Load(self, pickle.loads(pickled))
@@ -96,12 +96,12 @@ class WeightsExtension:
 class _Load:
     """One update of a worker's model. vLLM collects a layer's tensors until it has them all, then converts them."""
 
-    def __init__(self, worker: WeightsExtension, expected: ExpectedWeights) -> None:
+    def __init__(self, worker: WeightsExtension, expected: ModelWeights) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         self._worker = worker
         self._model = worker.model_runner.get_model()
-        self._checks = WeightChecks(expected)
+        self._checks = UpdateCheck(expected)
         initialize_layerwise_reload(self._model)
 
     def take(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:

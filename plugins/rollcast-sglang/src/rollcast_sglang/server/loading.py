@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.model_weights import ModelWeights, UpdateCheck
 from rollcast.contracts.weights import WeightReport, WeightTally
 from rollcast.errors import RollcastError, WeightSyncError
-from rollcast_sglang.weights import ModelWeights, UpdateCheck
 
 if TYPE_CHECKING:
     from torch import Tensor
