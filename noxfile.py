@@ -191,7 +191,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The controller and the quick start's step against what the machine can do; the rest."""
     install(session, requirements(QUICKSTART), "psutil")
-    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume", "weight_sync"):
+    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume", "weight_sync", "replica_kill"):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 
