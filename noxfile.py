@@ -24,6 +24,11 @@ TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {"rollcast-rewards": ["math-verify[antlr4_9_3]"], "rollcast-trackers": ["tensorboard"]}
 QUICKSTART = "rollcast-quickstart"
+#: Of tests/benchmarks, those that need no other project.
+BENCHMARKS = (
+    *("controller", "plain_loop", "rewards", "algorithms", "resume"),
+    *("weight_sync", "replica_kill"),
+)
 #: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
@@ -191,7 +196,7 @@ def types(session: nox.Session) -> None:
 def bench(session: nox.Session) -> None:
     """The controller and the quick start's step against what the machine can do; the rest."""
     install(session, requirements(QUICKSTART), "psutil")
-    for name in chosen(session, "controller", "plain_loop", "rewards", "algorithms", "resume", "weight_sync", "replica_kill"):
+    for name in chosen(session, *BENCHMARKS):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 
