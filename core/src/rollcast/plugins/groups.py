@@ -37,6 +37,7 @@ _ALL = (
     Group("rollcast.dispatch_modes", "class", "how a call is split over ranks and collected"),
     Group("rollcast.execute_modes", "class", "which ranks a call runs on"),
     Group("rollcast.engines", "class", "training engines: model, optimizer and their parallelism"),
+    Group("rollcast.megatron_models", "callable", "how models of transformers are stored in megatron-core"),
     Group("rollcast.optimizers", "callable", "optimizers of the training engines"),
     Group("rollcast.rollouts", "class", "generation backends"),
     Group("rollcast.weight_syncs", "class", "how weights travel from the engine to the rollout"),
@@ -93,6 +94,7 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "rollcast.execute_modes": _names(CORE_DISTRIBUTION, "all", "rank_zero"),
         "rollcast.engines": {"fsdp": "rollcast-fsdp", "megatron": "rollcast-megatron"},
         "rollcast.optimizers": _names("rollcast-engine", "adamw", "sgd"),
+        "rollcast.megatron_models": _names("rollcast-megatron", "llama", "qwen2", "qwen3"),
         "rollcast.rollouts": {
             "hf": "rollcast-hf",
             "vllm": "rollcast-vllm",

@@ -1,0 +1,244 @@
+"""From a Hugging Face config and the engine's keys to this rank's stage of the model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from rollcast.errors import ConfigError
+from rollcast_megatron import cpu
+from rollcast_megatron.maps import ModelMap, Split, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast_megatron.layout import Mesh
+    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.schemas import MegatronConfig
+
+__all__ = ["DTYPES", "Plan", "Placed", "build_model", "check_model"]
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def check_model(plan: ModelMap, config: MegatronConfig) -> None:
+    """Refuse a model that cannot be split as the keys say.
+
+    Raises:
+        ConfigError: names the key, the model's size, and what would fit.
+    """
+    tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    heads, groups = plan.transformer["num_attention_heads"], plan.transformer["num_query_groups"]
+    for size, what in (
+        (heads, "attention heads"),
+        (groups, "key-value heads"),
+        (plan.transformer["ffn_hidden_size"], "rows of the MLP (intermediate_size)"),
+    ):
+        if size % tensor:
+            fitting = [n for n in range(1, min(heads, groups) + 1) if heads % n == 0 and groups % n == 0]
+            raise ConfigError(
+                f"engine key tensor_model_parallel_size is {tensor}, which does not divide the model's {size} {what}; "
+                f"sizes that would fit its heads: {', '.join(map(str, fitting))}"
+            )
+    if plan.layers % stages:
+        fitting = [n for n in range(1, plan.layers + 1) if plan.layers % n == 0]
+        raise ConfigError(
+            f"engine key pipeline_model_parallel_size is {stages}, which does not divide the model's {plan.layers} "
+            f"layers; sizes that would fit: {', '.join(map(str, fitting))}"
+        )
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A parameter of megatron-core with full names, on its stage.
+
+    Attributes:
+        weight: with the names that it has there, and in transformers.
+        stage: who holds it.
+        is_vocabulary: its rows are words, padded to a multiple of the tensor-parallel ranks.
+        is_copy: of a parameter of another stage (the head of a tied model), not to be exported.
+    """
+
+    weight: Weight
+    stage: int
+    is_vocabulary: bool = False
+    is_copy: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a model is spread over the mesh.
+
+    Attributes:
+        map: of the model.
+        mesh: over which.
+        is_value_model: has a ``score`` in place of the vocabulary head.
+    """
+
+    map: ModelMap
+    mesh: Mesh
+    is_value_model: bool
+
+    @property
+    def rows(self) -> int:
+        """Words of the vocabulary on each rank, padding included."""
+        return -(-self.map.vocab_size // self.mesh.tensor_size)
+
+    @property
+    def own_words(self) -> int:
+        """Words of the vocabulary on this rank, without padding."""
+        return max(0, min(self.map.vocab_size - self.mesh.tensor_rank * self.rows, self.rows))
+
+    def weights(self) -> Iterator[Placed]:
+        """Every parameter of the model, in the order of its layers."""
+        model, last = self.map, self.mesh.pipeline_size - 1
+        yield Placed(Weight(("embedding.word_embeddings.weight",), (model.embedding,), Split(0)), 0, True)
+        per_stage = model.layers // self.mesh.pipeline_size
+        for number in range(model.layers):
+            prefix = f"decoder.layers.{number % per_stage}."
+            for weight in model.layer:
+                names = tuple(prefix + name for name in weight.names)
+                sources = tuple(source.format(layer=number) for source in weight.sources)
+                yield Placed(Weight(names, sources, weight.layout), number // per_stage)
+        yield Placed(Weight(("decoder.final_layernorm.weight",), (model.final_norm,)), last)
+        if self.is_value_model:
+            for name in ("score.weight", "score.bias"):
+                yield Placed(Weight((name,), (name,)), last)
+        elif not model.tied:
+            yield Placed(Weight(("output_layer.weight",), (model.head,), Split(0)), last, True)
+        elif last:
+            yield Placed(Weight(("output_layer.weight",), (model.embedding,), Split(0)), last, True, True)
+
+
+def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> DecoderModel:
+    """This rank's stage, its weights not yet set.
+
+    Raises:
+        ConfigError: a rotary embedding that is not known, or a map that leaves out parameters of the model.
+    """
+    from rollcast_megatron.module import DecoderModel, block_spec
+
+    mesh, model = plan.mesh, plan.map
+    transformer = transformer_config(plan, config, device)
+    with cpu.cuda_type_names():
+        module = DecoderModel(
+            is_value_model=plan.is_value_model,
+            config=transformer,
+            transformer_layer_spec=block_spec(transformer),
+            vocab_size=plan.rows * mesh.tensor_size,
+            max_sequence_length=model.max_positions,
+            pre_process=mesh.is_first_stage,
+            post_process=mesh.is_last_stage,
+            share_embeddings_and_output_weights=model.tied and not plan.is_value_model,
+            position_embedding_type="rope",
+            rotary_base=model.rope["rope_theta"],
+        )
+    _set_frequencies(module, model)
+    _mark_split(plan, dict(module.named_parameters()))
+    return module.to(device)
+
+
+def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:
+    """megatron-core's ``TransformerConfig``: the map's fields, and how this engine computes."""
+    from megatron.core.transformer.enums import AttnBackend
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    dtype, on_host = DTYPES[config.dtype], device.type == "cpu"
+    options: dict[str, Any] = {
+        "normalization": "RMSNorm",
+        "gated_linear_unit": True,
+        "activation_func": nn.functional.silu,
+        "add_bias_linear": False,
+        "hidden_dropout": 0.0,
+        **plan.map.transformer,
+        "tensor_model_parallel_size": plan.mesh.tensor_size,
+        "pipeline_model_parallel_size": plan.mesh.pipeline_size,
+        "sequence_parallel": config.sequence_parallel,
+        "recompute_granularity": config.recompute_granularity,
+        "recompute_method": config.recompute_method,
+        "recompute_num_layers": config.recompute_num_layers,
+        "params_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "perform_initialization": False,
+        "use_cpu_initialization": on_host,
+        # Losses are divided by counts of the whole mini-batch already: nothing is to be averaged.
+        "calculate_per_token_loss": True,
+        "batch_p2p_comm": False,
+        # Micro-batches have shapes of their own, which megatron-core allows with this dispatcher only.
+        "variable_seq_lengths": True,
+        "moe_token_dispatcher_type": "alltoall",
+        # Kernels that need CUDA, or extensions that are not part of megatron-core.
+        "bias_activation_fusion": False,
+        "bias_dropout_fusion": False,
+        "masked_softmax_fusion": False,
+        "persist_layer_norm": False,
+        "apply_rope_fusion": False,
+        "gradient_accumulation_fusion": False,
+    }
+    if on_host:
+        options["attention_backend"] = AttnBackend.local
+    return TransformerConfig(**options)
+
+
+def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
+    """Frequencies of the rotary embedding that are not plain powers of its base, as transformers has them."""
+    kind = model.rope["rope_type"]
+    if kind == "default":
+        return
+    if kind not in ("linear", "llama3"):
+        raise ConfigError(
+            f"the model's rotary embedding has rope_type={kind!r}; the megatron engine knows default, linear and "
+            "llama3; use engine=fsdp"
+        )
+    factor = float(model.rope["factor"])
+    frequencies = module.rotary_pos_emb.inv_freq
+    if kind == "linear":
+        module.rotary_pos_emb.inv_freq = frequencies / factor
+    else:
+        module.rotary_pos_emb.inv_freq = module.rotary_pos_emb._apply_scaling(
+            frequencies,
+            factor=factor,
+            low_freq_factor=model.rope["low_freq_factor"],
+            high_freq_factor=model.rope["high_freq_factor"],
+            original_max_position_embeddings=model.rope["original_max_position_embeddings"],
+        )
+
+
+def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
+    """Tell megatron-core which parameters differ between tensor-parallel ranks; it sums norms by that.
+
+    It does so itself only for parameters that it initializes.
+    """
+    from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
+
+    unknown = set(parameters)
+    for placed in plan.weights():
+        if placed.stage != plan.mesh.pipeline_rank:
+            continue
+        name = find_name(placed, parameters)
+        unknown.discard(name)
+        parameter, dim = parameters[name], placed.weight.layout.dim
+        if not hasattr(parameter, "tensor_model_parallel"):
+            set_tensor_model_parallel_attributes(parameter, dim is not None, -1 if dim is None else dim, 1)
+    if unknown:
+        raise ConfigError(f"the model's map in rollcast.megatron_models leaves out {', '.join(sorted(unknown))}")
+
+
+def find_name(placed: Placed, parameters: dict[str, Any]) -> str:
+    """Which of a weight's names the model has.
+
+    Raises:
+        ConfigError: none of them.
+    """
+    for name in placed.weight.names:
+        if name in parameters:
+            return name
+    raise ConfigError(
+        f"the model's map in rollcast.megatron_models names {' or '.join(placed.weight.names)}, which this model of "
+        "megatron-core does not have"
+    )

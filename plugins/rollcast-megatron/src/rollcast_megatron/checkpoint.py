@@ -1,0 +1,341 @@
+"""Checkpoints: sharded tensors by megatron-core's dist_checkpointing, numbers in JSON, RNG a file a rank.
+
+The folder::
+
+    engine.json          what this is: engine, model type, parameters, mesh, schedule, and the size and
+                         checksum of each file of shards; written last
+    rng/rank_<r>.pt      random state of rank r (tensors and numbers only)
+    shards/              megatron-core's torch_dist format; a layer is a key of its own, and so is each entry
+                         of the optimizer's state, in the shape of its parameter: any mesh can read them
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import pickle
+import warnings
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
+
+from rollcast.errors import CheckpointError
+from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.contracts.engine import ModelType
+    from rollcast_megatron.layout import Mesh
+    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.optimizer import StageOptimizer
+    from rollcast_megatron.weights import Shapes
+
+__all__ = ["EngineState", "load", "read_summary", "save"]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+#: Each layer has keys of its own, so that stages can be cut anywhere.
+_METADATA = {"non_homogeneous_layers": True}
+_BLOCK = 1 << 24
+_READ_ERRORS = (CheckpointException, OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What is saved of an engine; loading writes into the same tensors.
+
+    Attributes:
+        model_type, rank, schedule_step: as in the engine.
+        mesh: over which the model is spread.
+        model: this rank's stage.
+        optimizer: of the stage, or None.
+        shapes: of the whole model's parameters, by their Hugging Face names.
+        dtype: of the weights.
+    """
+
+    model_type: ModelType
+    rank: int
+    mesh: Mesh
+    model: DecoderModel
+    optimizer: StageOptimizer | None
+    shapes: Shapes
+    dtype: torch.dtype
+    schedule_step: int
+
+    def mesh_sizes(self) -> dict[str, int]:
+        """The mesh, as JSON knows it."""
+        return {"tensor": self.mesh.tensor_size, "pipeline": self.mesh.pipeline_size, "data": self.mesh.data_size}
+
+    def parameters(self) -> dict[str, list[Any]]:
+        """Shape and dtype of each parameter, as JSON knows them."""
+        dtype = str(self.dtype).removeprefix("torch.")
+        return {name: [list(shape), dtype] for name, shape in self.shapes.items()}
+
+
+def save(path: Path, state: EngineState) -> None:
+    """Write the folder; every rank calls this.
+
+    Raises:
+        CheckpointError: on every rank, if any rank could not write its part.
+    """
+    from megatron.core import dist_checkpointing
+
+    from rollcast_megatron.writer import ShardWriter
+
+    shards = path / "shards"
+    try:
+        (path / "rng").mkdir(parents=True, exist_ok=True)
+        shards.mkdir(exist_ok=True)
+        torch.save(_capture_rng(), _rng_file(path, state.rank))
+        problem = ""
+    except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
+        problem = f"rank {state.rank}: {error}"
+    _agree(problem, f"checkpoint {path} could not be written")
+    files: list[Any] = [None] * state.mesh.world_size
+    try:
+        tensors = _sharded(state, state.optimizer)
+        with _quiet():
+            dist_checkpointing.save(tensors, str(shards), sharded_strategy=ShardWriter())
+        problem = ""
+    except (CheckpointException, OSError, RuntimeError) as error:
+        problem = f"rank {state.rank}: {_reason(error)}"
+    _agree(problem, f"checkpoint {path} could not be written")
+    dist.all_gather_object(files, _describe_files(sorted(shards.glob(f"__{state.rank}_*"))))
+    try:
+        if state.rank == 0:
+            _write_summary(path, state, {name: entry for part in files for name, entry in part.items()})
+        problem = ""
+    except OSError as error:
+        problem = f"rank 0: {error}"
+    _agree(problem, f"checkpoint {path} could not be written")
+
+
+def load(path: Path, state: EngineState) -> int:
+    """Read the folder into the engine's tensors and this process's RNG; gives the schedule's step.
+
+    Nothing is changed unless the folder is complete, fits, and is as it was written.
+
+    Raises:
+        CheckpointError: names the folder and what is missing or different.
+    """
+    summary = read_summary(path)
+    _compare(path, summary, state)
+    same_mesh = summary["mesh"] == state.mesh_sizes()
+    rng = _read_rng(_rng_file(path, state.rank if same_mesh else 0))
+    _agree(_find_damage(path, summary, state), f"checkpoint {path} is damaged")
+    tensors = _read(path, state, state.optimizer if summary["has_optimizer"] else None)
+    with torch.no_grad():
+        for name, parameter in state.model.named_parameters():
+            parameter.copy_(tensors[f"model.{name}"])
+            if state.optimizer is not None:
+                moments = {key: tensors[f"optimizer.{key}.{name}"] for key in state.optimizer.state_names}
+                state.optimizer.restore(parameter, moments)
+    if state.optimizer is not None:
+        state.optimizer.set_steps_taken(summary["optimizer_steps"])
+    _restore_rng(rng)
+    if not same_mesh:
+        log.warning(
+            "checkpoint %s was written on the mesh %s and is read on %s: random numbers are seeded anew from rank 0's",
+            path,
+            summary["mesh"],
+            state.mesh_sizes(),
+        )
+        derive_rng(state.mesh.data_rank)
+    return int(summary["schedule_step"])
+
+
+def read_summary(path: Path) -> dict[str, Any]:
+    """``engine.json`` of a complete checkpoint of this engine.
+
+    Raises:
+        CheckpointError: it is none; says why.
+    """
+    if not path.is_dir():
+        raise CheckpointError(f"there is no checkpoint folder {path}")
+    file = path / "engine.json"
+    if not file.is_file():
+        raise CheckpointError(f"checkpoint {path} is incomplete: it lacks engine.json, which is written last")
+    try:
+        summary = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(summary, dict) or summary.get("engine") != "megatron":
+        raise CheckpointError(f"{file} is not of the megatron engine")
+    if summary.get("format") != FORMAT:
+        raise CheckpointError(f"{file} has format {summary.get('format')}; this version reads format {FORMAT}")
+    return summary
+
+
+def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
+    """This rank's tensors, each with its place in the whole model."""
+    model = state.model.sharded_state_dict(metadata=dict(_METADATA))
+    tensors = {f"model.{name}": entry for name, entry in model.items() if entry.data is not None}
+    if optimizer is None:
+        return tensors
+    for name, parameter in state.model.named_parameters():
+        collected = optimizer.collect(parameter)
+        if collected is not None and state.mesh.data_rank == 0:
+            tensors |= _beside(model[name], name, collected)
+    return tensors
+
+
+def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Tensor]:
+    """The tensors that this rank needs, in host memory."""
+    from megatron.core import dist_checkpointing
+
+    model = state.model.sharded_state_dict(metadata=dict(_METADATA))
+    wanted: dict[str, Any] = {}
+    for name, parameter in state.model.named_parameters():
+        wanted[f"model.{name}"] = replace(model[name], data=torch.zeros(parameter.shape, dtype=parameter.dtype))
+        for key in optimizer.state_names if optimizer is not None else ():
+            wanted |= _beside(model[name], name, {key: torch.zeros(parameter.shape, dtype=torch.float32)})
+    try:
+        with _quiet():
+            found: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / "shards"))
+    except _READ_ERRORS as error:
+        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
+    except Exception as error:
+        from megatron.core.dist_checkpointing.core import CheckpointingException
+
+        if isinstance(error, CheckpointingException):
+            raise CheckpointError(f"checkpoint {path} cannot be read: {error}") from error
+        raise
+    return found
+
+
+def _beside(entry: Any, name: str, state: dict[str, Tensor]) -> dict[str, Any]:
+    """Entries of the optimizer's state, placed as their parameter is."""
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    placed = {}
+    for key, tensor in state.items():
+        options: dict[str, Any] = {"key": f"optimizer.{key}.{entry.key}", "data": tensor}
+        if isinstance(entry, ShardedTensor):
+            options["dtype"] = tensor.dtype
+        placed[f"optimizer.{key}.{name}"] = replace(entry, **options)
+    return placed
+
+
+def _write_summary(path: Path, state: EngineState, files: dict[str, list[int]]) -> None:
+    summary = {
+        "format": FORMAT,
+        "engine": "megatron",
+        "model_type": state.model_type,
+        "mesh": state.mesh_sizes(),
+        "schedule_step": state.schedule_step,
+        "has_optimizer": state.optimizer is not None,
+        "optimizer_steps": state.optimizer.steps_taken() if state.optimizer is not None else 0,
+        "parameters": state.parameters(),
+        "files": files,
+    }
+    (path / "engine.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
+
+
+def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
+    differences: list[str] = []
+    if summary["model_type"] != state.model_type:
+        differences.append(f"it holds a {summary['model_type']}, the engine a {state.model_type}")
+    theirs, ours = summary["parameters"], state.parameters()
+    differences += [
+        f"{name}: {_describe(theirs.get(name))} there, {_describe(ours.get(name))} here"
+        for name in sorted(theirs.keys() | ours.keys())
+        if theirs.get(name) != ours.get(name)
+    ]
+    if state.optimizer is not None and not summary["has_optimizer"]:
+        differences.append("it has no optimizer state")
+    if differences:
+        shown = "; ".join(differences[:3])
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(f"checkpoint {path} does not fit this engine: {shown}{more}")
+
+
+def _describe(parameter: list[Any] | None) -> str:
+    return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
+
+
+def _describe_files(files: list[Path]) -> dict[str, list[int]]:
+    """Size and CRC-32 of each file by its name."""
+    return {file.name: [file.stat().st_size, _checksum(file)] for file in files}
+
+
+def _checksum(file: Path) -> int:
+    sum_so_far = 0
+    with file.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            sum_so_far = zlib.crc32(block, sum_so_far)
+    return sum_so_far
+
+
+def _find_damage(path: Path, summary: dict[str, Any], state: EngineState) -> str:
+    """What is wrong with this rank's share of the files; empty if nothing."""
+    missing = [name for name in (".metadata", *summary["files"]) if not (path / "shards" / name).is_file()]
+    if missing:
+        return f"shards/ lacks {', '.join(missing)}"
+    for name in sorted(summary["files"])[state.rank :: state.mesh.world_size]:
+        file, (size, checksum) = path / "shards" / name, summary["files"][name]
+        if file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size} bytes, where {size} were written"
+        if _checksum(file) != checksum:
+            return f"{file} is not what was written (its checksum differs)"
+    return ""
+
+
+def _rng_file(path: Path, rank: int) -> Path:
+    return path / "rng" / f"rank_{rank}.pt"
+
+
+def _capture_rng() -> dict[str, Any]:
+    """The process's random state, and that of the layers."""
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    layers = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
+    return {"process": capture_rng(), "layers": layers}
+
+
+def _restore_rng(state: dict[str, Any]) -> None:
+    from megatron.core.tensor_parallel import get_cuda_rng_tracker
+
+    restore_rng(state["process"])
+    get_cuda_rng_tracker().set_states(state["layers"])
+
+
+def _read_rng(file: Path) -> dict[str, Any]:
+    try:
+        state: dict[str, Any] = torch.load(file, weights_only=True)
+    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    return state
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch puts into its message."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
+
+
+def _agree(problem: str, what: str) -> None:
+    """Fail on every rank if one did, and on none before all have come this far."""
+    problems: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    first = next((found for found in problems if found), None)
+    if first:
+        raise CheckpointError(f"{what}: {first}")
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Without torch's remarks about its own use of deprecated parts."""
+    with warnings.catch_warnings():
+        for message in (".*TypedStorage is deprecated.*", ".*single process.*", ".*is deprecated.*"):
+            warnings.filterwarnings("ignore", message=message)
+        yield

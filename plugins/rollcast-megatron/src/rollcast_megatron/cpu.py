@@ -1,0 +1,122 @@
+"""Megatron-core on a machine without CUDA: the whole of what has to be different, and inert where CUDA is.
+
+Some modules of megatron-core say ``torch.cuda.current_device()`` or ``device="cuda"`` where they mean the
+process's device. In those modules, and nowhere else, the name ``torch`` stands for a view of it in which
+these mean the CPU; torch itself stays as it is. Random states that layers draw from are the CPU's.
+
+The building blocks that look at a tensor's type name (``torch.cuda.FloatTensor``) are called inside
+:func:`cuda_type_names`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+__all__ = ["cuda_type_names", "install"]
+
+#: Below ``megatron.core``: what an engine calls there and what names CUDA.
+MODULES = (
+    "distributed.distributed_data_parallel",
+    "distributed.param_and_grad_buffer",
+    "models.common.embeddings.rotary_pos_embedding",
+    "optimizer.clip_grads",
+    "optimizer.distrib_optimizer",
+    "optimizer.optimizer",
+    "pipeline_parallel.p2p_communication",
+    "pipeline_parallel.schedules",
+    "tensor_parallel.layers",
+    "tensor_parallel.mappings",
+    "tensor_parallel.random",
+    "tensor_parallel.utils",
+    "utils",
+)
+_FACTORIES = ("arange", "empty", "empty_like", "ones", "tensor", "zeros", "zeros_like")
+
+
+class _View(ModuleType):
+    """A module with some names replaced."""
+
+    def __init__(self, original: ModuleType, replaced: Mapping[str, Any]) -> None:
+        super().__init__(original.__name__)
+        self._original = original
+        self.__dict__.update(replaced)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class _CudaTypeNames(TorchFunctionMode):
+    """Tensors of the CPU give the names of CUDA's types, and stay where they are when sent to CUDA."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.cuda:
+            return args[0]
+        result = func(*args, **(kwargs or {}))
+        if func is torch.Tensor.type and isinstance(result, str):
+            return result.replace("torch.", "torch.cuda.", 1)
+        return result
+
+
+def cuda_type_names() -> AbstractContextManager[Any]:
+    """For calls that build a model or an optimizer; nothing where CUDA is."""
+    return nullcontext() if torch.cuda.is_available() else _CudaTypeNames()
+
+
+@functools.cache
+def install() -> None:
+    """Prepare megatron-core for this process; nothing where CUDA is, nor the second time."""
+    if torch.cuda.is_available():
+        return
+    view = _cpu_view()
+    for name in MODULES:
+        module: Any = importlib.import_module(f"megatron.core.{name}")
+        module.torch = view
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
+    random._get_cuda_rng_state = _get_rng_state
+    random._set_cuda_rng_state = _set_rng_state
+    # On the CPU the tracked state is the very one that the tracker warns about.
+    logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
+
+
+def _cpu_view() -> ModuleType:
+    cuda = _View(
+        torch.cuda,
+        {
+            "current_device": lambda: torch.device("cpu"),
+            "get_rng_state": lambda *_: torch.get_rng_state(),
+            "manual_seed": torch.manual_seed,
+            "synchronize": lambda *_: None,
+        },
+    )
+    factories = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    return _View(torch, {"cuda": cuda, **factories})
+
+
+def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(factory)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "cuda":
+            kwargs["device"] = torch.device("cpu")
+        return factory(*args, **kwargs)
+
+    return make
+
+
+def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+    return torch.get_rng_state()
+
+
+def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+    torch.set_rng_state(new_state)

@@ -1,0 +1,380 @@
+"""The engine: a decoder of megatron-core, split over a mesh of ranks, behind rollcast's contract."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+import torch.distributed as dist
+
+from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetup
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast.protocol import DataProto
+from rollcast.runtime.device import local_device
+from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
+from rollcast_engine.hf import load_hf_config
+from rollcast_engine.optim import check_optim, learning_rate
+from rollcast_engine.reduce import MetricSums, agree_on_counts
+from rollcast_megatron import checkpoint as checkpoints
+from rollcast_megatron import export as exports
+from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
+from rollcast_megatron.heads import quantity_names
+from rollcast_megatron.layout import Mesh, join_mesh
+from rollcast_megatron.maps import find_map
+from rollcast_megatron.offload import move_stage
+from rollcast_megatron.schemas import MegatronConfig
+from rollcast_megatron.step import Pass, run_pass
+from rollcast_megatron.weights import Folder, Shapes, gather, hf_shapes, load_folder, load_random
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig, ModelType
+    from rollcast_megatron.module import DecoderModel
+    from rollcast_megatron.optimizer import StageOptimizer
+
+__all__ = ["MegatronEngine"]
+
+log = logging.getLogger(__name__)
+
+
+class MegatronEngine(BaseEngine):
+    """Models with a map in ``rollcast.megatron_models``, by tensor, pipeline, data and sequence parallelism.
+
+    The gradient is that of the sum of the loss function's shares over all micro-batches and ranks. It is summed
+    over the data-parallel ranks when the optimizer steps.
+
+    Raises:
+        ConfigError: on construction, for an engine or optimizer key with a value that is not valid, and for a
+            mesh that the ranks do not fill.
+    """
+
+    capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
+        value_model=True,
+        sum_pi_squared=True,
+        vocabulary_kl=True,
+        in_process_module=True,
+        token_budget=True,
+        offload=True,
+        tensor_parallel=True,
+        pipeline_parallel=True,
+    )
+    config_schema: ClassVar[type] = MegatronConfig
+
+    def __init__(self, setup: EngineSetup) -> None:
+        super().__init__(setup)
+        if not isinstance(setup.engine, MegatronConfig):
+            raise ConfigError(f"the megatron engine is configured by MegatronConfig, not {type(setup.engine).__name__}")
+        self.config: MegatronConfig = setup.engine
+        self.config.check(setup.context.world_size)
+        if setup.optim is not None:
+            check_optim(setup.optim)
+        self.device = torch.device("cpu")
+        self.mesh: Mesh
+        self.plan: Plan
+        self.shapes: Shapes
+        #: This rank's stage, and what the pipeline schedules run: the stage, or what sums its gradients.
+        self.stage: DecoderModel
+        self.runner: nn.Module
+        self.optimizer: StageOptimizer | None = None
+        self.schedule_step = 0
+        self._reference: MegatronEngine | None = None
+        self._whole: nn.Module | None = None
+
+    @classmethod
+    def count_data_parallel(cls, engine: Any, world_size: int) -> int:
+        """Ranks that share a copy of the model work on the same rows.
+
+        Raises:
+            ConfigError: the keys name a mesh that so many ranks cannot fill.
+        """
+        engine.check(world_size)
+        return int(world_size // engine.model_parallel_size)
+
+    def initialize(self) -> None:
+        """Join the mesh, load this rank's part of the model, and build the optimizer.
+
+        Raises:
+            ConfigError: the model folder cannot be used, or the model cannot be split as the keys say; says why.
+        """
+        setup, context = self.setup, self.setup.context
+        self.device = local_device(context.local_rank)
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        model_map = find_map(load_hf_config(setup.model))
+        check_model(model_map, self.config)
+        self.shapes = hf_shapes(setup.model, setup.model_type)
+        folder = None if setup.model.random_init else Folder(Path(setup.model.path))
+        self.mesh = join_mesh(self, self.config, context, setup.seed)
+        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model")
+        self.stage = build_model(self.plan, self.config, self.device)
+        parameters = dict(self.stage.named_parameters())
+        if folder is not None:
+            load_folder(self.plan, parameters, self.shapes, folder)
+        else:
+            load_random(self.plan, parameters, self.shapes, setup.seed, model_map.transformer["init_method_std"])
+        self.runner = self.stage.eval()
+        if setup.optim is not None:
+            self._build_optimizer()
+        self._offload()
+
+    def _build_optimizer(self) -> None:
+        from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+
+        from rollcast_megatron.optimizer import StageOptimizer
+
+        # With one data-parallel rank there is nothing to spread.
+        distributed = self.config.use_distributed_optimizer and self.mesh.data_size > 1
+        options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
+        self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
+        dtype = DTYPES[self.config.dtype]
+        self.optimizer = StageOptimizer(self.runner, self._optim(), distributed, dtype)
+
+    @contextmanager
+    def train_mode(self) -> Iterator[None]:
+        """Dropout on, gradients on, weights on the device, for the calls inside."""
+        with self.mode(training=True), torch.enable_grad():
+            yield
+
+    @contextmanager
+    def eval_mode(self) -> Iterator[None]:
+        """Dropout off and no gradient, for the calls inside."""
+        with self.mode(training=False), torch.no_grad():
+            yield
+
+    @contextmanager
+    def mode(self, training: bool) -> Iterator[None]:
+        """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
+        was_training = self.stage.training
+        self._to(self.device, model=self.config.param_offload)
+        self.runner.train(training)
+        try:
+            yield
+        finally:
+            self.runner.train(was_training)
+            self._offload()
+
+    def optimizer_zero_grad(self) -> None:
+        """Forget all gradients."""
+        self._trained().zero_grad()
+
+    def optimizer_step(self) -> tuple[float, bool]:
+        """Sum the gradients over the ranks, clip to ``optim.clip_grad`` and step.
+
+        With a norm that is not finite nothing changes but the gradients, which are dropped.
+
+        Returns:
+            The norm before clipping, and whether the step was skipped.
+        """
+        optimizer = self._trained()
+        norm = optimizer.gradient_norm()
+        if not math.isfinite(norm):
+            log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)
+            optimizer.zero_grad()
+            return norm, True
+        self._to(self.device, optimizer=self.config.optimizer_offload)
+        optimizer.step(norm, self.current_lr())
+        if self.config.optimizer_offload:
+            self._to(torch.device("cpu"), optimizer=True)
+        self._whole = None
+        return norm, False
+
+    def lr_scheduler_step(self) -> float:
+        """Advance the schedule by one; gives the learning rate from now on."""
+        self.schedule_step += 1
+        return self.current_lr()
+
+    def current_lr(self) -> float:
+        """The learning rate that the next optimizer step uses."""
+        return learning_rate(self._optim(), self.schedule_step)
+
+    def forward_backward_batch(
+        self,
+        data: DataProto,
+        loss_function: LossFunction | None,
+        settings: ForwardSettings,
+        forward_only: bool = False,
+    ) -> tuple[DataProto | None, dict[str, float]]:
+        """See :meth:`rollcast.contracts.engine.BaseEngine.forward_backward_batch`.
+
+        All ranks of a copy of the model are given the same rows, and all of them return the outputs and metrics.
+
+        Raises:
+            ConfigError: on every rank, if a row of any rank does not fit the token budget.
+            TypeError: training without a loss function.
+        """
+        if not forward_only and loss_function is None:
+            raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
+        plan = plan_batch(tensor_columns(data), settings)
+        group = self.get_data_parallel_group()
+        agreed = agree_on_counts(plan, settings, group, self.device)
+        check_budget(agreed.longest, settings)
+        reference = self._reference_for(settings)
+        work = Pass(
+            plan=plan,
+            model_plan=self.plan,
+            denominators=agreed.denominators,
+            loss_function=loss_function,
+            settings=settings,
+            head_chunk=self.config.head_chunk_size,
+            device=self.device,
+            reference=None if reference is None else reference.stage,
+            sums=MetricSums(),
+        )
+        names = quantity_names(settings, self.plan.is_value_model) if forward_only else []
+        with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.mode(False):
+            outputs = run_pass(self.runner, work, names, forward_only)
+        metrics: list[Any] = [work.sums.reduce(group) if self.mesh.is_last_stage else None]
+        if self.mesh.pipeline_size > 1:
+            last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
+            dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
+        return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics[0]
+
+    def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
+        if settings.vocabulary_kl is None:
+            return None
+        if self._reference is None or self.plan.is_value_model:
+            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} was asked of an engine without a reference")
+        return self._reference
+
+    def set_reference(self, reference: BaseEngine) -> None:
+        """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
+
+        Raises:
+            CapabilityError: it is not a MegatronEngine on the same mesh, or the model is split into stages.
+        """
+        if not isinstance(reference, MegatronEngine) or reference.mesh is not self.mesh:
+            raise CapabilityError("the reference of a MegatronEngine must be another on the same mesh")
+        if self.mesh.pipeline_size > 1:
+            raise CapabilityError(
+                "the megatron engine gives a KL penalty over the vocabulary only with pipeline_model_parallel_size=1, "
+                f"not {self.mesh.pipeline_size}: policy and reference would have to run in one pipeline"
+            )
+        self._reference = reference
+
+    def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
+        """Full parameters by their Hugging Face names, gathered one at a time; tied ones once.
+
+        All ranks have to go through it to the end together.
+        """
+        yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
+
+    @contextmanager
+    def in_process_module(self) -> Iterator[nn.Module]:
+        """The model as transformers has it, in evaluation mode without gradient, whole on this rank.
+
+        A copy with memory of its own, made when the weights have changed since the last. All ranks enter and
+        leave together; between, each may run it as often as it likes.
+        """
+        with self.eval_mode():
+            if self._whole is None:
+                self._whole = exports.whole_module(self.setup.model, self.get_per_tensor_param(), self.device)
+            yield self._whole
+
+    def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
+        """Move the named state to ``device``: ``cpu``, or the accelerator by any other name."""
+        target = torch.device("cpu") if device == "cpu" else self.device
+        self._to(target, model=model, optimizer=optimizer, grad=grad)
+
+    def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
+        if self.device.type == "cpu":
+            return  # everything is there already
+        move_stage(self.runner, device, model=model, grad=grad)
+        if optimizer and self.optimizer is not None:
+            self.optimizer.to(device)
+        if model and device.type == "cpu":
+            self._whole = None
+
+    def _offload(self) -> None:
+        self._to(torch.device("cpu"), model=self.config.param_offload, optimizer=self.config.optimizer_offload)
+
+    def save_checkpoint(self, path: Path) -> None:
+        """Write model, optimizer, schedule and every rank's RNG under ``path``.
+
+        Raises:
+            CheckpointError: the folder cannot be written.
+        """
+        checkpoints.save(path, self._state())
+
+    def load_checkpoint(self, path: Path) -> None:
+        """Load what :meth:`save_checkpoint` wrote, on the same mesh or on another.
+
+        Raises:
+            CheckpointError: the folder is incomplete, damaged, or of another model; names what differs.
+        """
+        self.schedule_step = checkpoints.load(path, self._state())
+        self._whole = None
+
+    def _state(self) -> checkpoints.EngineState:
+        return checkpoints.EngineState(
+            model_type=self.setup.model_type,
+            rank=self.setup.context.rank,
+            mesh=self.mesh,
+            model=self.stage,
+            optimizer=self.optimizer,
+            shapes=self.shapes,
+            dtype=DTYPES[self.config.dtype],
+            schedule_step=self.schedule_step,
+        )
+
+    def export(self, path: Path) -> None:
+        """Write a Hugging Face folder from the live model, shard by shard; rank 0 writes, all ranks take part."""
+        is_writer = self.setup.context.rank == 0
+        exports.write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
+
+    @classmethod
+    def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
+        """Turn a checkpoint of this engine into a Hugging Face folder, in one process of one rank.
+
+        Raises:
+            CheckpointError: the checkpoint is incomplete, damaged, or of another engine or model.
+        """
+        summary = checkpoints.read_summary(checkpoint)
+        model_type: ModelType = summary["model_type"]
+        dtype = next(iter(summary["parameters"].values()))[1]
+        setup = EngineSetup(model_type, model, MegatronConfig(dtype=dtype), None, WorkerContext())
+        engine = cls(setup)
+        engine.prepare_export()
+        engine.load_checkpoint(checkpoint)
+        engine.export(output)
+
+    def prepare_export(self) -> None:
+        """Build the whole model in host memory, its weights not set, to load a checkpoint into."""
+        model_map = find_map(load_hf_config(self.setup.model))
+        self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
+        self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
+        self.plan = Plan(model_map, self.mesh, self.setup.model_type == "value_model")
+        self.stage = build_model(self.plan, self.config, self.device)
+
+    def get_data_parallel_rank(self) -> int:
+        """Which shard of a batch this rank works on, with the others of its copy of the model."""
+        return self.mesh.data_rank
+
+    def get_data_parallel_size(self) -> int:
+        """The number of copies of the model."""
+        return self.mesh.data_size
+
+    def get_data_parallel_group(self) -> Any:
+        """The ranks that hold the same part of the model; None for one."""
+        return self.mesh.data_group if self.mesh.data_size > 1 else None
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """True on one rank of each copy of the model: the first of its last stage."""
+        return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
+
+    def _optim(self) -> Any:
+        if self.setup.optim is None:
+            raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
+        return self.setup.optim
+
+    def _trained(self) -> StageOptimizer:
+        self._optim()
+        if self.optimizer is None:
+            raise RuntimeError("initialize() has to be called before the engine trains")
+        return self.optimizer

@@ -1,0 +1,122 @@
+"""The maps of Llama, Qwen2 and Qwen3: decoders with RMS norms, rotary embeddings and gated MLPs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rollcast.errors import ConfigError
+from rollcast_megatron.maps import FusedQkv, FusedRows, ModelMap, Split, Weight
+
+__all__ = ["decoder_map", "llama", "qwen2", "qwen3"]
+
+_ROWS, _COLUMNS = Split(dim=0), Split(dim=1)
+
+
+def llama(config: Any) -> ModelMap:
+    """``LlamaForCausalLM``, such as Llama 2 and 3."""
+    refuse(config, attention_bias=False, mlp_bias=False)
+    return decoder_map(config)
+
+
+def qwen2(config: Any) -> ModelMap:
+    """``Qwen2ForCausalLM``, such as Qwen2.5: biases on queries, keys and values."""
+    refuse(config, use_sliding_window=False)
+    return decoder_map(config, qkv_bias=True)
+
+
+def qwen3(config: Any) -> ModelMap:
+    """``Qwen3ForCausalLM``: norms on the heads of queries and keys."""
+    refuse(config, use_sliding_window=False, attention_bias=False)
+    return decoder_map(config, qk_norm=True)
+
+
+def refuse(config: Any, **expected: Any) -> None:
+    """Refuse a config in which a field is not what a map takes for granted.
+
+    Raises:
+        ConfigError: names the field, its value and what the map knows.
+    """
+    for name, value in expected.items():
+        given = getattr(config, name, value)
+        if given != value:
+            raise ConfigError(
+                f"the model's config.json says {name}={given!r}; the map of {config.model_type!r} for the megatron "
+                f"engine knows only {value!r}; use engine=fsdp"
+            )
+
+
+def decoder_map(config: Any, qkv_bias: bool = False, qk_norm: bool = False) -> ModelMap:
+    """The map of a decoder with transformers' usual names and the fields of a Llama config.
+
+    Args:
+        qkv_bias: query, key and value projections have biases.
+        qk_norm: each head of queries and keys goes through an RMS norm.
+
+    Raises:
+        ConfigError: the activation is not SiLU.
+    """
+    refuse(config, hidden_act="silu")
+    heads = config.num_attention_heads
+    groups = getattr(config, "num_key_value_heads", None) or heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
+    transformer = {
+        "num_layers": config.num_hidden_layers,
+        "hidden_size": config.hidden_size,
+        "ffn_hidden_size": config.intermediate_size,
+        "num_attention_heads": heads,
+        "num_query_groups": groups,
+        "kv_channels": head_dim,
+        "layernorm_epsilon": config.rms_norm_eps,
+        "attention_dropout": getattr(config, "attention_dropout", 0.0),
+        "add_qkv_bias": qkv_bias,
+        "qk_layernorm": qk_norm,
+        "init_method_std": getattr(config, "initializer_range", 0.02),
+    }
+    return ModelMap(
+        transformer=transformer,
+        vocab_size=config.vocab_size,
+        max_positions=config.max_position_embeddings,
+        tied=bool(config.tie_word_embeddings),
+        rope=_rope(config),
+        layer=_layer(FusedQkv(heads, groups, head_dim), qkv_bias, qk_norm),
+    )
+
+
+def _layer(qkv: FusedQkv, qkv_bias: bool, qk_norm: bool) -> list[Weight]:
+    layer, attention = "model.layers.{layer}.", "model.layers.{layer}.self_attn."
+    projections = [f"{attention}{which}_proj" for which in "qkv"]
+    weights = [
+        Weight(
+            ("input_layernorm.weight", "self_attention.linear_qkv.layer_norm_weight"),
+            (f"{layer}input_layernorm.weight",),
+        ),
+        Weight(("self_attention.linear_qkv.weight",), tuple(f"{name}.weight" for name in projections), qkv),
+        Weight(("self_attention.linear_proj.weight",), (f"{attention}o_proj.weight",), _COLUMNS),
+        Weight(
+            ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
+            (f"{layer}post_attention_layernorm.weight",),
+        ),
+        Weight(
+            ("mlp.linear_fc1.weight",), (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"), FusedRows()
+        ),
+        Weight(("mlp.linear_fc2.weight",), (f"{layer}mlp.down_proj.weight",), _COLUMNS),
+    ]
+    if qkv_bias:
+        weights.append(
+            Weight(("self_attention.linear_qkv.bias",), tuple(f"{name}.bias" for name in projections), qkv)
+        )
+    if qk_norm:
+        weights += [
+            Weight((f"self_attention.{which}_layernorm.weight",), (f"{attention}{which}_norm.weight",))
+            for which in "qk"
+        ]
+    return weights
+
+
+def _rope(config: Any) -> dict[str, Any]:
+    """transformers 5 has ``rope_parameters``, 4 ``rope_theta`` and perhaps ``rope_scaling``."""
+    given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
+    rope = dict(given)
+    rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))
+    rope.setdefault("rope_type", rope.get("type", "default"))
+    return rope

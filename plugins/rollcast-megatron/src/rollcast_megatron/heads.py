@@ -1,0 +1,106 @@
+"""What the last stage makes of hidden states: log-probs and what else was asked for, or values.
+
+Axes: ``b`` rows and ``t`` response positions of a micro-batch, ``n`` tokens under its mask, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from rollcast.contracts.algorithm import kl_penalties
+from rollcast_megatron.vocab import VocabularySlice, head_quantities
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rollcast.contracts.engine import ForwardSettings
+    from rollcast_megatron.build import Plan
+    from rollcast_megatron.inputs import DecoderInputs, Positions
+    from rollcast_megatron.module import DecoderModel
+
+__all__ = ["LanguageHead", "ValueHead", "quantity_names"]
+
+
+def quantity_names(settings: ForwardSettings, is_value_model: bool) -> list[str]:
+    """What a batch's output holds."""
+    if is_value_model:
+        return ["values"]
+    asked = {
+        "entropy": settings.calculate_entropy,
+        "sum_pi_squared": settings.calculate_sum_pi_squared,
+        "vocabulary_kl": settings.vocabulary_kl is not None,
+    }
+    return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
+
+
+@dataclass(frozen=True)
+class ValueHead:
+    """``values`` ``[b, t]`` of the states in which the response tokens were chosen."""
+
+    positions: Positions
+
+    def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
+        return {"values": self.positions.spread(model.values_at(hidden, self.positions))}
+
+
+@dataclass(frozen=True)
+class LanguageHead:
+    """``log_probs`` ``[b, t]``, and what else the settings ask for.
+
+    Attributes:
+        inputs: what went through the model.
+        plan: how it is spread.
+        settings: of the batch.
+        chunk: positions whose logits exist at a time.
+        reference: the model of ``vocabulary_kl``, whole on this stage.
+    """
+
+    inputs: DecoderInputs
+    plan: Plan
+    settings: ForwardSettings
+    chunk: int
+    reference: nn.Module | None = None
+
+    def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
+        positions, settings = self.inputs.positions, self.settings
+        chosen, weight = model.hidden_at(hidden, positions), model.head_weight()
+        vocabulary = VocabularySlice(
+            group=self.plan.mesh.tensor_group,
+            start=self.plan.mesh.tensor_rank * self.plan.rows,
+            words=self.plan.own_words,
+            scale=1.0 / settings.temperature,
+            chunk=self.chunk,
+        )
+        log_probs, entropy, squares = head_quantities(chosen, weight, positions.targets, vocabulary)
+        given = {"log_probs": log_probs}
+        if settings.calculate_entropy:
+            given["entropy"] = entropy
+        if settings.calculate_sum_pi_squared:
+            given["sum_pi_squared"] = squares
+        if settings.vocabulary_kl is not None:
+            given["vocabulary_kl"] = self._vocabulary_kl(settings.vocabulary_kl, chosen, weight)
+        return {name: positions.spread(values) for name, values in given.items()}
+
+    def _vocabulary_kl(self, name: str, chosen: Tensor, weight: Tensor) -> Tensor:
+        if self.reference is None:
+            raise RuntimeError("vocabulary_kl was asked for without a reference")
+        logits = self._logits(chosen, weight)
+        with torch.no_grad():
+            theirs = self.reference(
+                self.inputs.input_ids, self.inputs.position_ids, None, labels=self._reference_logits
+            )["logits"]
+        return kl_penalties.get(name, "actor.kl_loss_type")(logits, theirs)
+
+    def _reference_logits(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]:
+        return {"logits": self._logits(model.hidden_at(hidden, self.inputs.positions), model.head_weight())}
+
+    def _logits(self, chosen: Tensor, weight: Tensor) -> Tensor:
+        """Logits over the whole vocabulary, float32 ``[n, V]``, on every tensor-parallel rank."""
+        from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
+
+        logits = (chosen @ weight.T).float() / self.settings.temperature
+        whole: Tensor = gather_from_tensor_model_parallel_region(logits, group=self.plan.mesh.tensor_group)
+        return whole[:, : self.plan.map.vocab_size]

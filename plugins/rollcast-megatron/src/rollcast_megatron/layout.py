@@ -1,0 +1,132 @@
+"""The mesh of a worker group: which rank holds which part of the model, and which shard of a batch."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast.errors import ConfigError
+from rollcast_engine.process_group import join_process_group
+from rollcast_megatron import cpu
+
+if TYPE_CHECKING:
+    from rollcast.controller.worker import WorkerContext
+    from rollcast_megatron.schemas import MegatronConfig
+
+__all__ = ["Mesh", "join_mesh"]
+
+
+@dataclass(frozen=True, eq=False)
+class Mesh:
+    """This rank's place, by tensor, pipeline and data parallelism, and its groups along each.
+
+    megatron-core keeps one mesh for a process; all engines of a process share it.
+    """
+
+    world_size: int
+    tensor_size: int
+    pipeline_size: int
+    data_size: int
+    tensor_rank: int
+    pipeline_rank: int
+    data_rank: int
+    tensor_group: Any
+    pipeline_group: Any
+    data_group: Any
+
+    @property
+    def is_first_stage(self) -> bool:
+        """Whether the embedding is here."""
+        return self.pipeline_rank == 0
+
+    @property
+    def is_last_stage(self) -> bool:
+        """Whether the head is here."""
+        return self.pipeline_rank == self.pipeline_size - 1
+
+    def stage_rank(self, stage: int) -> int:
+        """The global rank of a stage, in this rank's pipeline."""
+        return dist.get_global_rank(self.pipeline_group, stage)
+
+
+class _Current:
+    """The mesh of this process, and the engines that live on it."""
+
+    mesh: Mesh | None = None
+    world: Any = None
+    engines: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, seed: int) -> Mesh:
+    """The mesh of the group's ranks; all of them call this together.
+
+    Args:
+        engine: who lives on it; while it does, no other mesh can be made in this process.
+        seed: of the random numbers in layers (dropout), different on ranks that hold different parts.
+
+    Raises:
+        ConfigError: the process has another mesh, or belongs to a process group of another size.
+    """
+    from megatron.core import parallel_state
+
+    cpu.install()
+    join_process_group(context)
+    tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
+    current, same_world = _Current.mesh, _Current.world is dist.group.WORLD
+    if current is not None and same_world and (current.tensor_size, current.pipeline_size) == (tensor, pipeline):
+        _Current.engines.add(engine)
+        return current
+    if current is not None:
+        _leave(current, tensor, pipeline, same_world)
+    parallel_state.initialize_model_parallel(tensor, pipeline)
+    mesh = _read_mesh()
+    _seed_layers(seed, mesh)
+    _Current.mesh, _Current.world = mesh, dist.group.WORLD
+    _Current.engines.add(engine)
+    return mesh
+
+
+def _leave(mesh: Mesh, tensor: int, pipeline: int, same_world: bool) -> None:
+    from megatron.core import parallel_state
+
+    gc.collect()
+    if same_world and len(_Current.engines):
+        raise ConfigError(
+            f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.pipeline_size} "
+            f"(pipeline) ways, and all megatron engines of a process have to be split alike; "
+            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} were asked for"
+        )
+    _Current.engines.clear()
+    parallel_state.destroy_model_parallel()
+
+
+def _seed_layers(seed: int, mesh: Mesh) -> None:
+    from megatron.core import tensor_parallel
+
+    # Tensor-parallel ranks share a seed: megatron-core tells them apart where they have to differ.
+    own = seed * 1_000_003 + mesh.data_rank * mesh.pipeline_size + mesh.pipeline_rank
+    # Without an accelerator this would seed the process's own random numbers too.
+    with torch.random.fork_rng(devices=[]):
+        tensor_parallel.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
+
+
+def _read_mesh() -> Mesh:
+    from megatron.core import parallel_state as state
+
+    return Mesh(
+        world_size=dist.get_world_size(),
+        tensor_size=state.get_tensor_model_parallel_world_size(),
+        pipeline_size=state.get_pipeline_model_parallel_world_size(),
+        data_size=state.get_data_parallel_world_size(),
+        tensor_rank=state.get_tensor_model_parallel_rank(),
+        pipeline_rank=state.get_pipeline_model_parallel_rank(),
+        data_rank=state.get_data_parallel_rank(),
+        tensor_group=state.get_tensor_model_parallel_group(),
+        pipeline_group=state.get_pipeline_model_parallel_group(),
+        data_group=state.get_data_parallel_group(),
+    )

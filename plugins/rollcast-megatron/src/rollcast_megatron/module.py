@@ -1,0 +1,154 @@
+"""The model: megatron-core's decoder with a head that answers per token.
+
+Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``V`` vocabulary.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    get_cuda_rng_tracker,
+)
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from torch import nn
+
+from rollcast_megatron.inputs import Positions
+
+if TYPE_CHECKING:
+    from megatron.core.transformer.transformer_config import TransformerConfig
+    from torch import Tensor
+
+__all__ = ["DecoderModel", "Head", "block_spec", "has_transformer_engine"]
+
+
+class Head(Protocol):
+    """What becomes of the last stage's hidden states: per-token quantities by name."""
+
+    def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]: ...
+
+
+class RmsNorm(nn.RMSNorm):
+    """PyTorch's RMS norm with megatron-core's constructor, and its mark for sequence parallelism.
+
+    Under sequence parallelism each rank normalizes its own positions, so the gradients of the weight
+    have to be summed over the tensor-parallel ranks; megatron-core looks for the mark to do so.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
+        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+
+
+class CausalAttention(nn.Module):
+    """Causal attention by PyTorch's ``scaled_dot_product_attention``: no matrix of scores is kept.
+
+    Rows start at position 0 and are padded at the end, so no token ever sees padding and no mask is needed.
+    """
+
+    def __init__(self, config: TransformerConfig, layer_number: int, **_unused: Any) -> None:
+        super().__init__()
+        self.dropout = config.attention_dropout
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_unused: Any
+    ) -> Tensor:
+        """From ``[s, b, heads, d]`` (keys and values may have fewer heads) to ``[s, b, heads * d]``."""
+        rows = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
+        grouped = query.size(2) != key.size(2)
+        if self.training and self.dropout:
+            with get_cuda_rng_tracker().fork():
+                mixed = self._attend(*rows, dropout=self.dropout, grouped=grouped)
+        else:
+            mixed = self._attend(*rows, dropout=0.0, grouped=grouped)
+        return mixed.permute(2, 0, 1, 3).flatten(2)
+
+    @staticmethod
+    def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, grouped: bool) -> Tensor:
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        )
+
+
+def has_transformer_engine() -> bool:
+    """Whether layers are built of Transformer Engine: where it is installed and CUDA is there."""
+    from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
+
+    return bool(HAVE_TE) and torch.cuda.is_available()
+
+
+def block_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
+    """Of what the layers of this stage are made."""
+    if has_transformer_engine():
+        spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
+        return spec
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    layer: Any = spec.submodules
+    layer.input_layernorm = layer.pre_mlp_layernorm = RmsNorm
+    attention = layer.self_attention.submodules
+    attention.core_attention = CausalAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = RmsNorm
+    layers = get_num_layers_to_build(config)
+    return TransformerBlockSubmodules(layer_specs=[spec] * layers, layer_norm=RmsNorm)
+
+
+class DecoderModel(GPTModel):  # type: ignore[misc]
+    """A stage of a decoder. The last one hands its hidden states to the :class:`Head` given as ``labels``.
+
+    Args:
+        is_value_model: the head is a linear ``score`` with one output, which starts at zero and is
+            whole on each rank, instead of the vocabulary's.
+        **options: of ``GPTModel``.
+    """
+
+    def __init__(self, *, is_value_model: bool, **options: Any) -> None:
+        super().__init__(**options)
+        self.is_value_model = is_value_model
+        if is_value_model and self.post_process:
+            del self.output_layer
+            self.score = nn.Linear(self.config.hidden_size, 1, dtype=self.config.params_dtype)
+            nn.init.zeros_(self.score.weight)
+            nn.init.zeros_(self.score.bias)
+
+    def _postprocess(self, hidden_states: Tensor, *, labels: Head, **_unused: Any) -> Any:
+        return labels(self, hidden_states) if self.post_process else hidden_states
+
+    def head_weight(self) -> Tensor:
+        """This rank's rows of the vocabulary head, ``[V / tensor ranks, h]``."""
+        weight: Tensor = (
+            self.shared_embedding_or_output_weight()
+            if self.share_embeddings_and_output_weights
+            else self.output_layer.weight
+        )
+        return weight
+
+    def hidden_at(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """Hidden states ``[s, b, h]`` at chosen positions, ``[n, h]``, for a head split over the vocabulary.
+
+        Each rank's head gives a part of their gradient, and the parts are summed here.
+        """
+        if self.config.sequence_parallel:
+            hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
+        else:
+            hidden = copy_to_tensor_model_parallel_region(hidden, group=self.pg_collection.tp)
+        return hidden[positions.places, positions.rows]
+
+    def values_at(self, hidden: Tensor, positions: Positions) -> Tensor:
+        """Values ``[n]`` of chosen positions, float32."""
+        if self.config.sequence_parallel:
+            # All ranks compute the same from here, so their gradients are equal: no sum.
+            hidden = gather_from_sequence_parallel_region(
+                hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
+            )
+        values: Tensor = self.score(hidden[positions.places, positions.rows])
+        return values.squeeze(-1).float()

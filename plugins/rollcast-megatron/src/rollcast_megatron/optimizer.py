@@ -1,0 +1,181 @@
+"""megatron-core's optimizer over a stage: built, stepped, and its state in view."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast_engine.optim import learning_rate
+from rollcast_megatron import cpu
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast.contracts.engine import OptimConfig
+
+__all__ = ["StageOptimizer"]
+
+
+class StageOptimizer:
+    """AdamW over this rank's parameters, or, distributed, over its share of them.
+
+    Args:
+        model: the stage inside megatron-core's ``DistributedDataParallel``.
+        optim: its settings.
+        is_distributed: spread the state over the data-parallel ranks.
+        dtype: of the weights.
+    """
+
+    def __init__(self, model: Any, optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.model, self.optim, self.is_distributed, self.dtype = model, optim, is_distributed, dtype
+        config = OptimizerConfig(
+            optimizer="adam",
+            lr=learning_rate(optim, 0),
+            weight_decay=optim.weight_decay,
+            adam_beta1=optim.betas[0],
+            adam_beta2=optim.betas[1],
+            adam_eps=optim.eps,
+            clip_grad=optim.clip_grad,
+            bf16=dtype == torch.bfloat16,
+            params_dtype=dtype,
+            use_distributed_optimizer=is_distributed,
+        )
+        with cpu.cuda_type_names():
+            # No overrides: weight decay goes for every parameter, as with any other engine.
+            self.whole: Any = get_megatron_optimizer(config, [model], config_overrides={})
+        self._prime()
+
+    @property
+    def inner(self) -> list[torch.optim.Optimizer]:
+        """The torch optimizers that do the work."""
+        found = (part.optimizer for part in self.whole.chained_optimizers)
+        return [optimizer for optimizer in found if optimizer is not None]
+
+    def _prime(self) -> None:
+        """Make AdamW's state now, as zeros: a checkpoint has the same entries before the first step and after it."""
+        for optimizer in self.inner:
+            is_torch = isinstance(optimizer, torch.optim.AdamW)
+            for group in optimizer.param_groups:
+                if is_torch:
+                    group |= {"fused": True, "foreach": False}
+                for parameter in group["params"]:
+                    state = optimizer.state[parameter]
+                    state["exp_avg"] = torch.zeros_like(parameter, requires_grad=False)
+                    state["exp_avg_sq"] = torch.zeros_like(parameter, requires_grad=False)
+                    if is_torch:
+                        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+
+    def zero_grad(self) -> None:
+        """Forget all gradients."""
+        self.model.zero_grad_buffer()
+        self.whole.zero_grad()
+
+    def gradient_norm(self) -> float:
+        """Sum gradients over the ranks that share parameters, and give their global norm."""
+        from megatron.core.distributed import finalize_model_grads
+
+        finalize_model_grads([self.model], None)
+        self.whole.prepare_grads()
+        return float(self.whole.get_grad_norm())
+
+    def step(self, norm: float, rate: float) -> None:
+        """Clip gradients of this norm and step."""
+        scale = self.optim.clip_grad / (norm + 1e-6)
+        for part in self.whole.chained_optimizers:
+            gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
+            if scale < 1.0 and gradients:
+                torch._foreach_mul_(gradients, scale)
+        for group in self.whole.param_groups:
+            group["lr"] = rate
+        self.whole.step_with_ready_grads()
+
+    def steps_taken(self) -> int:
+        """Steps so far, the same for every parameter."""
+        for optimizer in self.inner:
+            for group in optimizer.param_groups:
+                if "step" in group and not isinstance(optimizer, torch.optim.AdamW):
+                    return int(group["step"])
+                for parameter in group["params"]:
+                    if "step" in optimizer.state[parameter]:
+                        return int(optimizer.state[parameter]["step"])
+        return 0
+
+    def set_steps_taken(self, steps: int) -> None:
+        """Go on from so many steps; megatron-core's checkpoints do not restore torch's count."""
+        for optimizer in self.inner:
+            for group in optimizer.param_groups:
+                if not isinstance(optimizer, torch.optim.AdamW):
+                    group["step"] = steps
+                    continue
+                for parameter in group["params"]:
+                    optimizer.state[parameter]["step"] = torch.tensor(float(steps), device=parameter.device)
+
+    @property
+    def state_names(self) -> tuple[str, ...]:
+        """What is kept for each parameter: AdamW's moments, and float32 weights where the model's are shorter."""
+        return ("exp_avg", "exp_avg_sq", "param") if self.dtype != torch.float32 else ("exp_avg", "exp_avg_sq")
+
+    def collect(self, parameter: Tensor) -> dict[str, Tensor] | None:
+        """The state of a parameter of this stage, float32, in its shape and in host memory.
+
+        With a distributed optimizer all data-parallel ranks call this together, and the first gets it;
+        the others get None.
+        """
+        local, start = self._state_of(parameter)
+        if not self.is_distributed:
+            return {name: local[name].detach().float().cpu() for name in self.state_names}
+        group = self._part.data_parallel_group
+        first = dist.get_global_rank(group, 0)
+        whole = {}
+        for name in self.state_names:
+            flat = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+            if name in local:
+                flat[start : start + local[name].numel()] = local[name].detach().to(flat)
+            dist.reduce(flat, first, group=group)
+            whole[name] = flat.view(parameter.shape).cpu()
+        return whole if dist.get_rank(group) == 0 else None
+
+    def restore(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
+        """Set this rank's state of a parameter from the whole."""
+        local, start = self._state_of(parameter)
+        with torch.no_grad():
+            for name in self.state_names:
+                if name in local:
+                    share = state[name].reshape(-1)[start : start + local[name].numel()]
+                    local[name].copy_(share.view(local[name].shape))
+
+    @property
+    def _part(self) -> Any:
+        return self.whole.chained_optimizers[0]
+
+    def _state_of(self, parameter: Tensor) -> tuple[dict[str, Tensor], int]:
+        """This rank's state of a parameter, and where in it that begins; empty if it has no share of it."""
+        if not self.is_distributed:
+            main = getattr(parameter, "main_param", parameter)
+            return {"param": main, **self._part.optimizer.state[main]}, 0
+        if parameter not in self._part.model_param_group_index_map:
+            return {}, 0
+        state: dict[str, Tensor] = self._part._get_main_param_and_optimizer_states(parameter)
+        return state, self._part._get_model_param_range_map(parameter)["param"].start
+
+    def to(self, device: torch.device) -> None:
+        """Move the state, and the float32 copies of bfloat16 weights if there are."""
+        for part in self.whole.chained_optimizers:
+            if part.optimizer is None:
+                continue
+            for copies in _master_weights(part):
+                copies.data = copies.data.to(device)
+            for state in part.optimizer.state.values():
+                for name, value in state.items():
+                    if isinstance(value, torch.Tensor):
+                        state[name] = value.to(device)
+
+
+def _master_weights(part: Any) -> list[torch.Tensor]:
+    groups = getattr(part, "shard_fp32_from_float16_groups", None) or getattr(part, "fp32_from_float16_groups", None)
+    return [parameter for group in groups or () for parameter in group if parameter is not None]

@@ -1,0 +1,118 @@
+"""A rank's rows through the pipeline: micro-batches, megatron-core's schedule, outputs in order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast_engine.batching import dummy_micro_batch
+from rollcast_engine.loss import loss_share
+from rollcast_megatron.heads import LanguageHead, ValueHead
+from rollcast_megatron.inputs import decoder_inputs
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+    from rollcast.contracts.algorithm import Denominators
+    from rollcast.contracts.engine import ForwardSettings, LossFunction
+    from rollcast_engine.batching import BatchPlan, MicroBatch
+    from rollcast_engine.reduce import MetricSums
+    from rollcast_megatron.build import Plan
+
+__all__ = ["Pass", "run_pass"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """One pass over a rank's rows.
+
+    Attributes:
+        plan: of the rows.
+        model_plan: how the model is spread.
+        denominators: of the whole mini-batch.
+        loss_function: None for per-token quantities alone.
+        settings: of the batch.
+        head_chunk: positions whose logits exist at a time.
+        device: of the model.
+        reference: the stage of the model of ``vocabulary_kl``.
+        sums: takes the metrics, on the last stage.
+    """
+
+    plan: BatchPlan
+    model_plan: Plan
+    denominators: Denominators
+    loss_function: LossFunction | None
+    settings: ForwardSettings
+    head_chunk: int
+    device: torch.device
+    reference: nn.Module | None
+    sums: MetricSums
+
+    def micro_batch(self, index: int) -> MicroBatch:
+        """The micro-batch ``index``; of no rows, one that does not count."""
+        if index < len(self.plan):
+            return self.plan.micro_batch(index, self.device)
+        return dummy_micro_batch(self.device)
+
+
+def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool) -> dict[str, Tensor]:
+    """Forward, and backward unless ``forward_only``, of every micro-batch, through all stages.
+
+    Returns:
+        The named quantities, float32 ``[B, T]`` in host memory, on every stage.
+    """
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    shape = (len(work.plan.starts), work.plan.response_width)
+    outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+    # A rank without rows still meets the others of its data-parallel group with a gradient.
+    count = max(len(work.plan), 1)
+    schedule: Any = get_forward_backward_func()
+    schedule(
+        forward_step_func=lambda micros, model: _forward(micros, model, work, outputs),
+        data_iterator=(work.micro_batch(index) for index in range(count)),
+        model=[runner],
+        num_microbatches=count,
+        seq_length=1,  # micro-batches tell each other their shapes
+        micro_batch_size=1,
+        forward_only=forward_only,
+    )
+    mesh = work.model_plan.mesh
+    if mesh.pipeline_size > 1:
+        for name in names:
+            output = outputs[name].to(work.device)
+            dist.broadcast(output, mesh.stage_rank(mesh.pipeline_size - 1), group=mesh.pipeline_group)
+            outputs[name] = output.cpu()
+    return outputs
+
+
+def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict[str, Tensor]) -> tuple[Any, Any]:
+    """One stage's forward pass of the next micro-batch, and what turns the last one's into a loss."""
+    micro = next(micros)
+    inputs = decoder_inputs(micro, _width_multiple(work))
+    head: LanguageHead | ValueHead
+    if work.model_plan.is_value_model:
+        head = ValueHead(inputs.positions)
+    else:
+        head = LanguageHead(inputs, work.model_plan, work.settings, work.head_chunk, work.reference)
+    output = model(inputs.input_ids, inputs.position_ids, None, labels=head)
+
+    def finish(given: dict[str, Tensor]) -> tuple[Tensor, Tensor, None]:
+        for name, target in outputs.items():
+            if not micro.is_dummy:
+                micro.scatter(given[name], target)
+        nothing = torch.zeros((), dtype=torch.int)
+        if work.loss_function is None:
+            return nothing, nothing, None
+        return loss_share(given, micro, work.denominators, work.loss_function, work.sums), nothing, None
+
+    return output, finish
+
+
+def _width_multiple(work: Pass) -> int:
+    """Under sequence parallelism the tensor-parallel ranks share a row's positions evenly."""
+    return work.model_plan.mesh.tensor_size

@@ -1,0 +1,132 @@
+"""Per-token quantities over a vocabulary that is split over ranks.
+
+Axes: ``n`` positions, ``h`` hidden size, ``v`` words on this rank, ``V`` words.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["VocabularySlice", "head_quantities"]
+
+
+@dataclass(frozen=True)
+class VocabularySlice:
+    """This rank's words.
+
+    Attributes:
+        group: the tensor-parallel ranks.
+        start: number of the first word.
+        words: how many; a head's further rows are padding.
+        scale: what logits are multiplied by: one over the temperature.
+        chunk: positions at a time.
+    """
+
+    group: Any
+    start: int
+    words: int
+    scale: float
+    chunk: int
+
+
+def head_quantities(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
+    """Log-probs of ``targets``, entropies and ``sum p^2``, each float32 ``[n]`` and with gradient.
+
+    Logits exist for ``vocabulary.chunk`` positions at a time; where there are more positions, the backward
+    pass computes them once more. The gradient of ``hidden`` is this rank's part of a sum over the ranks.
+
+    Args:
+        hidden: ``[n, h]``.
+        weight: ``[v, h]`` or more rows.
+        targets: int64 ``[n]``, of the whole vocabulary.
+    """
+    quantities: tuple[Tensor, ...] = _HeadQuantities.apply(hidden, weight, targets, vocabulary)  # type: ignore[no-untyped-call]
+    return quantities
+
+
+class _HeadQuantities(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Any:
+        words = weight[: vocabulary.words]
+        results, kept = [], None
+        for start in range(0, hidden.size(0), vocabulary.chunk):
+            part = slice(start, start + vocabulary.chunk)
+            logits = _logits(hidden[part], words, vocabulary.scale)
+            results.append(_reduce(logits, targets[part], vocabulary))
+            if hidden.size(0) <= vocabulary.chunk and any(ctx.needs_input_grad):
+                kept = logits
+        table = torch.cat(results, 1) if results else hidden.new_zeros((4, 0), dtype=torch.float32)
+        log_norm, log_probs, entropy, squares = table
+        ctx.vocabulary = vocabulary
+        ctx.save_for_backward(hidden, weight, targets, log_norm, entropy, squares, kept)
+        return log_probs, entropy, squares
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        hidden, weight, targets, log_norm, entropy, squares, kept = ctx.saved_tensors
+        vocabulary: VocabularySlice = ctx.vocabulary
+        words = weight[: vocabulary.words]
+        hidden_grad, weight_grad = torch.empty_like(hidden), torch.zeros_like(weight)
+        for start in range(0, hidden.size(0), vocabulary.chunk):
+            part = slice(start, start + vocabulary.chunk)
+            logits = _logits(hidden[part], words, vocabulary.scale) if kept is None else kept
+            sums = torch.stack([log_norm[part], entropy[part], squares[part]])
+            given = torch.stack([gradient[part] for gradient in gradients])
+            grad = _logits_gradient(logits, targets[part], sums, given, vocabulary).to(weight.dtype)
+            hidden_grad[part] = grad @ words
+            weight_grad[: vocabulary.words].addmm_(grad.T, hidden[part])
+        return hidden_grad, weight_grad, None, None
+
+
+def _logits(hidden: Tensor, words: Tensor, scale: float) -> Tensor:
+    logits = (hidden @ words.T).float()
+    return logits if scale == 1.0 else logits.mul_(scale)
+
+
+def _own(targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
+    """Which targets are words of this rank, and their places here (0 for the others)."""
+    places = targets - vocabulary.start
+    mine = (places >= 0) & (places < vocabulary.words)
+    return mine, places.where(mine, 0)
+
+
+def _reduce(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
+    """Log of the normalizer, log-probs, entropies, sums of squares: float32 ``[4, n]``, of all ranks' words."""
+    peak = logits.amax(-1)
+    if dist.get_world_size(vocabulary.group) > 1:
+        dist.all_reduce(peak, dist.ReduceOp.MAX, vocabulary.group)
+    shifted = logits - peak.unsqueeze(-1)
+    weights = shifted.exp()
+    mine, places = _own(targets, vocabulary)
+    chosen = shifted.gather(-1, places.unsqueeze(-1)).squeeze(-1).where(mine, 0.0)
+    sums = torch.stack([weights.sum(-1), chosen, torch.linalg.vecdot(weights, shifted), weights.square().sum(-1)])
+    if dist.get_world_size(vocabulary.group) > 1:
+        dist.all_reduce(sums, group=vocabulary.group)
+    total, chosen, mean, squares = sums
+    log_total = total.log()
+    return torch.stack([log_total + peak, chosen - log_total, log_total - mean / total, squares / total.square()])
+
+
+def _logits_gradient(
+    logits: Tensor, targets: Tensor, sums: Tensor, given: Tensor, vocabulary: VocabularySlice
+) -> Tensor:
+    """The gradient of this rank's logits before they were scaled, float32 ``[n, v]``."""
+    log_norm, entropy, squares = sums.unsqueeze(-1)
+    of_log_prob, of_entropy, of_squares = given.unsqueeze(-1)
+    log_p = logits - log_norm
+    p = log_p.exp()
+    # d log p_y = [v = y] - p;  d H = -p (log p + H);  d sum p^2 = 2 p (p - sum p^2)
+    inner = (log_p + entropy).mul_(-of_entropy).sub_(of_log_prob)
+    if bool(of_squares.any()):
+        inner += 2.0 * of_squares * (p - squares)
+    grad = p.mul_(inner)
+    mine, places = _own(targets, vocabulary)
+    grad.scatter_add_(-1, places.unsqueeze(-1), of_log_prob * mine.unsqueeze(-1))
+    return grad.mul_(vocabulary.scale)

@@ -1,0 +1,35 @@
+"""Writing shards in this process: megatron-core's own writer starts others, which an actor must not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch.distributed.checkpoint as dcp
+from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
+from megatron.core.dist_checkpointing.strategies.torch import (
+    MCoreSavePlanner,
+    _replace_state_dict_keys_with_sharded_keys,
+    mcore_to_pyt_state_dict,
+)
+
+__all__ = ["ShardWriter"]
+
+
+class ShardWriter(SaveShardedStrategy):  # type: ignore[misc]
+    """The format ``torch_dist``, which megatron-core reads, through PyTorch's writer."""
+
+    def __init__(self) -> None:
+        super().__init__("torch_dist", 1)
+
+    @property
+    def can_handle_sharded_objects(self) -> bool:
+        """Whether entries need not be tensors."""
+        return True
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
+        """Write this rank's shards; all ranks take part."""
+        entries, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
+        planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
+        writer = dcp.FileSystemWriter(checkpoint_dir)
+        dcp.save(mcore_to_pyt_state_dict(entries, False), storage_writer=writer, planner=planner)

@@ -1,0 +1,11 @@
+"""The core's conformance suite on this engine, on one rank."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from rollcast.testing import EngineSuite
+
+
+class TestMegatronEngine(EngineSuite):
+    name = "megatron"
