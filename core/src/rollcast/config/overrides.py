@@ -24,6 +24,7 @@ _PART_GROUPS = {
     "engine": "rollcast.engines",
     "rollout": "rollcast.rollouts",
     "trainer": "rollcast.trainers",
+    "profiler": "rollcast.profilers",
     "runtime": "rollcast.runtimes",
     "algorithm": "rollcast.advantages",
     "reward": "rollcast.rewards",

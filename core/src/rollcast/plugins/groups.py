@@ -54,6 +54,7 @@ _ALL = (
     Group("rollcast.datasets", "class", "datasets of prompts or of supervised samples"),
     Group("rollcast.preprocessors", "class", "commands that turn public data into dataset files"),
     Group("rollcast.trackers", "class", "where metrics are written"),
+    Group("rollcast.profilers", "class", "tools that look into workers' processes for some steps"),
     Group("rollcast.trainers", "class", "training loops"),
     Group("rollcast.planners", "class", "search for the placement of roles on devices"),
     Group("rollcast.commands", "object", "sub-commands of the command line"),
@@ -165,6 +166,7 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
             **_names(CORE_DISTRIBUTION, "console", "jsonl", "report"),
             **_names("rollcast-trackers", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml"),
         },
+        "rollcast.profilers": _names("rollcast-trainer", "nsys", "torch", "torch_memory"),
         "rollcast.trainers": _names("rollcast-trainer", "ppo", "sft"),
     }
 )

@@ -31,6 +31,7 @@ _FREE = (
     "tracker_kwargs",
     "runtime",
     "placement",
+    "profiler",
     "data.num_workers",
     "reward.timeout_s",
     "reward.on_error",

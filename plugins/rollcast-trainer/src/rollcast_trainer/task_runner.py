@@ -41,6 +41,7 @@ from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.negotiation import Choice, check_choice, check_places
 from rollcast_trainer.placing import build_pools
+from rollcast_trainer.profiling.stepper import StepProfiler, find_step_profiler
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
@@ -103,7 +104,8 @@ class TaskRunner:
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
         self.start_step = 0
-        self.hooks: PluginManager = build_hook_manager()
+        self._profiler: StepProfiler | None = find_step_profiler(config, self.run_dir)
+        self.hooks: PluginManager = build_hook_manager([] if self._profiler is None else [self._profiler])
         self._runtime: Runtime | None = None
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
@@ -280,6 +282,8 @@ class TaskRunner:
         """
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
+        if self._profiler is not None:
+            workers = self._profiler.equip(workers, self.runtime_config.name)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(workers.items())
         if self.uses_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)

@@ -1,7 +1,9 @@
 """Configuration files of the trainers."""
 
+from rollcast.config.profiler import ProfilerConfig
 from rollcast.config.schemas import ConfigSchema
 from rollcast.contracts.engine import ModelConfig
+from rollcast_trainer.profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 from rollcast_trainer.schemas import (
     ActorConfig,
     CriticConfig,
@@ -23,4 +25,8 @@ SCHEMAS = (
     ConfigSchema(path="reward_model", schema=RewardModelConfig, group="trainer", option="ppo"),
     ConfigSchema(path="trainer", schema=PpoTrainerConfig, group="trainer", option="ppo"),
     ConfigSchema(path="trainer", schema=SftTrainerConfig, group="trainer", option="sft"),
+    ConfigSchema(path="profiler", schema=ProfilerConfig, group="profiler"),
+    ConfigSchema(path="profiler", schema=TorchProfilerConfig, group="profiler", option="torch"),
+    ConfigSchema(path="profiler", schema=TorchMemoryConfig, group="profiler", option="torch_memory"),
+    ConfigSchema(path="profiler", schema=NsysConfig, group="profiler", option="nsys"),
 )
