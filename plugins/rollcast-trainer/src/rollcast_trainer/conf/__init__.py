@@ -1,8 +1,8 @@
 """Configuration files of the trainers."""
 
-from rollcast.config.profiler import ProfilerConfig
 from rollcast.config.schemas import ConfigSchema
 from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.profiler import ProfilerConfig
 from rollcast_trainer.profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 from rollcast_trainer.schemas import (
     ActorConfig,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from rollcast.config.profiler import ProfilerConfig
+from rollcast.contracts.profiler import ProfilerConfig
 
 __all__ = ["NsysConfig", "TorchMemoryConfig", "TorchProfilerConfig"]
 

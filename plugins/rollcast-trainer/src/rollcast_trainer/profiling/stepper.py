@@ -9,9 +9,8 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast.config.profiler import ProfilerConfig
 from rollcast.config.validation import build_section
-from rollcast.contracts.profiler import BaseProfiler, profilers
+from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError, RollcastError

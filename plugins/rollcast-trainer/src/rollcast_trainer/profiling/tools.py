@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollcast.config.profiler import ProfilerConfig
-from rollcast.contracts.profiler import BaseProfiler
+from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast_trainer.profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 
