@@ -1,4 +1,4 @@
-"""Fixtures: tiny model folders, and a pair of processes that stay up for all two-rank tests."""
+"""Fixtures: tiny model folders, and processes that stay up for all tests of several ranks."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the scenarios, here and in the spawned ranks
 
-from fsdp_ranks import Ranks
-
+from rollcast.testing.ranks import Ranks, shared_ranks
 from rollcast.testing.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
@@ -20,9 +19,8 @@ torch.set_num_threads(1)
 
 @pytest.fixture(scope="session")
 def ranks() -> Iterator[Ranks]:
-    pair = Ranks()
-    yield pair
-    pair.close()
+    yield shared_ranks()
+    shared_ranks().close()
 
 
 @pytest.fixture(scope="session")

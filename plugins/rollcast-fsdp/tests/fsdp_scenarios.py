@@ -201,7 +201,7 @@ def export(context: WorkerContext, folder: Path, output: Path, checkpoint: Path,
 
 def move(context: WorkerContext, folder: Path) -> dict[str, Any]:
     """Keys and calls that move state, on a machine where it stays in place."""
-    engine = build(context, folder, param_offload=True, optimizer_offload=True, gradient_checkpointing=True)
+    engine = build(context, folder, param_offload=True, optimizer_offload=True, enable_gradient_checkpointing=True)
     step_once(engine, context, 0)
     engine.to("cpu")
     engine.to("device", optimizer=False)
@@ -266,6 +266,6 @@ def compare(
 
 def compute_in_bf16(context: WorkerContext, folder: Path) -> float:
     """The first gradient's norm under mixed precision, on however many ranks."""
-    engine = build(context, folder, mixed_precision="bf16")
+    engine = build(context, folder, param_dtype="bf16")
     with engine.train_mode():
         return engine.train_batch(share(context, [2, 2]), nll, ForwardSettings()).grad_norm

@@ -13,7 +13,7 @@ class TestFsdpEngine(EngineSuite):
 
 class TestFsdpEngineThatOffloads(EngineSuite):
     name = "fsdp"
-    engine_config: ClassVar = {"param_offload": True, "optimizer_offload": True, "gradient_checkpointing": True}
+    engine_config: ClassVar = {"param_offload": True, "optimizer_offload": True, "enable_gradient_checkpointing": True}
 
 
 class TestFsdpEngineThatSharesPrompts(EngineSuite):

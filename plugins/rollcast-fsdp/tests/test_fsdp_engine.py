@@ -46,10 +46,14 @@ def test_yaml_has_every_key_with_its_default() -> None:
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
-        ({"fsdp_size": 2}, "fsdp_size is 2"),
+        ({"fsdp_size": 2}, r"fsdp_size is 2, but the group has 1 ranks; use -1 for all of them, or one of 1"),
+        ({"fsdp_size": 0}, "fsdp_size is 0"),
+        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2, but the group has 1 ranks"),
         ({"model_dtype": "float32"}, "model_dtype is 'float32'; valid: fp32, bf16"),
-        ({"share_prompts": True, "gradient_checkpointing": True}, "share_prompts is true, and so is"),
-        ({"mixed_precision": "fp16"}, "mixed_precision is 'fp16'; valid: none, bf16"),
+        ({"share_prompts": True, "enable_gradient_checkpointing": True}, "share_prompts is true, and so is"),
+        ({"share_prompts": True, "use_remove_padding": True}, "share_prompts is true, and so is use_remove_padding"),
+        ({"param_dtype": "fp16"}, "param_dtype is 'fp16'; valid: fp32, bf16"),
+        ({"reduce_dtype": "half"}, "reduce_dtype is 'half'; valid: fp32, bf16"),
     ],
 )
 def test_wrong_engine_keys_are_named(keys: dict[str, object], message: str) -> None:
@@ -89,7 +93,7 @@ def test_bad_model_folders_are_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="random_init=true"):
         scenarios.build(ALONE, empty)
     (empty / "model.safetensors").write_bytes(b"")
-    with pytest.raises(ConfigError, match="does not load"):
+    with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         scenarios.build(ALONE, empty)
     bert = tmp_path / "bert"
     bert.mkdir()
@@ -104,7 +108,7 @@ def test_incomplete_weights_are_refused(tmp_path: Path) -> None:
     config["num_hidden_layers"] = 3
     config["layer_types"] = ["full_attention"] * 3
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"lack \d+ parameters, such as model\.layers\.2"):
+    with pytest.raises(ConfigError, match=r"the folder lacks model\.layers\.2.* and \d+ more"):
         scenarios.build(ALONE, folder)
 
 

@@ -8,7 +8,6 @@ from typing import Any
 import fsdp_scenarios as scenarios
 import pytest
 import torch
-from fsdp_ranks import Ranks
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
@@ -38,7 +37,7 @@ def test_training_is_that_of_one_rank(ranks: Any, model_folder: Path, splits: li
     assert_same_training(alone, ranks.run(scenarios.train, folder=model_folder, splits=splits))
 
 
-@pytest.mark.parametrize("keys", [{"reshard_after_forward": False}, {"gradient_checkpointing": True}])
+@pytest.mark.parametrize("keys", [{"reshard_after_forward": False}, {"enable_gradient_checkpointing": True}])
 def test_keys_that_trade_memory_change_no_number(ranks: Any, untied_folder: Path, keys: dict[str, bool]) -> None:
     settings = ForwardSettings(max_token_len_per_gpu=30, temperature=0.7, calculate_entropy=True)
     options: dict[str, Any] = {"folder": untied_folder, "splits": [2, 4], "settings": settings, "steps": 2}
@@ -61,7 +60,7 @@ def test_random_weights_are_the_same_on_all_ranks(ranks: Any, model_folder: Path
 def test_bf16_compute_keeps_fp32_weights(ranks: Any, model_folder: Path) -> None:
     options: dict[str, Any] = {"folder": model_folder, "splits": [2, 2], "steps": 2}
     exact = scenarios.train(scenarios.ALONE, **options)
-    for result in ranks.run(scenarios.train, **options, mixed_precision="bf16"):
+    for result in ranks.run(scenarios.train, **options, param_dtype="bf16"):
         assert {tensor.dtype for tensor in result["weights"].values()} == {torch.float32}
         norm, expected = result["history"][0].grad_norm, exact["history"][0].grad_norm
         assert norm == pytest.approx(expected, rel=0.03)
@@ -166,11 +165,6 @@ def test_only_the_same_engine_is_a_reference(model_folder: Path) -> None:
 
 
 def test_one_rank_computes_in_bf16_too(ranks: Any, model_folder: Path) -> None:
-    # In a process of its own: it joins a process group of one, which no later engine here could leave.
-    alone = Ranks(1)
-    try:
-        norm = alone.run(scenarios.compute_in_bf16, folder=model_folder)[0]
-    finally:
-        alone.close()
+    norm = ranks.run(scenarios.compute_in_bf16, world_size=1, folder=model_folder)[0]
     both = ranks.run(scenarios.compute_in_bf16, folder=model_folder)
     assert both[0] == both[1] == pytest.approx(norm, rel=1e-3)

@@ -6,13 +6,14 @@ rows keeps ``p <= P`` and ``t <= T`` of them, without the columns that are paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollcast.errors import ConfigError
+from rollcast_dispatch.balance import karmarkar_karp
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -68,8 +69,10 @@ class BatchPlan:
         prompt_width, response_width: ``P`` and ``T``.
         starts, ends: int64 ``[B]``; a row's tokens stand in columns ``starts .. ends - 1``, of which
             at least one each side of ``P``.
+        lengths: int64 ``[B]``, what a row counts for: with packing its tokens, else all from its first to its last.
         groups: rows (int64) of each micro-batch, longest rows first.
-        longest: tokens of the longest row.
+        longest: the largest of the lengths.
+        budget: tokens a micro-batch, where the plan is for packs; None where it is not.
     """
 
     columns: Mapping[str, Tensor]
@@ -77,11 +80,22 @@ class BatchPlan:
     response_width: int
     starts: Tensor
     ends: Tensor
+    lengths: Tensor
     groups: list[Tensor]
     longest: int
+    budget: int | None = None
 
     def __len__(self) -> int:
         return len(self.groups)
+
+    def split_to(self, count: int) -> BatchPlan:
+        """The same rows in ``count`` micro-batches, if they are to be packed by a budget and there are fewer.
+
+        Ranks that share a model run the same number; rows spread over all of them need the least memory.
+        """
+        if self.budget is None or not 0 < len(self.groups) < count:
+            return self
+        return replace(self, groups=_balanced(self.lengths.tolist(), self.budget, count))
 
     def micro_batch(self, index: int, device: torch.device) -> MicroBatch:
         """The micro-batch ``index`` on ``device``."""
@@ -105,11 +119,18 @@ class BatchPlan:
         return column
 
 
-def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings) -> BatchPlan:
-    """Sort the rows by length and split them by rows or by token budget; the same for the same rows.
+def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings, packs: bool = False) -> BatchPlan:
+    """Split the rows by their number or by token budget; the same for the same rows.
+
+    Padded micro-batches get rows of about one length each, packed ones about as many tokens each as the others.
 
     A row longer than the budget is not refused here (other ranks would wait for this one in vain)
     but gets a micro-batch of its own; see :func:`check_budget`.
+
+    Args:
+        columns: the batch's.
+        settings: size or budget of a micro-batch.
+        packs: rows go through the model without padding, which the budget then does not count.
 
     Raises:
         ConfigError: a micro-batch size below 1, or columns that do not fit together.
@@ -125,14 +146,18 @@ def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings) -> Batc
     positions = torch.arange(width).expand(attention.shape)
     starts = positions.where(attention, width).amin(1).clamp(max=prompt_width - 1)
     ends = positions.where(attention, -1).amax(1).add(1).clamp(min=prompt_width + 1)
-    spans = ends - starts
-    order = torch.sort(spans, descending=True, stable=True).indices
-    if settings.max_token_len_per_gpu is not None:
-        groups = _by_tokens(order, starts, ends, settings.max_token_len_per_gpu)
+    lengths = attention.sum(1) if packs else ends - starts
+    budget, size = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
+    order = torch.sort(lengths, descending=True, stable=True).indices
+    if budget is None:
+        groups = _by_rows(order, size, packs)
+    elif packs:
+        groups = _balanced(lengths.tolist(), budget)
     else:
-        groups = _by_rows(order, settings.micro_batch_size_per_gpu)
-    longest = int(spans.max()) if len(spans) else 0
-    return BatchPlan(columns, prompt_width, response_width, starts, ends, groups, longest)
+        groups = _by_tokens(order, starts, ends, budget)
+    longest = int(lengths.max()) if len(lengths) else 0
+    packed_budget = budget if packs else None
+    return BatchPlan(columns, prompt_width, response_width, starts, ends, lengths, groups, longest, packed_budget)
 
 
 def tensor_columns(data: DataProto) -> dict[str, Tensor]:
@@ -172,10 +197,58 @@ def dummy_micro_batch(device: torch.device) -> MicroBatch:
     return MicroBatch(torch.zeros(0, dtype=torch.int64), inputs, inputs["input_ids"][:, 1:], mask, {}, is_dummy=True)
 
 
-def _by_rows(order: Tensor, size: int | None) -> list[Tensor]:
+def _by_rows(order: Tensor, size: int | None, packs: bool) -> list[Tensor]:
     if size is not None and size < 1:
         raise ConfigError(f"micro_batch_size_per_gpu is {size}, it must be at least 1")
-    return list(torch.split(order, size or len(order))) if len(order) else []
+    if not len(order):
+        return []
+    if not packs:
+        return list(torch.split(order, size or len(order)))
+    # Dealt out to and fro, so that each pack has long and short rows.
+    count = -(-len(order) // (size or len(order)))
+    turn = torch.arange(len(order))
+    place = torch.where(turn // count % 2 == 0, turn % count, count - 1 - turn % count)
+    return [order[place == number] for number in range(count)]
+
+
+def _balanced(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[Tensor]:
+    """Rows in parts of at most ``budget`` tokens, nearly equal ones where that can be, and as few as can be."""
+    if not lengths:
+        return []
+    needed = _first_fit(lengths, budget)
+    for count in range(max(at_least, -(-sum(lengths) // budget), 1), len(needed)):
+        parts = karmarkar_karp(lengths, count, equal_size=False)
+        if max(sum(lengths[row] for row in part) for part in parts) <= budget:
+            return _as_rows(parts)
+    count = min(max(at_least, len(needed)), len(lengths))
+    parts = karmarkar_karp(lengths, count, equal_size=False)
+    if max(sum(lengths[row] for row in part) for part in parts) <= max(budget, *lengths):
+        return _as_rows(parts)
+    while len(needed) < count:
+        longest = max(needed, key=len)
+        needed.remove(longest)
+        needed += [longest[::2], longest[1::2]]
+    return _as_rows(needed)
+
+
+def _as_rows(parts: Sequence[Sequence[int]]) -> list[Tensor]:
+    return [torch.tensor(part, dtype=torch.int64) for part in parts if part]
+
+
+def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Longest rows first, each into the first part that has room."""
+    parts: list[list[int]] = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):
+        length = lengths[row]
+        found = next((number for number, free in enumerate(room) if free >= length), None)
+        if found is None:
+            parts.append([row])
+            room.append(budget - length)
+        else:
+            parts[found].append(row)
+            room[found] -= length
+    return parts
 
 
 def _by_tokens(order: Tensor, starts: Tensor, ends: Tensor, budget: int) -> list[Tensor]:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import ModelConfig
 
-__all__ = ["DTYPES", "WEIGHT_PATTERNS", "ValueModel", "load_hf_config", "parameters_by_name"]
+__all__ = ["DTYPES", "WEIGHT_PATTERNS", "ValueModel", "is_converted", "load_hf_config", "parameters_by_name", "transformer"]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")
@@ -42,12 +42,24 @@ class ValueModel(nn.Module):
         """The transformer without its vocabulary head."""
         return self.get_submodule(self.body_name)
 
-    def forward(self, input_ids: Tensor, attention_mask: Tensor, position_ids: Tensor) -> Tensor:
-        """Values ``[B, S, 1]`` of the states after each of ``S`` positions (inputs int64 ``[B, S]``)."""
+    def forward(
+        self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **for_attention: Any
+    ) -> Tensor:
+        """Values ``[B, S, 1]`` of the states after each of ``S`` positions.
+
+        Args:
+            input_ids, attention_mask, position_ids: int64 ``[B, S]``.
+            for_attention: what the body hands on to its attention.
+        """
         hidden = self.body(
-            input_ids=input_ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            use_cache=False,
+            **for_attention,
         ).last_hidden_state
-        values: Tensor = self.score(hidden)
+        # FSDP2 hangs a hook on what the model gives, and warns of a view.
+        values: Tensor = self.score(hidden).clone()
         return values
 
 
@@ -79,3 +91,17 @@ def parameters_by_name(module: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             found[name] = tensor
     return found
+
+
+def transformer(module: nn.Module) -> Any:
+    """The model of transformers in ``module``: itself, or a value model's body."""
+    return module.body if isinstance(module, ValueModel) else module
+
+
+def is_converted(module: nn.Module) -> bool:
+    """Whether transformers renames or rearranges what this model's files hold, on the way in and out."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+    except ImportError:  # before transformers 5
+        return False
+    return bool(get_model_conversion_mapping(transformer(module), add_legacy=False))

@@ -16,26 +16,34 @@ from rollcast_fsdp.prompts import shared_prompt_logits
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-__all__ = ["response_logits", "response_values", "sum_pi_squared", "token_entropy", "token_log_probs"]
+__all__ = [
+    "keep_logits",
+    "response_logits",
+    "response_states",
+    "response_values",
+    "sum_pi_squared",
+    "token_entropy",
+    "token_log_probs",
+]
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probs of ``tokens`` int64 ``[B, T]`` under ``logits`` float ``[B, T, V]``, as ``[B, T]``.
+    """Log-probs of ``tokens`` int64 ``[..., T]`` under ``logits`` float ``[..., T, V]``, as ``[..., T]``.
 
-    By gather and logsumexp, so that no second ``[B, T, V]`` of log-probs is kept for the backward.
+    By gather and logsumexp, so that no second ``[..., T, V]`` of log-probs is kept for the backward.
     """
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.logsumexp(logits, dim=-1)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of the distributions ``logits`` float ``[B, T, V]``, as ``[B, T]``."""
+    """Entropy in nats of the distributions ``logits`` float ``[..., V]``, as ``[...]``."""
     mean_logit = (torch.softmax(logits, dim=-1) * logits).sum(-1)
     return torch.logsumexp(logits, dim=-1) - mean_logit
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:
-    """``Σ_v p_v²`` of the distributions ``logits`` float ``[B, T, V]``, as ``[B, T]``."""
+    """``Σ_v p_v²`` of the distributions ``logits`` float ``[..., V]``, as ``[...]``."""
     return (torch.logsumexp(2 * logits, dim=-1) - 2 * torch.logsumexp(logits, dim=-1)).exp()
 
 
@@ -48,20 +56,26 @@ def response_logits(
 ) -> Tensor:
     """Logits that predict the response tokens, divided by the temperature, float32 ``[B, T, V]``.
 
-    Only ``T`` positions go through the vocabulary head where the model lets us ask.
-
     Args:
         share_prompts: compute each distinct prompt once; see :func:`shared_prompt_logits`.
     """
     logits: Tensor | None = None
     if share_prompts:
-        logits = shared_prompt_logits(module, model_inputs, response_length, _keep_logits(module, 1))
+        logits = shared_prompt_logits(module, model_inputs, response_length, keep_logits(module, 1))
     if logits is None:
-        kept = _keep_logits(module, response_length)
-        whole: Tensor = module(**_without_last(model_inputs), use_cache=False, **kept).logits
-        logits = whole[:, -response_length:]
+        logits = response_states(module, model_inputs, response_length)[:, -response_length:]
     logits = logits.float()
     return logits if temperature == 1.0 else logits / temperature
+
+
+def response_states(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
+    """What the model gives as logits; at its end are the ``T`` positions that predict the response tokens.
+
+    Only those go through the vocabulary head where the model lets us ask.
+    """
+    kept = keep_logits(module, response_length)
+    logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **kept).logits
+    return logits
 
 
 def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
@@ -70,10 +84,11 @@ def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response
     return values[:, -response_length:, 0].float()
 
 
+def keep_logits(module: nn.Module, kept: int | Tensor) -> dict[str, int | Tensor]:
+    """The argument for logits of the last ``kept`` positions only, or of these; empty if the model takes none."""
+    return {"logits_to_keep": kept} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
+
+
 def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:
     # Nothing is predicted from the last token.
     return {name: column[:, :-1] for name, column in model_inputs.items()}
-
-
-def _keep_logits(module: nn.Module, count: int) -> dict[str, int]:
-    return {"logits_to_keep": count} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}

@@ -2,35 +2,45 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
+from rollcast.contracts.algorithm import kl_penalties
+from rollcast.contracts.engine import ForwardSettings
 from rollcast_engine.batching import MicroBatch, dummy_micro_batch
+from rollcast_engine.loss import loss_share, zero_loss
 from rollcast_engine.reduce import MetricSums
-from rollcast_fsdp.step import dummy_loss, quantity_names, run_micro_batch
+from rollcast_fsdp.offload import ActivationOffload
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import Tensor
 
-    from rollcast.contracts.engine import ForwardSettings, LossFunction
+    from rollcast.contracts.engine import LossFunction
     from rollcast_engine.batching import BatchPlan
     from rollcast_engine.reduce import AgreedCounts
     from rollcast_fsdp.reference import Reference
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
+    from rollcast_fsdp.step import TokenForward
 
 __all__ = ["Passes"]
+
+_KL_KEY = "actor.kl_loss_type"
 
 
 class Passes:
     """Runs micro-batches through one module; ranks that share it run the same number."""
 
-    def __init__(self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None, device: torch.device) -> None:
-        self._module = module
+    def __init__(
+        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, device: torch.device
+    ) -> None:
+        self.forward = forward
         self._sharding = sharding
         self._device = device
-        self._share_prompts = config.share_prompts and sharding is None
+        # Where there is no other device the host is where activations are.
+        self._offloads = config.enable_activation_offload and device.type != "cpu"
         self._has_unreduced_gradients = False
 
     def run(
@@ -48,32 +58,24 @@ class Passes:
         """
         training = torch.is_grad_enabled()
         shape = (len(plan.starts), plan.response_width)
-        names = [] if training else quantity_names(self._module, settings)
+        names = [] if training else self.forward.names(settings)
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
         sums = MetricSums()
         # FSDP2 averages gradients over the ranks; the shares have to be added up.
         scale = 1.0 if self._sharding is None else float(self._sharding.mesh.size())
-        compare = None
-        if reference is not None and settings.vocabulary_kl is not None:
-            compare = reference.compare_by(settings.vocabulary_kl, settings)
+        penalty = None if settings.vocabulary_kl is None else kl_penalties.get(settings.vocabulary_kl, _KL_KEY)
         finished = False
         try:
             for index in range(agreed.micro_batches):
                 micro = self._micro_batch(plan, index)
                 if training and self._sharding is not None:
                     self._sharding.set_gradient_sync(index == agreed.micro_batches - 1)
-                given, loss = run_micro_batch(
-                    self._module,
-                    micro,
-                    agreed.denominators,
-                    loss_function,
-                    settings,
-                    sums,
-                    self._share_prompts,
-                    compare,
-                )
-                if training and loss is not None:
-                    torch.autograd.backward(loss * scale)
+                with ActivationOffload(self._device) if self._offloads and training else nullcontext():
+                    given = self.forward.quantities(micro, settings, reference, penalty)
+                if loss_function is not None:
+                    loss = loss_share(given, micro, agreed.denominators, loss_function, sums)
+                    if training:
+                        torch.autograd.backward(loss * scale)
                 for name, output in outputs.items():
                     if not micro.is_dummy:
                         micro.scatter(given[name], output)
@@ -87,7 +89,8 @@ class Passes:
         if self._has_unreduced_gradients:
             # FSDP2 keeps what was accumulated but not reduced out of reach: reduce it, then drop it.
             with torch.enable_grad():
-                torch.autograd.backward(dummy_loss(self._module, self._device))
+                given = self.forward.quantities(dummy_micro_batch(self._device), ForwardSettings(), None, None)
+                torch.autograd.backward(zero_loss(given))
             self._has_unreduced_gradients = False
 
     def _micro_batch(self, plan: BatchPlan, index: int) -> MicroBatch:

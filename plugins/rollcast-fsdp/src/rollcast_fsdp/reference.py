@@ -3,23 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast.contracts.algorithm import kl_penalties
-from rollcast_fsdp.logprobs import response_logits
-
 if TYPE_CHECKING:
-    from torch import Tensor
-
-    from rollcast.contracts.engine import ForwardSettings
     from rollcast_engine.batching import MicroBatch
     from rollcast_fsdp.engine import FsdpEngine
-    from rollcast_fsdp.step import VocabularyKl
+    from rollcast_fsdp.lora import Adapter
+    from rollcast_fsdp.step import Scored
 
-__all__ = ["Reference"]
+__all__ = ["BaseModelReference", "Reference"]
 
 
 class Reference:
@@ -38,14 +33,35 @@ class Reference:
                 if self._engine.sharding is not None:
                     self._engine.sharding.reshard()
 
-    def compare_by(self, name: str, settings: ForwardSettings) -> VocabularyKl:
-        """What gives the KL penalty ``name`` for a micro-batch, to be called in place."""
-        penalty = kl_penalties.get(name, "actor.kl_loss_type")
+    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+        """One forward without gradient, to be called in place."""
+        with torch.no_grad(), self._computing():
+            return self._engine.forward.score(micro, temperature)
 
-        def compare(micro: MicroBatch, logits: Tensor) -> Tensor:
-            with torch.no_grad():
-                length = micro.responses.size(1)
-                theirs = response_logits(self._engine.module, micro.model_inputs, length, settings.temperature)
-            return penalty(logits, theirs)
+    def _computing(self) -> AbstractContextManager[None]:
+        """Around each forward pass of the reference."""
+        return nullcontext()
 
-        return compare
+
+class BaseModelReference(Reference):
+    """The engine's own model without its adapter."""
+
+    def __init__(self, engine: FsdpEngine, adapter: Adapter) -> None:
+        super().__init__(engine)
+        self._adapter = adapter
+
+    @contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Nothing: the model is in place, for it is in training."""
+        yield
+
+    @contextmanager
+    def _computing(self) -> Iterator[None]:
+        module = self._engine.module
+        was_training = module.training
+        module.eval()
+        try:
+            with self._adapter.disabled():
+                yield
+        finally:
+            module.train(was_training)

@@ -6,13 +6,18 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+
+from rollcast.errors import ConfigError
+from rollcast_engine.hf import DTYPES
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,7 +25,7 @@ if TYPE_CHECKING:
     from rollcast.controller.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["Sharding", "full_tensor", "shard_module"]
+__all__ = ["Sharding", "check_heads", "full_tensor", "shard_module"]
 
 log = logging.getLogger(__name__)
 
@@ -29,11 +34,20 @@ _MANAGED_MARK = "_is_fsdp_managed_module"
 
 @dataclass(frozen=True)
 class Sharding:
-    """A sharded module's mesh, and what FSDP2 does with it."""
+    """A sharded module's mesh, and what FSDP2 does with it.
+
+    Attributes:
+        mesh: ``[ranks]``, or ``[copies, ranks of a copy]`` (HSDP); over both, FSDP2 averages gradients.
+        reshard_after_forward: the key.
+        data_group: ranks with other rows than this one, and this one.
+        sequence_group: ranks with other parts of the same rows; None where each has whole rows.
+    """
 
     module: nn.Module
     mesh: DeviceMesh
     reshard_after_forward: bool
+    data_group: Any
+    sequence_group: Any = None
 
     def _fsdp_modules(self) -> list[FSDPModule]:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
@@ -74,18 +88,57 @@ class Sharding:
 
 
 def shard_module(module: nn.Module, config: FsdpConfig, context: WorkerContext, device: torch.device) -> Sharding:
-    """Shard each layer and the rest of ``module`` in place over all ranks, which hold equal copies."""
-    mesh = init_device_mesh(device.type, (context.world_size,), mesh_dim_names=("fsdp",))
+    """Shard each layer and the rest of ``module`` in place over the ranks, which hold equal copies."""
+    ranks, size = context.world_size, config.shard_size(context.world_size)
+    if size == ranks:
+        mesh = init_device_mesh(device.type, (ranks,), mesh_dim_names=("fsdp",))
+    else:
+        mesh = init_device_mesh(device.type, (ranks // size, size), mesh_dim_names=("ddp", "fsdp"))
+    parts = config.ulysses_sequence_parallel_size
+    if parts == 1:
+        data_group, sequence_group = dist.group.WORLD, None
+    else:
+        places = init_device_mesh(device.type, (ranks // parts, parts), mesh_dim_names=("dp", "sp"))
+        data_group, sequence_group = places.get_group("dp"), places.get_group("sp")
+    _shard(module, config, mesh)
+    return Sharding(module, mesh, config.reshard_after_forward, data_group, sequence_group)
+
+
+def check_heads(config: Any, parts: int, world_size: int) -> None:
+    """Refuse a number of ranks a sequence that does not divide the model's attention heads.
+
+    Args:
+        config: transformers' of the model.
+        parts: ``ulysses_sequence_parallel_size``.
+        world_size: of the group.
+
+    Raises:
+        ConfigError: says which numbers would do.
+    """
+    heads = int(config.get_text_config().num_attention_heads)
+    if heads % parts:
+        fitting = [size for size in range(1, world_size + 1) if heads % size == 0 and world_size % size == 0]
+        raise ConfigError(
+            f"engine key ulysses_sequence_parallel_size is {parts}, but the model's {heads} attention heads do not "
+            f"divide by it; with {world_size} ranks use one of {', '.join(map(str, fitting))}"
+        )
+
+
+def _shard(module: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
     options: dict[str, Any] = {"mesh": mesh}
-    if config.computes_in_bf16:
-        options["mp_policy"] = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if config.mixes_precision:
+        reduce = config.reduce_dtype or ("fp32" if config.param_dtype else config.model_dtype)
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=DTYPES[config.param_dtype or config.model_dtype], reduce_dtype=DTYPES[reduce]
+        )
     layers = _layers(module)
     if not layers:
         log.warning("%s names no layers to shard by; it is sharded, and gathered, as one piece", type(module).__name__)
-    for layer in layers:
-        fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options)
+    sharded = [fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options) for layer in layers]
     fully_shard(module, reshard_after_forward=False, **options)
-    return Sharding(module, mesh, config.reshard_after_forward)
+    if config.forward_prefetch:
+        for layer, following in pairwise(sharded):
+            layer.set_modules_to_forward_prefetch([following])
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:

@@ -1,90 +1,221 @@
-"""One micro-batch: from its tokens to per-token quantities, and from those to its share of the loss."""
+"""One micro-batch's forward: from its tokens to per-token quantities.
+
+Axes: ``b`` rows, ``t`` response positions, ``V`` vocabulary, ``M`` positions that are scored, which are
+all ``b * t`` or only those under the mask.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from rollcast.contracts.engine import ForwardSettings
-from rollcast_engine.batching import dummy_micro_batch
 from rollcast_engine.hf import ValueModel
-from rollcast_engine.loss import loss_share, zero_loss
-from rollcast_fsdp.logprobs import response_logits, response_values, sum_pi_squared, token_entropy, token_log_probs
+from rollcast_fsdp.fused import linear_stats
+from rollcast_fsdp.head import VocabularyHead
+from rollcast_fsdp.logprobs import (
+    keep_logits,
+    response_logits,
+    response_states,
+    response_values,
+    sum_pi_squared,
+    token_entropy,
+    token_log_probs,
+)
+from rollcast_fsdp.packing import pack_rows
+from rollcast_fsdp.ulysses import sum_over
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.algorithm import Denominators
-    from rollcast.contracts.engine import LossFunction
+    from rollcast.contracts.algorithm import KlPenalty
+    from rollcast.contracts.engine import ForwardSettings
     from rollcast_engine.batching import MicroBatch
-    from rollcast_engine.reduce import MetricSums
+    from rollcast_fsdp.reference import Reference
+    from rollcast_fsdp.schemas import FsdpConfig
+    from rollcast_fsdp.sharding import Sharding
 
-__all__ = ["VocabularyKl", "dummy_loss", "quantity_names", "run_micro_batch"]
+__all__ = ["Scored", "TokenForward"]
 
-#: From a micro-batch and the policy's logits ``[b, t, V]`` to the KL penalty at each position, ``[b, t]``.
-VocabularyKl = Callable[["MicroBatch", "Tensor"], "Tensor"]
-
-
-def quantity_names(module: nn.Module, settings: ForwardSettings) -> list[str]:
-    """What a forward gives under these settings."""
-    if isinstance(module, ValueModel):
-        return ["values"]
-    asked = {
-        "entropy": settings.calculate_entropy,
-        "sum_pi_squared": settings.calculate_sum_pi_squared,
-        "vocabulary_kl": settings.vocabulary_kl is not None,
-    }
-    return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
+#: Positions times words whose logits of two models are compared at a time, if they are not held anyway.
+_COMPARED_ELEMENTS = 1 << 22
 
 
-def run_micro_batch(
-    module: nn.Module,
-    micro: MicroBatch,
-    denominators: Denominators,
-    loss_function: LossFunction | None,
-    settings: ForwardSettings,
-    sums: MetricSums,
-    share_prompts: bool = False,
-    vocabulary_kl: VocabularyKl | None = None,
-) -> tuple[dict[str, Tensor], Tensor | None]:
-    """Per-token quantities ``[b, t]`` of the micro-batch, and its share of the loss if one is asked for.
+@dataclass(frozen=True)
+class Scored:
+    """Outputs of a forward at the positions that are scored.
 
-    A dummy's loss is zero, but hangs on the model's output: its backward meets the other ranks'.
-
-    Args:
-        share_prompts: for a model that is not sharded; ranks that share one run the same passes.
-        vocabulary_kl: gives the quantity of that name.
+    Attributes:
+        tokens: int64 ``[M]``, what came after each.
+        targets: int64 ``[M]``, where that stands in the responses ``[b * t]``; None if it is all of them in order.
+        logits: float32 ``[M, V]`` over the temperature; None if there is a head to compute them with.
+        states: ``[M, H]``, what the head would have got.
+        head: of the model.
     """
-    given = _forward(module, micro, settings, share_prompts, vocabulary_kl)
-    if loss_function is None:
-        return given, None
-    return given, loss_share(given, micro, denominators, loss_function, sums)
+
+    tokens: Tensor
+    targets: Tensor | None
+    logits: Tensor | None
+    states: Tensor | None = None
+    head: VocabularyHead | None = None
 
 
-def dummy_loss(module: nn.Module, device: torch.device) -> Tensor:
-    """The zero loss of a dummy micro-batch; its backward takes part in the ranks' reduction."""
-    return zero_loss(_forward(module, dummy_micro_batch(device), ForwardSettings(), share_prompts=False))
+class TokenForward:
+    """How one module turns micro-batches into per-token quantities, by the engine's keys.
+
+    Raises:
+        ConfigError: the keys ask for what the module cannot do.
+    """
+
+    def __init__(self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None) -> None:
+        self.module = module
+        self.packs = config.use_remove_padding
+        self.is_value_model = isinstance(module, ValueModel)
+        self._group = None if sharding is None else sharding.sequence_group
+        self._share_prompts = config.share_prompts and sharding is None
+        fused = config.use_fused_kernels and not self.is_value_model
+        self._head = VocabularyHead(module) if fused else None
+
+    def layout(self) -> tuple[bool, bool, int]:
+        """What two forwards must have in common to be compared position by position."""
+        parts = 1 if self._group is None else torch.distributed.get_world_size(self._group)
+        return self.packs, self._head is not None, parts
+
+    def names(self, settings: ForwardSettings) -> list[str]:
+        """What :meth:`quantities` gives under these settings."""
+        if self.is_value_model:
+            return ["values"]
+        asked = {
+            "entropy": settings.calculate_entropy,
+            "sum_pi_squared": settings.calculate_sum_pi_squared,
+            "vocabulary_kl": settings.vocabulary_kl is not None,
+        }
+        return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
+
+    def quantities(
+        self, micro: MicroBatch, settings: ForwardSettings, reference: Reference | None, penalty: KlPenalty | None
+    ) -> dict[str, Tensor]:
+        """``values``, or ``log_probs`` and what else the settings ask for: float32 ``[b, t]``, zero under the mask.
+
+        Args:
+            reference: what ``vocabulary_kl`` is measured against by ``penalty``; its layout is this one's.
+        """
+        if self.is_value_model:
+            return {"values": self._values(micro)}
+        scored = self.score(micro, settings.temperature)
+        given = _statistics(scored, settings)
+        if reference is not None and penalty is not None:
+            other = reference.score(micro, settings.temperature)
+            given["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
+        return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
+
+    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+        """One forward of a language model."""
+        if self.packs:
+            return self._score_pack(micro, temperature)
+        length = micro.responses.size(1)
+        if self._head is None:
+            logits = response_logits(self.module, micro.model_inputs, length, temperature, self._share_prompts)
+            return Scored(micro.responses.flatten(), None, logits.flatten(0, 1))
+        with self._head.held_back():
+            states = self._head.states(response_states(self.module, micro.model_inputs, length))
+        chosen = (micro.response_mask > 0).flatten()
+        kept = states[:, -length:].flatten(0, 1)[chosen]
+        return Scored(micro.responses.flatten()[chosen], chosen.nonzero().flatten(), None, kept, self._head)
+
+    def _score_pack(self, micro: MicroBatch, temperature: float) -> Scored:
+        pack = pack_rows(micro, self._group)
+        inputs: dict[str, Any] = {
+            "input_ids": pack.input_ids,
+            "position_ids": pack.position_ids,
+            "attention_mask": None,
+            "packed_rows": pack.rows,
+            "use_cache": False,
+        }
+        if self._head is not None:
+            with self._head.held_back():
+                states = self._head.states(self.module(**inputs).logits)
+            return Scored(pack.tokens, pack.targets, None, states[0, pack.places], self._head)
+        kept = keep_logits(self.module, pack.places)
+        logits: Tensor = self.module(**inputs, **kept).logits[0]
+        logits = (logits if kept else logits[pack.places]).float()
+        return Scored(pack.tokens, pack.targets, logits if temperature == 1.0 else logits / temperature)
+
+    def _values(self, micro: MicroBatch) -> Tensor:
+        if not self.packs:
+            values = response_values(self.module, micro.model_inputs, micro.responses.size(1))
+            return values.where(micro.response_mask > 0, 0.0)
+        pack = pack_rows(micro, self._group)
+        whole: Tensor = self.module(
+            input_ids=pack.input_ids, attention_mask=None, position_ids=pack.position_ids, packed_rows=pack.rows
+        )
+        return self._place(whole[0, pack.places, 0].float(), pack.targets, micro)
+
+    def _place(self, values: Tensor, targets: Tensor | None, micro: MicroBatch) -> Tensor:
+        """``[M]`` where they belong in ``[b, t]``; of all ranks that share the rows."""
+        chosen = micro.response_mask > 0
+        if targets is None:
+            return values.view(chosen.shape).where(chosen, 0.0)
+        placed = values.new_zeros(chosen.numel()).index_copy(0, targets, values).view(chosen.shape)
+        return placed if self._group is None else sum_over(placed, self._group)
 
 
-def _forward(
-    module: nn.Module,
-    micro: MicroBatch,
-    settings: ForwardSettings,
-    share_prompts: bool,
-    vocabulary_kl: VocabularyKl | None = None,
-) -> dict[str, Tensor]:
-    length = micro.responses.size(1)
-    chosen = micro.response_mask > 0
-    if isinstance(module, ValueModel):
-        return {"values": response_values(module, micro.model_inputs, length).where(chosen, 0.0)}
-    logits = response_logits(module, micro.model_inputs, length, settings.temperature, share_prompts)
-    given = {"log_probs": token_log_probs(logits, micro.responses).where(chosen, 0.0)}
+def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
+    """Log-probs, and entropy and Σp² if they are asked for, ``[M]``."""
+    if scored.head is not None and scored.states is not None:
+        stats = linear_stats(
+            scored.states,
+            scored.head.weight,
+            scored.head.bias,
+            scored.tokens,
+            settings.temperature,
+            settings.calculate_entropy,
+            settings.calculate_sum_pi_squared,
+        )
+        given = {"log_probs": stats.log_probs}
+        if settings.calculate_entropy:
+            given["entropy"] = stats.entropy
+        if settings.calculate_sum_pi_squared:
+            given["sum_pi_squared"] = stats.sum_pi_squared
+        return given
+    logits = _required(scored.logits)
+    given = {"log_probs": token_log_probs(logits, scored.tokens)}
     if settings.calculate_entropy:
-        given["entropy"] = token_entropy(logits).where(chosen, 0.0)
+        given["entropy"] = token_entropy(logits)
     if settings.calculate_sum_pi_squared:
-        given["sum_pi_squared"] = sum_pi_squared(logits).where(chosen, 0.0)
-    if vocabulary_kl is not None:
-        given["vocabulary_kl"] = vocabulary_kl(micro, logits).where(chosen, 0.0)
+        given["sum_pi_squared"] = sum_pi_squared(logits)
     return given
+
+
+def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenalty) -> Tensor:
+    """The penalty between two models' distributions, ``[M]``."""
+    head, other_head = scored.head, other.head
+    if head is None or other_head is None:
+        return _penalty(penalty, _required(scored.logits), _required(other.logits))
+    states, others = _required(scored.states), _required(other.states)
+
+    def compare(ours: Tensor, theirs: Tensor) -> Tensor:
+        both = (
+            torch.nn.functional.linear(each, layer.weight, layer.bias).float() / temperature
+            for each, layer in ((ours, head), (theirs, other_head))
+        )
+        return _penalty(penalty, *both)
+
+    size = max(1, _COMPARED_ELEMENTS // len(head.weight))
+    parts: list[Tensor] = [
+        checkpoint(compare, ours, theirs, use_reentrant=False, preserve_rng_state=False)
+        for ours, theirs in zip(torch.split(states, size), torch.split(others, size), strict=True)
+    ]
+    return torch.cat(parts)
+
+
+def _penalty(penalty: KlPenalty, ours: Tensor, theirs: Tensor) -> Tensor:
+    return penalty(ours.unsqueeze(0), theirs.unsqueeze(0)).squeeze(0)
+
+
+def _required(tensor: Tensor | None) -> Tensor:
+    if tensor is None:
+        raise TypeError("two models were to be compared, of which one gave logits and one hidden states")
+    return tensor

@@ -1,0 +1,184 @@
+"""Attention over rows packed into one sequence, as one of transformers' attention implementations.
+
+Axes: ``H`` query heads, ``K`` key and value heads, ``N`` packed tokens, ``D`` dimensions of a head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import scaled_dot_product_attention
+
+from rollcast.errors import ConfigError
+from rollcast_fsdp.ulysses import all_heads, all_tokens, repeat_heads
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+__all__ = ["PACKED", "PackedRows", "packed_attention", "plain_attention", "use_packed_attention"]
+
+#: The implementation's name in transformers' registry, and so in a module's config.
+PACKED = "rollcast_packed"
+_PACKABLE = ("sdpa", "flash_attention_2", "flash_attention_3")
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """How the rows stand in the pack; goes to every layer's attention as ``packed_rows``.
+
+    Attributes:
+        lengths: tokens of each row, in order; their sum is ``N``.
+        bounds: int32 ``[rows + 1]``, where each row begins, and the end.
+        group: ranks that hold a part of the tokens each (Ulysses); None where one holds them all.
+    """
+
+    lengths: tuple[int, ...]
+    bounds: Tensor
+    group: Any = None
+
+
+def use_packed_attention(module: Any, attention: str) -> None:
+    """Have ``module``, a model of transformers, attend by :func:`packed_attention` from now on.
+
+    Raises:
+        ConfigError: its attention is no function of transformers' registry, or ``attention`` knows no packs.
+    """
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if attention not in _PACKABLE:
+        raise ConfigError(
+            f"engine key use_remove_padding is true, but model.attn_implementation={attention} needs padded rows; "
+            f"use one of {', '.join(_PACKABLE)}"
+        )
+    ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
+    module.set_attn_implementation(PACKED)
+    if module.config.get_text_config()._attn_implementation != PACKED:
+        raise ConfigError(
+            f"engine key use_remove_padding is true, but {type(module).__name__} does not take its attention from "
+            "transformers' registry; set actor.engine.use_remove_padding=false"
+        )
+
+
+@contextmanager
+def plain_attention(module: Any, attention: str) -> Iterator[None]:
+    """Padded rows and caches for the time being, for a module that may use packed attention otherwise."""
+    if module.config.get_text_config()._attn_implementation != PACKED:
+        yield
+        return
+    module.set_attn_implementation(attention)
+    try:
+        yield
+    finally:
+        module.set_attn_implementation(PACKED)
+
+
+def packed_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,  # noqa: ARG001
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    packed_rows: PackedRows | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention of each token within its row: torch's varlen kernel on CUDA in half precision, else row by row.
+
+    Args:
+        module: the model's attention layer.
+        query: ``[1, H, N, D]``; of this rank's tokens only where the rows have a ``group``.
+        key, value: ``[1, K, N, D]``, ``K`` divides ``H``.
+        attention_mask: not used: who may see whom follows from the rows.
+        packed_rows: what the engine has sent along.
+        options: of other attentions.
+
+    Returns:
+        ``[1, N, H, D]``, and no weights.
+
+    Raises:
+        ConfigError: the model does not hand ``packed_rows`` on, or its attention has what this one lacks.
+    """
+    if packed_rows is None:
+        raise ConfigError(
+            f"{type(module).__name__} does not pass the model's keyword arguments on to attention, so rows cannot be "
+            "packed; set actor.engine.use_remove_padding=false"
+        )
+    for name in ("softcap", "s_aux", "position_bias"):
+        if options.get(name) is not None:
+            raise ConfigError(
+                f"{type(module).__name__} attends with {name}, which packed rows cannot; "
+                "set actor.engine.use_remove_padding=false"
+            )
+    group = packed_rows.group
+    if group is not None:
+        ranks = dist.get_world_size(group)
+        query = all_tokens(query, group)
+        key, value = (all_tokens(repeat_heads(heads, ranks), group) for heads in (key, value))
+    if query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and dropout == 0.0 and _has_varlen():
+        output = _varlen(query, key, value, packed_rows, scaling, sliding_window)
+    else:
+        output = _row_by_row(query, key, value, packed_rows, scaling, dropout, sliding_window)
+    return (output if group is None else all_heads(output, group)), None
+
+
+def _row_by_row(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    rows: PackedRows,
+    scaling: float | None,
+    dropout: float,
+    window: int | None,
+) -> Tensor:
+    """One call a row: no work is done for pairs of tokens of different rows, and no mask is needed."""
+    grouped = query.size(1) != key.size(1)
+    parts = (torch.split(tensor, list(rows.lengths), dim=2) for tensor in (query, key, value))
+    outputs = []
+    for q, k, v in zip(*parts, strict=True):
+        mask = _window_mask(q.size(2), window, q.device)
+        attended = scaled_dot_product_attention(
+            q, k, v, mask, dropout_p=dropout, scale=scaling, is_causal=mask is None, enable_gqa=grouped
+        )
+        outputs.append(attended.transpose(1, 2))
+    return torch.cat(outputs, dim=1)
+
+
+def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
+    if window is None or length <= window:
+        return None
+    distance = torch.arange(length, device=device).unsqueeze(1) - torch.arange(length, device=device)
+    return (distance >= 0) & (distance < window)
+
+
+def _has_varlen() -> bool:
+    return find_spec("torch.nn.attention.varlen") is not None
+
+
+def _varlen(
+    query: Tensor, key: Tensor, value: Tensor, rows: PackedRows, scaling: float | None, window: int | None
+) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    longest = max(rows.lengths)
+    attended: Any = varlen_attn(
+        query[0].transpose(0, 1).contiguous(),
+        key[0].transpose(0, 1).contiguous(),
+        value[0].transpose(0, 1).contiguous(),
+        rows.bounds,
+        rows.bounds,
+        longest,
+        longest,
+        scale=scaling,
+        window_size=(-1 if window is None else window - 1, 0),
+        enable_gqa=query.size(1) != key.size(1),
+    )
+    output: Tensor = attended.unsqueeze(0)
+    return output

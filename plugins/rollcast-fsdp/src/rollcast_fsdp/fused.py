@@ -1,0 +1,142 @@
+"""Log-probs, entropy and Σp² straight from hidden states and the vocabulary head, without full logits.
+
+Forward and backward go through the vocabulary a block at a time; the backward computes the logits of a block
+anew. Axes: ``M`` positions, ``H`` hidden size, ``V`` vocabulary, ``v`` words of a block.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from torch import Tensor
+
+__all__ = ["VocabularyStats", "linear_stats"]
+
+#: Logits of one block, at most; in float32 these are 16 MiB.
+_BLOCK_ELEMENTS = 1 << 22
+
+
+@dataclass(frozen=True)
+class VocabularyStats:
+    """Of the distributions over the vocabulary at ``M`` positions, float32 ``[M]`` each; zero if not asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor
+    sum_pi_squared: Tensor
+
+
+def linear_stats(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    tokens: Tensor,
+    temperature: float = 1.0,
+    entropy: bool = True,
+    sum_pi_squared: bool = True,
+    block_elements: int = _BLOCK_ELEMENTS,
+) -> VocabularyStats:
+    """Statistics of ``softmax((hidden @ weight.T + bias) / temperature)``, each with its gradient.
+
+    Beside inputs and gradients, at most a few blocks of logits are in memory at a time.
+
+    Args:
+        hidden: ``[M, H]``.
+        weight: ``[V, H]`` of the same dtype, in which logits are computed before they become float32.
+        bias: ``[V]``, or None.
+        tokens: int64 ``[M]``, whose log-probs are asked for.
+        temperature: above 0.
+        entropy, sum_pi_squared: what to give beside log-probs.
+        block_elements: logits of a block, at most (but always a word).
+    """
+    result: Any = _LinearStats.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, tokens, _Options(temperature, entropy, sum_pi_squared, block_elements)
+    )
+    return VocabularyStats(*result)
+
+
+@dataclass(frozen=True)
+class _Options:
+    temperature: float
+    entropy: bool
+    squares: bool
+    block_elements: int
+
+
+def _blocks(positions: int, vocabulary: int, elements: int) -> Iterator[slice]:
+    size = min(vocabulary, max(1, elements // max(positions, 1)))
+    for start in range(0, vocabulary, size):
+        yield slice(start, min(start + size, vocabulary))
+
+
+def _logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float, block: slice) -> Tensor:
+    logits = torch.nn.functional.linear(hidden, weight[block], None if bias is None else bias[block]).float()
+    return logits if temperature == 1.0 else logits.div_(temperature)
+
+
+class _LinearStats(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        chosen = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        total = torch.full_like(chosen, -torch.inf)  # logsumexp of the blocks so far, below of doubled logits
+        doubled = torch.full_like(chosen, -torch.inf)
+        mean = torch.zeros_like(chosen)  # of the logits under the distribution so far
+        # All logits are less a number of their row's, so that entropy is no small difference of large numbers.
+        shift: Tensor | None = None
+        for block in _blocks(len(hidden), len(weight), options.block_elements):
+            logits = _logits(hidden, weight, bias, options.temperature, block)
+            shift = logits.amax(1) if shift is None else shift
+            logits.sub_(shift.unsqueeze(1))
+            inside = (tokens >= block.start) & (tokens < block.stop)
+            place = (tokens - block.start).clamp(0, logits.size(1) - 1).unsqueeze(1)
+            chosen = torch.where(inside, logits.gather(1, place).squeeze(1), chosen)
+            part = logits.logsumexp(1)
+            joined = torch.logaddexp(total, part)
+            if options.squares:
+                doubled = torch.logaddexp(doubled, (2 * logits).logsumexp(1))
+            if options.entropy:
+                share = (logits - part.unsqueeze(1)).exp_().mul_(logits).sum(1)
+                mean = mean * (total - joined).exp() + share * (part - joined).exp()
+            total = joined
+        squares = (doubled - 2 * total).exp() if options.squares else torch.zeros_like(total)
+        ctx.save_for_backward(hidden, weight, bias, tokens, total, mean, squares, shift)
+        ctx.options = options
+        return chosen - total, total - mean if options.entropy else torch.zeros_like(total), squares
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, tokens, total, mean, squares, shift = ctx.saved_tensors
+        options: _Options = ctx.options
+        of_log_probs, of_entropy, of_squares = (gradient.unsqueeze(1) for gradient in gradients)
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        to_hidden = torch.zeros_like(hidden, dtype=torch.float32) if wants_hidden else None
+        to_weight = torch.empty_like(weight) if wants_weight else None
+        to_bias = torch.empty_like(bias) if wants_bias and bias is not None else None
+        for block in _blocks(len(hidden), len(weight), options.block_elements):
+            logits = _logits(hidden, weight, bias, options.temperature, block)
+            logits.sub_(shift.unsqueeze(1))
+            probs = (logits - total.unsqueeze(1)).exp_()
+            # With p of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p - Σp²).
+            slope = -of_log_probs
+            if options.entropy:
+                slope = logits.sub_(mean.unsqueeze(1)).mul_(-of_entropy).add_(slope)
+            if options.squares:
+                slope = slope + (probs - squares.unsqueeze(1)).mul_(2 * of_squares)
+            slope = probs.mul_(slope)
+            inside = ((tokens >= block.start) & (tokens < block.stop)).nonzero().squeeze(1)
+            slope[inside, tokens[inside] - block.start] += of_log_probs[inside, 0]
+            slope = slope.div_(options.temperature).to(weight.dtype)
+            if to_hidden is not None:
+                to_hidden += slope @ weight[block]
+            if to_weight is not None:
+                torch.mm(slope.T, hidden, out=to_weight[block])
+            if to_bias is not None:
+                to_bias[block] = slope.sum(0)
+        return None if to_hidden is None else to_hidden.to(hidden.dtype), to_weight, to_bias, None, None

@@ -1,0 +1,80 @@
+"""A micro-batch without padding: its rows one after the other in a single sequence.
+
+Axes: ``b`` rows of ``p`` prompt and ``t`` response positions, ``N`` tokens in the pack, ``n`` of them on this
+rank, ``M`` positions that predict a token under the mask.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+
+from rollcast_fsdp.attention import PackedRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from rollcast_engine.batching import MicroBatch
+
+__all__ = ["Pack", "pack_rows"]
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What of a micro-batch goes through the model on this rank, and where its outputs belong.
+
+    Attributes:
+        input_ids, position_ids: int64 ``[1, n]``; positions begin anew with each row.
+        rows: for attention.
+        places: int64 ``[M]``, positions within ``n`` whose outputs are wanted.
+        tokens: int64 ``[M]``, the tokens that come after those.
+        targets: int64 ``[M]``, where these stand in the responses ``[b * t]``.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    rows: PackedRows
+    places: Tensor
+    tokens: Tensor
+    targets: Tensor
+
+
+def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
+    """Leave out what is padding, and each row's last token, from which nothing is predicted.
+
+    Args:
+        micro: of tokens under the response mask each has a token before it.
+        group: ranks that take equal parts of the tokens; None for this one alone.
+    """
+    inputs = micro.model_inputs
+    present = inputs["attention_mask"] > 0
+    nth = present.cumsum(1)
+    kept = present & (nth < nth[:, -1:])
+    lengths = [length for length in kept.sum(1).tolist() if length]
+    count = sum(lengths)
+    ranks = 1 if group is None else dist.get_world_size(group)
+    # A sequence of at least one token a rank; those that fill up are a row of their own.
+    filler = max(-count % ranks, ranks - count if count < ranks else 0)
+    if filler:
+        lengths.append(filler)
+    ids = torch.nn.functional.pad(inputs["input_ids"][kept], (0, filler))
+    positions = torch.cat([inputs["position_ids"][kept], torch.arange(filler, device=ids.device)])
+    bounds = torch.tensor([0, *lengths], device=ids.device).cumsum(0).to(torch.int32)
+    width = micro.responses.size(1)
+    chosen = (micro.response_mask > 0).flatten()
+    # Where in the pack the token before each response token stands.
+    before = (kept.flatten().cumsum(0) - 1).view_as(kept)[:, -width - 1 : -1].flatten()[chosen]
+    size = len(ids) // ranks
+    start = 0 if group is None else dist.get_rank(group) * size
+    mine = (before >= start) & (before < start + size)
+    return Pack(
+        input_ids=ids[start : start + size].unsqueeze(0),
+        position_ids=positions[start : start + size].unsqueeze(0),
+        rows=PackedRows(tuple(lengths), bounds, group),
+        places=before[mine] - start,
+        tokens=micro.responses.flatten()[chosen][mine],
+        targets=chosen.nonzero().flatten()[mine],
+    )
