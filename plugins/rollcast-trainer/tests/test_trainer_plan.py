@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from rollcast_trainer.memory import (
     bound_activations,
     count_gathered,
     count_kv_cache,
+    data_parallel_size,
     measure_model,
     total,
 )
@@ -360,10 +362,29 @@ def test_layouts_of_engines() -> None:
 
     assert EngineLayout.read(FsdpConfig(), 1) == EngineLayout(1)
     assert not EngineLayout.read(FsdpConfig(), 1).gathers
-    mixed = EngineLayout.read(FsdpConfig(mixed_precision="bf16", param_offload=True, fsdp_size=4), 4)
+    mixed = EngineLayout.read(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 4)
     assert mixed == EngineLayout(4, 4, 2, param_offload=True)
     assert (mixed.shard(10), mixed.gathers) == (3, True)
     assert not EngineLayout.read(object(), 4).known
+    lean = FsdpConfig(
+        ulysses_sequence_parallel_size=2, use_fused_kernels=True, enable_activation_offload=True, model_dtype="bf16"
+    )
+    assert EngineLayout.read(lean, 4) == EngineLayout(
+        4, 2, 2, activation_offload=True, sequence_parts=2, fused_logits=True
+    )
+    assert (data_parallel_size(lean, 8), data_parallel_size(object(), 8)) == (4, 8)
+
+
+def test_keys_that_save_memory_lower_the_bound(config_folder: Path) -> None:
+    size, passes = measure_model(ModelConfig(str(config_folder))), Passes(8, 2048, 1024)
+    large = replace(size, vocabulary=150_000, layers=24)
+    plain = bound_activations(large, passes, EngineLayout(1), eager=False)
+    logits = 3 * 4 * 8 * 1024 * 150_000
+    fused = bound_activations(large, passes, EngineLayout(1, fused_logits=True), eager=False)
+    assert 0 < fused - (plain - logits) < logits / 8
+    assert bound_activations(large, passes, EngineLayout(1, sequence_parts=2), eager=False) == plain / 2
+    offloaded = bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False)
+    assert offloaded - logits == (plain - logits) / 24
 
 
 def test_gathered_weights_are_two_layers_and_what_is_outside(config_folder: Path) -> None:

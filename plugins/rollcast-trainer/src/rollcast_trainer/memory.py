@@ -6,6 +6,7 @@ What libraries, the allocator and the CUDA context take is not in it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -25,6 +26,7 @@ __all__ = [
     "count_gathered",
     "count_kv_cache",
     "count_trained",
+    "data_parallel_size",
     "measure_model",
     "total",
 ]
@@ -34,6 +36,10 @@ Phase = Literal["held", "generate", "update"]
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: float32 copies of the logits that exist at once: themselves, divided by the temperature, and the gradient.
 LOGIT_COPIES = 3
+#: With ``use_fused_kernels``, bytes of the blocks of logits that exist at once, at most.
+FUSED_LOGIT_BYTES = 4 * (1 << 22) * 4
+#: Keys of engines by which several ranks work on the same rows.
+_MODEL_PARALLEL = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 #: What a KL penalty over the vocabulary adds: logits of the reference, log-probs, ratios and their products.
 KL_LOGIT_COPIES = 6
 
@@ -80,6 +86,9 @@ class EngineLayout:
         computed: bytes a number in the forward and backward pass.
         param_offload, optimizer_offload: kept in host memory outside of their use.
         checkpointing: layers recompute their activations.
+        activation_offload: what is kept for the backward pass is in host memory.
+        sequence_parts: ranks that share the tokens of a row.
+        fused_logits: logits are computed block by block, and never held.
         reshards: a layer's gathered weights are given up after its forward pass.
         known: the engine has the keys that this was read from; otherwise it is a guess.
     """
@@ -90,6 +99,9 @@ class EngineLayout:
     param_offload: bool = False
     optimizer_offload: bool = False
     checkpointing: bool = False
+    activation_offload: bool = False
+    sequence_parts: int = 1
+    fused_logits: bool = False
     reshards: bool = True
     known: bool = True
 
@@ -103,10 +115,13 @@ class EngineLayout:
         return cls(
             shards=ranks if size < 1 else size,
             stored=stored,
-            computed=2 if getattr(engine, "mixed_precision", None) == "bf16" else stored,
+            computed=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
             param_offload=bool(getattr(engine, "param_offload", False)),
             optimizer_offload=bool(getattr(engine, "optimizer_offload", False)),
-            checkpointing=bool(getattr(engine, "gradient_checkpointing", False)),
+            checkpointing=bool(getattr(engine, "enable_gradient_checkpointing", False)),
+            activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
+            sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
+            fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
             reshards=bool(getattr(engine, "reshard_after_forward", True)),
         )
 
@@ -146,6 +161,11 @@ class Passes:
     rows: int
     row_tokens: int
     response_tokens: int
+
+
+def data_parallel_size(engine: Any, ranks: int) -> int:
+    """Into how many shards a batch is split, by the engine's own keys (``actor.engine``)."""
+    return max(ranks // math.prod(int(getattr(engine, key, 1)) for key in _MODEL_PARALLEL), 1)
 
 
 def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
@@ -231,18 +251,22 @@ def bound_activations(
     A layer keeps four tensors of the feed-forward's width, four of the queries, keys and values, eight of
     the hidden size and four more of it in float32 (the norms), and with ``eager`` attention the matrix of
     every head three times. With gradient checkpointing a layer keeps its input, and one of them all.
-    Logits count ``logits`` times in float32, for response tokens.
+    Logits count ``logits`` times in float32, for response tokens; fused ones are a few blocks. Ranks that
+    share a sequence have a part of all this each. With activation offload only the layer at work counts.
     """
-    tokens = passes.rows * passes.row_tokens
+    tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
     projections = (size.heads + 2 * size.kv_heads) * size.head_dim
     numbers = 4 * size.intermediate + 4 * projections + 8 * size.hidden
     layer = tokens * (numbers * layout.computed + 4 * 4 * size.hidden)
     if eager:
         layer += size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed)
     inputs = tokens * size.hidden * layout.computed
-    layers = size.layers * inputs + layer if layout.checkpointing else size.layers * layer
-    head = logits * 4 * passes.rows * passes.response_tokens * size.vocabulary
-    return layers + head
+    if layout.activation_offload:
+        layers = layer
+    else:
+        layers = size.layers * inputs + layer if layout.checkpointing else size.layers * layer
+    head = logits * 4 * -(-passes.rows * passes.response_tokens // layout.sequence_parts) * size.vocabulary
+    return layers + (min(head, FUSED_LOGIT_BYTES) if layout.fused_logits else head)
 
 
 def total(items: list[MemoryItem], phase: Phase) -> int:
@@ -264,5 +288,5 @@ def total(items: list[MemoryItem], phase: Phase) -> int:
 def _to_update(items: list[MemoryItem], owner: str) -> int:
     mine = [item for item in items if item.name.startswith(f"{owner}:")]
     visiting = {item.name.partition(": ")[2]: item.bytes for item in mine if item.on_host}
-    passes = sum(item.bytes for item in mine if item.phase == "update")
+    passes = sum(item.bytes for item in mine if item.phase == "update" and not item.on_host)
     return visiting.get("parameters", 0) + max(passes, visiting.get("optimizer state", 0))

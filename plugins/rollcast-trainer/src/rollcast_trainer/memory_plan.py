@@ -23,6 +23,7 @@ from rollcast_trainer.memory import (
     count_gathered,
     count_kv_cache,
     count_trained,
+    data_parallel_size,
     measure_model,
     total,
 )
@@ -119,7 +120,7 @@ def _items(
 ) -> list[MemoryItem]:
     data = trainer.task.data
     longest = data.max_prompt_length + data.max_response_length
-    algebra = replace(algebra, dp_size=pool.world_size)
+    algebra = replace(algebra, dp_size=data_parallel_size(trainer.task.engine, pool.world_size))
     if role == "reference":
         ref: Any = trainer.ref  # type: ignore[attr-defined]
         offload = layout.param_offload or ref.engine.param_offload
@@ -142,6 +143,9 @@ def _items(
     items = count_trained(role, parameters, layout)
     if layout.gathers:
         items.append(MemoryItem(f"{role}: gathered weights", count_gathered(size, layout), "update"))
+    if layout.activation_offload:
+        kept = bound_activations(size, passes, replace(layout, activation_offload=False), eager, 0)
+        items.append(MemoryItem(f"{role}: kept activations", kept, "update", on_host=True, is_bound=True))
     return [*items, MemoryItem(f"{role}: activations", activations, "update", is_bound=True)]
 
 

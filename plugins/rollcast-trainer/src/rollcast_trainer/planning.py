@@ -11,6 +11,7 @@ from rollcast.contracts.algorithm import advantage_needs, advantages
 from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.memory import data_parallel_size
 from rollcast_trainer.memory_plan import largest_pass, placed_roles, plan_memory
 
 __all__ = ["Fact", "Plan", "plan_run"]
@@ -76,7 +77,8 @@ def find_algebra(trainer: LoopTrainer) -> BatchAlgebra:
         return own
     task, rows = trainer.task, trainer.task.data.train_batch_size
     tokens = task.actor.ppo_max_token_len_per_gpu if task.actor.use_dynamic_bsz else None
-    return BatchAlgebra(rows, 1, rows, 1, task.world_size, task.actor.ppo_micro_batch_size_per_gpu, tokens)
+    ranks = data_parallel_size(task.engine, task.world_size)
+    return BatchAlgebra(rows, 1, rows, 1, ranks, task.actor.ppo_micro_batch_size_per_gpu, tokens)
 
 
 def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> list[Fact]:

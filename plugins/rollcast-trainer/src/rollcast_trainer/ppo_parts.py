@@ -13,6 +13,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.memory import data_parallel_size
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.task_runner import TaskRunner
@@ -31,7 +32,7 @@ def build_algebra(task: TaskRunner, policy: PpoActorConfig) -> BatchAlgebra:
         task.rollout.n,
         policy.ppo_mini_batch_size,
         policy.ppo_epochs,
-        task.world_size,
+        data_parallel_size(task.engine, task.world_size),
         policy.ppo_micro_batch_size_per_gpu,
         policy.ppo_max_token_len_per_gpu if policy.use_dynamic_bsz else None,
     )
