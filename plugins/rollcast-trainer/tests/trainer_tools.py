@@ -146,7 +146,11 @@ def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
 def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """What has to repeat exactly."""
     return [
-        {key: value for key, value in row.items() if not key.startswith(("time/", "perf/")) and not key.endswith("_per_s")}
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(("time/", "perf/")) and not key.endswith("_per_s")
+        }
         for row in rows
     ]
 

@@ -53,6 +53,10 @@ class ModelFlops:
         forward = 2.0 * (self.body * tokens + self.head * through_head + self.pair * pairs)
         return 3.0 * forward if kind == "train" else forward
 
+    def count_decode(self, rows: int, length: int) -> float:
+        """Operations of one further token for each of ``rows`` rows of ``length`` tokens."""
+        return 2.0 * rows * (self.body + self.head + self.pair * length)
+
     def as_value_model(self, hidden: int) -> ModelFlops:
         """The same body under a head with one output."""
         return replace(self, head=hidden)

@@ -12,7 +12,7 @@ from typing import Any
 from rollcast.controller.marks import add_listener, remove_listener
 from rollcast.controller.worker import Worker
 
-__all__ = ["MemoryWatch", "Peak", "start_watch", "stop_watch", "take_peaks"]
+__all__ = ["MemoryWatch", "Peak", "read_peak", "reset_peak", "start_watch", "stop_watch", "take_peaks"]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESIDENT = re.compile(rb"VmHWM:\s+(\d+) kB")
@@ -45,8 +45,8 @@ def _cuda() -> Any:
     return cuda if cuda.is_initialized() else None
 
 
-def _read() -> Peak:
-    """The peak since the last :func:`_reset`."""
+def read_peak() -> Peak:
+    """The peak since the last :func:`reset_peak`."""
     allocated = reserved = 0
     cuda = _cuda()
     if cuda is not None:
@@ -58,7 +58,8 @@ def _read() -> Peak:
     return Peak(allocated, reserved, 0 if found is None else int(found[1]) << 10)
 
 
-def _reset() -> None:
+def reset_peak() -> None:
+    """Forget the peak so far."""
     cuda = _cuda()
     if cuda is not None:
         cuda.reset_peak_memory_stats()
@@ -85,17 +86,17 @@ class MemoryWatch:
             yield
             return
         if self._open:
-            self._open[-1] |= _read()
+            self._open[-1] |= read_peak()
         self._open.append(Peak())
-        _reset()
+        reset_peak()
         try:
             yield
         finally:
-            peak = self._open.pop() | _read()
+            peak = self._open.pop() | read_peak()
             self.peaks[method] = self.peaks.get(method, Peak()) | peak
             if self._open:
                 self._open[-1] |= peak
-            _reset()
+            reset_peak()
 
     def take(self) -> dict[str, Peak]:
         """Method → peak of its calls since the last time, of those that are over."""
