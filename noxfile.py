@@ -22,7 +22,11 @@ CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
-TEST_LIBRARIES = {"rollcast-rewards": ["math-verify[antlr4_9_3]"], "rollcast-trackers": ["tensorboard"]}
+TEST_LIBRARIES = {
+    "rollcast-fsdp": ["peft"],
+    "rollcast-rewards": ["math-verify[antlr4_9_3]"],
+    "rollcast-trackers": ["tensorboard"],
+}
 QUICKSTART = "rollcast-quickstart"
 #: Of tests/benchmarks, those that need no other project.
 BENCHMARKS = (

@@ -62,12 +62,26 @@ class ModelConfig:
         random_init: start from random weights drawn with ``trainer.seed``.
         attn_implementation: transformers' name of the attention, such as ``sdpa`` or ``eager``.
         trust_remote_code: allow the folder's own Python code.
+        lora_rank: train a LoRA adapter of this rank, and not the model itself; 0 for none. Names are verl's.
+        lora_alpha: the adapter's part is scaled by ``lora_alpha / lora_rank``.
+        target_modules: which modules it adapts: names of linear layers, a regular expression, or
+            ``all-linear`` for all but the vocabulary head.
+        lora_adapter_path: a folder in PEFT's format to start from, whose rank, alpha and targets are taken.
     """
 
     path: str = "???"
     random_init: bool = False
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    lora_rank: int = 0
+    lora_alpha: int = 16
+    target_modules: Any = "all-linear"
+    lora_adapter_path: str | None = None
+
+    @property
+    def trains_adapter(self) -> bool:
+        """Whether what trains is a LoRA adapter."""
+        return self.lora_rank > 0 or self.lora_adapter_path is not None
 
 
 @dataclass(frozen=True)
@@ -299,6 +313,27 @@ class BaseEngine(ABC):
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, schedule and this rank's RNG under ``path`` (all ranks, one call)."""
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Begin what :meth:`save_checkpoint` does; the state may change again once this returns.
+
+        An engine that cannot write while it trains writes everything here.
+
+        Raises:
+            CheckpointError: it could not be begun, or the one begun before could not be written.
+        """
+        self.save_checkpoint(path)
+
+    def finish_checkpoint(self, wait: bool) -> bool:  # noqa: ARG002  # for those that override it
+        """Whether what :meth:`start_checkpoint` began is on the disk; on each rank by itself.
+
+        Args:
+            wait: until it is.
+
+        Raises:
+            CheckpointError: it could not be written; said once.
+        """
+        return True
 
     @abstractmethod
     def load_checkpoint(self, path: Path) -> None:

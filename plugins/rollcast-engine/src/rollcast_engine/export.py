@@ -1,71 +1,139 @@
-"""Writing a Hugging Face folder from gathered weights."""
+"""Writing a Hugging Face folder from weights that come one at a time."""
 
 from __future__ import annotations
 
+import itertools
 import shutil
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors import SafetensorError
 
 from rollcast.errors import CheckpointError
-from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, load_hf_config, parameters_by_name
+from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config, parameters_by_name
+from rollcast_engine.safetensors_writer import SHARD_BYTES, SafetensorsWriter
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import ModelConfig, ModelType
 
-__all__ = ["write_folder"]
+__all__ = ["build_skeleton", "write_folder"]
+
+_WRITE_ERRORS = (OSError, SafetensorError, ValueError)
 
 
-def write_folder(path: Path, model: ModelConfig, model_type: ModelType, tensors: dict[str, Tensor]) -> None:
-    """Write config, ``model.safetensors`` and what else ``model.path`` holds (tokenizer, own code).
+def write_folder(
+    path: Path,
+    model: ModelConfig,
+    model_type: ModelType,
+    tensors: Iterable[tuple[str, Tensor]],
+    is_writer: bool = True,
+    shard_bytes: int = SHARD_BYTES,
+) -> None:
+    """Write config, ``model*.safetensors`` and what else ``model.path`` holds (tokenizer, own code).
+
+    No more than one tensor is in memory, beside what ``tensors`` itself needs; of models whose names or
+    layout in files transformers converts, all of them.
 
     Args:
         path: the folder to make.
         model: where the weights were first loaded from.
         model_type: a value model is written as ``...ForTokenClassification`` with one label.
-        tensors: all parameters by name, whole, in host memory; tied ones once.
+        tensors: all parameters by name, whole, in any order; tied ones once. Gone through to its end on every
+            rank, whatever happens, for the others may wait in it.
+        is_writer: this rank writes; the others only go through ``tensors``.
+        shard_bytes: largest file of weights.
 
     Raises:
-        CheckpointError: the tensors are not those of ``model``, or the folder cannot be written.
+        CheckpointError: on the writing rank: the tensors are not those of ``model``, or the folder cannot be written.
     """
-    dtype = next((tensor.dtype for tensor in tensors.values()), torch.float32)
-    skeleton = _skeleton(model, model_type, dtype)
-    _compare(model, skeleton, tensors)
+    arriving = iter(tensors)
+    try:
+        if is_writer:
+            _write(path, model, model_type, arriving, shard_bytes)
+    finally:
+        for _ in arriving:
+            pass
+
+
+def _write(
+    path: Path, model: ModelConfig, model_type: ModelType, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int
+) -> None:
+    first = next(tensors, None)
+    if first is None:
+        raise CheckpointError(f"{path} cannot be written: there are no weights")
+    tensors = itertools.chain([first], tensors)
+    dtype = first[1].dtype
+    skeleton = build_skeleton(model, model_type, dtype)
     try:
         path.mkdir(parents=True, exist_ok=True)
+        _remove_weights(path)
         _copy_companions(Path(model.path), path)
-        if isinstance(skeleton, ValueModel):
-            _write_value_model(path, skeleton.config, tensors)
+        if is_converted(skeleton):
+            _write_converted(path, skeleton, tensors)
         else:
-            skeleton.save_pretrained(path, state_dict=tensors)
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be written: {error}") from error
+            _write_config(path, skeleton, dtype)
+            _write_tensors(path, skeleton, tensors, shard_bytes)
+    except _WRITE_ERRORS as error:
+        raise CheckpointError(f"{path} cannot be written as the model in {model.path}: {error}") from error
 
 
-def _skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype) -> Any:
-    """The model without memory for its weights; transformers needs it to name and tie them."""
+def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype) -> Any:
+    """The model on the meta device: its names, shapes and ties, without memory for its weights."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     config = load_hf_config(model)
     auto: Any = AutoModelForCausalLM if model_type == "language_model" else AutoModel
     with torch.device("meta"):
         module = auto.from_config(config, dtype=dtype, trust_remote_code=model.trust_remote_code)
-        return module if model_type == "language_model" else ValueModel(module)
+        module.tie_weights()
+        return module if model_type == "language_model" else ValueModel(module).to(dtype)
 
 
-def _compare(model: ModelConfig, skeleton: nn.Module, tensors: dict[str, Tensor]) -> None:
-    expected = {name: tuple(tensor.shape) for name, tensor in parameters_by_name(skeleton).items()}
-    given = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str, Tensor]], shard_bytes: int) -> None:
+    layout = {name: (tuple(each.shape), each.dtype) for name, each in parameters_by_name(skeleton).items()}
+    writer = SafetensorsWriter(path, layout, shard_bytes)
+    try:
+        for name, tensor in tensors:
+            writer.write(name, tensor)
+        writer.finish()
+    finally:
+        writer.close()
+
+
+def _write_converted(path: Path, skeleton: Any, tensors: Iterator[tuple[str, Tensor]]) -> None:
+    state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
+    expected = {name: tuple(each.shape) for name, each in parameters_by_name(skeleton).items()}
+    given = {name: tuple(tensor.shape) for name, tensor in state.items()}
     different = sorted(name for name in expected.keys() | given.keys() if expected.get(name) != given.get(name))
     if different:
         name = different[0]
-        raise CheckpointError(
-            f"the weights are not of the model in {model.path}: {len(different)} parameters differ, such as {name} "
-            f"({given.get(name, 'absent')}, where the folder's config has {expected.get(name, 'none')})"
-        )
+        raise ValueError(f"tensor {name} has shape {given.get(name)}; the model's has {expected.get(name)}")
+    skeleton.save_pretrained(path, state_dict=state)
+
+
+def _write_config(path: Path, skeleton: Any, dtype: torch.dtype) -> None:
+    config = skeleton.config
+    config.dtype = dtype
+    if isinstance(skeleton, ValueModel):
+        causal = (config.architectures or ["ForCausalLM"])[0]
+        config.architectures = [causal.replace("ForCausalLM", "ForTokenClassification")]
+        config.num_labels = 1
+    else:
+        config.architectures = [type(skeleton).__name__]
+        if not (path / "generation_config.json").is_file():
+            skeleton.generation_config.save_pretrained(path)
+    config.save_pretrained(path)
+
+
+def _remove_weights(path: Path) -> None:
+    """What an earlier export left would be loaded along with this one."""
+    for pattern in WEIGHT_PATTERNS:
+        for file in path.glob(pattern):
+            file.unlink()
 
 
 def _copy_companions(source: Path, target: Path) -> None:
@@ -75,15 +143,3 @@ def _copy_companions(source: Path, target: Path) -> None:
     for file in sorted(source.iterdir()):
         if file.is_file() and file not in weights and file.name != "config.json" and not file.name.startswith("."):
             shutil.copy2(file, target / file.name)
-
-
-def _write_value_model(path: Path, config: Any, tensors: dict[str, Tensor]) -> None:
-    from safetensors.torch import save_file
-
-    causal = (config.architectures or ["ForCausalLM"])[0]
-    config.architectures = [causal.replace("ForCausalLM", "ForTokenClassification")]
-    config.num_labels = 1
-    config.save_pretrained(path)
-    save_file(
-        {name: tensor.contiguous() for name, tensor in tensors.items()}, path / "model.safetensors", {"format": "pt"}
-    )

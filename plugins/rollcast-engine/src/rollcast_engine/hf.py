@@ -15,7 +15,15 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import ModelConfig
 
-__all__ = ["DTYPES", "WEIGHT_PATTERNS", "ValueModel", "is_converted", "load_hf_config", "parameters_by_name", "transformer"]
+__all__ = [
+    "DTYPES",
+    "WEIGHT_PATTERNS",
+    "ValueModel",
+    "is_converted",
+    "load_hf_config",
+    "parameters_by_name",
+    "transformer",
+]
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "pytorch_model*.bin.index.json")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,24 +15,30 @@ from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetu
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import empty_cache, local_device
-from rollcast_engine import export as exports
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
-from rollcast_engine.hf import DTYPES, parameters_by_name
+from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.optim import build_optimizer, check_optim, learning_rate
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
+from rollcast_fsdp.attention import plain_attention, use_packed_attention
+from rollcast_fsdp.exporting import export_checkpoint, export_live
+from rollcast_fsdp.lora import require_adapter
 from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.passes import Passes
-from rollcast_fsdp.reference import Reference
+from rollcast_fsdp.reference import BaseModelReference, Reference
 from rollcast_fsdp.residency import move_gradients, move_optimizer_state
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_fsdp.sharding import Sharding, full_tensor, shard_module
+from rollcast_fsdp.sharding import Sharding, check_heads, full_tensor, shard_module
+from rollcast_fsdp.step import TokenForward
+from rollcast_fsdp.tensors import ModelTensors
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig
+    from rollcast.contracts.weights import AdapterWeights
+    from rollcast_fsdp.lora import Adapter
 
 __all__ = ["FsdpEngine"]
 
@@ -54,6 +60,8 @@ class FsdpEngine(BaseEngine):
         vocabulary_kl=True,
         in_process_module=True,
         token_budget=True,
+        packing=True,
+        lora=True,
         offload=True,
     )
     config_schema: ClassVar[type] = FsdpConfig
@@ -69,10 +77,14 @@ class FsdpEngine(BaseEngine):
         self.device = torch.device("cpu")
         self.module: nn.Module
         self.sharding: Sharding | None = None
+        self.adapter: Adapter | None = None
         self.optimizer: torch.optim.Optimizer | None = None
         self.schedule_step = 0
+        self.forward: TokenForward
         self.passes: Passes | None = None
         self._reference: Reference | None = None
+        self._pending_save: checkpoints.PendingSave | None = None
+        self._checkpoint_group: Any = None
 
     def initialize(self) -> None:
         """Load the model on this rank, shard it if there are more, and build the optimizer.
@@ -81,19 +93,25 @@ class FsdpEngine(BaseEngine):
             ConfigError: the model folder cannot be used; says why.
         """
         context = self.setup.context
+        check_heads(load_hf_config(self.setup.model), self.config.ulysses_sequence_parallel_size, context.world_size)
         self.device = local_device(context.local_rank)
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        module = build_module(self.setup, DTYPES[self.config.model_dtype])
-        if self.config.gradient_checkpointing:
+        plan = build_module(self.setup, DTYPES[self.config.model_dtype])
+        module = plan.module
+        if self.config.enable_gradient_checkpointing:
             enable_checkpointing(module)
-        if context.world_size > 1 or self.config.computes_in_bf16:
+        if context.world_size > 1 or self.config.mixes_precision:
             join_process_group(context)
             self.sharding = shard_module(module, self.config, context, self.device)
             if self.config.share_prompts:
-                log.info("share_prompts has no effect here: the model is sharded, or computes in bf16")
-        self.module = module.to(self.device).eval()
-        self.passes = Passes(self.module, self.config, self.sharding, self.device)
+                log.info("share_prompts has no effect here: the model is sharded, or computes in another dtype")
+        plan.fill(self.device)
+        self.module, self.adapter = module.eval(), plan.adapter
+        if self.config.use_remove_padding:
+            use_packed_attention(transformer(self.module), self.setup.model.attn_implementation)
+        self.forward = TokenForward(self.module, self.config, self.sharding)
+        self.passes = Passes(self.forward, self.config, self.sharding, self.device)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
         self._offload()
@@ -182,9 +200,10 @@ class FsdpEngine(BaseEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
-        plan = plan_batch(tensor_columns(data), settings)
+        plan = plan_batch(tensor_columns(data), settings, packs=self.config.use_remove_padding)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings)
+        plan = plan.split_to(agreed.micro_batches)
         reference = self._reference_for(settings)
         with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():
             outputs, sums = self._passes().run(plan, agreed, loss_function, settings, reference)
@@ -202,11 +221,19 @@ class FsdpEngine(BaseEngine):
         """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
-            CapabilityError: it is not a FsdpEngine on as many ranks.
+            CapabilityError: it is not a FsdpEngine on as many ranks, or this very one, but without an adapter.
         """
-        ranks = self.get_data_parallel_size()
-        if not isinstance(reference, FsdpEngine) or reference.get_data_parallel_size() != ranks:
+        ranks = self.setup.context.world_size
+        if reference is self:
+            self._reference = BaseModelReference(self, require_adapter(self.adapter))
+            return
+        if not isinstance(reference, FsdpEngine) or reference.setup.context.world_size != ranks:
             raise CapabilityError(f"the reference of a FsdpEngine on {ranks} ranks must be another on the same ranks")
+        if reference.forward.layout() != self.forward.layout():
+            raise CapabilityError(
+                "the exact KL compares two engines position by position: use_remove_padding, use_fused_kernels and "
+                "ulysses_sequence_parallel_size must be the same in actor.engine and ref.engine"
+            )
         self._reference = Reference(reference)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
@@ -214,8 +241,19 @@ class FsdpEngine(BaseEngine):
 
         All ranks have to go through it to the end together.
         """
-        for name, tensor in self._named_tensors().items():
-            yield name, full_tensor(tensor, self.device)
+        yield from self._tensors().gather()
+
+    def get_adapter(self) -> AdapterWeights | None:
+        """See :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
+        return self._tensors().gather_adapter()
+
+    def disable_adapter(self) -> AbstractContextManager[None]:
+        """Run the base model without its adapter.
+
+        Raises:
+            CapabilityError: there is no adapter.
+        """
+        return require_adapter(self.adapter).disabled()
 
     @contextmanager
     def in_process_module(self) -> Iterator[nn.Module]:
@@ -223,12 +261,10 @@ class FsdpEngine(BaseEngine):
 
         All ranks enter and leave together; between, each may run it as often as it likes.
         """
-        with self.eval_mode():
-            if self.sharding is None:
-                yield self.module
-            else:
-                with self.sharding.unsharded():
-                    yield self.module
+        whole = nullcontext() if self.sharding is None else self.sharding.unsharded()
+        padded = plain_attention(transformer(self.module), self.setup.model.attn_implementation)
+        with self.eval_mode(), padded, whole:
+            yield self.module
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
         """Move the named state to ``device``: ``cpu``, or the accelerator by any other name.
@@ -256,7 +292,28 @@ class FsdpEngine(BaseEngine):
         Raises:
             CheckpointError: the folder cannot be written.
         """
+        self.finish_checkpoint(wait=True)
         checkpoints.save(path, self._state())
+
+    def start_checkpoint(self, path: Path) -> None:
+        """Copy the state to host memory, and write it from there while training goes on.
+
+        Raises:
+            CheckpointError: the folder cannot be written, or the checkpoint begun before could not be.
+        """
+        self.finish_checkpoint(wait=True)
+        if self.sharding is not None and self._checkpoint_group is None:
+            # Of its own, because collectives of the writing thread would mix with those of training.
+            self._checkpoint_group = torch.distributed.new_group(backend="gloo")
+        self._pending_save = checkpoints.start_save(path, self._state(), self._checkpoint_group)
+
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """See :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
+        pending, self._pending_save = self._pending_save, None
+        if pending is None or pending.finish(wait):
+            return True
+        self._pending_save = pending
+        return False
 
     def load_checkpoint(self, path: Path) -> None:
         """Load what :meth:`save_checkpoint` wrote, on as many ranks or on another number.
@@ -272,20 +329,16 @@ class FsdpEngine(BaseEngine):
             rank=self.setup.context.rank,
             world_size=self.setup.context.world_size,
             distributed=self.sharding is not None,
-            tensors=self._named_tensors(),
+            tensors=self._tensors().saved(),
+            adapter=self.adapter,
             optimizer=self.optimizer,
             schedule_step=self.schedule_step,
         )
 
     def export(self, path: Path) -> None:
         """Write a Hugging Face folder from the live model; rank 0 writes, all ranks take part."""
-        keep = self.setup.context.rank == 0
-        whole: dict[str, Tensor] = {}
-        for name, tensor in self.get_per_tensor_param():
-            if keep:
-                whole[name] = tensor.cpu()
-        if keep:
-            exports.write_folder(path, self.setup.model, self.setup.model_type, whole)
+        is_writer = self.setup.context.rank == 0
+        export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
         if self.sharding is not None:
             torch.distributed.barrier(group=self.get_data_parallel_group())
 
@@ -296,28 +349,29 @@ class FsdpEngine(BaseEngine):
         Raises:
             CheckpointError: the checkpoint is incomplete, or of another engine or model.
         """
-        model_type, tensors = checkpoints.read_weights(checkpoint)
-        exports.write_folder(output, model, model_type, tensors)
+        export_checkpoint(checkpoint, model, output)
 
     def get_data_parallel_rank(self) -> int:
-        """The rank: each works on its own shard of a batch."""
-        return self.setup.context.rank
+        """Ranks that share each sequence have one number; else it is the rank."""
+        return self.setup.context.rank // self.config.ulysses_sequence_parallel_size
 
     def get_data_parallel_size(self) -> int:
-        """The number of ranks."""
-        return self.setup.context.world_size
+        """The number of ranks, or of groups of ranks that share each sequence."""
+        return self.setup.context.world_size // self.config.ulysses_sequence_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The torch process group of all ranks; None for one rank that is not sharded."""
-        return None if self.sharding is None else self.sharding.mesh.get_group()
+        """The torch process group of the ranks with other rows; None for one rank that is not sharded."""
+        return None if self.sharding is None else self.sharding.data_group
+
+    def is_mp_src_rank_with_outputs(self) -> bool:
+        """Whether this is the first of the ranks that share each sequence; all of them have the outputs."""
+        return self.setup.context.rank % self.config.ulysses_sequence_parallel_size == 0
 
     def _is_value_model(self) -> bool:
         return self.setup.model_type == "value_model"
 
-    def _named_tensors(self) -> dict[str, Tensor]:
-        if self.sharding is not None:
-            self.sharding.reshard()
-        return parameters_by_name(self.module)
+    def _tensors(self) -> ModelTensors:
+        return ModelTensors(self.module, self.sharding, self.adapter, self.device)
 
     def _optim(self) -> Any:
         if self.setup.optim is None:

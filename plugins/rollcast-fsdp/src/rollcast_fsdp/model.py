@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,33 +12,91 @@ import torch
 from safetensors import SafetensorError
 
 from rollcast.errors import ConfigError
-from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, load_hf_config
+from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, is_converted, load_hf_config
+from rollcast_engine.weights import WeightFolder
+from rollcast_fsdp.loading import VALUE_HEAD, fill_module, match_names, remake_buffers
+from rollcast_fsdp.lora import attach_adapter
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
     from rollcast.contracts.engine import EngineSetup, ModelConfig
+    from rollcast_fsdp.lora import Adapter
 
-__all__ = ["build_module", "enable_checkpointing"]
+__all__ = ["ModelPlan", "build_module", "enable_checkpointing"]
 
 log = logging.getLogger(__name__)
 
 
-def build_module(setup: EngineSetup, dtype: torch.dtype) -> nn.Module:
-    """The whole model in host memory, the same on every rank; the caller's RNG is left as it was.
+@dataclass
+class ModelPlan:
+    """A module, and how it comes by its weights.
+
+    Attributes:
+        module: on the meta device until :meth:`fill`, if its weights are to be read from ``source``; else
+            complete, in host memory.
+        source: the folder's safetensors.
+        names: of each tensor of the module, without its adapter, the name in ``source``.
+        adapter: inside the module; None without LoRA.
+    """
+
+    module: nn.Module
+    source: WeightFolder | None = None
+    names: dict[str, str] | None = None
+    adapter: Adapter | None = None
+
+    def fill(self, device: torch.device) -> None:
+        """Read this rank's part of each weight to ``device``, once the module is sharded.
+
+        Raises:
+            ConfigError: a weight cannot be read; names it and its file.
+        """
+        if self.source is None:
+            self.module.to(device)
+            return
+        shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict(keep_vars=True).items()}
+        fill_module(self.module, lambda name, region: self._read(name, region, shapes[name]), device)
+        self.module.to(device)  # the buffers that no file holds
+        log.info("%.1f MB of weights read from %s", self.source.bytes_read / 1e6, self.source.folder)
+        self.source.close()
+
+    def _read(self, name: str, region: Sequence[slice], shape: tuple[int, ...]) -> Tensor:
+        if self.adapter is not None:
+            if self.adapter.owns(name):
+                return self.adapter.initial(name, shape)[tuple(region)]
+            name = self.adapter.base_name(name)
+        theirs = (self.names or {}).get(name)
+        if theirs is None or self.source is None:
+            return torch.zeros([each.stop - each.start for each in region])  # a value head that starts at zero
+        return self.source.read(theirs, region)
+
+
+def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
+    """The module that the engine trains; the caller's RNG is left as it was.
+
+    Weights in safetensors are read after the module is sharded, so that no rank ever holds all of them.
+    Random ones, other formats, and models whose files transformers has to convert are loaded whole on
+    every rank first.
 
     Raises:
-        ConfigError: the folder is missing or incomplete, or its architecture is no causal LM.
+        ConfigError: the folder is missing or incomplete, its architecture is no causal LM, or the adapter
+            that is asked for cannot be made.
     """
-    config = load_hf_config(setup.model)
+    model = setup.model
+    config = load_hf_config(model)
+    _check_weights(model)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(setup.seed)
-        if setup.model_type == "language_model":
-            return _load(setup.model, config, dtype, "AutoModelForCausalLM")
-        module = ValueModel(_load(setup.model, config, dtype, "AutoModel")).to(dtype)
-        if not setup.model.random_init:
-            _load_value_head(module, Path(setup.model.path))
-        return module
+        plan = None if model.random_init else _plan_reading(setup, config, dtype)
+        if plan is None:
+            plan = ModelPlan(_load_whole(setup, config, dtype))
+        if model.trains_adapter:
+            plan.adapter = attach_adapter(plan.module, model, setup.seed)
+            if plan.source is None:
+                _fill_adapter(plan.module, plan.adapter)
+            else:
+                plan.adapter.base_fingerprint = plan.source.fingerprint()
+    return plan
 
 
 def enable_checkpointing(module: nn.Module) -> None:
@@ -49,48 +109,103 @@ def enable_checkpointing(module: nn.Module) -> None:
         body.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
-def _load(model: ModelConfig, config: Any, dtype: torch.dtype, auto_class: str) -> nn.Module:
-    import transformers
-
-    auto = getattr(transformers, auto_class)
-    options: dict[str, Any] = {
-        "dtype": dtype,
-        "attn_implementation": model.attn_implementation,
-        "trust_remote_code": model.trust_remote_code,
-    }
+def _check_weights(model: ModelConfig) -> None:
     folder = Path(model.path)
     if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ConfigError(
             f"model.path {folder} holds no weights (*.safetensors or pytorch_model*.bin); "
             "set model.random_init=true to start from random ones"
         )
+
+
+def _plan_reading(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelPlan | None:
+    """A plan to read the folder's safetensors tensor by tensor; None where that cannot work."""
+    folder = Path(setup.model.path)
+    if not any(folder.glob("*.safetensors*")) or getattr(config, "quantization_config", None) is not None:
+        return None
+    source = WeightFolder(folder)
     try:
-        if model.random_init:
-            module: nn.Module = auto.from_config(config, **options)
-            return module
-        module, info = auto.from_pretrained(folder, config=config, output_loading_info=True, **options)
+        with torch.device("meta"):
+            module = _from_config(setup, config, dtype)
+    except (NotImplementedError, RuntimeError) as error:
+        log.info("%s cannot be built without memory for its weights: %s", folder, error)
+        return None
+    if not remake_buffers(module, folder):
+        return None
+    try:
+        names = match_names(module, source, VALUE_HEAD if isinstance(module, ValueModel) else ())
+    except ConfigError:
+        if is_converted(module):
+            log.info("transformers has to convert the weights in %s, so every rank loads them whole", folder)
+            return None
+        raise
+    return ModelPlan(module, source, names)
+
+
+def _auto_class(setup: EngineSetup) -> str:
+    return "AutoModelForCausalLM" if setup.model_type == "language_model" else "AutoModel"
+
+
+def _options(model: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+    return {
+        "dtype": dtype,
+        "attn_implementation": model.attn_implementation,
+        "trust_remote_code": model.trust_remote_code,
+    }
+
+
+def _from_config(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module:
+    import transformers
+
+    auto = getattr(transformers, _auto_class(setup))
+    try:
+        module: Any = auto.from_config(config, **_options(setup.model, dtype))
+    except (ValueError, KeyError, OSError) as error:
+        raise ConfigError(f"model.path {setup.model.path} does not load with {_auto_class(setup)}: {error}") from error
+    module.tie_weights()
+    return ValueModel(module).to(dtype) if setup.model_type == "value_model" else module
+
+
+def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module:
+    """The module with all its weights in host memory, random or as transformers loads them."""
+    if setup.model.random_init:
+        return _from_config(setup, config, dtype)
+    import transformers
+
+    folder = Path(setup.model.path)
+    auto_class = _auto_class(setup)
+    try:
+        module, info = getattr(transformers, auto_class).from_pretrained(
+            folder, config=config, output_loading_info=True, **_options(setup.model, dtype)
+        )
     except (ValueError, KeyError, OSError, RuntimeError, SafetensorError) as error:
         raise ConfigError(f"model.path {folder} does not load with {auto_class}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
         # transformers would go on with random numbers in their place.
         raise ConfigError(f"the weights in {folder} lack {len(missing)} parameters, such as {', '.join(missing[:3])}")
-    return module
+    if setup.model_type == "language_model":
+        whole: nn.Module = module
+        return whole
+    value_model = ValueModel(module).to(dtype)
+    _load_value_head(value_model, folder)
+    return value_model
 
 
 def _load_value_head(module: ValueModel, folder: Path) -> None:
     """Take ``score.*`` from the folder if it is an exported value model; else it stays zero."""
-    from safetensors import safe_open
-
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="pt") as tensors:
-            if "score.weight" not in tensors.keys():  # noqa: SIM118  # it is no mapping
-                continue
-            weight = tensors.get_tensor("score.weight")
-            # Heads of ...ForSequenceClassification have no bias.
-            bias = tensors.get_tensor("score.bias") if "score.bias" in tensors.keys() else weight.new_zeros(1)  # noqa: SIM118
-            head = {"weight": weight, "bias": bias}
-        if head["weight"].shape == module.score.weight.shape:
-            module.score.load_state_dict(head)
-            log.info("value head read from %s", file)
+    if not any(folder.glob("*.safetensors")):
         return
+    source = WeightFolder(folder)
+    with torch.no_grad():
+        for name in VALUE_HEAD:
+            parameter = module.get_parameter(name)
+            if source.shapes.get(name) == tuple(parameter.shape):
+                parameter.copy_(source.read(name))
+
+
+def _fill_adapter(module: nn.Module, adapter: Adapter) -> None:
+    with torch.no_grad():
+        for name, parameter in module.named_parameters():
+            if adapter.owns(name):
+                parameter.copy_(adapter.initial(name, tuple(parameter.shape)))

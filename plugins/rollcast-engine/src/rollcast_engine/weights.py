@@ -1,0 +1,140 @@
+"""Reading the safetensors of a Hugging Face folder: whole tensors or parts of them, never a file at once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["INDEX_FILE", "WeightFolder", "describe_differences"]
+
+INDEX_FILE = "model.safetensors.index.json"
+_READ_ERRORS = (SafetensorError, OSError, ValueError, KeyError, RuntimeError)
+
+Region = Sequence[slice]
+
+
+class WeightFolder:
+    """The tensors of a folder's safetensors files by name.
+
+    Files are mapped into memory; what is read of them is what is asked for. Their headers are read
+    when the object is made.
+
+    Attributes:
+        folder: of the files.
+        shapes: of each tensor.
+        bytes_read: so far.
+
+    Args:
+        folder: with ``model.safetensors.index.json`` and what it names, or with files ``*.safetensors``.
+        files: names of the files to read instead.
+
+    Raises:
+        ConfigError: there are none, or one is missing, cut off or no safetensors file; names it.
+    """
+
+    def __init__(self, folder: Path, files: Iterable[str] | None = None) -> None:
+        self.folder = folder
+        self.bytes_read = 0
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        index = self._read_index() if files is None else None
+        chosen = _find_files(folder, files, index)
+        for file in chosen:
+            self._read_header(file)
+        for name, file_name in (index or {}).items():
+            if self._files.get(name) != folder / file_name:
+                raise ConfigError(f"{folder / INDEX_FILE} says that {name} is in {file_name}, which does not hold it")
+
+    def _read_index(self) -> dict[str, str] | None:
+        file = self.folder / INDEX_FILE
+        if not file.is_file():
+            return None
+        try:
+            return dict(json.loads(file.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{file} cannot be read: {error!r}") from error
+
+    def _read_header(self, file: Path) -> None:
+        try:
+            tensors: Any = safe_open(file, framework="pt")
+            self._open[file] = tensors
+            for name in tensors.keys():  # noqa: SIM118  # it is no mapping
+                self.shapes[name] = tuple(tensors.get_slice(name).get_shape())
+                self._files[name] = file
+        except _READ_ERRORS as error:
+            raise ConfigError(f"weights file {file} cannot be read: {error}") from error
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._files
+
+    def read(self, name: str, region: Region | None = None) -> Tensor:
+        """A tensor, or the part of it that ``region`` (a slice a dimension) says; it may lie in the file's pages.
+
+        Raises:
+            KeyError: there is no such tensor.
+            ConfigError: it cannot be read; names tensor and file.
+        """
+        file = self._files[name]
+        try:
+            tensors = self._open[file]
+            if region is None or not self.shapes[name]:
+                tensor: Tensor = tensors.get_tensor(name)
+            else:
+                tensor = tensors.get_slice(name)[tuple(region)]
+        except _READ_ERRORS as error:
+            raise ConfigError(f"tensor {name} cannot be read from {file}: {error}") from error
+        self.bytes_read += tensor.numel() * tensor.element_size()
+        return tensor
+
+    def fingerprint(self) -> str:
+        """A digest of names, shapes and the first entry of each tensor along its first dimension."""
+        digest = hashlib.sha256()
+        for name in sorted(self.shapes):
+            shape = self.shapes[name]
+            digest.update(f"{name}{shape}".encode())
+            if math.prod(shape):
+                first = self.read(name, [slice(0, 1)] + [slice(0, size) for size in shape[1:]])
+                digest.update(first.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
+
+    def close(self) -> None:
+        """Close the files; tensors that were read stay."""
+        self._open.clear()
+
+
+def _find_files(folder: Path, files: Iterable[str] | None, index: Mapping[str, str] | None) -> list[Path]:
+    if files is not None or index is not None:
+        names = sorted(set(files if files is not None else (index or {}).values()))
+        missing = [name for name in names if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(f"{folder} lacks the weights file {', '.join(missing)}")
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    if not found:
+        raise ConfigError(f"{folder} holds no *.safetensors")
+    single = folder / "model.safetensors"
+    return [single] if single in found else found
+
+
+def describe_differences(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
+    """What of a model's tensors does not fit, in one line with the first names of each kind; empty for nothing."""
+    kinds = (("lacks", missing), ("has the wrong shape for", wrong), ("also holds", unexpected))
+    return "; ".join(f"{what} {_first(names)}" for what, names in kinds if names)
+
+
+def _first(names: Sequence[str], count: int = 3) -> str:
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(names[:count]) + more

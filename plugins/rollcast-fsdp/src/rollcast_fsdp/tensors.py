@@ -1,0 +1,78 @@
+"""The model's tensors by their names elsewhere: in Hugging Face folders, in checkpoints, in PEFT's adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from rollcast.contracts.weights import AdapterWeights
+from rollcast_engine.hf import parameters_by_name
+from rollcast_fsdp.lora import merge_pair
+from rollcast_fsdp.sharding import full_tensor
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor, nn
+
+    from rollcast_fsdp.lora import Adapter
+    from rollcast_fsdp.sharding import Sharding
+
+__all__ = ["ModelTensors"]
+
+
+@dataclass(frozen=True)
+class ModelTensors:
+    """A module's parameters and saved buffers; what gathers them is called by all ranks together."""
+
+    module: nn.Module
+    sharding: Sharding | None
+    adapter: Adapter | None
+    device: torch.device
+
+    def _all(self) -> dict[str, Tensor]:
+        if self.sharding is not None:
+            self.sharding.reshard()
+        return parameters_by_name(self.module)
+
+    def base(self) -> dict[str, Tensor]:
+        """The model without its adapter by Hugging Face names, as this rank has it."""
+        adapter = self.adapter
+        if adapter is None:
+            return self._all()
+        return {adapter.base_name(name): tensor for name, tensor in self._all().items() if not adapter.owns(name)}
+
+    def saved(self) -> dict[str, Tensor]:
+        """What a checkpoint keeps: everything, or of a model with an adapter only what is trained."""
+        if self.adapter is None:
+            return self._all()
+        return {name: tensor for name, tensor in self._all().items() if tensor.requires_grad}
+
+    def gather(self) -> Iterator[tuple[str, Tensor]]:
+        """Whole tensors of the model without its adapter, one at a time."""
+        for name, tensor in self.base().items():
+            yield name, full_tensor(tensor, self.device)
+
+    def gather_merged(self) -> Iterator[tuple[str, Tensor]]:
+        """The same with the adapter added to the weights."""
+        if self.adapter is None:
+            yield from self.gather()
+            return
+        everything = self._all()
+        for name, tensor in self.base().items():
+            whole, pair = full_tensor(tensor, self.device), self.adapter.pairs.get(name)
+            if pair is not None:
+                a, b = (full_tensor(everything[half], self.device) for half in (pair.a, pair.b))
+                whole = merge_pair(whole, a, b, pair.scaling)
+            yield name, whole
+
+    def gather_adapter(self) -> AdapterWeights | None:
+        """The adapter, whole, by PEFT's names; None without one."""
+        if self.adapter is None:
+            return None
+        tensors = {
+            self.adapter.peft_name(name): full_tensor(tensor, self.device)
+            for name, tensor in self._all().items()
+            if self.adapter.owns(name)
+        }
+        return AdapterWeights(self.adapter.config, tensors)
