@@ -1,0 +1,44 @@
+"""Fixtures: model folders of each family, and processes that stay up for all tests on several ranks."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent))  # the scenarios, here and in the spawned ranks
+
+from megatron_models import family_folder
+from megatron_ranks import MegatronRanks
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[MegatronRanks]:
+    ranks = MegatronRanks(2)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def four_ranks() -> Iterator[MegatronRanks]:
+    ranks = MegatronRanks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """Gives a folder by family and tying, each written once."""
+    made: dict[tuple[str, bool], Path] = {}
+
+    def make(family: str = "qwen2", tied: bool = True) -> Path:
+        if (family, tied) not in made:
+            made[family, tied] = family_folder(tmp_path_factory.mktemp("model") / family, family, tied)
+        return made[family, tied]
+
+    return make

@@ -1,0 +1,195 @@
+"""What the tests do on each rank; importable by the spawned processes."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.algorithm import kl_penalties, kl_penalty
+from rollcast.contracts.engine import (
+    EngineSetup,
+    ForwardSettings,
+    LossInputs,
+    LossOutput,
+    ModelConfig,
+    ModelType,
+)
+from rollcast.contracts.optim import OptimConfig
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import RollcastError
+from rollcast.protocol import DataProto
+from rollcast.testing.tiny import distance_loss, nan_loss, nll_loss, random_batch
+from rollcast_megatron.engine import MegatronEngine
+from rollcast_megatron.schemas import MegatronConfig
+
+ALONE = WorkerContext()
+#: A larger eps than usual: the gradient of a key's bias is next to nothing, and Adam would turn its
+#: rounding into whole steps.
+OPTIM = OptimConfig(lr=1e-2, clip_grad=0.5, eps=1e-4, weight_decay=0.1)
+EVERYTHING = ForwardSettings(
+    temperature=0.7, calculate_entropy=True, calculate_sum_pi_squared=True, max_token_len_per_gpu=33
+)
+
+
+def build(
+    context: WorkerContext,
+    folder: Path,
+    model_type: ModelType = "language_model",
+    trained: bool = True,
+    random_init: bool = False,
+    **keys: Any,
+) -> MegatronEngine:
+    gc.collect()
+    model = ModelConfig(path=str(folder), random_init=random_init)
+    optim = OPTIM if trained else None
+    engine = MegatronEngine(EngineSetup(model_type, model, MegatronConfig(**keys), optim, context, seed=3))
+    engine.initialize()
+    return engine
+
+
+def weights(engine: MegatronEngine) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+def share(engine: MegatronEngine, batch: DataProto, splits: list[int] | None = None) -> DataProto:
+    """The rows of this rank's copy of the model: equal parts, or as many as ``splits`` says."""
+    rank, size = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
+    if size == 1:
+        return batch
+    splits = splits or [len(batch) // size] * size
+    return batch.slice(sum(splits[:rank]), sum(splits[: rank + 1]))
+
+
+def step(engine: MegatronEngine, seed: int, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING) -> Any:
+    loss = distance_loss if engine.setup.model_type == "value_model" else nll_loss
+    with engine.train_mode():
+        result = engine.train_batch(share(engine, random_batch(8, 6, 8, seed=seed), splits), loss, settings)
+    engine.lr_scheduler_step()
+    return result
+
+
+def infer(engine: MegatronEngine, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING) -> dict[str, Tensor]:
+    with engine.eval_mode():
+        output, _ = engine.infer_batch(share(engine, random_batch(8, 6, 8, seed=50), splits), settings)
+    return {name: output[name] for name in output.keys()}  # noqa: SIM118
+
+
+def train(
+    context: WorkerContext, folder: Path, steps: int = 3, splits: list[int] | None = None, **options: Any
+) -> dict[str, Any]:
+    """Log-probs before, some steps, and the weights after."""
+    engine = build(context, folder, **options)
+    before = infer(engine, splits)
+    history = [step(engine, seed, splits) for seed in range(steps)]
+    return {
+        "before": before,
+        "history": history,
+        "weights": weights(engine),
+        "place": (engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs()),
+    }
+
+
+def save(context: WorkerContext, folder: Path, checkpoint: Path, steps: int = 3, **options: Any) -> dict[str, Any]:
+    """Two steps, a checkpoint, and some steps more."""
+    engine = build(context, folder, **options)
+    for seed in range(2):
+        step(engine, seed)
+    engine.save_checkpoint(checkpoint)
+    saved, noise = weights(engine), torch.rand(2)
+    history = [step(engine, seed) for seed in range(2, 2 + steps)]
+    return {"saved": saved, "noise": noise, "history": history, "after": weights(engine), "lr": engine.current_lr()}
+
+
+def resume(context: WorkerContext, folder: Path, checkpoint: Path, steps: int = 3, **options: Any) -> dict[str, Any]:
+    """The same from the checkpoint."""
+    engine = build(context, folder, random_init=True, **options)
+    engine.load_checkpoint(checkpoint)
+    saved, noise = weights(engine), torch.rand(2)
+    history = [step(engine, seed) for seed in range(2, 2 + steps)]
+    return {"saved": saved, "noise": noise, "history": history, "after": weights(engine), "lr": engine.current_lr()}
+
+
+@kl_penalty(needs_vocabulary=True)
+def exact_kl(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
+    policy, ref = log_probs.log_softmax(-1), ref_log_probs.log_softmax(-1)
+    return (policy.exp() * (policy - ref)).sum(-1)
+
+
+def kl_loss(inputs: LossInputs) -> LossOutput:
+    assert inputs.vocabulary_kl is not None
+    loss = (inputs.vocabulary_kl * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"nll": loss.detach()})
+
+
+def compare(context: WorkerContext, folder: Path, other: Path, **options: Any) -> dict[str, Any]:
+    """Two steps on the exact KL from another model."""
+    reference, engine = build(context, other, trained=False, **options), build(context, folder, **options)
+    settings = ForwardSettings(vocabulary_kl="exact", micro_batch_size_per_gpu=3)
+    with kl_penalties.temporarily("exact", exact_kl):
+        engine.set_reference(reference)
+        before = infer(engine, settings=settings)
+        history = []
+        for seed in range(2):
+            with engine.train_mode():
+                history.append(engine.train_batch(share(engine, random_batch(8, 6, 8, seed=seed)), kl_loss, settings))
+    return {"before": before, "history": history, "weights": weights(engine)}
+
+
+def fail(context: WorkerContext, folder: Path, **options: Any) -> str:
+    """What an engine says that cannot be built."""
+    try:
+        build(context, folder, **options)
+    except RollcastError as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def fail_to_load(context: WorkerContext, folder: Path, checkpoint: Path, **options: Any) -> dict[str, Any]:
+    """What an engine says to a checkpoint, and whether it stayed as it was."""
+    engine = build(context, folder, **options)
+    before = weights(engine)
+    try:
+        engine.load_checkpoint(checkpoint)
+        text = "nothing"
+    except RollcastError as error:
+        text = f"{type(error).__name__}: {error}"
+    after = weights(engine)
+    return {"text": text, "same": all(torch.equal(after[name], tensor) for name, tensor in before.items())}
+
+
+def two_meshes(context: WorkerContext, folder: Path) -> str:
+    """What an engine says that is to be split otherwise than one that lives."""
+    engine = build(context, folder, tensor_model_parallel_size=2)
+    text = fail(context, folder, pipeline_model_parallel_size=2)
+    assert engine.mesh.tensor_size == 2
+    return text
+
+
+def skip(context: WorkerContext, folder: Path, **options: Any) -> dict[str, Any]:
+    """A step that is not a number, and one that is; on a reference's stage there is no KL to be had."""
+    engine = build(context, folder, **options)
+    before = weights(engine)
+    with engine.train_mode():
+        bad = engine.train_batch(share(engine, random_batch(8, 6, 8)), nan_loss, EVERYTHING)
+    same = all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
+    good = step(engine, 1)
+    try:
+        engine.set_reference(engine)
+        text = "nothing"
+    except RollcastError as error:
+        text = str(error)
+    return {"bad": bad, "same": same, "good": good, "text": text}
+
+
+def export(context: WorkerContext, folder: Path, output: Path, **options: Any) -> dict[str, Any]:
+    """A step, an export, and log-probs to compare it by."""
+    engine = build(context, folder, **options)
+    step(engine, 1)
+    engine.export(output)
+    with engine.in_process_module() as module:
+        whole = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
+    return {"before": infer(engine), "weights": weights(engine), "whole": whole}

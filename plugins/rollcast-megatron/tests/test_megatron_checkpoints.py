@@ -1,0 +1,156 @@
+"""Checkpoints that another mesh reads, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_scenarios as scenarios
+import pytest
+import torch
+from megatron_models import family_folder
+from megatron_ranks import MegatronRanks
+
+from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast.errors import CheckpointError
+from rollcast.testing.tiny import plain_model, plain_weights
+from rollcast_megatron.engine import MegatronEngine
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+SP2 = {**TP2, "sequence_parallel": True}
+
+
+def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
+    for name, tensor in before["saved"].items():
+        torch.testing.assert_close(after["saved"][name], tensor, rtol=0, atol=1e-6, msg=name)
+    assert after["lr"] == before["lr"]
+    for expected, step in zip(before["history"], after["history"], strict=True):
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-4)
+        assert step.metrics == pytest.approx(expected.metrics, rel=1e-4)
+    for name, tensor in before["after"].items():
+        torch.testing.assert_close(after["after"][name], tensor, rtol=1e-4, atol=1e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "tied", "source", "target"),
+    [
+        pytest.param("qwen2", True, TP2, {}, id="tp2-to-dp2-tied"),
+        pytest.param("qwen3", True, PP2, SP2, id="pp2-to-sp2-tied"),
+        pytest.param("llama", False, {"use_distributed_optimizer": False}, PP2, id="dp2-to-pp2"),
+        pytest.param("qwen2", False, {}, TP2, id="distributed-dp2-to-tp2"),
+    ],
+)
+def test_another_mesh_goes_on(
+    two_ranks: MegatronRanks,
+    model_of: Callable[..., Path],
+    tmp_path: Path,
+    family: str,
+    tied: bool,
+    source: dict[str, Any],
+    target: dict[str, Any],
+) -> None:
+    options: dict[str, Any] = {"folder": model_of(family, tied), "checkpoint": tmp_path / "checkpoint"}
+    before = two_ranks.run(scenarios.save, **options, **source)
+    for after in two_ranks.run(scenarios.resume, **options, **target):
+        assert_resumed(before[0], after)
+
+
+@pytest.mark.parametrize("keys", [TP2, {}], ids=["tp2", "dp2"])
+def test_the_same_mesh_goes_on_bitwise(
+    two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path, keys: dict[str, Any]
+) -> None:
+    options: dict[str, Any] = {"folder": model_of(), "checkpoint": tmp_path / "checkpoint", **keys}
+    before, after = two_ranks.run(scenarios.save, **options), two_ranks.run(scenarios.resume, **options)
+    for expected, result in zip(before, after, strict=True):
+        assert torch.equal(result["noise"], expected["noise"])
+        assert result["history"] == expected["history"]
+        for key in ("saved", "after"):
+            for name, tensor in expected[key].items():
+                assert torch.equal(result[key][name], tensor), name
+
+
+def test_bfloat16_weights_keep_their_float32_copies(
+    two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    options: dict[str, Any] = {"folder": model_of(), "checkpoint": tmp_path / "checkpoint", "dtype": "bfloat16"}
+    before = two_ranks.run(scenarios.save, **options, **TP2)[0]
+    assert {tensor.dtype for tensor in before["saved"].values()} == {torch.bfloat16}
+    after = two_ranks.run(scenarios.resume, **options)[0]
+    for name, tensor in before["saved"].items():
+        assert torch.equal(after["saved"][name], tensor), name
+    # The sums of two ranks differ in bfloat16; what the copies lost would show in every weight.
+    for expected, step in zip(before["history"], after["history"], strict=True):
+        assert step.grad_norm == pytest.approx(expected.grad_norm, rel=0.05)
+
+
+def test_what_is_refused(two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder, checkpoint = model_of("llama", False), tmp_path / "checkpoint"
+    options: dict[str, Any] = {"folder": folder, "checkpoint": checkpoint, **TP2}
+    two_ranks.run(scenarios.save, steps=0, **options)
+    other = family_folder(tmp_path / "other", "llama", tied=False, num_hidden_layers=2)
+    for result in two_ranks.run(scenarios.fail_to_load, folder=other, checkpoint=checkpoint, **TP2):
+        assert result["same"]
+        assert "does not fit this engine: model.layers.2" in result["text"]
+    shard = max((checkpoint / "shards").glob("*.distcp"), key=lambda file: file.stat().st_size)
+    content = shard.read_bytes()
+    middle = len(content) // 2
+    shard.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+    for result in two_ranks.run(scenarios.fail_to_load, **options):
+        assert result["same"]
+        assert "is damaged" in result["text"]
+        assert f"{shard} is not what was written" in result["text"]
+    shard.write_bytes(content[:-7])
+    assert f"{len(content)} were written" in two_ranks.run(scenarios.fail_to_load, **options)[0]["text"]
+    shard.unlink()
+    assert f"lacks {shard.name}" in two_ranks.run(scenarios.fail_to_load, **options)[1]["text"]
+    summary = checkpoint / "engine.json"
+    summary.write_text(json.dumps({"engine": "fsdp"}), encoding="utf-8")
+    assert "not of the megatron engine" in two_ranks.run(scenarios.fail_to_load, **options)[0]["text"]
+
+
+@pytest.mark.parametrize(("tied", "keys"), [(True, {**SP2}), (True, PP2), (False, PP2)], ids=str)
+def test_exports_open_in_transformers(
+    two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path, tied: bool, keys: dict[str, Any]
+) -> None:
+    folder = model_of("qwen2", tied)
+    results = two_ranks.run(scenarios.export, folder=folder, output=tmp_path / "hf", **keys)
+    exported = plain_weights(plain_model(tmp_path / "hf"))
+    for result in results:
+        for whole in (result["weights"], result["whole"]):
+            assert whole.keys() == exported.keys()
+            assert all(torch.equal(whole[name], tensor) for name, tensor in exported.items())
+
+
+def test_checkpoints_become_folders(two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path) -> None:
+    folder, checkpoint = model_of(), tmp_path / "checkpoint"
+    before = two_ranks.run(scenarios.save, folder=folder, checkpoint=checkpoint, steps=0, **PP2)
+    MegatronEngine.export_checkpoint(checkpoint, ModelConfig(path=str(folder)), tmp_path / "hf")
+    exported = plain_weights(plain_model(tmp_path / "hf"))
+    assert all(torch.equal(before[0]["saved"][name], tensor) for name, tensor in exported.items())
+    other = family_folder(tmp_path / "other", "qwen2", tied=True, num_hidden_layers=2)
+    with pytest.raises(CheckpointError, match="does not fit"):
+        MegatronEngine.export_checkpoint(checkpoint, ModelConfig(path=str(other)), tmp_path / "hf2")
+
+
+def test_value_models(two_ranks: MegatronRanks, model_of: Callable[..., Path], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"folder": model_of(), "model_type": "value_model", "steps": 2}
+    alone = scenarios.train(scenarios.ALONE, **options)
+    assert alone["history"][1].metrics["distance"] < alone["history"][0].metrics["distance"]
+    assert "score.weight" in alone["weights"]
+    for keys in (SP2, PP2):
+        for result in two_ranks.run(scenarios.train, **options, **keys):
+            for expected, step in zip(alone["history"], result["history"], strict=True):
+                assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+            for name, tensor in alone["weights"].items():
+                torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
+    engine = scenarios.build(scenarios.ALONE, model_of(), model_type="value_model")
+    scenarios.step(engine, 1)
+    engine.export(tmp_path / "hf")
+    again = scenarios.build(scenarios.ALONE, tmp_path / "hf", model_type="value_model")
+    settings = ForwardSettings()
+    assert torch.equal(
+        scenarios.infer(again, settings=settings)["values"], scenarios.infer(engine, settings=settings)["values"]
+    )
