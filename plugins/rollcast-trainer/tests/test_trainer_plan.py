@@ -20,19 +20,19 @@ from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast.testing.tiny import tiny_model_folder
 from rollcast_algorithms import full
+from rollcast_trainer.engine_layout import EngineLayout
 from rollcast_trainer.memory import (
     KL_LOGIT_COPIES,
-    EngineLayout,
     MemoryItem,
     Passes,
     bound_activations,
     count_gathered,
     count_kv_cache,
-    data_parallel_size,
     measure_model,
     total,
 )
 from rollcast_trainer.memory_plan import format_bytes
+from rollcast_trainer.parallel import data_parallel_size
 from rollcast_trainer.planning import Plan, plan_run
 from rollcast_trainer.task_runner import TaskRunner
 
@@ -319,7 +319,7 @@ def test_the_cache_is_as_large_as_transformers_makes_it(model_folder: Path) -> N
     model = AutoModelForCausalLM.from_pretrained(model_folder)
     cache = model(torch.ones(3, 7, dtype=torch.int64), use_cache=True).past_key_values
     held = _bytes(tensor for layer in cache.layers for tensor in (layer.keys, layer.values))
-    assert count_kv_cache(measure_model(ModelConfig(str(model_folder))), 3, 7, EngineLayout(1)) == held
+    assert count_kv_cache(measure_model(ModelConfig(str(model_folder))), 3, 7, 4) == held
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

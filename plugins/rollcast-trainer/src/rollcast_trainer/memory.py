@@ -6,16 +6,15 @@ What libraries, the allocator and the CUDA context take is not in it.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import ConfigError
+from rollcast_trainer.engine_layout import EngineLayout
 
 __all__ = [
-    "EngineLayout",
     "MemoryItem",
     "ModelSize",
     "Passes",
@@ -26,20 +25,17 @@ __all__ = [
     "count_gathered",
     "count_kv_cache",
     "count_trained",
-    "data_parallel_size",
     "measure_model",
+    "parameters_on_rank",
     "total",
 ]
 
 Phase = Literal["held", "generate", "update"]
 
-_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 #: float32 copies of the logits that exist at once: themselves, divided by the temperature, and the gradient.
 LOGIT_COPIES = 3
 #: With ``use_fused_kernels``, bytes of the blocks of logits that exist at once, at most.
 FUSED_LOGIT_BYTES = 4 * (1 << 22) * 4
-#: Keys of engines by which several ranks work on the same rows.
-_MODEL_PARALLEL = ("ulysses_sequence_parallel_size", "tensor_model_parallel_size", "pipeline_model_parallel_size")
 #: What a KL penalty over the vocabulary adds: logits of the reference, log-probs, ratios and their products.
 KL_LOGIT_COPIES = 6
 
@@ -77,65 +73,6 @@ class ModelSize:
 
 
 @dataclass(frozen=True)
-class EngineLayout:
-    """How an engine keeps a model.
-
-    Attributes:
-        shards: ranks that share one copy.
-        stored: bytes a stored parameter, gradient and number of the optimizer's state.
-        computed: bytes a number in the forward and backward pass.
-        param_offload, optimizer_offload: kept in host memory outside of their use.
-        checkpointing: layers recompute their activations.
-        activation_offload: what is kept for the backward pass is in host memory.
-        sequence_parts: ranks that share the tokens of a row.
-        fused_logits: logits are computed block by block, and never held.
-        reshards: a layer's gathered weights are given up after its forward pass.
-        known: the engine has the keys that this was read from; otherwise it is a guess.
-    """
-
-    shards: int
-    stored: int = 4
-    computed: int = 4
-    param_offload: bool = False
-    optimizer_offload: bool = False
-    checkpointing: bool = False
-    activation_offload: bool = False
-    sequence_parts: int = 1
-    fused_logits: bool = False
-    reshards: bool = True
-    known: bool = True
-
-    @classmethod
-    def read(cls, engine: Any, ranks: int) -> EngineLayout:
-        """From the engine's own keys (``actor.engine``), by their usual names."""
-        if not hasattr(engine, "model_dtype"):
-            return cls(shards=1, known=False)
-        stored = _BYTES.get(engine.model_dtype, 4)
-        size = getattr(engine, "fsdp_size", -1)
-        return cls(
-            shards=ranks if size < 1 else size,
-            stored=stored,
-            computed=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
-            param_offload=bool(getattr(engine, "param_offload", False)),
-            optimizer_offload=bool(getattr(engine, "optimizer_offload", False)),
-            checkpointing=bool(getattr(engine, "enable_gradient_checkpointing", False)),
-            activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
-            sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
-            fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
-            reshards=bool(getattr(engine, "reshard_after_forward", True)),
-        )
-
-    @property
-    def gathers(self) -> bool:
-        """Whether passes need weights other than the stored ones."""
-        return self.shards > 1 or self.computed != self.stored
-
-    def shard(self, parameters: int) -> int:
-        """Parameters on each rank."""
-        return -(-parameters // self.shards)
-
-
-@dataclass(frozen=True)
 class MemoryItem:
     """Something that takes memory on a rank.
 
@@ -161,11 +98,6 @@ class Passes:
     rows: int
     row_tokens: int
     response_tokens: int
-
-
-def data_parallel_size(engine: Any, ranks: int) -> int:
-    """Into how many shards a batch is split, by the engine's own keys (``actor.engine``)."""
-    return max(ranks // math.prod(int(getattr(engine, key, 1)) for key in _MODEL_PARALLEL), 1)
 
 
 def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
@@ -215,19 +147,29 @@ def _intermediate(text: Any) -> int:
     return max(dense, experts * int(getattr(text, "moe_intermediate_size", None) or dense))
 
 
+def parameters_on_rank(size: ModelSize, layout: EngineLayout, value_model: bool = False) -> int:
+    """Parameters on the rank that has the most; of a pipeline that is its first stage or its last."""
+    whole = size.value_parameters if value_model else size.parameters
+    if layout.pipeline > 1:
+        whole = -(-size.layer * size.layers // layout.pipeline) + size.vocabulary * size.hidden
+    return layout.shard(whole)
+
+
 def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:
-    """Weights, gradients and AdamW's two moments of a model in training."""
-    held = layout.shard(parameters) * layout.stored
+    """Weights, gradients and AdamW's state of a model in training, of which a rank has ``parameters``."""
+    gradient = layout.stored if layout.gradient is None else layout.gradient
+    state = 2 * layout.stored if layout.state is None else layout.state
+    kept = -(-parameters * state // layout.state_shards)
     return [
-        MemoryItem(f"{name}: parameters", held, on_host=layout.param_offload),
-        MemoryItem(f"{name}: gradients", held),
-        MemoryItem(f"{name}: optimizer state", 2 * held, on_host=layout.optimizer_offload),
+        MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload),
+        MemoryItem(f"{name}: gradients", parameters * gradient),
+        MemoryItem(f"{name}: optimizer state", kept, on_host=layout.optimizer_offload),
     ]
 
 
 def count_frozen(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:
-    """Weights of a model that is never trained."""
-    return [MemoryItem(f"{name}: parameters", layout.shard(parameters) * layout.stored, on_host=layout.param_offload)]
+    """Weights of a model that is never trained, of which a rank has ``parameters``."""
+    return [MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload)]
 
 
 def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
@@ -238,9 +180,17 @@ def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
     return layout.computed * (whole - max(size.layers - 2, 0) * size.layer if layout.reshards else whole)
 
 
-def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, layout: EngineLayout) -> int:
-    """Bytes of keys and values of ``rows`` rows of the longest length."""
-    return rows * row_tokens * 2 * size.layers * size.kv_heads * size.head_dim * layout.computed
+def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, computed: int, tensor: int = 1) -> int:
+    """Bytes of keys and values of ``rows`` rows of the longest length, on each of ``tensor`` devices.
+
+    Args:
+        size: of the model.
+        rows, row_tokens: of the cache.
+        computed: bytes a number.
+        tensor: devices that share the heads; beyond their number each keeps a copy of one.
+    """
+    heads = max(-(-size.kv_heads // tensor), 1)
+    return rows * row_tokens * 2 * size.layers * heads * size.head_dim * computed
 
 
 def bound_activations(
@@ -252,20 +202,26 @@ def bound_activations(
     the hidden size and four more of it in float32 (the norms), and with ``eager`` attention the matrix of
     every head three times. With gradient checkpointing a layer keeps its input, and one of them all.
     Logits count ``logits`` times in float32, for response tokens; fused ones are a few blocks. Ranks that
-    share a sequence have a part of all this each. With activation offload only the layer at work counts.
+    share a sequence have a part of all this each, and those that share a layer a part of its widths and
+    heads. With activation offload only the layer at work counts. The first stage of a pipeline has as many
+    micro-batches under way as there are stages, so it keeps as much as if it had all layers.
     """
     tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
+    whole = layout.tensor if layout.splits_sequence else 1
     projections = (size.heads + 2 * size.kv_heads) * size.head_dim
-    numbers = 4 * size.intermediate + 4 * projections + 8 * size.hidden
-    layer = tokens * (numbers * layout.computed + 4 * 4 * size.hidden)
+    split = -(-tokens * 4 * (size.intermediate + projections) * layout.computed // layout.tensor)
+    layer = split + -(-tokens * size.hidden * (8 * layout.computed + 4 * 4) // whole)
     if eager:
-        layer += size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed)
-    inputs = tokens * size.hidden * layout.computed
+        layer += -(-size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed) // layout.tensor)
+    inputs = -(-tokens * size.hidden * layout.computed // whole)
     if layout.activation_offload:
         layers = layer
     else:
         layers = size.layers * inputs + layer if layout.checkpointing else size.layers * layer
-    head = logits * 4 * -(-passes.rows * passes.response_tokens // layout.sequence_parts) * size.vocabulary
+    positions = -(-passes.rows * passes.response_tokens // layout.sequence_parts)
+    if layout.head_positions is not None:
+        positions = min(positions, layout.head_positions)
+    head = logits * 4 * positions * -(-size.vocabulary // layout.tensor)
     return layers + (min(head, FUSED_LOGIT_BYTES) if layout.fused_logits else head)
 
 

@@ -7,26 +7,26 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.weight_sync import weight_syncs
 from rollcast.controller.resource_pool import ResourcePool
 from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.engine_layout import EngineLayout
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory import (
     KL_LOGIT_COPIES,
     LOGIT_COPIES,
-    EngineLayout,
     MemoryItem,
     ModelSize,
     Passes,
     bound_activations,
     count_frozen,
     count_gathered,
-    count_kv_cache,
     count_trained,
-    data_parallel_size,
     measure_model,
+    parameters_on_rank,
     total,
 )
+from rollcast_trainer.parallel import data_parallel_size
+from rollcast_trainer.rollout_plan import rollout_items
 
 __all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
 
@@ -36,7 +36,7 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
     pools = trainer.task.pools
     places = {getattr(role, "value", role): pool for role, pool in pools.mapping.items()}
     actor = places["actor_rollout"]
-    roles = {"actor": actor, "rollout": actor}
+    roles = {"actor": actor, "rollout": places["rollout"] if trainer.task.uses_replicas else actor}
     # Not every trainer has these.
     if getattr(trainer, "uses_reference", False):
         roles["reference"] = places["ref"]
@@ -124,20 +124,20 @@ def _items(
     if role == "reference":
         ref: Any = trainer.ref  # type: ignore[attr-defined]
         offload = layout.param_offload or ref.engine.param_offload
-        return count_frozen("reference", size.parameters, replace(layout, param_offload=offload))
+        return count_frozen("reference", parameters_on_rank(size, layout), replace(layout, param_offload=offload))
     if role == "reward model":
         judge: Any = trainer.reward_model.model.path  # type: ignore[attr-defined]
         own = measure_model(replace(trainer.task.model, path=judge), "reward_model.model.path")
-        return count_frozen("reward model", own.value_parameters, layout)
+        return count_frozen("reward model", parameters_on_rank(own, layout, value_model=True), layout)
     if role == "rollout":
-        return _rollout_items(trainer, algebra, size, layout, longest)
+        return rollout_items(trainer, algebra, size, layout, longest, pool.world_size)
     if role == "critic":
         rows = trainer.critic.ppo_micro_batch_size_per_gpu  # type: ignore[attr-defined]
         algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
     passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
     eager = trainer.task.model.attn_implementation == "eager"
     size = size if role == "actor" else _critic_size(trainer, size)
-    parameters = size.parameters if role == "actor" else size.value_parameters
+    parameters = parameters_on_rank(size, layout, value_model=role == "critic")
     logits = (LOGIT_COPIES + (KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0)) if role == "actor" else 0
     activations = bound_activations(size, passes, layout, eager, logits)
     items = count_trained(role, parameters, layout)
@@ -151,19 +151,6 @@ def _items(
 
 def _compares_vocabularies(trainer: LoopTrainer) -> bool:
     return getattr(trainer, "vocabulary_kl", None) is not None
-
-
-def _rollout_items(
-    trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, layout: EngineLayout, longest: int
-) -> list[MemoryItem]:
-    rollout = trainer.task.rollout
-    rows = -(-algebra.rows // algebra.dp_size)
-    at_once = min(rows, getattr(rollout, "max_batch_size", rows))
-    cache = MemoryItem("rollout: KV cache", count_kv_cache(size, at_once, longest, layout), "generate", is_bound=True)
-    shares = weight_syncs.get(rollout.weight_sync).capabilities.same_process
-    if shares and not layout.gathers:
-        return [cache]
-    return [MemoryItem("rollout: weights", size.parameters * layout.computed, "generate" if shares else "held"), cache]
 
 
 def _critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:

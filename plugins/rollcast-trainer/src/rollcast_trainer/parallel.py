@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-__all__ = ["ParallelSizes"]
+__all__ = ["ParallelSizes", "data_parallel_size"]
 
 
 @dataclass(frozen=True)
@@ -39,3 +39,8 @@ class ParallelSizes:
     def data(self, ranks: int) -> int:
         """Parts of a batch that ``ranks`` ranks compute at the same time, at least 1."""
         return max(ranks // (self.model * self.context), 1)
+
+
+def data_parallel_size(engine: Any, ranks: int) -> int:
+    """Into how many shards a batch is split, by the engine's own keys (``actor.engine``)."""
+    return ParallelSizes.read(engine).data(ranks)

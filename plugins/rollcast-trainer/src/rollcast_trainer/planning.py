@@ -11,8 +11,8 @@ from rollcast.contracts.algorithm import advantage_needs, advantages
 from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.memory import data_parallel_size
 from rollcast_trainer.memory_plan import largest_pass, placed_roles, plan_memory
+from rollcast_trainer.parallel import data_parallel_size
 
 __all__ = ["Fact", "Plan", "plan_run"]
 

@@ -13,7 +13,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batching import BatchAlgebra
-from rollcast_trainer.memory import data_parallel_size
+from rollcast_trainer.parallel import data_parallel_size
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.task_runner import TaskRunner
