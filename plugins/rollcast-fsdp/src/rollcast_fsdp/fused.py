@@ -84,7 +84,8 @@ class _LinearStats(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        chosen = torch.zeros(len(hidden), dtype=torch.float32, device=hidden.device)
+        # What goes through all blocks is summed in double precision: it is a number a position.
+        chosen = torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
         total = torch.full_like(chosen, -torch.inf)  # logsumexp of the blocks so far, below of doubled logits
         doubled = torch.full_like(chosen, -torch.inf)
         mean = torch.zeros_like(chosen)  # of the logits under the distribution so far
@@ -96,19 +97,21 @@ class _LinearStats(torch.autograd.Function):
             logits.sub_(shift.unsqueeze(1))
             inside = (tokens >= block.start) & (tokens < block.stop)
             place = (tokens - block.start).clamp(0, logits.size(1) - 1).unsqueeze(1)
-            chosen = torch.where(inside, logits.gather(1, place).squeeze(1), chosen)
-            part = logits.logsumexp(1)
+            chosen = torch.where(inside, logits.gather(1, place).squeeze(1).double(), chosen)
+            part = logits.logsumexp(1).double()
             joined = torch.logaddexp(total, part)
             if options.squares:
-                doubled = torch.logaddexp(doubled, (2 * logits).logsumexp(1))
+                doubled = torch.logaddexp(doubled, (2 * logits).logsumexp(1).double())
             if options.entropy:
-                share = (logits - part.unsqueeze(1)).exp_().mul_(logits).sum(1)
+                share = (logits - part.float().unsqueeze(1)).exp_().mul_(logits).sum(1)
                 mean = mean * (total - joined).exp() + share * (part - joined).exp()
             total = joined
         squares = (doubled - 2 * total).exp() if options.squares else torch.zeros_like(total)
-        ctx.save_for_backward(hidden, weight, bias, tokens, total, mean, squares, shift)
+        entropy = total - mean if options.entropy else torch.zeros_like(total)
+        log_probs, entropy, squares = (chosen - total).float(), entropy.float(), squares.float()
+        ctx.save_for_backward(hidden, weight, bias, tokens, total.float(), mean.float(), squares, shift)
         ctx.options = options
-        return chosen - total, total - mean if options.entropy else torch.zeros_like(total), squares
+        return log_probs, entropy, squares
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
