@@ -1,0 +1,209 @@
+"""The engine's parts for themselves: layouts, inputs, the head, random weights, export in shards, the CPU's view."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_scenarios as scenarios
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+from megatron_models import family_config
+from megatron_ranks import MegatronRanks
+
+from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast.testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
+from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
+from rollcast_megatron.export import write_folder
+from rollcast_megatron.inputs import decoder_inputs
+from rollcast_megatron.maps import FusedQkv, FusedRows, find_map
+from rollcast_megatron.vocab import VocabularySlice, head_quantities
+from rollcast_megatron.weights import hf_shapes
+
+
+@given(ranks=st.sampled_from([1, 2, 4]), per_rank=st.integers(1, 3), queries=st.integers(1, 3), size=st.integers(1, 4))
+def test_qkv_of_all_ranks_is_that_of_one(ranks: int, per_rank: int, queries: int, size: int) -> None:
+    groups = ranks * per_rank
+    layout = FusedQkv(heads=groups * queries, groups=groups, head_dim=size)
+    whole = [torch.randn(rows * size, 5) for rows in (groups * queries, groups, groups)]
+    shares = [layout.fuse([part.chunk(ranks)[rank] for part in whole], ranks) for rank in range(ranks)]
+    assert torch.equal(torch.cat(shares), layout.fuse(whole, 1))
+    parts = [layout.unfuse(share, ranks) for share in shares]
+    for number, expected in enumerate(whole):
+        assert torch.equal(torch.cat([part[number] for part in parts]), expected)
+    first = layout.fuse(whole, 1)[: (queries + 2) * size]
+    assert torch.equal(first, torch.cat([whole[0][: queries * size], whole[1][:size], whole[2][:size]]))
+
+
+@given(rows=st.integers(1, 4), count=st.integers(1, 3))
+def test_fused_rows(rows: int, count: int) -> None:
+    parts = [torch.randn(rows, 2) for _ in range(count)]
+    layout = FusedRows(count)
+    assert all(map(torch.equal, layout.unfuse(layout.fuse(parts, 1), 1), parts))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_maps_name_every_parameter_once(family: str, tied: bool, tmp_path: Path) -> None:
+    from rollcast_megatron.build import Plan
+
+    config = family_config(family, tied)
+    config.save_pretrained(tmp_path)
+    mesh: Any = type("Mesh", (), {"pipeline_size": 2, "tensor_size": 1, "tensor_rank": 0})
+    placed = list(Plan(find_map(config), mesh, False).weights())
+    names = [name for one in placed if not one.is_copy for name in one.weight.sources]
+    assert sorted(names) == sorted(hf_shapes(ModelConfig(str(tmp_path)), "language_model"))
+    copies = [one.weight.sources for one in placed if one.is_copy]
+    assert copies == ([("model.embed_tokens.weight",)] if tied else [])
+
+
+@given(seed=st.integers(0, 1000), multiple=st.integers(1, 4), rows=st.integers(1, 5))
+def test_rows_start_at_the_front(seed: int, multiple: int, rows: int) -> None:
+    batch = random_batch(rows, 5, 4, seed=seed)
+    micro = plan_batch(tensor_columns(batch), ForwardSettings()).micro_batch(0, torch.device("cpu"))
+    inputs = decoder_inputs(micro, multiple)
+    assert inputs.input_ids.size(1) % multiple == 0
+    assert inputs.position_ids.shape == inputs.input_ids.shape
+    attention = micro.model_inputs["attention_mask"] > 0
+    for row, shown in enumerate(attention):
+        tokens = micro.model_inputs["input_ids"][row][shown]
+        width = min(len(tokens), inputs.input_ids.size(1))
+        assert torch.equal(inputs.input_ids[row, :width], tokens[:width])
+    positions = inputs.positions
+    assert len(positions.rows) == int((micro.response_mask > 0).sum())
+    for row, place, target in zip(positions.rows, positions.places, positions.targets, strict=True):
+        tokens = micro.model_inputs["input_ids"][row][attention[row]]
+        assert tokens[place + 1] == target
+    assert len(decoder_inputs(dummy_micro_batch(torch.device("cpu")), multiple).positions.rows) == 0
+
+
+@pytest.mark.parametrize("chunk", [2, 100])
+def test_head_is_that_of_whole_logits(model_of: Callable[..., Path], chunk: int) -> None:
+    scenarios.build(scenarios.ALONE, model_of(), trained=False)  # for a process group of one
+    torch.manual_seed(2)
+    hidden, weight = torch.randn(7, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64)
+    targets, gradients = torch.randint(0, 8, (7,)), torch.randn(3, 7)
+    # One row more than there are words: padding, which must not count.
+    vocabulary = VocabularySlice(dist.group.WORLD, start=0, words=8, scale=1 / 0.7, chunk=chunk)
+
+    def plain(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        log_p = (hidden @ weight[:8].T / 0.7).log_softmax(-1)
+        chosen = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
+        return torch.stack([chosen, -(log_p.exp() * log_p).sum(-1), (2 * log_p).exp().sum(-1)])
+
+    results = []
+    for function in (lambda *given: torch.stack(head_quantities(*given, targets, vocabulary)), plain):
+        leaves = [hidden.float().requires_grad_(), weight.float().requires_grad_()]
+        quantities = function(*leaves)
+        (quantities * gradients).sum().backward()
+        results.append([quantities.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, theirs in zip(*results, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_scaled_rotary_embeddings(tmp_path: Path, rope: dict[str, Any]) -> None:
+    from megatron_models import family_folder
+
+    from rollcast.errors import ConfigError
+
+    scaled = {"rope_parameters": {**rope, "rope_theta": 500.0}, "max_position_embeddings": 256}
+    folder = family_folder(tmp_path / "model", "llama", False, **scaled)
+    batch = random_batch(3, 60, 9, seed=4)
+    engine = scenarios.build(scenarios.ALONE, folder, trained=False)
+    with engine.eval_mode():
+        given = engine.infer_batch(batch, ForwardSettings())[0]["log_probs"]
+    torch.testing.assert_close(given, plain_log_probs(plain_model(folder), batch)[0].detach(), rtol=0, atol=1e-5)
+    other = family_folder(
+        tmp_path / "other", "llama", False, rope_parameters={"rope_type": "yarn", "factor": 4.0, "rope_theta": 500.0}
+    )
+    with pytest.raises(ConfigError, match="rope_type='yarn'"):
+        scenarios.build(scenarios.ALONE, other, trained=False)
+
+
+def test_random_weights_are_the_same_on_every_mesh(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+    options: dict[str, Any] = {"folder": model_of(), "random_init": True, "steps": 0}
+    alone = scenarios.train(scenarios.ALONE, **options)["weights"]
+    assert alone["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.1)
+    for keys in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}):
+        for result in two_ranks.run(scenarios.train, **options, **keys):
+            assert all(torch.equal(result["weights"][name], tensor) for name, tensor in alone.items())
+
+
+def test_the_exact_kl_is_that_of_one_rank(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+    options: dict[str, Any] = {"folder": model_of("qwen2", True), "other": model_of("qwen2", False)}
+    alone = scenarios.compare(scenarios.ALONE, **options)
+    assert alone["history"][0].grad_norm > 1e-3
+    keys = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+    for result in two_ranks.run(scenarios.compare, **options, **keys):
+        torch.testing.assert_close(
+            result["before"]["vocabulary_kl"], alone["before"]["vocabulary_kl"], rtol=1e-5, atol=1e-5
+        )
+        for expected, step in zip(alone["history"], result["history"], strict=True):
+            assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
+        for name, tensor in alone["weights"].items():
+            torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
+
+
+@pytest.mark.parametrize("limit", [1, 6000, 1 << 30])
+def test_folders_in_shards(model_of: Callable[..., Path], tmp_path: Path, limit: int) -> None:
+    folder = model_of("qwen2", True)
+    expected = plain_weights(plain_model(folder))
+    (tmp_path / "model-00007-of-00009.safetensors").write_bytes(b"an earlier export's")
+    write_folder(tmp_path, ModelConfig(str(folder)), "language_model", iter(expected.items()), True, limit)
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in plain_weights(plain_model(tmp_path)).items())
+    files = list(tmp_path.glob("*.safetensors"))
+    assert (len(files) == 1) == (limit > 1_000_000)
+    largest = max(tensor.numel() * 4 for tensor in expected.values())
+    assert all(file.stat().st_size <= max(limit, largest) + 4096 for file in files)
+    assert not list(tmp_path.glob("*.tmp"))
+
+
+def test_torch_stays_as_it_is() -> None:
+    """Preparing megatron-core for the CPU changes nothing that others see."""
+    script = """
+import torch
+before = (torch.empty, torch.cuda.current_device, torch.Tensor.type, torch.get_rng_state())
+from rollcast_megatron import cpu
+cpu.install()
+assert before[:3] == (torch.empty, torch.cuda.current_device, torch.Tensor.type)
+assert torch.equal(before[3], torch.get_rng_state())
+assert torch.zeros(1).type() == "torch.FloatTensor"
+with cpu.cuda_type_names():
+    assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
+    assert torch.zeros(1).cuda().device.type == "cpu"
+import megatron.core.pipeline_parallel.schedules as schedules
+assert schedules.torch is not torch and schedules.torch.nn is torch.nn
+assert schedules.torch.zeros(1, device="cuda").device.type == "cpu"
+"""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", script], check=True, timeout=300)
+
+
+def test_inert_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    from contextlib import nullcontext
+
+    from rollcast_megatron import cpu
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(cpu, "_cpu_view", lambda: pytest.fail("nothing is to be changed"))
+    cpu.install.__wrapped__()
+    assert isinstance(cpu.cuda_type_names(), nullcontext)

@@ -1,0 +1,159 @@
+"""Meshes, models and keys that cannot work are refused before anything trains, with what would fit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron_scenarios as scenarios
+import pytest
+import torch
+from megatron_models import family_config, family_folder
+from megatron_ranks import MegatronRanks
+from safetensors.torch import load_file, save_file
+
+from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig
+from rollcast.errors import CapabilityError, ConfigError, DataProtoError
+from rollcast.testing.tiny import nll_loss, random_batch
+from rollcast_megatron.engine import MegatronEngine
+from rollcast_megatron.maps import families, find_map
+from rollcast_megatron.schemas import MegatronConfig
+
+TP2 = {"tensor_model_parallel_size": 2}
+PP2 = {"pipeline_model_parallel_size": 2}
+
+
+@pytest.mark.parametrize(
+    ("keys", "ranks", "message"),
+    [
+        ({"tensor_model_parallel_size": 3}, 8, r"multiple of 3 ranks, but the group has 8; .*would fit: 1x1, .*8x1"),
+        ({**TP2, **PP2}, 2, r"multiple of 4 ranks, but the group has 2"),
+        ({"pipeline_model_parallel_size": 0}, 2, r"pipeline_model_parallel_size is 0"),
+        ({"context_parallel_size": 2}, 2, r"context_parallel_size is 2, and only 1 is supported: .*whole rows"),
+        ({"expert_model_parallel_size": 2}, 2, r"expert_model_parallel_size is 2, .*no mixture of experts"),
+        ({"sequence_parallel": True}, 2, r"sequence_parallel is true, but tensor_model_parallel_size is 1"),
+        ({"dtype": "fp8"}, 1, r"dtype is 'fp8'; valid: float32, bfloat16"),
+        ({"recompute_granularity": "half"}, 1, r"recompute_granularity is 'half'"),
+        ({"recompute_granularity": "full"}, 1, r"recompute_method is None"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, 1, r"recompute_num_layers is None"),
+        ({"recompute_num_layers": 1}, 1, r"belong to recompute_granularity=full"),
+        ({"head_chunk_size": 0}, 1, r"head_chunk_size is 0"),
+    ],
+    ids=str,
+)
+def test_keys(keys: dict[str, Any], ranks: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        MegatronConfig(**keys).check(ranks)
+
+
+def test_only_its_own_config() -> None:
+    with pytest.raises(ConfigError, match="MegatronConfig"):
+        MegatronEngine(EngineSetup("language_model", ModelConfig(), object(), None, scenarios.ALONE))
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes", "message"),
+    [
+        ({"tensor_model_parallel_size": 4}, {}, r"does not divide the model's 2 key-value heads; .*heads: 1, 2"),
+        (TP2, {"intermediate_size": 45}, r"does not divide the model's 45 rows of the MLP"),
+        ({"pipeline_model_parallel_size": 3}, {}, r"does not divide the model's 4 layers; .*would fit: 1, 2, 4"),
+    ],
+    ids=["heads", "mlp", "layers"],
+)
+def test_models_that_the_mesh_cannot_split(
+    tmp_path: Path, keys: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    from rollcast_megatron.build import check_model
+
+    with pytest.raises(ConfigError, match=message):
+        check_model(find_map(family_config("llama", False, **changes)), MegatronConfig(**keys))
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("llama", {"attention_bias": True}, "attention_bias=True"),
+        ("qwen2", {"use_sliding_window": True}, "use_sliding_window=True"),
+        ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'"),
+    ],
+)
+def test_models_that_a_map_does_not_know(family: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        find_map(family_config(family, False, **changes))
+
+
+def test_a_model_without_a_map(tmp_path: Path) -> None:
+    from transformers import GPT2Config
+
+    with pytest.raises(ConfigError, match=r"no map for the model type 'gpt2' .*llama, qwen2, qwen3; use engine=fsdp"):
+        find_map(GPT2Config())
+    with families.temporarily("gpt2", lambda config: f"the map of {config.model_type}"):
+        assert find_map(GPT2Config()) == "the map of gpt2"
+
+
+def test_folders(tmp_path: Path) -> None:
+    family_config("llama", False).save_pretrained(tmp_path / "bare")
+    with pytest.raises(ConfigError, match=r"no weights in \*.safetensors; set model.random_init"):
+        scenarios.build(scenarios.ALONE, tmp_path / "bare")
+    torch.save({}, tmp_path / "bare" / "pytorch_model.bin")
+    with pytest.raises(ConfigError, match="reads safetensors"):
+        scenarios.build(scenarios.ALONE, tmp_path / "bare")
+    folder = family_folder(tmp_path / "model", "llama", tied=False)
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    lacking = dict(tensors)
+    del lacking["model.layers.3.mlp.up_proj.weight"]
+    save_file(lacking, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lack 1 parameters, such as model.layers.3.mlp.up_proj.weight"):
+        scenarios.build(scenarios.ALONE, folder)
+    save_file(tensors | {"model.norm.weight": torch.ones(31)}, file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"model.norm.weight .* is \[31\], where config.json makes it \[32\]"):
+        scenarios.build(scenarios.ALONE, folder)
+    file.write_bytes(b"torn")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        scenarios.build(scenarios.ALONE, folder)
+    index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
+    save_file(tensors, file, {"format": "pt"})
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
+    with pytest.raises(ConfigError, match="lacks model-00002-of-00002.safetensors"):
+        scenarios.build(scenarios.ALONE, folder)
+
+
+def test_positions_that_do_not_count(model_of: Callable[..., Path]) -> None:
+    batch = random_batch(3, 4, 4)
+    engine = scenarios.build(scenarios.ALONE, model_of())
+    with pytest.raises(DataProtoError, match="position_ids that count"), engine.eval_mode():
+        engine.infer_batch(batch.with_columns({"position_ids": batch["position_ids"] * 2}), ForwardSettings())
+    with engine.eval_mode():
+        shifted = batch.with_columns({"position_ids": batch["position_ids"] + 7})
+        first, second = (engine.infer_batch(data, ForwardSettings())[0]["log_probs"] for data in (batch, shifted))
+    assert torch.equal(first, second)
+    untrained = scenarios.build(scenarios.ALONE, model_of(), trained=False)
+    with pytest.raises(TypeError, match="built without optim"):
+        untrained.train_batch(batch, nll_loss, ForwardSettings())
+
+
+def test_ranks_that_cannot_share_a_model(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+    folder = model_of()
+    for text in two_ranks.run(scenarios.fail, folder=folder, tensor_model_parallel_size=4):
+        assert "multiple of 4 ranks, but the group has 2" in text
+    for text in two_ranks.run(scenarios.two_meshes, folder=folder):
+        assert "already holds a model that is split 2 (tensor) x 1 (pipeline) ways" in text
+
+
+def test_a_gradient_that_is_not_finite(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+    for keys in (TP2, PP2):
+        for result in two_ranks.run(scenarios.skip, folder=model_of(), **keys):
+            assert result["bad"].skipped
+            assert result["same"]
+            assert not result["good"].skipped
+            expected = "pipeline_model_parallel_size=1" if keys is PP2 else "nothing"
+            assert expected in result["text"]
+
+
+def test_only_an_engine_on_the_same_mesh_is_a_reference(model_of: Callable[..., Path]) -> None:
+    engine = scenarios.build(scenarios.ALONE, model_of())
+    with pytest.raises(CapabilityError, match="on the same mesh"):
+        engine.set_reference(object())  # type: ignore[arg-type]
