@@ -64,7 +64,9 @@ def share(engine: MegatronEngine, batch: DataProto, splits: list[int] | None = N
     return batch.slice(sum(splits[:rank]), sum(splits[: rank + 1]))
 
 
-def step(engine: MegatronEngine, seed: int, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING) -> Any:
+def step(
+    engine: MegatronEngine, seed: int, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING
+) -> Any:
     loss = distance_loss if engine.setup.model_type == "value_model" else nll_loss
     with engine.train_mode():
         result = engine.train_batch(share(engine, random_batch(8, 6, 8, seed=seed), splits), loss, settings)
@@ -72,7 +74,9 @@ def step(engine: MegatronEngine, seed: int, splits: list[int] | None = None, set
     return result
 
 
-def infer(engine: MegatronEngine, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING) -> dict[str, Tensor]:
+def infer(
+    engine: MegatronEngine, splits: list[int] | None = None, settings: ForwardSettings = EVERYTHING
+) -> dict[str, Tensor]:
     with engine.eval_mode():
         output, _ = engine.infer_batch(share(engine, random_batch(8, 6, 8, seed=50), splits), settings)
     return {name: output[name] for name in output.keys()}  # noqa: SIM118

@@ -139,7 +139,8 @@ def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> Dec
         )
     _set_frequencies(module, model)
     _mark_split(plan, dict(module.named_parameters()))
-    return module.to(device)
+    stage: DecoderModel = module.to(device)
+    return stage
 
 
 def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:

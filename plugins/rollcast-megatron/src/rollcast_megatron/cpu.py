@@ -114,9 +114,9 @@ def _on_cpu(factory: Callable[..., Any]) -> Callable[..., Any]:
     return make
 
 
-def _get_rng_state(device: Any = None, clone: bool = False, graph_safe: bool = False) -> torch.Tensor:
+def _get_rng_state(*_: Any, **__: Any) -> torch.Tensor:
     return torch.get_rng_state()
 
 
-def _set_rng_state(new_state: torch.Tensor, device: Any = None, graph_safe: bool = False) -> None:
+def _set_rng_state(new_state: torch.Tensor, *_: Any, **__: Any) -> None:
     torch.set_rng_state(new_state)

@@ -94,9 +94,7 @@ def whole_module(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]], devi
         if module is None:
             options = {"dtype": tensor.dtype, "attn_implementation": model.attn_implementation}
             with torch.random.fork_rng(devices=[]), torch.device(device):
-                module = auto.from_config(
-                    load_hf_config(model), trust_remote_code=model.trust_remote_code, **options
-                )
+                module = auto.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code, **options)
             parameters = dict(module.named_parameters())
         if name not in parameters:
             raise CapabilityError(f"{name} is no parameter of {type(module).__name__}: a value model cannot generate")
@@ -133,7 +131,7 @@ class _Shards:
         if count == 1:
             self._part(0).replace(self.path / "model.safetensors")
             return self.dtype
-        weight_map = {}
+        weight_map: dict[str, str] = {}
         for number, names in enumerate(self.names):
             file = f"model-{number + 1:05d}-of-{count:05d}.safetensors"
             self._part(number).replace(self.path / file)

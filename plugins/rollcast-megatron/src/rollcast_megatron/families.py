@@ -96,15 +96,11 @@ def _layer(qkv: FusedQkv, qkv_bias: bool, qk_norm: bool) -> list[Weight]:
             ("pre_mlp_layernorm.weight", "mlp.linear_fc1.layer_norm_weight"),
             (f"{layer}post_attention_layernorm.weight",),
         ),
-        Weight(
-            ("mlp.linear_fc1.weight",), (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"), FusedRows()
-        ),
+        Weight(("mlp.linear_fc1.weight",), (f"{layer}mlp.gate_proj.weight", f"{layer}mlp.up_proj.weight"), FusedRows()),
         Weight(("mlp.linear_fc2.weight",), (f"{layer}mlp.down_proj.weight",), _COLUMNS),
     ]
     if qkv_bias:
-        weights.append(
-            Weight(("self_attention.linear_qkv.bias",), tuple(f"{name}.bias" for name in projections), qkv)
-        )
+        weights.append(Weight(("self_attention.linear_qkv.bias",), tuple(f"{name}.bias" for name in projections), qkv))
     if qk_norm:
         weights += [
             Weight((f"self_attention.{which}_layernorm.weight",), (f"{attention}{which}_norm.weight",))
@@ -114,7 +110,7 @@ def _layer(qkv: FusedQkv, qkv_bias: bool, qk_norm: bool) -> list[Weight]:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """transformers 5 has ``rope_parameters``, 4 ``rope_theta`` and perhaps ``rope_scaling``."""
+    """In transformers 5 these are ``rope_parameters``, in 4 ``rope_theta`` and perhaps ``rope_scaling``."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope = dict(given)
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))

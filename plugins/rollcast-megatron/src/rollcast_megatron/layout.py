@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -54,12 +54,16 @@ class Mesh:
         return dist.get_global_rank(self.pipeline_group, stage)
 
 
-class _Current:
-    """The mesh of this process, and the engines that live on it."""
+@dataclass
+class _Process:
+    """The mesh of this process, the process group that it was made of, and the engines that live on it."""
 
     mesh: Mesh | None = None
     world: Any = None
-    engines: weakref.WeakSet[Any] = weakref.WeakSet()
+    engines: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+
+
+_current = _Process()
 
 
 def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, seed: int) -> Mesh:
@@ -77,17 +81,17 @@ def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, se
     cpu.install()
     join_process_group(context)
     tensor, pipeline = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
-    current, same_world = _Current.mesh, _Current.world is dist.group.WORLD
+    current, same_world = _current.mesh, _current.world is dist.group.WORLD
     if current is not None and same_world and (current.tensor_size, current.pipeline_size) == (tensor, pipeline):
-        _Current.engines.add(engine)
+        _current.engines.add(engine)
         return current
     if current is not None:
         _leave(current, tensor, pipeline, same_world)
     parallel_state.initialize_model_parallel(tensor, pipeline)
     mesh = _read_mesh()
     _seed_layers(seed, mesh)
-    _Current.mesh, _Current.world = mesh, dist.group.WORLD
-    _Current.engines.add(engine)
+    _current.mesh, _current.world = mesh, dist.group.WORLD
+    _current.engines.add(engine)
     return mesh
 
 
@@ -95,13 +99,13 @@ def _leave(mesh: Mesh, tensor: int, pipeline: int, same_world: bool) -> None:
     from megatron.core import parallel_state
 
     gc.collect()
-    if same_world and len(_Current.engines):
+    if same_world and len(_current.engines):
         raise ConfigError(
             f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.pipeline_size} "
             f"(pipeline) ways, and all megatron engines of a process have to be split alike; "
             f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} were asked for"
         )
-    _Current.engines.clear()
+    _current.engines.clear()
     parallel_state.destroy_model_parallel()
 
 

@@ -100,7 +100,7 @@ class FusedQkv(Layout):
         """The three projections' shares."""
         groups, queries = self.groups // ranks, self.heads // self.groups * self.head_dim
         grouped = whole.reshape(groups, -1, *whole.shape[1:])
-        parts = grouped.split([queries, self.head_dim, self.head_dim], 1)
+        parts = torch.split(grouped, [queries, self.head_dim, self.head_dim], 1)
         return [part.reshape(-1, *whole.shape[1:]) for part in parts]
 
 

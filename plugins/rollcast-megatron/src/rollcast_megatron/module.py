@@ -5,6 +5,7 @@ Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -46,7 +47,8 @@ class RmsNorm(nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
         super().__init__(hidden_size, eps=eps, dtype=config.params_dtype)
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[assignment]
+        mark: Any = self.weight
+        mark.sequence_parallel = config.sequence_parallel
 
 
 class CausalAttention(nn.Module):
@@ -63,20 +65,17 @@ class CausalAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_unused: Any
     ) -> Tensor:
         """From ``[s, b, heads, d]`` (keys and values may have fewer heads) to ``[s, b, heads * d]``."""
-        rows = [tensor.permute(1, 2, 0, 3) for tensor in (query, key, value)]
-        grouped = query.size(2) != key.size(2)
-        if self.training and self.dropout:
-            with get_cuda_rng_tracker().fork():
-                mixed = self._attend(*rows, dropout=self.dropout, grouped=grouped)
-        else:
-            mixed = self._attend(*rows, dropout=0.0, grouped=grouped)
+        dropout = self.dropout if self.training else 0.0
+        with get_cuda_rng_tracker().fork() if dropout else nullcontext():
+            mixed = nn.functional.scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                dropout_p=dropout,
+                is_causal=True,
+                enable_gqa=query.size(2) != key.size(2),
+            )
         return mixed.permute(2, 0, 1, 3).flatten(2)
-
-    @staticmethod
-    def _attend(query: Tensor, key: Tensor, value: Tensor, dropout: float, grouped: bool) -> Tensor:
-        return nn.functional.scaled_dot_product_attention(
-            query, key, value, dropout_p=dropout, is_causal=True, enable_gqa=grouped
-        )
 
 
 def has_transformer_engine() -> bool:

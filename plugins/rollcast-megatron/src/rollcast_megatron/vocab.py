@@ -129,4 +129,5 @@ def _logits_gradient(
     grad = p.mul_(inner)
     mine, places = _own(targets, vocabulary)
     grad.scatter_add_(-1, places.unsqueeze(-1), of_log_prob * mine.unsqueeze(-1))
-    return grad.mul_(vocabulary.scale)
+    scaled: Tensor = grad.mul_(vocabulary.scale)
+    return scaled

@@ -81,7 +81,9 @@ class Folder:
         source = self._reader(self._files[name]).get_slice(name)
         given = torch.Size(source.get_shape())
         if given != shape:
-            raise ConfigError(f"{name} in {self._files[name]} is {list(given)}, where config.json makes it {list(shape)}")
+            raise ConfigError(
+                f"{name} in {self._files[name]} is {list(given)}, where config.json makes it {list(shape)}"
+            )
         if dim is None:
             tensor: Tensor = source[:]
         else:
@@ -91,7 +93,8 @@ class Folder:
     def _reader(self, file: Path) -> Any:
         if file not in self._open:
             try:
-                self._open[file] = safe_open(file, framework="pt").__enter__()
+                reader: Any = safe_open(file, framework="pt")
+                self._open[file] = reader.__enter__()
             except (OSError, SafetensorError) as error:
                 raise ConfigError(f"{file} cannot be read: {error}") from error
         return self._open[file]
@@ -131,7 +134,7 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
             whole = _random(name, shapes[name], seed, std)
             dim = placed.weight.layout.dim
             if dim is not None:
-                start, size = _span(plan, placed, shapes[name][dim])
+                start, size = _span(plan, shapes[name][dim])
                 whole = whole.narrow(dim, start, size)
             shares.append(whole)
         _set(plan, placed, parameters, shares)
@@ -151,9 +154,7 @@ def gather(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes) -> Iterato
         if placed.stage == mesh.pipeline_rank:
             shard = parameters[find_name(placed, parameters)].detach()
             shares = placed.weight.layout.unfuse(shard, mesh.tensor_size)
-            wholes = [
-                _join(plan, placed, share, shapes[name]) for name, share in zip(names, shares, strict=True)
-            ]
+            wholes = [_join(plan, placed, share, shapes[name]) for name, share in zip(names, shares, strict=True)]
         else:
             wholes = [torch.empty(shapes[name], dtype=dtype, device=device) for name in names]
         for name, whole in zip(names, wholes, strict=True):
@@ -172,7 +173,7 @@ def _join(plan: Plan, placed: Placed, share: Tensor, shape: torch.Size) -> Tenso
     return torch.cat(shares, dim).narrow(dim, 0, shape[dim]).contiguous()
 
 
-def _span(plan: Plan, placed: Placed, length: int) -> tuple[int, int]:
+def _span(plan: Plan, length: int) -> tuple[int, int]:
     """Where this rank's share of a dimension starts, and how long it is."""
     share = -(-length // plan.mesh.tensor_size)
     start = min(plan.mesh.tensor_rank * share, length)
@@ -183,7 +184,7 @@ def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder
     dim = placed.weight.layout.dim
     if dim is None:
         return folder.read(name, shape)
-    start, size = _span(plan, placed, shape[dim])
+    start, size = _span(plan, shape[dim])
     return folder.read(name, shape, dim, start, size)
 
 

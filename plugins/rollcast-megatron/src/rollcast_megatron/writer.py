@@ -5,13 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.strategies.base import SaveShardedStrategy
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
     _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 __all__ = ["ShardWriter"]
 
@@ -31,5 +32,5 @@ class ShardWriter(SaveShardedStrategy):  # type: ignore[misc]
         """Write this rank's shards; all ranks take part."""
         entries, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
-        writer = dcp.FileSystemWriter(checkpoint_dir)
-        dcp.save(mcore_to_pyt_state_dict(entries, False), storage_writer=writer, planner=planner)
+        writer = FileSystemWriter(checkpoint_dir)
+        save(mcore_to_pyt_state_dict(entries, False), storage_writer=writer, planner=planner)
