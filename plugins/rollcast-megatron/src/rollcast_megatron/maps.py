@@ -152,7 +152,7 @@ class ModelMap:
 
 Family = Callable[[Any], ModelMap]
 
-families: Registry[Family] = Registry("rollcast.megatron_models", is_callable(1), "model.path")
+families: Registry[Family] = Registry("rollcast.megatron_models", is_callable(1))
 
 
 def find_map(config: Any) -> ModelMap:
