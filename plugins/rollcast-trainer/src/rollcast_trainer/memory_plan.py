@@ -26,9 +26,13 @@ from rollcast_trainer.memory import (
     total,
 )
 from rollcast_trainer.parallel import data_parallel_size
-from rollcast_trainer.rollout_plan import rollout_items
+from rollcast_trainer.rollout_plan import bound_cache, rollout_items
+from rollcast_trainer.splits import check_split
 
 __all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
+
+#: Of a device; the rest is for libraries, the device's context and the allocator's gaps.
+_USABLE = 0.9
 
 
 def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
@@ -62,17 +66,27 @@ def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
     return min(algebra.micro_batch_rows or algebra.rows_per_rank, algebra.rows_per_rank)
 
 
-def plan_memory(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> list[tuple[str, Any, str]]:
+def plan_memory(
+    trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str], device_bytes: int | None = None
+) -> list[tuple[str, Any, str]]:
     """Key, value and text of each line about memory; bytes on each rank.
 
+    Args:
+        trainer: of the run.
+        algebra: of a step.
+        notes: to which is added what else is worth knowing.
+        device_bytes: of each device; None where it is not known.
+
     Raises:
-        ConfigError: the model folder is not one, and nothing in the run would make it.
+        ConfigError: the model folder is not one, and nothing in the run would make it; or the engine or the
+            rollout cannot split its model so.
     """
     model, reason = _find_model(trainer)
     if model is None:
         notes.append(f"the size of the model is not known yet: {reason}")
         return [("parameters", None, "parameters: not known"), ("pools", None, "memory: not known")]
     size = measure_model(model)
+    check_split(trainer, size)
     lines: list[tuple[str, Any, str]] = [("parameters", size.parameters, f"{size.parameters:,} parameters")]
     if not EngineLayout.read(trainer.task.engine, 1).known:
         notes.append(f"engine {trainer.task.engine.name} does not say how it stores a model: whole in fp32 is assumed")
@@ -81,6 +95,8 @@ def plan_memory(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -
     for pool, roles in placed_roles(trainer).items():
         layout = EngineLayout.read(trainer.task.engine, pool.world_size)
         items = [item for role in roles for item in _items(role, trainer, algebra, size, layout, pool)]
+        if device_bytes is not None and "rollout" in roles:
+            items = bound_cache(items, trainer.task, device_bytes)
         phases = {"held": total(items, "held")}
         phases |= {"generating": total(items, "generate")} if "rollout" in roles else {}
         phases |= {"updating": total(items, "update")} if {"actor", "critic"} & set(roles) else {}
@@ -91,14 +107,30 @@ def plan_memory(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -
             lines.append(("", None, f"{pool.name}: {item.name} {format_bytes(item.bytes)}{aside}"))
         shown = ", ".join(f"{format_bytes(most)} {phase}" for phase, most in phases.items())
         lines.append(("", None, f"{pool.name}: in all {shown}"))
+        if device_bytes is not None:
+            by_pool[pool.name]["fits"] = fits = _fits(pool.name, phases, device_bytes, notes)
+            room = f"{format_bytes(device_bytes)} on each device"
+            lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
         trained += size.parameters * ("actor" in roles) + _critic_size(trainer, size).value_parameters * (
             "critic" in roles
         )
-        stored = layout.stored
-    disk = 3 * trained * stored
+        stored = layout.stored + (2 * layout.stored if layout.state is None else layout.state)
+    disk = trained * stored
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
+
+
+def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]) -> bool:
+    """Whether the largest phase leaves room for what is not counted."""
+    phase, most = max(phases.items(), key=lambda entry: entry[1])
+    usable = int(device_bytes * _USABLE)
+    if most > usable:
+        notes.append(
+            f"{pool}: {format_bytes(most)} {phase} does not fit into {_USABLE:.0%} of {format_bytes(device_bytes)}; "
+            "more devices, smaller passes, offload or gradient checkpointing would help"
+        )
+    return most <= usable
 
 
 def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:

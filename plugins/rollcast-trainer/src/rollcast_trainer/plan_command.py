@@ -26,6 +26,10 @@ def plan(
     skip_data: Annotated[
         bool, typer.Option("--skip-data", help="Do not read the data files for the number of their rows.")
     ] = False,
+    device_memory: Annotated[
+        float | None,
+        typer.Option("--device-memory", min=1.0, metavar="GIB", help="Memory of each device: does the run fit?"),
+    ] = None,
 ) -> None:
     """Show the batch algebra, length, roles and memory of a run, without starting it.
 
@@ -47,7 +51,9 @@ def plan(
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):
         raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so there is nothing to plan it by")
-    found = plan_run(trainer_class(TaskRunner(composed.config, trainer_class.schema)), read_data=not skip_data)
+    trainer = trainer_class(TaskRunner(composed.config, trainer_class.schema))
+    device_bytes = None if device_memory is None else int(device_memory * 2**30)
+    found = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
     if as_json:
         typer.echo(json.dumps(found.as_dict(), indent=2))
     else:

@@ -13,6 +13,7 @@ from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory_plan import largest_pass, placed_roles, plan_memory
 from rollcast_trainer.parallel import data_parallel_size
+from rollcast_trainer.splits import check_engine
 
 __all__ = ["Fact", "Plan", "plan_run"]
 
@@ -45,22 +46,24 @@ class Plan:
         return {**values, "notes": self.notes}
 
 
-def plan_run(trainer: LoopTrainer, read_data: bool = True) -> Plan:
+def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | None = None) -> Plan:
     """The batch algebra, length, roles and memory of a run.
 
     Args:
         trainer: built, not started; so its sizes and parts are checked already.
         read_data: read the data files, where they exist, for the number of their rows.
+        device_bytes: memory of each device, which the run is then held against.
 
     Raises:
-        ConfigError, DataError: the model folder or the data cannot be used.
+        ConfigError, DataError: the model folder or the data cannot be used, or the engine refuses its keys.
     """
+    check_engine(trainer)
     plan = Plan()
     algebra = find_algebra(trainer)
     plan.sections["batch"] = _batch(trainer, algebra, plan.notes)
     plan.sections["run"] = _run(trainer, algebra, read_data, plan.notes)
     plan.sections["roles"] = _roles(trainer)
-    plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes)]
+    plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes, device_bytes)]
     _note_generation(trainer, plan.notes)
     warm_start = trainer.task.trainer.warm_start
     if warm_start is not None:

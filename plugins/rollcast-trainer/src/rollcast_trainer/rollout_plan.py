@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import replace
 
 from rollcast.contracts.rollout import RolloutMode
+from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.engine_layout import EngineLayout
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory import MemoryItem, ModelSize, Phase, count_kv_cache
 from rollcast_trainer.task_runner import TaskRunner
 
-__all__ = ["count_replicas", "memory_share", "rollout_items"]
+__all__ = ["bound_cache", "count_replicas", "rollout_items"]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Keys by which rollouts say how many sequences they compute at once, and what part of a device is theirs.
@@ -24,9 +25,31 @@ def count_replicas(task: TaskRunner, ranks: int) -> int:
     return max(ranks // task.rollout.tensor_model_parallel_size, 1) if task.uses_replicas else ranks
 
 
-def memory_share(rollout: Any) -> float | None:
-    """The part of a device that the rollout takes for weights and cache; None if it does not say."""
-    return next((float(getattr(rollout, key)) for key in _SHARES if hasattr(rollout, key)), None)
+def bound_cache(items: list[MemoryItem], task: TaskRunner, device_bytes: int) -> list[MemoryItem]:
+    """The items with the cache that replicas make on a device of this size.
+
+    A replica takes a part of the device for weights and cache, whatever its rows need; rows that do not fit
+    wait.
+
+    Raises:
+        ConfigError: not even the weights fit into that part.
+    """
+    key = next((key for key in _SHARES if hasattr(task.rollout, key)), None)
+    if key is None or not task.uses_replicas or _fixed_cache(task) is not None:
+        return items
+    share = float(getattr(task.rollout, key))
+    room = int(device_bytes * share)
+    weights = sum(item.bytes for item in items if item.name == "rollout: weights")
+    if weights >= room:
+        raise ConfigError(
+            f"rollout.{key}={share:g} of a device of {device_bytes / 2**30:.0f} GiB is {room / 2**30:.1f} GiB, but a "
+            f"replica's weights take {weights / 2**30:.1f} GiB on each of its "
+            f"{task.rollout.tensor_model_parallel_size} devices; raise it, or rollout.tensor_model_parallel_size"
+        )
+    return [
+        replace(item, bytes=room - weights, is_bound=False) if item.name == "rollout: KV cache" else item
+        for item in items
+    ]
 
 
 def rollout_items(
@@ -52,13 +75,20 @@ def rollout_items(
             return [kept]
         return [MemoryItem("rollout: weights", size.parameters * layout.computed, "generate"), kept]
     tensor, computed = rollout.tensor_model_parallel_size, _computed(task, layout)
-    cache = count_kv_cache(size, at_once, longest, computed, tensor)
+    fixed = _fixed_cache(task)
+    cache = count_kv_cache(size, at_once, longest, computed, tensor) if fixed is None else fixed
     weights = -(-size.parameters * computed // tensor)
     phase = _phase(task)
     return [
         MemoryItem("rollout: weights", weights, phase),
-        MemoryItem("rollout: KV cache", cache, phase, is_bound=True),
+        MemoryItem("rollout: KV cache", cache, phase, is_bound=fixed is None),
     ]
+
+
+def _fixed_cache(task: TaskRunner) -> int | None:
+    """Bytes of the cache, where the config says."""
+    size = getattr(task.rollout, "kv_cache_memory_bytes", None)
+    return None if size is None else int(size)
 
 
 def _computed(task: TaskRunner, layout: EngineLayout) -> int:

@@ -1,0 +1,116 @@
+"""The recipes for real models, planned from nothing but the models' config.json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from rollcast.cli.app import build_app
+
+#: Of Qwen2.5's config.json, by size.
+SHAPES: dict[str, dict[str, Any]] = {
+    "0.5B": {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14}
+    | {"num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7B": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+    | {"num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "32B": {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    | {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}
+PARAMETERS = {"0.5B": 494_032_768, "7B": 7_615_616_512, "32B": 32_763_876_352}
+GIB = 2**30
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A model folder of each size, with neither weights nor a tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    common = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768}
+    for name, shape in SHAPES.items():
+        (root / name).mkdir()
+        (root / name / "config.json").write_text(json.dumps(common | shape))
+    return {name: root / name for name in SHAPES}
+
+
+def plan(recipe: str, folder: Path, *changes: str, gib: int = 80) -> Result:
+    needed = [f"model.path={folder}", "data.train_files=[train.parquet]", "placement.device=cuda"]
+    options = ["--skip-data", "--json", "--device-memory", str(gib)]
+    return CliRunner().invoke(build_app(), ["plan", f"recipe={recipe}", *needed, *changes, *options])
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "ranks", "shards", "bytes_each", "tensor"),
+    [
+        ("gsm8k_qwen2_5_0_5b", "0.5B", (1, 1), 1, (4, 4, 8), 1),
+        ("gsm8k_qwen2_5_0_5b_megatron", "0.5B", (2, 1), 2, (2, 4, 12), 1),
+        ("gsm8k_qwen2_5_7b_8gpu", "7B", (8, 8), 8, (4, 4, 8), 2),
+        ("gsm8k_qwen2_5_32b_64gpu", "32B", (64, 4), None, (2, 4, 12), 4),
+        ("gsm8k_qwen2_5_32b_64gpu_fsdp", "32B", (64, 64), 32, (4, 4, 8), 4),
+    ],
+)
+def test_recipes_fit_the_devices_that_they_are_for(
+    folders: dict[str, Path],
+    recipe: str,
+    size: str,
+    ranks: tuple[int, int],
+    shards: int | None,
+    bytes_each: tuple[int, int, int],
+    tensor: int,
+) -> None:
+    result = plan(recipe, folders[size])
+    assert result.exit_code == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert found["notes"] == ["the data files were not read"]
+    assert found["memory"]["parameters"] == PARAMETERS[size]
+    assert found["batch"]["ranks"] == ranks[1]
+    assert sum(found["roles"]["global_pool"]["processes_on_nodes"]) == ranks[0]
+    assert found["roles"]["global_pool"]["roles"] == ["actor", "rollout", "reference"]
+    memory = found["memory"]["pools"]["global_pool"]
+    items = memory["items"]
+    if shards is None:
+        # Two stages share the layers, and each has the embedding or the head; eight ranks share each stage.
+        outside = SHAPES[size]["vocab_size"] * SHAPES[size]["hidden_size"]
+        own = ((PARAMETERS[size] - 2 * outside) / 2 + outside) / 8
+        spread = ranks[1]
+    else:
+        own, spread = PARAMETERS[size] / shards, 1
+    names = ("actor: parameters", "actor: gradients", "actor: optimizer state")
+    expected = [own * bytes_each[0], own * bytes_each[1], own * bytes_each[2] / spread]
+    assert [items[name] for name in names] == pytest.approx(expected, rel=1e-5)
+    assert items["rollout: weights"] == PARAMETERS[size] * 2 // tensor
+    assert memory["fits"] is True
+    assert max(memory["device"].values()) < 0.9 * 80 * GIB
+
+
+def test_a_run_that_does_not_fit_says_which_phase_and_what_would_help(folders: dict[str, Path]) -> None:
+    result = plan("gsm8k_qwen2_5_7b_8gpu", folders["7B"], "placement.n_gpus_per_node=2", gib=80)
+    found = json.loads(result.stdout)
+    assert found["memory"]["pools"]["global_pool"]["fits"] is False
+    (note,) = [note for note in found["notes"] if "does not fit" in note]
+    assert "GiB generating does not fit into 90% of 80 GiB; more devices" in note
+
+
+@pytest.mark.parametrize(
+    ("recipe", "size", "changes", "says"),
+    [
+        (
+            "gsm8k_qwen2_5_0_5b_megatron",
+            "0.5B",
+            ["actor.engine.tensor_model_parallel_size=4", "placement.n_gpus_per_node=4"],
+            "actor.engine.tensor_model_parallel_size is 4, but the model in",
+        ),
+        ("gsm8k_qwen2_5_32b_64gpu", "32B", ["actor.engine.pipeline_model_parallel_size=3"], "sizes that would fit"),
+        ("gsm8k_qwen2_5_32b_64gpu_fsdp", "32B", ["actor.engine.fsdp_size=48"], "fsdp_size is 48"),
+        ("gsm8k_qwen2_5_7b_8gpu", "7B", ["rollout.tensor_model_parallel_size=8"], "28 attention heads"),
+        ("gsm8k_qwen2_5_32b_64gpu", "32B", ["rollout.gpu_memory_utilization=0.1"], "a replica's weights take 15.3 GiB"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(
+    folders: dict[str, Path], recipe: str, size: str, changes: list[str], says: str
+) -> None:
+    result = plan(recipe, folders[size], *changes)
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert says in result.stderr.replace("\n", " ")
