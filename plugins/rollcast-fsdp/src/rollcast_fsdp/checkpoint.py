@@ -28,9 +28,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
-from rollcast_engine.optim import prime_optimizer
-from rollcast_engine.rng import derive_rng, restore_rng
-from rollcast_fsdp.checkpoint_files import (
+from rollcast_engine.checkpoint_files import (
     SHARDS,
     check_shards,
     make_folder,
@@ -40,6 +38,8 @@ from rollcast_fsdp.checkpoint_files import (
     write_summary,
     write_sums,
 )
+from rollcast_engine.optim import prime_optimizer
+from rollcast_engine.rng import derive_rng, restore_rng
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -160,7 +160,7 @@ def save(path: Path, state: EngineState) -> None:
     _agree(problem, f"checkpoint {path} could not be written", state)
     if state.rank == 0:
         try:
-            write_summary(path, state.summary())
+            write_summary(path, "fsdp", state.summary())
         except OSError as error:
             problem = f"rank 0: {error}"
     _agree(problem, f"checkpoint {path} could not be written", state)
@@ -193,7 +193,7 @@ def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) 
             problem = f"rank {rank}: {_reason(error)}"
         _agree(problem, f"checkpoint {path} could not be written", state, group)
         if rank == 0:
-            write_summary(path, summary)
+            write_summary(path, "fsdp", summary)
 
     executor = ThreadPoolExecutor(1, "checkpoint")
     written = executor.submit(finish)
@@ -222,7 +222,7 @@ def load(path: Path, state: EngineState) -> int:
     summary: dict[str, Any] = {}
     problem = ""
     try:
-        summary = read_summary(path)
+        summary = read_summary(path, "fsdp")
         _compare(path, summary, state)
         rng = _find_rng(path, summary, state)
         check_shards(path, int(summary["world_size"]), state.rank, state.world_size)

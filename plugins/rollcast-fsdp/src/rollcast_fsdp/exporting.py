@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 from rollcast.contracts.model_weights import write_adapter
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CheckpointError, ConfigError
+from rollcast_engine.checkpoint_files import check_shards, read_summary
 from rollcast_engine.export import build_skeleton, write_folder
 from rollcast_engine.hf import parameters_by_name
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.checkpoint import read_tensors
-from rollcast_fsdp.checkpoint_files import check_shards, read_summary
 from rollcast_fsdp.loading import VALUE_HEAD, match_names
 from rollcast_fsdp.lora import Adapter, merge_pair
 
@@ -52,7 +52,7 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, output: Path) -> Non
         CheckpointError: the checkpoint is incomplete, corrupt, or of another engine or model, or the folder cannot
             be written.
     """
-    summary = read_summary(checkpoint)
+    summary = read_summary(checkpoint, "fsdp")
     check_shards(checkpoint, int(summary["world_size"]), 0, 1)
     model_type, described = summary["model_type"], summary["adapter"]
     if described is None:

@@ -37,15 +37,20 @@ def rng_file(path: Path, rank: int) -> Path:
     return path / "rng" / f"rank_{rank}.pt"
 
 
-def make_folder(path: Path, rank: int) -> None:
+def make_folder(path: Path, rank: int, rng: dict[str, Any] | None = None) -> None:
     """Make the folder, with this rank's random state in it.
+
+    Args:
+        path: of the checkpoint.
+        rank: this process's.
+        rng: its random state, of tensors and numbers; None for what :func:`capture_rng` gives.
 
     Raises:
         OSError, RuntimeError: it cannot be written.
     """
     for name in ("rng", "sums"):
         (path / name).mkdir(parents=True, exist_ok=True)
-    torch.save(capture_rng(), rng_file(path, rank))
+    torch.save(capture_rng() if rng is None else rng, rng_file(path, rank))
 
 
 def read_rng(file: Path) -> dict[str, Any]:
@@ -97,14 +102,14 @@ def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
             raise CheckpointError(f"{shard} is corrupt: its checksum is not that of what was written")
 
 
-def write_summary(path: Path, summary: dict[str, Any]) -> None:
-    """Write ``engine.json``, by which a checkpoint is complete."""
-    text = json.dumps({"format": FORMAT, "engine": "fsdp", **summary}, indent=1)
+def write_summary(path: Path, engine: str, summary: dict[str, Any]) -> None:
+    """Write ``engine.json`` of an engine by its name, by which a checkpoint is complete."""
+    text = json.dumps({"format": FORMAT, "engine": engine, **summary}, indent=1)
     (path / _SUMMARY).write_text(text + "\n", encoding="utf-8")
 
 
-def read_summary(path: Path) -> dict[str, Any]:
-    """What :func:`write_summary` wrote.
+def read_summary(path: Path, engine: str) -> dict[str, Any]:
+    """What :func:`write_summary` wrote for that engine.
 
     Raises:
         CheckpointError: there is no checkpoint, it is incomplete, or of another engine or format.
@@ -118,8 +123,8 @@ def read_summary(path: Path) -> dict[str, Any]:
         summary = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(summary, dict) or summary.get("engine") != "fsdp":
-        raise CheckpointError(f"{file} is not of the fsdp engine")
+    if not isinstance(summary, dict) or summary.get("engine") != engine:
+        raise CheckpointError(f"{file} is not of the {engine} engine")
     if summary.get("format") != FORMAT:
         raise CheckpointError(f"{file} has format {summary.get('format')}; this version reads format {FORMAT}")
     if not (path / SHARDS / ".metadata").is_file():
