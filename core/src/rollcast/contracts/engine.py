@@ -21,7 +21,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
@@ -82,6 +82,10 @@ class ModelConfig:
     def trains_adapter(self) -> bool:
         """Whether what trains is a LoRA adapter."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
+
+    def without_adapter(self) -> ModelConfig:
+        """The same model, to be trained itself, or not at all."""
+        return replace(self, lora_rank=0, lora_adapter_path=None)
 
 
 @dataclass(frozen=True)

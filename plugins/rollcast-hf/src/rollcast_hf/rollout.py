@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
+from rollcast.contracts.model_weights import ModelWeights, check_adapter
 from rollcast.contracts.requests import ModelLimits
 from rollcast.contracts.rollout import (
     BaseRollout,
@@ -28,7 +29,9 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
     WeightReport,
 )
+from rollcast.contracts.weights import AdapterWeights, WeightTally
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
+from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError, WeightUpdateError
 from rollcast_hf.model import build_model, load_model, read_limits
@@ -55,7 +58,7 @@ class HfRollout(BaseRollout):
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        modes=frozenset(RolloutMode), in_process=True, abort=True, seeds=True, continuous_batching=False
+        modes=frozenset(RolloutMode), in_process=True, abort=True, lora=True, seeds=True, continuous_batching=False
     )
     config_schema: ClassVar[type] = HfRolloutConfig
 
@@ -73,6 +76,8 @@ class HfRollout(BaseRollout):
         self._engine_size = (0, 0)
         self._limits: ModelLimits | None = None
         self._own: nn.Module | None = None
+        self._adapter = AdapterHooks()
+        self._weights: ModelWeights | None = None
         self._unusable: RollcastError | None = None
         self._queue: deque[Job] = deque()
         self._batch: list[Job] = []
@@ -116,6 +121,7 @@ class HfRollout(BaseRollout):
         if self._engine is not None:
             raise CapabilityError("the rollout generates with an engine's own module, so its weights come from there")
         async with self._turn:
+            self._adapter.remove()
             if self._own is None:
                 self._own = build_model(self.setup.model_path)
             try:
@@ -127,6 +133,37 @@ class HfRollout(BaseRollout):
                 raise
             self._version, self._unusable = version, None
         return report
+
+    async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        """Put a LoRA adapter beside the rollout's own copy of the model, in place of the one before.
+
+        The batch that runs is finished without it first.
+
+        Raises:
+            CapabilityError: an engine is bound, which has its own.
+            WeightUpdateError: the adapter is not of the model; names a tensor. Until an update succeeds, nothing is
+                generated.
+        """
+        if self._engine is not None:
+            raise CapabilityError("the rollout generates with an engine's own module, which has its adapter inside")
+        async with self._turn:
+            tally = WeightTally([list(adapter.tensors.items())])
+            for _ in tally:
+                pass
+            try:
+                if self._weights is None:
+                    self._weights = ModelWeights.of(self.setup.model_path)
+                check_adapter(adapter, self._weights)
+                if self._own is None:
+                    self._own = load_model(self.setup.model_path)
+                self._adapter.attach(self._own, adapter)
+            except RollcastError as error:
+                self._unusable = WeightUpdateError(
+                    f"the update of the adapter to version {version} failed: {error}", getattr(error, "tensor", "")
+                )
+                raise
+            self._version, self._unusable = version, None
+        return tally.report(version)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt, together with whatever else is queued.

@@ -52,6 +52,20 @@ class CriticWorker(Worker):
         self.critic.engine.save_checkpoint(Path(path) / "critic")
 
     @register(dispatch_mode="one_to_all")
+    def start_checkpoint(self, path: str) -> None:
+        """The same, but what can be written meanwhile is; see :meth:`finish_checkpoint`."""
+        self.critic.engine.start_checkpoint(Path(path) / "critic")
+
+    @register(dispatch_mode="one_to_all")
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Whether all that :meth:`start_checkpoint` began is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self.critic.engine.finish_checkpoint(wait)
+
+    @register(dispatch_mode="one_to_all")
     def load_checkpoint(self, path: str) -> None:
         """Take back what :meth:`save_checkpoint` wrote.
 

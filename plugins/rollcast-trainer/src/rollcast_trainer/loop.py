@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
@@ -28,6 +29,7 @@ from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.sampling import Sampler
+from rollcast_trainer.saving import CheckpointSaver
 from rollcast_trainer.schemas import TrainerConfig
 from rollcast_trainer.seeds import RowSeeds
 from rollcast_trainer.task_runner import TaskRunner
@@ -72,6 +74,7 @@ class LoopTrainer(BaseTrainer):
         batches, val_batches, scorer: data and reward; set by :meth:`setup`.
         groups: the workers by role; ``group`` is the actor's. Set by :meth:`setup`.
         sampler: what generates with the actor's weights; set by :meth:`setup`.
+        saver: what writes the checkpoints; set by :meth:`setup`.
         meter: what a step's passes cost; set by :meth:`setup`.
 
     Args:
@@ -88,6 +91,7 @@ class LoopTrainer(BaseTrainer):
     scorer: RewardScorer
     groups: dict[Role, WorkerGroup]
     sampler: Sampler
+    saver: CheckpointSaver
     meter: StepMeter
     group: WorkerGroup
 
@@ -174,6 +178,8 @@ class LoopTrainer(BaseTrainer):
         self.group = next(iter(self.groups.values()))
         self.sampler = task.start_sampler(self.groups)
         self.meter = StepMeter(self.groups, self.model_paths(), task.model.trust_remote_code)
+        trained = [group for role, group in self.groups.items() if role.trains]
+        self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce)
         if task.start_step:
             self._resume(task.start_step)
 
@@ -187,6 +193,8 @@ class LoopTrainer(BaseTrainer):
                 self._run()
         except BaseException as raised:
             error = raised
+            if isinstance(raised, Exception):
+                self.saver.rescue()
             self.task.emit("on_exception", trainer=self, error=raised)
             raise
         finally:
@@ -204,8 +212,10 @@ class LoopTrainer(BaseTrainer):
                 metrics = self.validate()
             self._report(metrics)
         while not self._is_complete():
+            self.saver.settle()
             with mark(f"step {self.step + 1}"):
                 self._one_step()
+        self.saver.settle(wait=True)
         if self.task.trainer.export:
             self.export()
 
@@ -329,10 +339,10 @@ class LoopTrainer(BaseTrainer):
             self.group.export(str(folder.resolve()))
 
     def save_checkpoint(self) -> None:
-        """Write ``checkpoints/step_N``, complete or not at all.
+        """Write ``checkpoints/step_N``, complete or not at all; with ``trainer.async_save`` while training goes on.
 
         Raises:
-            CheckpointError: it cannot be written; the earlier ones are whole.
+            CheckpointError: it cannot be written, or the one before could not; the earlier ones are whole.
         """
         has_best = self.best_accuracy > float("-inf")
         state: dict[str, Any] = {
@@ -342,12 +352,10 @@ class LoopTrainer(BaseTrainer):
             "accuracy": self.metrics.get("val/accuracy"),
             "trainer": self.state_dict(),
         }
-        with self.task.checkpoints.writing(self.step, state) as folder:
-            for role, group in self.groups.items():
-                if role.trains:
-                    group.save_checkpoint(str(folder.resolve()))
-        path = self.task.checkpoints.path(self.step)
-        self.task.emit("on_checkpoint_saved", trainer=self, step=self.step, path=str(path))
+        self.saver.save(self.step, state)
+
+    def _announce(self, step: int, path: Path) -> None:
+        self.task.emit("on_checkpoint_saved", trainer=self, step=step, path=str(path))
 
     def _resume(self, step: int) -> None:
         state = self.task.checkpoints.load_state(step)

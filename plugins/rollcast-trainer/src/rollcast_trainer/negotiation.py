@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
@@ -22,6 +22,7 @@ class Choice:
         mode: of the rollout.
         weight_sync: registry name.
         tensor_parallel: devices of one replica.
+        trains_adapter: what trains is a LoRA adapter.
     """
 
     engine: str
@@ -29,6 +30,7 @@ class Choice:
     mode: str
     weight_sync: str
     tensor_parallel: int = 1
+    trains_adapter: bool = False
 
     def __str__(self) -> str:
         return (
@@ -78,6 +80,10 @@ def _problem(
         return "a rollout in the engine's process has no rollout.tensor_model_parallel_size of its own"
     if choice.tensor_parallel > 1 and not rollout.tensor_parallel:
         return f"rollout {choice.rollout!r} has no tensor parallelism (rollout.tensor_model_parallel_size)"
+    if choice.trains_adapter and not engine.lora:
+        return f"engine {choice.engine!r} trains no adapters (model.lora_rank, model.lora_adapter_path)"
+    if choice.trains_adapter and not sync.same_process and not rollout.lora:
+        return f"rollout {choice.rollout!r} takes no adapters (model.lora_rank, model.lora_adapter_path)"
     return None
 
 
@@ -89,7 +95,7 @@ def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabil
     for size in sizes:
         for mode in modes:
             for name in names:
-                candidate = Choice(choice.engine, choice.rollout, mode, name, size)
+                candidate = replace(choice, mode=mode, weight_sync=name, tensor_parallel=size)
                 try:
                     sync = weight_syncs.get(name).capabilities
                 except PluginError:  # broken, and not asked for

@@ -18,7 +18,8 @@ class RefWorker(Worker):
 
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
-        self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference)
+        plain = replace(setup, model=setup.model.without_adapter())
+        self.ref = TrainingWorker(plain, frozen=True, offload=setup.offload_reference)
 
     @register(dispatch_mode="one_to_all")
     def init_model(self) -> None:

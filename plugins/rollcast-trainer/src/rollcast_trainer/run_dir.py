@@ -52,6 +52,7 @@ _FREE = (
     "trainer.log_val_generations",
     "trainer.max_ckpt_to_keep",
     "trainer.keep_best_ckpt",
+    "trainer.async_save",
     "trainer.resume_mode",
     "trainer.export",
     "trainer.stop_at_accuracy",

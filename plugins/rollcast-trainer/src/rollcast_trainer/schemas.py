@@ -217,6 +217,7 @@ class TrainerConfig:
         max_ckpt_to_keep: checkpoints that are kept, the newest; -1 for all.
         keep_best_ckpt: keep the one with the highest ``val/accuracy`` beside those, where a validation
             was due with a checkpoint.
+        async_save: write checkpoints while training goes on, from a copy in host memory.
         resume_mode: ``auto`` goes on from the newest checkpoint in ``run_dir``, ``disable`` sets an
             earlier run in ``run_dir`` aside and starts anew.
         warm_start: recipe that is trained first, in ``run_dir/warm_start``; the model that it
@@ -239,6 +240,7 @@ class TrainerConfig:
     log_val_generations: int = -1
     max_ckpt_to_keep: int = -1
     keep_best_ckpt: bool = True
+    async_save: bool = False
     resume_mode: str = "auto"
     warm_start: str | None = None
     export: bool = False

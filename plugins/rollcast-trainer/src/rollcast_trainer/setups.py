@@ -10,7 +10,7 @@ __all__ = ["value_setup"]
 
 
 def value_setup(actor: WorkerSetup, path: str | None, rows: int | None) -> WorkerSetup:
-    """Of a frozen model that gives values.
+    """Of a frozen model that gives values, without the policy's adapter.
 
     Args:
         actor: the actor's setup.
@@ -22,7 +22,7 @@ def value_setup(actor: WorkerSetup, path: str | None, rows: int | None) -> Worke
     random_init = actor.model.random_init and path is None
     return replace(
         actor,
-        model=replace(actor.model, path=path or actor.model.path, random_init=random_init),
+        model=replace(actor.model.without_adapter(), path=path or actor.model.path, random_init=random_init),
         optim=None,
         rollout=None,
         loss_function=None,

@@ -39,6 +39,7 @@ from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
+from rollcast_trainer.adapters import take_adapters
 from rollcast_trainer.negotiation import Choice, check_choice, check_places
 from rollcast_trainer.placing import build_pools
 from rollcast_trainer.profiling.stepper import StepProfiler, find_step_profiler
@@ -93,6 +94,7 @@ class TaskRunner:
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
         self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
+        take_adapters(self.rollout, self.model)
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         self._runtime_class: Any = runtimes.get(self.runtime_config.name)
@@ -114,7 +116,8 @@ class TaskRunner:
     def _choice(self) -> Choice:
         rollout = self.rollout
         size = rollout.tensor_model_parallel_size
-        return Choice(self.engine.name, rollout.name, rollout.mode, rollout.weight_sync, size)
+        trains_adapter = self.model.trains_adapter
+        return Choice(self.engine.name, rollout.name, rollout.mode, rollout.weight_sync, size, trains_adapter)
 
     def section(self, path: str, schema: type) -> Any:
         """A section of the config as an instance of its dataclass.

@@ -50,7 +50,8 @@ class WorkerSetup:
         optim: None for a worker that never trains.
         rollout: the rollout's config, or None for a worker that never generates.
         loss_function: what ``update_actor`` minimises.
-        has_reference: keep a frozen copy of the initial model.
+        has_reference: keep a frozen copy of the initial model. Not needed where an adapter trains: there the
+            actor without it is the reference.
         offload_reference: keep that copy in host memory between passes.
         forward, infer: how batches go through the model when training, and when only computing.
     """
@@ -197,7 +198,8 @@ class ActorRolloutRefWorker(Worker):
     def __init__(self, setup: WorkerSetup) -> None:
         self.setup = setup
         self.actor = TrainingWorker(setup)
-        self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference) if setup.has_reference else None
+        needs_copy = setup.has_reference and not setup.model.trains_adapter
+        self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference) if needs_copy else None
         self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
@@ -211,8 +213,8 @@ class ActorRolloutRefWorker(Worker):
             if part is not None:
                 part.init_model()
         engine = self.actor.engine
-        if self.ref is not None and self.setup.forward.vocabulary_kl is not None:
-            engine.set_reference(self.ref.engine)
+        if self.setup.has_reference and self.setup.forward.vocabulary_kl is not None:
+            engine.set_reference(engine if self.ref is None else self.ref.engine)
         self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
         seed = self.setup.seed * 1_000_003 + engine.get_data_parallel_rank()
         _seed_process(seed)
@@ -255,12 +257,16 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
-        if self.ref is None:
+        if not self.setup.has_reference:
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
             )
         plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
-        output = self.ref.infer_batch(data, plain)
+        if self.ref is not None:
+            output = self.ref.infer_batch(data, plain)
+        else:
+            with self.actor.engine.disable_adapter():
+                output = self.actor.infer_batch(data, plain)
         return output.rename({"log_probs": "ref_log_prob"})
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
@@ -323,8 +329,25 @@ class ActorRolloutRefWorker(Worker):
         Raises:
             CheckpointError: something could not be written.
         """
-        folder = Path(path)
-        self.actor.engine.save_checkpoint(folder / "actor")
+        self.actor.engine.save_checkpoint(Path(path) / "actor")
+        self._save_rollout(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def start_checkpoint(self, path: str) -> None:
+        """The same, but what can be written meanwhile is; see :meth:`finish_checkpoint`."""
+        self.actor.engine.start_checkpoint(Path(path) / "actor")
+        self._save_rollout(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Whether all that :meth:`start_checkpoint` began is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self.actor.engine.finish_checkpoint(wait)
+
+    def _save_rollout(self, folder: Path) -> None:
         if self.rollout is None:
             return
         try:

@@ -1,0 +1,52 @@
+"""A run that trains a LoRA adapter: what follows from it for the rollout."""
+
+from __future__ import annotations
+
+import json
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollcast.contracts.engine import ModelConfig
+
+__all__ = ["adapter_rank", "take_adapters"]
+
+logger = logging.getLogger(__name__)
+#: Engines have kernels for powers of two from here on.
+_SMALLEST_RANK = 8
+
+
+def adapter_rank(model: ModelConfig) -> int:
+    """The rank of the adapter that ``model`` trains; 0 if it trains none.
+
+    Raises:
+        ConfigError: ``model.lora_adapter_path`` holds no adapter.
+    """
+    if model.lora_adapter_path is None:
+        return model.lora_rank
+    file = Path(model.lora_adapter_path) / "adapter_config.json"
+    try:
+        return int(json.loads(file.read_text(encoding="utf-8"))["r"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ConfigError(
+            f"model.lora_adapter_path: {file} cannot be read ({error}); give a folder that PEFT wrote"
+        ) from error
+
+
+def take_adapters(rollout: Any, model: ModelConfig) -> None:
+    """Have a rollout take the adapter that the engine trains, if it has to be told to.
+
+    Args:
+        rollout: the config's section, which is changed: ``enable_lora`` and ``max_lora_rank``, if it has them.
+        model: what trains.
+    """
+    rank = adapter_rank(model)
+    if not model.trains_adapter or not hasattr(rollout, "enable_lora"):
+        return
+    needed = max(_SMALLEST_RANK, 1 << (rank - 1).bit_length())
+    if not rollout.enable_lora or rollout.max_lora_rank < needed:
+        rollout.enable_lora, rollout.max_lora_rank = True, max(rollout.max_lora_rank, needed)
+        logger.info("model.lora_rank=%d sets rollout.enable_lora=true, max_lora_rank=%d", rank, rollout.max_lora_rank)
