@@ -19,9 +19,9 @@ WHITEN_EPSILON = 1e-8
 
 
 _LANES = 128
-#: Elements that are worked on at a time on a CPU, so that intermediate results use the same memory again. Not
+#: Elements that are worked on at a time on a CPU, so that intermediate results stay in the cache. Not
 #: fewer: at the end of each operation all threads wait for the last, which takes long where others are busy.
-_BLOCK = 1 << 22
+_BLOCK = 1 << 20
 
 
 class Rows:
