@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollcast.contracts.engine import EngineSetup
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import ConfigError
@@ -18,9 +20,12 @@ def check_engine(trainer: LoopTrainer) -> None:
     Raises:
         ConfigError: of the engine.
     """
-    task = trainer.task
+    task, optim = trainer.task, trainer.task.actor.optim
+    # The trainer fills the schedule's length in when it has read the data.
+    steps = max(optim.total_training_steps, task.trainer.total_steps or -1)
+    known = replace(optim, total_training_steps=steps) if steps > 0 else None
     context = WorkerContext(world_size=task.world_size)
-    task.engine_class(EngineSetup("language_model", task.model, task.engine, task.actor.optim, context))
+    task.engine_class(EngineSetup("language_model", task.model, task.engine, known, context))
 
 
 def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
