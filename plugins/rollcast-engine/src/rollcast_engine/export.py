@@ -65,8 +65,9 @@ def _write(
     first = next(tensors, None)
     if first is None:
         raise CheckpointError(f"{path} cannot be written: there are no weights")
-    tensors = itertools.chain([first], tensors)
     dtype = first[1].dtype
+    tensors = itertools.chain([first], tensors)
+    del first  # the tensor is to live no longer than any other
     skeleton = build_skeleton(model, model_type, dtype)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -99,6 +100,7 @@ def _write_tensors(path: Path, skeleton: nn.Module, tensors: Iterator[tuple[str,
     try:
         for name, tensor in tensors:
             writer.write(name, tensor)
+            del tensor
         writer.finish()
     finally:
         writer.close()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
-    from rollcast_fsdp.lora import Adapter
+    from rollcast_fsdp.lora import Adapter, LoraPair
     from rollcast_fsdp.sharding import Sharding
 
 __all__ = ["ModelTensors"]
@@ -58,13 +58,16 @@ class ModelTensors:
         if self.adapter is None:
             yield from self.gather()
             return
-        everything = self._all()
+        everything, pairs = self._all(), self.adapter.pairs
         for name, tensor in self.base().items():
-            whole, pair = full_tensor(tensor, self.device), self.adapter.pairs.get(name)
-            if pair is not None:
-                a, b = (full_tensor(everything[half], self.device) for half in (pair.a, pair.b))
-                whole = merge_pair(whole, a, b, pair.scaling)
-            yield name, whole
+            yield name, self._merge(tensor, pairs.get(name), everything)
+
+    def _merge(self, tensor: Tensor, pair: LoraPair | None, everything: dict[str, Tensor]) -> Tensor:
+        whole = full_tensor(tensor, self.device)
+        if pair is None:
+            return whole
+        a, b = (full_tensor(everything[half], self.device) for half in (pair.a, pair.b))
+        return merge_pair(whole, a, b, pair.scaling)
 
     def gather_adapter(self) -> AdapterWeights | None:
         """The adapter, whole, by PEFT's names; None without one."""
