@@ -19,7 +19,6 @@ from rollcast.contracts.engine import (
     OptimConfig,
 )
 from rollcast.controller.worker import WorkerContext
-from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import random_batch
 from rollcast_engine.rng import capture_rng
@@ -46,12 +45,6 @@ def value_loss(inputs: LossInputs) -> LossOutput:
     assert inputs.values is not None
     loss = ((inputs.values - 1.0) ** 2 * inputs.response_mask).sum() / inputs.denominators.tokens
     return LossOutput(loss, {"value": loss.detach()})
-
-
-def broken(inputs: LossInputs) -> LossOutput:
-    """A loss that is not a number."""
-    assert inputs.log_probs is not None
-    return LossOutput(inputs.log_probs.sum() * float("nan"))
 
 
 def build(
@@ -108,30 +101,6 @@ def train(
 
 def dict_of(data: DataProto) -> dict[str, Tensor]:
     return {name: data[name] for name in data.keys()}  # noqa: SIM118
-
-
-def refused(context: WorkerContext, folder: Path, splits: list[int], settings: ForwardSettings) -> str:
-    """The error's text of an inference that must fail on every rank, and then one that works."""
-    engine = build(context, folder)
-    data = share(context, splits)
-    try:
-        engine.infer_batch(data, settings)
-    except RollcastError as error:
-        engine.infer_batch(data, ForwardSettings())
-        return str(error)
-    return ""
-
-
-def skip(context: WorkerContext, folder: Path) -> dict[str, Any]:
-    """A step that must be skipped, and the next that must not."""
-    engine = build(context, folder)
-    data = share(context, [2, 2])
-    before = weights(engine)
-    with engine.train_mode():
-        bad = engine.train_batch(data, broken, ForwardSettings())
-        same = all(torch.equal(before[name], tensor) for name, tensor in weights(engine).items())
-        good = engine.train_batch(data, nll, ForwardSettings())
-    return {"bad": bad, "same": same, "good": good}
 
 
 def step_once(engine: FsdpEngine, context: WorkerContext, seed: int) -> None:

@@ -1,19 +1,45 @@
-"""The core's conformance suite on this engine, in the ways that one rank can hold a model."""
+"""The core's conformance suite on this engine: on one rank in each way to hold a model, and on several."""
 
 from __future__ import annotations
 
 from typing import ClassVar
 
-from rollcast.testing import EngineSuite
+from rollcast.testing import EngineSuite, Layout
+
+PACKS = {"use_remove_padding": True}
 
 
 class TestFsdpEngine(EngineSuite):
     name = "fsdp"
+    packing_config: ClassVar = PACKS
+    layouts: ClassVar = {
+        "two ranks": Layout(2),
+        "two ranks of one sequence": Layout(2, {"ulysses_sequence_parallel_size": 2, **PACKS}),
+        "four ranks": Layout(4, {"use_fused_kernels": True, "forward_prefetch": True, **PACKS}),
+        "two copies on two ranks": Layout(4, {"fsdp_size": 2}),
+        "two copies, two ranks a sequence": Layout(
+            4,
+            {
+                "fsdp_size": 2,
+                "ulysses_sequence_parallel_size": 2,
+                "use_fused_kernels": True,
+                "enable_gradient_checkpointing": True,
+                **PACKS,
+            },
+        ),
+    }
 
 
-class TestFsdpEngineThatOffloads(EngineSuite):
+class TestFsdpEngineThatSavesMemory(EngineSuite):
     name = "fsdp"
-    engine_config: ClassVar = {"param_offload": True, "optimizer_offload": True, "enable_gradient_checkpointing": True}
+    engine_config: ClassVar = {
+        "param_offload": True,
+        "optimizer_offload": True,
+        "enable_gradient_checkpointing": True,
+        "enable_activation_offload": True,
+        "use_fused_kernels": True,
+    }
+    packing_config: ClassVar = PACKS
 
 
 class TestFsdpEngineThatSharesPrompts(EngineSuite):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from rollcast.testing.advantage import AdvantageSuite
     from rollcast.testing.dispatch import DispatchSuite
     from rollcast.testing.engine import EngineSuite
+    from rollcast.testing.engine_ranks import Layout
     from rollcast.testing.policy_loss import PolicyLossSuite
     from rollcast.testing.reward import RewardManagerSuite, RewardSuite
     from rollcast.testing.rollout import RolloutSuite
@@ -26,6 +27,7 @@ _EXPORTS = {
     "AdvantageSuite": "rollcast.testing.advantage",
     "DispatchSuite": "rollcast.testing.dispatch",
     "EngineSuite": "rollcast.testing.engine",
+    "Layout": "rollcast.testing.engine_ranks",
     "PolicyLossSuite": "rollcast.testing.policy_loss",
     "RewardManagerSuite": "rollcast.testing.reward",
     "RewardSuite": "rollcast.testing.reward",
@@ -36,6 +38,7 @@ __all__ = [
     "AdvantageSuite",
     "DispatchSuite",
     "EngineSuite",
+    "Layout",
     "PolicyLossSuite",
     "RewardManagerSuite",
     "RewardSuite",

@@ -14,8 +14,11 @@ import torch
 from rollcast.contracts.engine import LossInputs, LossOutput
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch import Tensor
 
+    from rollcast.contracts.engine import OptimConfig
     from rollcast.protocol import DataProto
 
 __all__ = [
@@ -26,6 +29,7 @@ __all__ = [
     "nll_loss",
     "plain_log_probs",
     "plain_model",
+    "plain_training",
     "plain_weights",
     "random_batch",
     "tiny_model_folder",
@@ -209,6 +213,30 @@ def plain_log_probs(module: Any, batch: DataProto, temperature: float = 1.0) -> 
         log_probs.append(torch.nn.functional.pad(chosen, padding) * mask[row])
         entropies.append(torch.nn.functional.pad(entropy, padding) * mask[row])
     return torch.stack(log_probs), torch.stack(entropies)
+
+
+def plain_training(module: Any, batches: Sequence[DataProto], optim: OptimConfig) -> list[tuple[float, float, float]]:
+    """Steps of AdamW on ``module`` by :func:`nll_loss`, each on a whole batch; loss, gradient norm and rate of each.
+
+    Args:
+        module: of :func:`plain_model`; put into training mode.
+        batches: one a step.
+        optim: rate, warm-up (then constant), eps, weight decay and clipping are taken from it.
+    """
+    module.train()
+    adamw = torch.optim.AdamW(module.parameters(), lr=optim.lr, eps=optim.eps, weight_decay=optim.weight_decay)
+    steps = []
+    for step, data in enumerate(batches):
+        rate = optim.lr * min(1.0, (step + 1) / max(optim.lr_warmup_steps, 1))
+        adamw.param_groups[0]["lr"] = rate
+        adamw.zero_grad()
+        log_probs, _ = plain_log_probs(module, data)
+        loss = -log_probs.sum() / data["response_mask"].sum()
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(module.parameters(), optim.clip_grad)
+        adamw.step()
+        steps.append((float(loss.detach()), float(norm), rate))
+    return steps
 
 
 def plain_weights(module: Any) -> dict[str, Tensor]:

@@ -340,7 +340,7 @@ class FsdpEngine(BaseEngine):
         is_writer = self.setup.context.rank == 0
         export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
         if self.sharding is not None:
-            torch.distributed.barrier(group=self.get_data_parallel_group())
+            torch.distributed.barrier()
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
