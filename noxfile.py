@@ -32,7 +32,7 @@ QUICKSTART = "rollcast-quickstart"
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
-    *("fsdp_step", "packing", "logprob_memory"),
+    *("fsdp_step", "packing", "logprob_memory", "export"),
 )
 #: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
 VERL_NEEDS = [
