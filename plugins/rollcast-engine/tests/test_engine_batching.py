@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rollcast.contracts.engine import ForwardSettings
 from rollcast.testing.tiny import random_batch
-from rollcast_engine.batching import plan_batch, tensor_columns
+from rollcast_engine.batching import BatchPlan, plan_batch, tensor_columns
 
 
 def test_a_token_budget_bounds_padded_tokens() -> None:
@@ -23,3 +25,62 @@ def test_a_token_budget_bounds_padded_tokens() -> None:
         kept = batch["input_ids"][part.rows][batch["attention_mask"][part.rows] > 0]
         assert torch.equal(ids[mask > 0], kept)
         assert torch.equal(part.columns["prompts"], ids[:, : -part.responses.size(1)])
+
+
+def _packed_plan(lengths: list[int], budget: int) -> BatchPlan:
+    """A plan for rows of so many tokens, at least 2 each: half prompt, half response."""
+    width = max(lengths)
+    prompts = torch.tensor([length // 2 for length in lengths]).unsqueeze(1)
+    counts = torch.tensor(lengths).unsqueeze(1)
+    column = torch.arange(2 * width)
+    attention = ((column >= width - prompts) & (column < width - prompts + counts)).long()
+    columns = {
+        "input_ids": attention,
+        "attention_mask": attention,
+        "position_ids": attention,
+        "responses": attention[:, width:],
+        "response_mask": attention[:, width:],
+    }
+    return plan_batch(columns, ForwardSettings(max_token_len_per_gpu=budget), packs=True)
+
+
+@given(
+    lengths=st.lists(st.integers(2, 40), min_size=1, max_size=30),
+    budget=st.integers(40, 120),
+    more=st.integers(0, 12),
+)
+def test_packs_are_balanced_within_the_budget(lengths: list[int], budget: int, more: int) -> None:
+    plan = _packed_plan(lengths, budget)
+    loads = [sum(lengths[row] for row in rows.tolist()) for rows in plan.groups]
+    assert plan.longest == max(lengths)
+    assert max(loads) <= budget
+    assert len(loads) <= 2 * -(-sum(lengths) // budget)  # no two of them would fit into one
+    wanted = len(plan) + more
+    split = plan.split_to(wanted)
+    assert len(split) == min(wanted, len(lengths))
+    assert sorted(torch.cat(split.groups).tolist()) == list(range(len(lengths)))
+    assert max(sum(lengths[row] for row in rows.tolist()) for rows in split.groups) <= budget
+
+
+def test_packs_of_a_batch_are_about_equal() -> None:
+    lengths = [250, 8, 9, 240, 30, 12, 100, 8, 75, 60, 11, 9]
+    plan = _packed_plan(lengths, 300)
+    loads = [sum(lengths[row] for row in rows.tolist()) for rows in plan.groups]
+    assert len(loads) == 3
+    assert max(loads) - min(loads) <= 10
+
+
+def test_packs_by_rows_mix_long_and_short() -> None:
+    batch = random_batch(11, 12, 20, seed=4)
+    settings = ForwardSettings(micro_batch_size_per_gpu=4)
+    packed, padded = (plan_batch(tensor_columns(batch), settings, packs=packs) for packs in (True, False))
+    for plan in (packed, padded):
+        assert sorted(torch.cat(plan.groups).tolist()) == list(range(11))
+        assert max(map(len, plan.groups)) <= 4
+    assert packed.split_to(9) is packed
+    lengths = batch["attention_mask"].sum(1)
+    spread = [
+        max(loads) - min(loads)
+        for loads in ([int(lengths[rows].sum()) for rows in p.groups[:2]] for p in (packed, padded))
+    ]
+    assert spread[0] < spread[1]

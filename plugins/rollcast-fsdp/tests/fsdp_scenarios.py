@@ -58,7 +58,17 @@ def build(
 ) -> FsdpEngine:
     optim = (optim or OptimConfig(lr=1e-2, clip_grad=0.5, eps=EPS)) if trained else None
     model = ModelConfig(path=str(folder), random_init=random_init)
-    engine = FsdpEngine(EngineSetup(model_type, model, FsdpConfig(**keys), optim, context, seed=3))
+    return build_model(context, model, FsdpConfig(**keys), optim, model_type)
+
+
+def build_model(
+    context: WorkerContext,
+    model: ModelConfig,
+    config: FsdpConfig,
+    optim: OptimConfig | None = None,
+    model_type: ModelType = "language_model",
+) -> FsdpEngine:
+    engine = FsdpEngine(EngineSetup(model_type, model, config, optim, context, seed=3))
     engine.initialize()
     return engine
 
@@ -214,11 +224,16 @@ def full_kl(inputs: LossInputs) -> LossOutput:
 
 
 def compare(
-    context: WorkerContext, folder: Path, other: Path, splits: list[int], offload: bool = False
+    context: WorkerContext,
+    folder: Path,
+    other: Path,
+    splits: list[int],
+    offload: bool = False,
+    keys: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Two steps towards a second model, by the whole vocabulary, with inference between."""
-    engine = build(context, folder)
-    engine.set_reference(build(context, other, trained=False, param_offload=offload))
+    engine = build(context, folder, **(keys or {}))
+    engine.set_reference(build(context, other, trained=False, param_offload=offload, **(keys or {})))
     settings = ForwardSettings(micro_batch_size_per_gpu=1, vocabulary_kl="exact")
     kl_penalties.register("exact", exact)
     history = []
