@@ -32,7 +32,7 @@ QUICKSTART = "rollcast-quickstart"
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
-    *("fsdp_step", "packing", "logprob_memory", "export"),
+    *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export"),
 )
 #: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
 VERL_NEEDS = [
@@ -200,7 +200,7 @@ def types(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The controller and the quick start's step against what the machine can do; the rest."""
-    install(session, requirements(QUICKSTART), "psutil")
+    install(session, requirements(QUICKSTART) | requirements("rollcast-megatron"), "psutil")
     for name in chosen(session, *BENCHMARKS):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 

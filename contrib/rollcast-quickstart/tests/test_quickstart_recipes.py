@@ -28,7 +28,12 @@ def settings(recipe: str) -> dict[str, Any]:
         ),
         (
             "quickstart_ppo",
-            {"algorithm.adv_estimator": "gae", "critic.optim.lr": 1e-3, "trainer.total_steps": 80},
+            {
+                "algorithm.adv_estimator": "gae",
+                "actor.ppo_epochs": 2,
+                "critic.optim.lr": 1e-3,
+                "trainer.total_steps": 80,
+            },
         ),
     ],
 )
@@ -42,3 +47,12 @@ def test_as_many_samples_a_step_and_an_update() -> None:
     base, other = settings("quickstart"), settings("quickstart_remax")
     for key in ("data.train_batch_size", "actor.ppo_mini_batch_size"):
         assert base[key] * base["rollout.n"] == other[key] * other["rollout.n"]
+
+
+def test_the_quick_start_on_megatron_is_the_quick_start_on_another_engine() -> None:
+    pytest.importorskip("rollcast_megatron")
+    base, other = settings("quickstart"), settings("quickstart_megatron")
+    changes = {key: value for key, value in other.items() if base.get(key, value) != value}
+    assert changes == {"actor.engine.name": "megatron", "placement.n_gpus_per_node": 2}
+    assert other["actor.engine.tensor_model_parallel_size"] == 2
+    assert all(key.startswith("actor.engine.") for key in base.keys() ^ other.keys())

@@ -18,9 +18,8 @@ from megatron_models import family_config
 from megatron_ranks import MegatronRanks
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
-from rollcast.testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
+from rollcast.testing.tiny import plain_log_probs, plain_model, random_batch
 from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
-from rollcast_megatron.export import write_folder
 from rollcast_megatron.inputs import decoder_inputs
 from rollcast_megatron.maps import FusedQkv, FusedRows, find_map
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
@@ -162,20 +161,6 @@ def test_the_exact_kl_is_that_of_one_rank(two_ranks: MegatronRanks, model_of: Ca
             assert step.grad_norm == pytest.approx(expected.grad_norm, rel=1e-5)
         for name, tensor in alone["weights"].items():
             torch.testing.assert_close(result["weights"][name], tensor, rtol=1e-5, atol=5e-6, msg=name)
-
-
-@pytest.mark.parametrize("limit", [1, 6000, 1 << 30])
-def test_folders_in_shards(model_of: Callable[..., Path], tmp_path: Path, limit: int) -> None:
-    folder = model_of("qwen2", True)
-    expected = plain_weights(plain_model(folder))
-    (tmp_path / "model-00007-of-00009.safetensors").write_bytes(b"an earlier export's")
-    write_folder(tmp_path, ModelConfig(str(folder)), "language_model", iter(expected.items()), True, limit)
-    assert all(torch.equal(tensor, expected[name]) for name, tensor in plain_weights(plain_model(tmp_path)).items())
-    files = list(tmp_path.glob("*.safetensors"))
-    assert (len(files) == 1) == (limit > 1_000_000)
-    largest = max(tensor.numel() * 4 for tensor in expected.values())
-    assert all(file.stat().st_size <= max(limit, largest) + 4096 for file in files)
-    assert not list(tmp_path.glob("*.tmp"))
 
 
 def test_torch_stays_as_it_is() -> None:

@@ -117,7 +117,7 @@ def test_folders(tmp_path: Path) -> None:
     index = {"weight_map": {"model.norm.weight": "model-00002-of-00002.safetensors"}}
     save_file(tensors, file, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps(index), encoding="utf-8")
-    with pytest.raises(ConfigError, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(ConfigError, match=r"lacks the weights file model-00002-of-00002\.safetensors"):
         scenarios.build(scenarios.ALONE, folder)
 
 

@@ -2,8 +2,8 @@
 
 The folder::
 
-    engine.json          what this is: engine, model type, parameters, mesh, schedule, and the size and
-                         checksum of each file of shards; written last
+    engine.json          what this is: engine, model type, parameters, mesh, schedule; written last
+    sums/rank_<r>.json   sizes and checksums of the shards that rank r wrote
     rng/rank_<r>.pt      random state of rank r (tensors and numbers only)
     shards/              megatron-core's torch_dist format; a layer is a key of its own, and so is each entry
                          of the optimizer's state, in the shape of its parameter: any mesh can read them
@@ -11,11 +11,9 @@ The folder::
 
 from __future__ import annotations
 
-import json
 import logging
 import pickle
 import warnings
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,6 +25,16 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
+from rollcast_engine.checkpoint_files import (
+    SHARDS,
+    check_shards,
+    make_folder,
+    read_rng,
+    read_summary,
+    rng_file,
+    write_summary,
+    write_sums,
+)
 from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -38,14 +46,14 @@ if TYPE_CHECKING:
     from rollcast_megatron.optimizer import StageOptimizer
     from rollcast_megatron.weights import Shapes
 
-__all__ = ["EngineState", "load", "read_summary", "save"]
+__all__ = ["ENGINE", "EngineState", "load", "save"]
 
 log = logging.getLogger(__name__)
 
-FORMAT = 1
+#: Name of the engine in ``engine.json``.
+ENGINE = "megatron"
 #: Each layer has keys of its own, so that stages can be cut anywhere.
 _METADATA = {"non_homogeneous_layers": True}
-_BLOCK = 1 << 24
 _READ_ERRORS = (CheckpointException, OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
@@ -91,28 +99,25 @@ def save(path: Path, state: EngineState) -> None:
 
     from rollcast_megatron.writer import ShardWriter
 
-    shards = path / "shards"
     try:
-        (path / "rng").mkdir(parents=True, exist_ok=True)
-        shards.mkdir(exist_ok=True)
-        torch.save(_capture_rng(), _rng_file(path, state.rank))
+        make_folder(path, state.rank, _capture_rng())
+        (path / SHARDS).mkdir(exist_ok=True)
         problem = ""
     except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
         problem = f"rank {state.rank}: {error}"
     _agree(problem, f"checkpoint {path} could not be written")
-    files: list[Any] = [None] * state.mesh.world_size
     try:
         tensors = _sharded(state, state.optimizer)
         with _quiet():
-            dist_checkpointing.save(tensors, str(shards), sharded_strategy=ShardWriter())
+            dist_checkpointing.save(tensors, str(path / SHARDS), sharded_strategy=ShardWriter())
+        write_sums(path, state.rank)
         problem = ""
     except (CheckpointException, OSError, RuntimeError) as error:
         problem = f"rank {state.rank}: {_reason(error)}"
     _agree(problem, f"checkpoint {path} could not be written")
-    dist.all_gather_object(files, _describe_files(sorted(shards.glob(f"__{state.rank}_*"))))
     try:
         if state.rank == 0:
-            _write_summary(path, state, {name: entry for part in files for name, entry in part.items()})
+            write_summary(path, ENGINE, _summary(state))
         problem = ""
     except OSError as error:
         problem = f"rank 0: {error}"
@@ -127,11 +132,16 @@ def load(path: Path, state: EngineState) -> int:
     Raises:
         CheckpointError: names the folder and what is missing or different.
     """
-    summary = read_summary(path)
+    summary = read_summary(path, ENGINE)
     _compare(path, summary, state)
     same_mesh = summary["mesh"] == state.mesh_sizes()
-    rng = _read_rng(_rng_file(path, state.rank if same_mesh else 0))
-    _agree(_find_damage(path, summary, state), f"checkpoint {path} is damaged")
+    rng, problem = None, ""
+    try:
+        rng = read_rng(rng_file(path, state.rank if same_mesh else 0))
+        check_shards(path, summary["world_size"], state.rank, state.mesh.world_size)
+    except CheckpointError as error:
+        problem = str(error)
+    _agree(problem, f"checkpoint {path} cannot be used")
     tensors = _read(path, state, state.optimizer if summary["has_optimizer"] else None)
     with torch.no_grad():
         for name, parameter in state.model.named_parameters():
@@ -141,7 +151,8 @@ def load(path: Path, state: EngineState) -> int:
                 state.optimizer.restore(parameter, moments)
     if state.optimizer is not None:
         state.optimizer.set_steps_taken(summary["optimizer_steps"])
-    _restore_rng(rng)
+    if rng is not None:
+        _restore_rng(rng)
     if not same_mesh:
         log.warning(
             "checkpoint %s was written on the mesh %s and is read on %s: random numbers are seeded anew from rank 0's",
@@ -151,28 +162,6 @@ def load(path: Path, state: EngineState) -> int:
         )
         derive_rng(state.mesh.data_rank)
     return int(summary["schedule_step"])
-
-
-def read_summary(path: Path) -> dict[str, Any]:
-    """``engine.json`` of a complete checkpoint of this engine.
-
-    Raises:
-        CheckpointError: it is none; says why.
-    """
-    if not path.is_dir():
-        raise CheckpointError(f"there is no checkpoint folder {path}")
-    file = path / "engine.json"
-    if not file.is_file():
-        raise CheckpointError(f"checkpoint {path} is incomplete: it lacks engine.json, which is written last")
-    try:
-        summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(summary, dict) or summary.get("engine") != "megatron":
-        raise CheckpointError(f"{file} is not of the megatron engine")
-    if summary.get("format") != FORMAT:
-        raise CheckpointError(f"{file} has format {summary.get('format')}; this version reads format {FORMAT}")
-    return summary
 
 
 def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
@@ -200,7 +189,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
             wanted |= _beside(model[name], name, {key: torch.zeros(parameter.shape, dtype=torch.float32)})
     try:
         with _quiet():
-            found: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / "shards"))
+            found: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / SHARDS))
     except _READ_ERRORS as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
     except Exception as error:
@@ -225,19 +214,16 @@ def _beside(entry: Any, name: str, state: dict[str, Tensor]) -> dict[str, Any]:
     return placed
 
 
-def _write_summary(path: Path, state: EngineState, files: dict[str, list[int]]) -> None:
-    summary = {
-        "format": FORMAT,
-        "engine": "megatron",
+def _summary(state: EngineState) -> dict[str, Any]:
+    return {
         "model_type": state.model_type,
+        "world_size": state.mesh.world_size,
         "mesh": state.mesh_sizes(),
         "schedule_step": state.schedule_step,
         "has_optimizer": state.optimizer is not None,
         "optimizer_steps": state.optimizer.steps_taken() if state.optimizer is not None else 0,
         "parameters": state.parameters(),
-        "files": files,
     }
-    (path / "engine.json").write_text(json.dumps(summary, indent=1) + "\n", encoding="utf-8")
 
 
 def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
@@ -262,37 +248,6 @@ def _describe(parameter: list[Any] | None) -> str:
     return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
 
 
-def _describe_files(files: list[Path]) -> dict[str, list[int]]:
-    """Size and CRC-32 of each file by its name."""
-    return {file.name: [file.stat().st_size, _checksum(file)] for file in files}
-
-
-def _checksum(file: Path) -> int:
-    sum_so_far = 0
-    with file.open("rb") as stream:
-        while block := stream.read(_BLOCK):
-            sum_so_far = zlib.crc32(block, sum_so_far)
-    return sum_so_far
-
-
-def _find_damage(path: Path, summary: dict[str, Any], state: EngineState) -> str:
-    """What is wrong with this rank's share of the files; empty if nothing."""
-    missing = [name for name in (".metadata", *summary["files"]) if not (path / "shards" / name).is_file()]
-    if missing:
-        return f"shards/ lacks {', '.join(missing)}"
-    for name in sorted(summary["files"])[state.rank :: state.mesh.world_size]:
-        file, (size, checksum) = path / "shards" / name, summary["files"][name]
-        if file.stat().st_size != size:
-            return f"{file} has {file.stat().st_size} bytes, where {size} were written"
-        if _checksum(file) != checksum:
-            return f"{file} is not what was written (its checksum differs)"
-    return ""
-
-
-def _rng_file(path: Path, rank: int) -> Path:
-    return path / "rng" / f"rank_{rank}.pt"
-
-
 def _capture_rng() -> dict[str, Any]:
     """The process's random state, and that of the layers."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -306,14 +261,6 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
     restore_rng(state["process"])
     get_cuda_rng_tracker().set_states(state["layers"])
-
-
-def _read_rng(file: Path) -> dict[str, Any]:
-    try:
-        state: dict[str, Any] = torch.load(file, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    return state
 
 
 def _reason(error: BaseException) -> str:

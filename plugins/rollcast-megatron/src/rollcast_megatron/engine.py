@@ -18,24 +18,27 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import local_device
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
+from rollcast_engine.checkpoint_files import read_summary
+from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
 from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
-from rollcast_megatron import export as exports
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
+from rollcast_megatron.export import whole_module
 from rollcast_megatron.heads import quantity_names
 from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage
 from rollcast_megatron.schemas import MegatronConfig
 from rollcast_megatron.step import Pass, run_pass
-from rollcast_megatron.weights import Folder, Shapes, gather, hf_shapes, load_folder, load_random
+from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, load_random, open_folder
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig, ModelType
+    from rollcast.contracts.optim import OptimConfig
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -53,6 +56,7 @@ class MegatronEngine(BaseEngine):
     Raises:
         ConfigError: on construction, for an engine or optimizer key with a value that is not valid, and for a
             mesh that the ranks do not fill.
+        CapabilityError: the model's keys ask for an adapter.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
@@ -73,8 +77,11 @@ class MegatronEngine(BaseEngine):
             raise ConfigError(f"the megatron engine is configured by MegatronConfig, not {type(setup.engine).__name__}")
         self.config: MegatronConfig = setup.engine
         self.config.check(setup.context.world_size)
+        if setup.model.trains_adapter:
+            raise CapabilityError("the megatron engine trains no adapters (model.lora_rank); use engine=fsdp")
         if setup.optim is not None:
             check_optim(setup.optim)
+            _check_adamw(setup.optim)
         self.device = torch.device("cpu")
         self.mesh: Mesh
         self.plan: Plan
@@ -86,16 +93,6 @@ class MegatronEngine(BaseEngine):
         self.schedule_step = 0
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
-
-    @classmethod
-    def count_data_parallel(cls, engine: Any, world_size: int) -> int:
-        """Ranks that share a copy of the model work on the same rows.
-
-        Raises:
-            ConfigError: the keys name a mesh that so many ranks cannot fill.
-        """
-        engine.check(world_size)
-        return int(world_size // engine.model_parallel_size)
 
     def initialize(self) -> None:
         """Join the mesh, load this rank's part of the model, and build the optimizer.
@@ -110,7 +107,7 @@ class MegatronEngine(BaseEngine):
         model_map = find_map(load_hf_config(setup.model))
         check_model(model_map, self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
-        folder = None if setup.model.random_init else Folder(Path(setup.model.path))
+        folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
         self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model")
         self.stage = build_model(self.plan, self.config, self.device)
@@ -274,7 +271,7 @@ class MegatronEngine(BaseEngine):
         """
         with self.eval_mode():
             if self._whole is None:
-                self._whole = exports.whole_module(self.setup.model, self.get_per_tensor_param(), self.device)
+                self._whole = whole_module(self.setup.model, self.get_per_tensor_param(), self.device)
             yield self._whole
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
@@ -326,7 +323,7 @@ class MegatronEngine(BaseEngine):
     def export(self, path: Path) -> None:
         """Write a Hugging Face folder from the live model, shard by shard; rank 0 writes, all ranks take part."""
         is_writer = self.setup.context.rank == 0
-        exports.write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
+        write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
@@ -335,7 +332,7 @@ class MegatronEngine(BaseEngine):
         Raises:
             CheckpointError: the checkpoint is incomplete, damaged, or of another engine or model.
         """
-        summary = checkpoints.read_summary(checkpoint)
+        summary = read_summary(checkpoint, checkpoints.ENGINE)
         model_type: ModelType = summary["model_type"]
         dtype = next(iter(summary["parameters"].values()))[1]
         setup = EngineSetup(model_type, model, MegatronConfig(dtype=dtype), None, WorkerContext())
@@ -368,7 +365,7 @@ class MegatronEngine(BaseEngine):
         """True on one rank of each copy of the model: the first of its last stage."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
 
-    def _optim(self) -> Any:
+    def _optim(self) -> OptimConfig:
         if self.setup.optim is None:
             raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
         return self.setup.optim
@@ -378,3 +375,11 @@ class MegatronEngine(BaseEngine):
         if self.optimizer is None:
             raise RuntimeError("initialize() has to be called before the engine trains")
         return self.optimizer
+
+
+def _check_adamw(optim: OptimConfig) -> None:
+    if optim.optimizer != "adamw" or optim.optimizer_kwargs:
+        raise ConfigError(
+            f"optim.optimizer={optim.optimizer} with optimizer_kwargs={dict(optim.optimizer_kwargs)}: the megatron "
+            "engine has megatron-core's AdamW alone, without further options; use optim.optimizer=adamw, or engine=fsdp"
+        )

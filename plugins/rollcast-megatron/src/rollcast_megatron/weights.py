@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
-from safetensors import SafetensorError, safe_open
 
 from rollcast.errors import ConfigError
-from rollcast_engine.hf import WEIGHT_PATTERNS, ValueModel, load_hf_config, parameters_by_name
+from rollcast_engine.export import build_skeleton
+from rollcast_engine.hf import WEIGHT_PATTERNS, parameters_by_name
+from rollcast_engine.weights import WeightFolder
 from rollcast_megatron.build import Placed, Plan, find_name
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from rollcast.contracts.engine import ModelConfig, ModelType
 
-__all__ = ["Folder", "Shapes", "gather", "hf_shapes", "load_folder", "load_random"]
+__all__ = ["Shapes", "gather", "hf_shapes", "load_folder", "load_random", "open_folder"]
 
 #: Shape of each parameter by its Hugging Face name; tied ones once.
 Shapes = dict[str, torch.Size]
@@ -29,78 +29,28 @@ Shapes = dict[str, torch.Size]
 
 def hf_shapes(model: ModelConfig, model_type: ModelType) -> Shapes:
     """The parameters of the folder's model as transformers has them, without memory for them."""
-    from transformers import AutoModel, AutoModelForCausalLM
-
-    config = load_hf_config(model)
-    auto: Any = AutoModelForCausalLM if model_type == "language_model" else AutoModel
-    with torch.device("meta"):
-        module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
-        if model_type == "value_model":
-            module = ValueModel(module)
-    return {name: tensor.shape for name, tensor in parameters_by_name(module).items()}
+    skeleton = build_skeleton(model, model_type, torch.float32)
+    return {name: tensor.shape for name, tensor in parameters_by_name(skeleton).items()}
 
 
-class Folder:
-    """The safetensors files of a Hugging Face folder, read slice by slice.
+def open_folder(path: Path) -> WeightFolder:
+    """The folder's safetensors, to be read slice by slice.
 
     Raises:
-        ConfigError: there are none, or one cannot be read.
+        ConfigError: there are none, or one cannot be read; says what to do.
     """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        files = sorted(path.glob("*.safetensors"))
-        if not files:
-            other = any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)
-            hint = (
-                "the megatron engine reads safetensors: load the folder with transformers and save_pretrained() it"
-                if other
-                else "set model.random_init=true to start from random ones"
-            )
-            raise ConfigError(f"model.path {path} holds no weights in *.safetensors; {hint}")
-        self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        for file in files:
-            self._files |= dict.fromkeys(self._reader(file).keys(), file)
-        index = path / "model.safetensors.index.json"
-        if index.is_file():
-            named = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-            missing = sorted(name for name in named if not (path / name).is_file())
-            if missing:
-                raise ConfigError(f"model.path {path} lacks {', '.join(missing)}, which {index.name} names")
-
-    def __contains__(self, name: str) -> bool:
-        return name in self._files
-
-    def read(self, name: str, shape: torch.Size, dim: int | None = None, start: int = 0, size: int = 0) -> Tensor:
-        """A parameter, or ``size`` of its slices along ``dim`` from ``start``.
-
-        Raises:
-            ConfigError: it has another shape than the folder's config says.
-        """
-        source = self._reader(self._files[name]).get_slice(name)
-        given = torch.Size(source.get_shape())
-        if given != shape:
-            raise ConfigError(
-                f"{name} in {self._files[name]} is {list(given)}, where config.json makes it {list(shape)}"
-            )
-        if dim is None:
-            tensor: Tensor = source[:]
-        else:
-            tensor = source[(slice(None),) * dim + (slice(start, start + size),)]
-        return tensor
-
-    def _reader(self, file: Path) -> Any:
-        if file not in self._open:
-            try:
-                reader: Any = safe_open(file, framework="pt")
-                self._open[file] = reader.__enter__()
-            except (OSError, SafetensorError) as error:
-                raise ConfigError(f"{file} cannot be read: {error}") from error
-        return self._open[file]
+    if not any(path.glob("*.safetensors")):
+        other = any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)
+        hint = (
+            "the megatron engine reads safetensors: load the folder with transformers and save_pretrained() it"
+            if other
+            else "set model.random_init=true to start from random ones"
+        )
+        raise ConfigError(f"model.path {path} holds no weights in *.safetensors; {hint}")
+    return WeightFolder(path)
 
 
-def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folder: Folder) -> None:
+def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folder: WeightFolder) -> None:
     """Set this rank's parameters from a folder, reading no more than they need.
 
     Raises:
@@ -112,7 +62,7 @@ def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folde
     missing = sorted({name for name in needed if name not in folder})
     if missing:
         raise ConfigError(
-            f"the weights in {folder.path} lack {len(missing)} parameters, such as {', '.join(missing[:3])}"
+            f"the weights in {folder.folder} lack {len(missing)} parameters, such as {', '.join(missing[:3])}"
         )
     for placed in own:
         if placed.weight.sources[0] in optional and not _has_head(folder, placed.weight.sources[0], shapes):
@@ -180,12 +130,20 @@ def _span(plan: Plan, length: int) -> tuple[int, int]:
     return start, min(share, length - start)
 
 
-def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder: Folder) -> Tensor:
-    dim = placed.weight.layout.dim
-    if dim is None:
-        return folder.read(name, shape)
-    start, size = _span(plan, shape[dim])
-    return folder.read(name, shape, dim, start, size)
+def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder: WeightFolder) -> Tensor:
+    """This rank's part of a parameter of the folder.
+
+    Raises:
+        ConfigError: it has another shape than the folder's config says.
+    """
+    given = folder.shapes[name]
+    if given != tuple(shape):
+        raise ConfigError(f"{name} in {folder.folder} is {list(given)}, where config.json makes it {list(shape)}")
+    dim, region = placed.weight.layout.dim, [slice(0, size) for size in shape]
+    if dim is not None:
+        start, size = _span(plan, shape[dim])
+        region[dim] = slice(start, start + size)
+    return folder.read(name, region)
 
 
 def _set(plan: Plan, placed: Placed, parameters: dict[str, Tensor], shares: list[Tensor]) -> None:
@@ -199,15 +157,9 @@ def _set(plan: Plan, placed: Placed, parameters: dict[str, Tensor], shares: list
             parameter.copy_(fused)
 
 
-def _has_head(folder: Folder, name: str, shapes: Shapes) -> bool:
-    """A value head stays zero unless the folder is an exported value model."""
-    if name not in folder:
-        return False
-    try:
-        folder.read(name, shapes[name])
-    except ConfigError:
-        return False  # the head of a classifier with several labels
-    return True
+def _has_head(folder: WeightFolder, name: str, shapes: Shapes) -> bool:
+    """A value head stays zero unless the folder is an exported value model, and no classifier with several labels."""
+    return name in folder and folder.shapes[name] == tuple(shapes[name])
 
 
 def _random(name: str, shape: torch.Size, seed: int, std: float) -> Tensor:
