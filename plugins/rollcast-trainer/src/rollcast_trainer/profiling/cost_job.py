@@ -27,7 +27,7 @@ from rollcast_trainer.profiling.flops import ModelFlops, read_model_flops
 from rollcast_trainer.profiling.passes import PassShape, measure_passes
 from rollcast_trainer.roles import Role
 
-__all__ = ["CostJob", "Grid"]
+__all__ = ["CostJob", "Grid", "a_step"]
 
 logger = logging.getLogger(__name__)
 _ENGINE_PHASES = ("forward", "forward_backward", "backward", "optimizer")
@@ -160,7 +160,7 @@ class CostJob:
                 if "decode" in self._grid.phases:
                     more = self._generate(rows, length, 1 + self._grid.new_tokens)
                     least = min(first)
-                    steps = [max(seconds - least, 0.0) / self._grid.new_tokens for seconds in more]
+                    steps = [a_step(seconds, least, self._grid.new_tokens) for seconds in more]
                     flops = None if counter is None else counter.count_decode(batch, length) / devices
                     self._add("rollout", "decode", (batch, length, 1, batch), steps, flops=flops)
 
@@ -250,8 +250,9 @@ class CostJob:
             self._add(engine.name, "forward_backward", sizes, both, peak=peaks["forward_backward"], flops=whole)
         if "backward" in phases and both and times.get("forward"):
             least = min(times["forward"])
-            rest = [max(seconds - least, 0.0) for seconds in both]
-            self._add(engine.name, "backward", sizes, rest, flops=None if flops is None else 2 * flops)
+            rest = [seconds - least for seconds in both if seconds > least]
+            if rest:  # otherwise it is lost in the noise
+                self._add(engine.name, "backward", sizes, rest, flops=None if flops is None else 2 * flops)
         if "optimizer" in phases and both and not any(each.phase == "optimizer" for each in self._of(engine.name)):
             self._add(engine.name, "optimizer", (0, 0, 0, 0), times["optimizer"])
         return not failed
@@ -285,7 +286,7 @@ class CostJob:
                 seconds=statistics.median(seconds) if seconds else None,
                 seconds_min=min(seconds) if seconds else None,
                 seconds_max=max(seconds) if seconds else None,
-                repeats=self._grid.repeats,
+                repeats=len(seconds) if seconds else self._grid.repeats,
                 out_of_memory=not fits,
                 peak_bytes=peak or None,
                 flops=flops,
@@ -338,3 +339,11 @@ class CostJob:
             roles=roles,
             measurements=self._found,
         )
+
+
+def a_step(seconds: float, first: float, tokens: int) -> float:
+    """Of each of ``tokens`` tokens after the first, which took ``first`` of the ``seconds``.
+
+    Where that is lost in the noise it is the mean over all tokens, which is more.
+    """
+    return (seconds - first) / tokens if seconds > first else seconds / (tokens + 1)
