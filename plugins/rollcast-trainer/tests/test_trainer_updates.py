@@ -12,7 +12,7 @@ import torch
 from trainer_tools import SmallTask, global_norm, launch, read_metrics, roll_out, set_up, without_times, worker_of
 
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
-from rollcast.contracts.engine import ForwardSettings, engines
+from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import plain_log_probs, plain_model
@@ -353,3 +353,23 @@ def test_an_offloaded_reference_comes_back_for_each_pass(
     moves.clear()
     launch(small_task.ppo(tmp_path / "full", *changes, "ref.engine.param_offload=true", "actor.kl_loss_type=full"))
     assert moves == ["cpu", *["accelerator", "cpu"] * 2]
+
+
+def test_steps_with_a_gradient_that_is_not_finite_are_skipped_and_counted(fixed: Fixed, tmp_path: Path) -> None:
+    worker, calls = worker_of(fixed.trainer).actor, []
+
+    def sometimes_broken(inputs: LossInputs) -> LossOutput:
+        assert inputs.log_probs is not None
+        calls.append(len(calls))
+        return LossOutput(inputs.log_probs.sum() * (float("nan") if len(calls) == 2 else 1e-3))
+
+    halves = list(fixed.everything.chunk(2))
+    data, plan = plan_update(fixed.batch, halves, 1, WIDTH, epochs=2)
+    fixed.engine.save_checkpoint(tmp_path / "before")
+    try:
+        (metrics,) = worker.train_mini_batches(data, plan, sometimes_broken, fixed.settings)
+    finally:
+        fixed.engine.load_checkpoint(tmp_path / "before")
+    assert len(calls) == 4
+    assert metrics["actor/skipped_steps"] == 0.25
+    assert all(bool(weight.isfinite().all()) for weight in fixed.engine.module.parameters())
