@@ -1,9 +1,9 @@
-"""Fixtures: model folders of each family, and processes that stay up for all tests on several ranks."""
+"""Fixtures: model folders of each family, and processes that stay up for all tests on two ranks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -12,23 +12,16 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))  # the scenarios, here and in the spawned ranks
 
 from megatron_models import family_folder
-from megatron_ranks import MegatronRanks
+
+from rollcast.testing.ranks import Ranks, shared_ranks
 
 torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def two_ranks() -> Iterator[MegatronRanks]:
-    ranks = MegatronRanks(2)
-    yield ranks
-    ranks.close()
-
-
-@pytest.fixture(scope="session")
-def four_ranks() -> Iterator[MegatronRanks]:
-    ranks = MegatronRanks(4)
-    yield ranks
-    ranks.close()
+def two_ranks() -> Ranks:
+    """Two, unless it is told otherwise."""
+    return shared_ranks()
 
 
 @pytest.fixture(scope="session")

@@ -12,7 +12,7 @@ from torch import Tensor
 from rollcast.testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
 
 
-def train(folder: Path, steps: int = 3) -> dict[str, Any]:
+def train(folder: Path, steps: int = 2) -> dict[str, Any]:
     """What :func:`megatron_scenarios.train` does, with the gradient norm and loss of each step."""
     module = plain_model(folder)
     adamw = torch.optim.AdamW(module.parameters(), lr=OPTIM.lr, eps=OPTIM.eps, weight_decay=OPTIM.weight_decay)

@@ -1,9 +1,23 @@
-"""The core's conformance suite on this engine, on one rank."""
+"""The core's conformance suite on this engine: on one rank, and on meshes of several."""
 
 from __future__ import annotations
 
-from rollcast.testing import EngineSuite
+from typing import ClassVar
+
+from rollcast.testing import EngineSuite, Layout
+
+TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
+FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}
 
 
 class TestMegatronEngine(EngineSuite):
     name = "megatron"
+    layouts: ClassVar = {
+        "tensor": Layout(2, TENSOR),
+        "sequence parallel, in chunks": Layout(2, {**TENSOR, "sequence_parallel": True, "head_chunk_size": 3, **FULL}),
+        "pipeline": Layout(2, {**PIPELINE, "recompute_granularity": "selective"}),
+        "copies": Layout(2),
+        "copies of the optimizer": Layout(2, {"use_distributed_optimizer": False}),
+        "tensor x pipeline": Layout(4, {**TENSOR, **PIPELINE, "sequence_parallel": True}),
+        "pipeline x copies": Layout(4, PIPELINE),
+    }

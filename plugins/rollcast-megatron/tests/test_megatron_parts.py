@@ -15,9 +15,9 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from megatron_models import family_config
-from megatron_ranks import MegatronRanks
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast.testing.ranks import Ranks
 from rollcast.testing.tiny import plain_log_probs, plain_model, random_batch
 from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
 from rollcast_megatron.inputs import decoder_inputs
@@ -139,7 +139,7 @@ def test_scaled_rotary_embeddings(tmp_path: Path, rope: dict[str, Any]) -> None:
         scenarios.build(scenarios.ALONE, other, trained=False)
 
 
-def test_random_weights_are_the_same_on_every_mesh(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+def test_random_weights_are_the_same_on_every_mesh(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
     options: dict[str, Any] = {"folder": model_of(), "random_init": True, "steps": 0}
     alone = scenarios.train(scenarios.ALONE, **options)["weights"]
     assert alone["model.embed_tokens.weight"].std() == pytest.approx(0.02, rel=0.1)
@@ -148,7 +148,7 @@ def test_random_weights_are_the_same_on_every_mesh(two_ranks: MegatronRanks, mod
             assert all(torch.equal(result["weights"][name], tensor) for name, tensor in alone.items())
 
 
-def test_the_exact_kl_is_that_of_one_rank(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+def test_the_exact_kl_is_that_of_one_rank(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
     options: dict[str, Any] = {"folder": model_of("qwen2", True), "other": model_of("qwen2", False)}
     alone = scenarios.compare(scenarios.ALONE, **options)
     assert alone["history"][0].grad_norm > 1e-3

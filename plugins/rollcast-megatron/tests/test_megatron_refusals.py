@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +12,11 @@ import megatron_scenarios as scenarios
 import pytest
 import torch
 from megatron_models import family_config, family_folder
-from megatron_ranks import MegatronRanks
 from safetensors.torch import load_file, save_file
 
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig
 from rollcast.errors import CapabilityError, ConfigError, DataProtoError
+from rollcast.testing.ranks import Ranks
 from rollcast.testing.tiny import nll_loss, random_batch
 from rollcast_megatron.engine import MegatronEngine
 from rollcast_megatron.maps import families, find_map
@@ -46,6 +47,15 @@ PP2 = {"pipeline_model_parallel_size": 2}
 def test_keys(keys: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         MegatronConfig(**keys).check(ranks)
+
+
+def test_what_it_does_not_train() -> None:
+    with pytest.raises(CapabilityError, match=r"no adapters \(model.lora_rank\)"):
+        MegatronEngine(EngineSetup("language_model", ModelConfig(lora_rank=4), MegatronConfig(), None, scenarios.ALONE))
+    for changes in ({"optimizer": "sgd"}, {"optimizer_kwargs": {"amsgrad": True}}):
+        optim = replace(scenarios.OPTIM, **changes)
+        with pytest.raises(ConfigError, match=r"megatron-core's AdamW alone"):
+            MegatronEngine(EngineSetup("language_model", ModelConfig(), MegatronConfig(), optim, scenarios.ALONE))
 
 
 def test_only_its_own_config() -> None:
@@ -135,7 +145,7 @@ def test_positions_that_do_not_count(model_of: Callable[..., Path]) -> None:
         untrained.train_batch(batch, nll_loss, ForwardSettings())
 
 
-def test_ranks_that_cannot_share_a_model(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
+def test_ranks_that_cannot_share_a_model(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
     folder = model_of()
     for text in two_ranks.run(scenarios.fail, folder=folder, tensor_model_parallel_size=4):
         assert "multiple of 4 ranks, but the group has 2" in text
@@ -143,14 +153,9 @@ def test_ranks_that_cannot_share_a_model(two_ranks: MegatronRanks, model_of: Cal
         assert "already holds a model that is split 2 (tensor) x 1 (pipeline) ways" in text
 
 
-def test_a_gradient_that_is_not_finite(two_ranks: MegatronRanks, model_of: Callable[..., Path]) -> None:
-    for keys in (TP2, PP2):
-        for result in two_ranks.run(scenarios.skip, folder=model_of(), **keys):
-            assert result["bad"].skipped
-            assert result["same"]
-            assert not result["good"].skipped
-            expected = "pipeline_model_parallel_size=1" if keys is PP2 else "nothing"
-            assert expected in result["text"]
+def test_a_reference_in_one_pipeline(two_ranks: Ranks, model_of: Callable[..., Path]) -> None:
+    for text in two_ranks.run(scenarios.refuse_reference, folder=model_of(), **PP2):
+        assert "only with pipeline_model_parallel_size=1, not 2" in text
 
 
 def test_only_an_engine_on_the_same_mesh_is_a_reference(model_of: Callable[..., Path]) -> None:
