@@ -17,11 +17,12 @@ from hypothesis import strategies as st
 from megatron_models import family_config
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
+from rollcast.errors import ConfigError
 from rollcast.testing.ranks import Ranks
 from rollcast.testing.tiny import plain_log_probs, plain_model, random_batch
 from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
 from rollcast_megatron.inputs import decoder_inputs
-from rollcast_megatron.maps import FusedQkv, FusedRows, find_map
+from rollcast_megatron.maps import FusedQkv, FusedRows, families, find_map
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
 from rollcast_megatron.weights import hf_shapes
 
@@ -123,8 +124,6 @@ def test_head_is_that_of_whole_logits(model_of: Callable[..., Path], chunk: int)
 def test_scaled_rotary_embeddings(tmp_path: Path, rope: dict[str, Any]) -> None:
     from megatron_models import family_folder
 
-    from rollcast.errors import ConfigError
-
     scaled = {"rope_parameters": {**rope, "rope_theta": 500.0}, "max_position_embeddings": 256}
     folder = family_folder(tmp_path / "model", "llama", False, **scaled)
     batch = random_batch(3, 60, 9, seed=4)
@@ -192,3 +191,32 @@ def test_inert_where_cuda_is(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "_cpu_view", lambda: pytest.fail("nothing is to be changed"))
     cpu.install.__wrapped__()
     assert isinstance(cpu.cuda_type_names(), nullcontext)
+
+
+def test_the_pages_map_is_a_map(tmp_path: Path) -> None:
+    """The example of the documentation, as it stands there, against plain transformers."""
+    from transformers import MistralConfig, MistralForCausalLM
+
+    page = Path(__file__).parents[3] / "docs" / "engine-megatron.md"
+    code = page.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
+    names: dict[str, Any] = {}
+    exec(compile(code, str(page), "exec"), names)
+    config = MistralConfig(
+        vocab_size=91,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=64,
+        sliding_window=None,
+    )
+    MistralForCausalLM(config).save_pretrained(tmp_path)
+    batch = random_batch(3, 5, 6)
+    with families.temporarily("mistral", names["mistral"]):
+        engine = scenarios.build(scenarios.ALONE, tmp_path, trained=False)
+        with engine.eval_mode():
+            given = engine.infer_batch(batch, ForwardSettings())[0]["log_probs"]
+        torch.testing.assert_close(given, plain_log_probs(plain_model(tmp_path), batch)[0].detach(), rtol=0, atol=1e-5)
+        with pytest.raises(ConfigError, match="sliding_window=64"):
+            find_map(MistralConfig(sliding_window=64))
