@@ -26,6 +26,7 @@ def settings(recipe: str) -> dict[str, Any]:
                 "actor.ppo_mini_batch_size": 256,
             },
         ),
+        ("quickstart_lora", {"model.lora_rank": 32, "model.lora_alpha": 32, "actor.optim.lr": 2e-3}),
         (
             "quickstart_ppo",
             {

@@ -62,6 +62,7 @@ class ModelConfig:
         random_init: start from random weights drawn with ``trainer.seed``.
         attn_implementation: transformers' name of the attention, such as ``sdpa`` or ``eager``.
         trust_remote_code: allow the folder's own Python code.
+        use_liger: run norms, rotary embedding and feed-forward by Liger's kernels, on CUDA devices.
         lora_rank: train a LoRA adapter of this rank, and not the model itself; 0 for none. Names are verl's.
         lora_alpha: the adapter's part is scaled by ``lora_alpha / lora_rank``.
         target_modules: which modules it adapts: names of linear layers, a regular expression, or
@@ -73,6 +74,7 @@ class ModelConfig:
     random_init: bool = False
     attn_implementation: str = "sdpa"
     trust_remote_code: bool = False
+    use_liger: bool = False
     lora_rank: int = 0
     lora_alpha: int = 16
     target_modules: Any = "all-linear"
@@ -328,7 +330,7 @@ class BaseEngine(ABC):
         """
         self.save_checkpoint(path)
 
-    def finish_checkpoint(self, wait: bool) -> bool:  # noqa: ARG002  # for those that override it
+    def finish_checkpoint(self, wait: bool) -> bool:  # for those that override it
         """Whether what :meth:`start_checkpoint` began is on the disk; on each rank by itself.
 
         Args:

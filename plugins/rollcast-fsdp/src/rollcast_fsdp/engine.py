@@ -23,13 +23,14 @@ from rollcast_engine.reduce import agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
 from rollcast_fsdp.exporting import export_checkpoint, export_live
+from rollcast_fsdp.kernels import apply_liger, compile_layers, without_compile
 from rollcast_fsdp.lora import require_adapter
 from rollcast_fsdp.model import build_module, enable_checkpointing
 from rollcast_fsdp.passes import Passes
 from rollcast_fsdp.reference import BaseModelReference, Reference
 from rollcast_fsdp.residency import move_gradients, move_optimizer_state
 from rollcast_fsdp.schemas import FsdpConfig
-from rollcast_fsdp.sharding import Sharding, check_heads, full_tensor, shard_module
+from rollcast_fsdp.sharding import Sharding, check_heads, decoder_layers, full_tensor, shard_module
 from rollcast_fsdp.step import TokenForward
 from rollcast_fsdp.tensors import ModelTensors
 
@@ -101,6 +102,10 @@ class FsdpEngine(BaseEngine):
         module = plan.module
         if self.config.enable_gradient_checkpointing:
             enable_checkpointing(module)
+        if self.setup.model.use_liger:
+            apply_liger(module, self.device)
+        if self.config.use_torch_compile:
+            compile_layers(decoder_layers(module), self.device)
         if context.world_size > 1 or self.config.mixes_precision:
             join_process_group(context)
             self.sharding = shard_module(module, self.config, context, self.device)
@@ -263,7 +268,8 @@ class FsdpEngine(BaseEngine):
         """
         whole = nullcontext() if self.sharding is None else self.sharding.unsharded()
         padded = plain_attention(transformer(self.module), self.setup.model.attn_implementation)
-        with self.eval_mode(), padded, whole:
+        plain = without_compile() if self.config.use_torch_compile else nullcontext()
+        with self.eval_mode(), padded, whole, plain:
             yield self.module
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:

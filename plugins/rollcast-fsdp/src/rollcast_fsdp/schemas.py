@@ -38,6 +38,8 @@ class FsdpConfig:
         share_prompts: compute a prompt that several rows of a micro-batch have in common once, and
             go on from its keys and values: less work for the same gradient. Needs a model with a
             KV cache; a sharded model runs as without it.
+        use_torch_compile: have torch compile the decoder layers at their first pass. Generation in this
+            process runs them as they are.
     """
 
     name: str = "fsdp"
@@ -55,6 +57,7 @@ class FsdpConfig:
     use_remove_padding: bool = False
     use_fused_kernels: bool = False
     share_prompts: bool = False
+    use_torch_compile: bool = False
 
     def check(self, world_size: int) -> None:
         """Refuse values that the engine does not know, and sizes that do not fit the ranks.
@@ -90,6 +93,7 @@ class FsdpConfig:
             "enable_gradient_checkpointing": "which turns the KV cache off",
             "use_remove_padding": "which keeps none",
             "use_fused_kernels": "which sees hidden states only",
+            "use_torch_compile": "for which caches of many shapes are many programs",
         }
         for key, reason in reasons.items():
             if self.share_prompts and getattr(self, key):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from rollcast.controller.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["Sharding", "check_heads", "full_tensor", "shard_module"]
+__all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "shard_module"]
 
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,14 @@ class Sharding:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward reduces gradients over the ranks, or only accumulates them."""
+        """Whether the next backward adds gradients up over the copies of the model, too.
+
+        Over the ranks of a copy each backward does, so that no rank ever holds gradients of the whole model.
+        """
+        if self.mesh.ndim == 1:
+            return
         for module in self._fsdp_modules():
-            module.set_requires_gradient_sync(enabled, recurse=False)
+            module.set_requires_all_reduce(enabled, recurse=False)
 
     def reshard(self) -> None:
         """Give up gathered weights, so that ``parameters()`` are the shards the optimizer knows."""
@@ -131,7 +136,7 @@ def _shard(module: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=DTYPES[config.param_dtype or config.model_dtype], reduce_dtype=DTYPES[reduce]
         )
-    layers = _layers(module)
+    layers = decoder_layers(module)
     if not layers:
         log.warning("%s names no layers to shard by; it is sharded, and gathered, as one piece", type(module).__name__)
     sharded = [fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options) for layer in layers]
@@ -150,7 +155,7 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor
 
 
-def _layers(module: nn.Module) -> list[nn.Module]:
+def decoder_layers(module: nn.Module) -> list[nn.Module]:
     """Decoder layers, by the class names that transformers' models say must not be split."""
     names: set[str] = set()
     for part in module.modules():
