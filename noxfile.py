@@ -173,7 +173,8 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
     session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), *folders)
     built = [str(wheels / f"{other.replace('-', '_')}-{project(DISTRIBUTIONS[other])['version']}-py3-none-any.whl")
              for other in needed]  # fmt: skip
-    session.run(python, "-m", "pip", "install", "-q", *constraints(), *built, "pytest", "pytest-timeout", external=True)
+    tools = ["pytest", "pytest-timeout", "peft"]
+    session.run(python, "-m", "pip", "install", "-q", *constraints(), *built, *tools, external=True)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(place / "bin" / "python")
     session.run(python, "-m", "pytest", "-q", "tests/engines", external=True)

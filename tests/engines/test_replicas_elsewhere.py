@@ -20,7 +20,14 @@ PYTHON = os.environ.get("ROLLCAST_REPLICA_PYTHON", "")
 pytestmark = pytest.mark.skipif(not (ROLLOUT and PYTHON), reason="no environment with an engine was named")
 
 
-def test_training_across_environments(tmp_path: Path) -> None:
+#: An adapter that trains, and so travels alone; a random model has no reward, but the bonus for entropy moves it.
+LORA = ("model.lora_rank=8", "model.lora_alpha=32", "actor.optim.lr=1e-2", "actor.entropy_coeff=1.0")
+
+
+@pytest.mark.parametrize("changes", [(), LORA], ids=["whole", "adapter"])
+def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) -> None:
+    if changes:
+        pytest.importorskip("peft")
     assert importlib.util.find_spec(ROLLOUT) is None, "the trainer's environment has the engine too"
     command = [
         *(sys.executable, "-m", "rollcast", "train", "recipe=quickstart", f"run_dir={tmp_path / 'run'}"),
@@ -28,6 +35,7 @@ def test_training_across_environments(tmp_path: Path) -> None:
         *("rollout.mode=colocated", "rollout.n=4", "data.train_batch_size=8", "actor.ppo_mini_batch_size=4"),
         *("trainer.warm_start=null", "model.random_init=true", "data.val_max_samples=16", "trainer.test_freq=2"),
         *("trainer.total_steps=2", "trainer.save_freq=-1", "trainer.export=false", "runtime=local"),
+        *changes,
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     log = tmp_path / "run" / "logs" / "replica_0.log"
@@ -38,4 +46,5 @@ def test_training_across_environments(tmp_path: Path) -> None:
     for row in steps:
         assert row["rollout/logprob_gap_max"] < 1e-3
         assert row["sync/canary_gap"] < 1e-3
+        assert not changes or row["actor/grad_norm"] > 0
     assert rows[-1]["val/samples"] == 16
