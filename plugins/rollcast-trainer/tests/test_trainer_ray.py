@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, global_norm, launch, read_metrics, without_times
+from trainer_tools import SmallTask, global_norm, launch, read_checkpoint, read_metrics, without_times
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
 from rollcast.contracts.trainer import trainers
 from rollcast.controller.runtime import runtimes
 from rollcast.protocol import DataProto
 from rollcast.testing.tiny import plain_log_probs, plain_model
-from rollcast_fsdp.checkpoint import read_weights
 from rollcast_trainer.ppo import PpoTrainer, StepState
 
 #: Greedy samples are the same on any number of workers. Three rows, so that one of two workers gets filler.
@@ -169,7 +168,7 @@ RESUMED = [
 
 
 def weights_of(run_dir: Path, part: str) -> dict[str, torch.Tensor]:
-    return read_weights(run_dir / "checkpoints" / "step_4" / part)[1]
+    return read_checkpoint(run_dir / "checkpoints" / "step_4" / part)
 
 
 def test_a_run_goes_on_with_another_number_of_workers(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:

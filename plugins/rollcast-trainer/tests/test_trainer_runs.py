@@ -17,7 +17,17 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics, set_up, without_times, worker_of
+from trainer_tools import (
+    SmallTask,
+    files_of,
+    launch,
+    read_checkpoint,
+    read_jsonl,
+    read_metrics,
+    set_up,
+    without_times,
+    worker_of,
+)
 
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import CheckpointError
@@ -119,9 +129,7 @@ def assert_same_run(run_dir: Path, other: Path) -> None:
 
 
 def weights_in(checkpoint: Path) -> dict[str, torch.Tensor]:
-    from rollcast_fsdp.checkpoint import read_weights
-
-    return read_weights(checkpoint / "actor")[1]
+    return read_checkpoint(checkpoint / "actor")
 
 
 def test_the_same_seed_gives_the_same_run_and_another_seed_another(

@@ -155,6 +155,14 @@ def without_times(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
+def read_checkpoint(folder: Path) -> dict[str, torch.Tensor]:
+    """The weights in an engine's checkpoint, by name."""
+    from rollcast_engine.checkpoint_files import read_summary
+    from rollcast_fsdp.checkpoint import read_tensors
+
+    return read_tensors(folder, read_summary(folder, "fsdp")["parameters"])
+
+
 def global_norm(gradients: Sequence[torch.Tensor]) -> float:
     return float(torch.stack([gradient.double().square().sum() for gradient in gradients]).sum().sqrt())
 
