@@ -21,6 +21,7 @@ __all__ = [
     "KL_LOGIT_COPIES",
     "LOGIT_COPIES",
     "bound_activations",
+    "count_adapter_state",
     "count_frozen",
     "count_gathered",
     "count_kv_cache",
@@ -165,6 +166,11 @@ def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[Memo
         MemoryItem(f"{name}: gradients", parameters * gradient),
         MemoryItem(f"{name}: optimizer state", kept, on_host=layout.optimizer_offload),
     ]
+
+
+def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> MemoryItem:
+    """Weights, gradients and AdamW's state of an adapter, all in float32, over the ranks that share a copy."""
+    return MemoryItem(f"{name}: adapter", layout.shard(numbers) * 4 * 4)
 
 
 def count_frozen(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:

@@ -8,6 +8,7 @@ from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.controller.resource_pool import ResourcePool
+from rollcast_trainer.adapters import count_adapter
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.engine_layout import EngineLayout
 from rollcast_trainer.loop import LoopTrainer
@@ -18,6 +19,7 @@ from rollcast_trainer.memory import (
     ModelSize,
     Passes,
     bound_activations,
+    count_adapter_state,
     count_frozen,
     count_gathered,
     count_trained,
@@ -42,7 +44,7 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
     actor = places["actor_rollout"]
     roles = {"actor": actor, "rollout": places["rollout"] if trainer.task.uses_replicas else actor}
     # Not every trainer has these.
-    if getattr(trainer, "uses_reference", False):
+    if getattr(trainer, "uses_reference", False) and not _is_reference_inside(trainer, places["ref"] == actor):
         roles["reference"] = places["ref"]
     if getattr(trainer, "uses_critic", False):
         roles["critic"] = places["critic"]
@@ -52,6 +54,11 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
     for role, pool in roles.items():
         found.setdefault(pools.resource_pool_dict[pool], []).append(role)
     return found
+
+
+def _is_reference_inside(trainer: LoopTrainer, same_pool: bool) -> bool:
+    """Whether the reference is the actor without its adapter."""
+    return same_pool and bool(trainer.task.model.trains_adapter)
 
 
 def _has_reward_model(trainer: LoopTrainer) -> bool:
@@ -90,11 +97,14 @@ def plan_memory(
     lines: list[tuple[str, Any, str]] = [("parameters", size.parameters, f"{size.parameters:,} parameters")]
     if not EngineLayout.read(trainer.task.engine, 1).known:
         notes.append(f"engine {trainer.task.engine.name} does not say how it stores a model: whole in fp32 is assumed")
+    adapter = count_adapter(model)
+    if adapter:
+        lines.append(("adapter_parameters", adapter, f"{adapter:,} parameters of the adapter that trains"))
     stored = trained = 0
     by_pool: dict[str, Any] = {}
     for pool, roles in placed_roles(trainer).items():
         layout = EngineLayout.read(trainer.task.engine, pool.world_size)
-        items = [item for role in roles for item in _items(role, trainer, algebra, size, layout, pool)]
+        items = [item for role in roles for item in _items(role, trainer, algebra, size, layout, pool, adapter)]
         if device_bytes is not None and "rollout" in roles:
             items = bound_cache(items, trainer.task, device_bytes)
         phases = {"held": total(items, "held")}
@@ -111,11 +121,10 @@ def plan_memory(
             by_pool[pool.name]["fits"] = fits = _fits(pool.name, phases, device_bytes, notes)
             room = f"{format_bytes(device_bytes)} on each device"
             lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
-        trained += size.parameters * ("actor" in roles) + _critic_size(trainer, size).value_parameters * (
-            "critic" in roles
-        )
+        trained += size.parameters * ("actor" in roles and not adapter)
+        trained += _critic_size(trainer, size).value_parameters * ("critic" in roles)
         stored = layout.stored + (2 * layout.stored if layout.state is None else layout.state)
-    disk = trained * stored
+    disk = trained * stored + 3 * 4 * adapter
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
@@ -148,7 +157,13 @@ def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
 
 
 def _items(
-    role: str, trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, layout: EngineLayout, pool: ResourcePool
+    role: str,
+    trainer: LoopTrainer,
+    algebra: BatchAlgebra,
+    size: ModelSize,
+    layout: EngineLayout,
+    pool: ResourcePool,
+    adapter: int,
 ) -> list[MemoryItem]:
     data = trainer.task.data
     longest = data.max_prompt_length + data.max_response_length
@@ -172,7 +187,10 @@ def _items(
     parameters = parameters_on_rank(size, layout, value_model=role == "critic")
     logits = (LOGIT_COPIES + (KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0)) if role == "actor" else 0
     activations = bound_activations(size, passes, layout, eager, logits)
-    items = count_trained(role, parameters, layout)
+    if role == "actor" and adapter:
+        items = [*count_frozen(role, parameters, layout), count_adapter_state(role, adapter, layout)]
+    else:
+        items = count_trained(role, parameters, layout)
     if layout.gathers:
         items.append(MemoryItem(f"{role}: gathered weights", count_gathered(size, layout), "update"))
     if layout.activation_offload:
