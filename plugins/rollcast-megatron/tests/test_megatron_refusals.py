@@ -50,8 +50,12 @@ def test_keys(keys: dict[str, Any], ranks: int, message: str) -> None:
 
 
 def test_what_it_does_not_train() -> None:
-    with pytest.raises(CapabilityError, match=r"no adapters \(model.lora_rank\)"):
-        MegatronEngine(EngineSetup("language_model", ModelConfig(lora_rank=4), MegatronConfig(), None, scenarios.ALONE))
+    for model, message in (
+        (ModelConfig(lora_rank=4), r"no adapters \(model.lora_rank\)"),
+        (ModelConfig(use_liger=True), r"model.use_liger"),
+    ):
+        with pytest.raises(CapabilityError, match=message):
+            MegatronEngine(EngineSetup("language_model", model, MegatronConfig(), None, scenarios.ALONE))
     for changes in ({"optimizer": "sgd"}, {"optimizer_kwargs": {"amsgrad": True}}):
         optim = replace(scenarios.OPTIM, **changes)
         with pytest.raises(ConfigError, match=r"megatron-core's AdamW alone"):

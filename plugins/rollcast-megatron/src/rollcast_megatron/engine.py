@@ -56,7 +56,7 @@ class MegatronEngine(BaseEngine):
     Raises:
         ConfigError: on construction, for an engine or optimizer key with a value that is not valid, and for a
             mesh that the ranks do not fill.
-        CapabilityError: the model's keys ask for an adapter.
+        CapabilityError: the model's keys ask for an adapter, or for Liger's kernels.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
@@ -79,6 +79,8 @@ class MegatronEngine(BaseEngine):
         self.config.check(setup.context.world_size)
         if setup.model.trains_adapter:
             raise CapabilityError("the megatron engine trains no adapters (model.lora_rank); use engine=fsdp")
+        if setup.model.use_liger:
+            raise CapabilityError("the megatron engine has no use for Liger's kernels; set model.use_liger to false")
         if setup.optim is not None:
             check_optim(setup.optim)
             _check_adamw(setup.optim)
