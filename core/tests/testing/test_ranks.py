@@ -33,7 +33,7 @@ def test_ranks_of_changing_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         assert ranks.run(importable.add_up, number=5) == [(0, 11.0), (1, 11.0)]
         assert ranks.run(importable.add_up, world_size=1, number=5) == [(0, 5.0)]
-        with pytest.raises(RuntimeError, match="(?s)rank 1: .*rank one's own trouble"):
+        with pytest.raises(RuntimeError, match=r"(?s)rank 1: .*rank one's own trouble"):
             ranks.run(importable.fail_on_one)
         assert ranks.run(importable.add_up, number=1) == [(0, 3.0), (1, 3.0)]
     finally:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcast.contracts.engine import ForwardSettings
+from rollcast.errors import ConfigError
 from rollcast.testing.tiny import random_batch
-from rollcast_engine.batching import BatchPlan, plan_batch, tensor_columns
+from rollcast_engine.batching import BatchPlan, check_budget, plan_batch, tensor_columns
 
 
 def test_a_token_budget_bounds_padded_tokens() -> None:
@@ -84,3 +86,16 @@ def test_packs_by_rows_mix_long_and_short() -> None:
         for loads in ([int(lengths[rows].sum()) for rows in p.groups[:2]] for p in (packed, padded))
     ]
     assert spread[0] < spread[1]
+
+
+def test_ranks_that_share_rows_have_their_budgets_together() -> None:
+    batch = random_batch(6, 12, 20, seed=4)
+    settings = ForwardSettings(max_token_len_per_gpu=16)
+    plan = plan_batch(tensor_columns(batch), settings, packs=True, sequence_ranks=2)
+    lengths = batch["attention_mask"].sum(1)
+    assert max(int(lengths[rows].sum()) for rows in plan.groups) in range(17, 33)
+    check_budget(plan.longest, settings, 2)
+    with pytest.raises(ConfigError, match="32 tokens does not fit max_token_len_per_gpu=16; raise it to at least 32"):
+        check_budget(plan.longest, settings)
+    with pytest.raises(ConfigError, match="=15 on 2 ranks; raise it to at least 16"):
+        check_budget(plan.longest, ForwardSettings(max_token_len_per_gpu=15), 2)

@@ -242,3 +242,17 @@ def test_exporting_onto_another_model_is_refused(model_folder: Path, tmp_path: P
     other = tiny_model_folder(tmp_path / "other", hidden=32)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has shape \(91, 64\); the model's has \(91, 32\)"):
         FsdpEngine.export_checkpoint(tmp_path / "checkpoint", ModelConfig(str(other)), tmp_path / "hf")
+
+
+@pytest.mark.parametrize("key", ["fsdp_size", "ulysses_sequence_parallel_size"])
+@pytest.mark.parametrize("size", [3, 5, 12, -2])
+def test_meshes_that_do_not_fit_the_ranks_name_those_that_do(key: str, size: int) -> None:
+    config = FsdpConfig(use_remove_padding=True, **{key: size})
+    with pytest.raises(ConfigError, match=rf"{key} is {size}, but the group has 8 ranks; .*one of 1, 2, 4, 8"):
+        config.check(8)
+    FsdpConfig(use_remove_padding=True, fsdp_size=2, ulysses_sequence_parallel_size=4).check(8)
+
+
+def test_sequences_are_shared_in_packs_only() -> None:
+    with pytest.raises(ConfigError, match="splits packed sequences; set use_remove_padding=true too"):
+        FsdpConfig(ulysses_sequence_parallel_size=2).check(2)

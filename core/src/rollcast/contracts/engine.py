@@ -140,7 +140,7 @@ class ForwardSettings:
             be given at each position (``vocabulary_kl`` ``[B, T]``) between this engine's model and
             that of :meth:`BaseEngine.set_reference`, whose logits live no longer than a micro-batch.
         micro_batch_size_per_gpu: rows a micro-batch; None for all rows at once.
-        max_token_len_per_gpu: token budget a micro-batch (padded tokens); takes precedence.
+        max_token_len_per_gpu: tokens a micro-batch on each rank, with padding unless it packs; takes precedence.
         max_response_length: the constant of the ``seq-mean-token-sum-norm`` aggregation; None
             stands for the batch's own ``T``.
         denominators: counts of the whole mini-batch, given by a caller who has left rows out of

@@ -135,7 +135,7 @@ def train_on_a_rank(
     refused = ""
     if engine.capabilities.token_budget:
         try:
-            infer(engine, rows[0], ForwardSettings(max_token_len_per_gpu=14))
+            infer(engine, rows[0], ForwardSettings(max_token_len_per_gpu=2))
         except ConfigError as error:
             refused = str(error)
     engine.save_checkpoint(after)

@@ -119,7 +119,9 @@ class BatchPlan:
         return column
 
 
-def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings, packs: bool = False) -> BatchPlan:
+def plan_batch(
+    columns: Mapping[str, Tensor], settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1
+) -> BatchPlan:
     """Split the rows by their number or by token budget; the same for the same rows.
 
     Padded micro-batches get rows of about one length each, packed ones about as many tokens each as the others.
@@ -131,6 +133,7 @@ def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings, packs: 
         columns: the batch's.
         settings: size or budget of a micro-batch.
         packs: rows go through the model without padding, which the budget then does not count.
+        sequence_ranks: ranks that share each row; a micro-batch has the budget of all of them.
 
     Raises:
         ConfigError: a micro-batch size below 1, or columns that do not fit together.
@@ -148,6 +151,7 @@ def plan_batch(columns: Mapping[str, Tensor], settings: ForwardSettings, packs: 
     ends = positions.where(attention, -1).amax(1).add(1).clamp(min=prompt_width + 1)
     lengths = attention.sum(1) if packs else ends - starts
     budget, size = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
+    budget = None if budget is None else budget * sequence_ranks
     order = torch.sort(lengths, descending=True, stable=True).indices
     if budget is None:
         groups = _by_rows(order, size, packs)
@@ -168,17 +172,23 @@ def tensor_columns(data: DataProto) -> dict[str, Tensor]:
     }
 
 
-def check_budget(longest: int, settings: ForwardSettings) -> None:
+def check_budget(longest: int, settings: ForwardSettings, sequence_ranks: int = 1) -> None:
     """Refuse a batch whose longest row, of all ranks' rows, does not fit the token budget.
+
+    Args:
+        longest: its tokens.
+        settings: hold the budget of one rank.
+        sequence_ranks: ranks that share a row.
 
     Raises:
         ConfigError: names the row's length, the budget and the key.
     """
     budget = settings.max_token_len_per_gpu
-    if budget is not None and longest > budget:
+    if budget is not None and longest > budget * sequence_ranks:
+        shared = f" on {sequence_ranks} ranks" if sequence_ranks > 1 else ""
         raise ConfigError(
-            f"a row of {longest} tokens does not fit max_token_len_per_gpu={budget}; "
-            f"raise it to at least {longest}, or shorten prompts or responses"
+            f"a row of {longest} tokens does not fit max_token_len_per_gpu={budget}{shared}; "
+            f"raise it to at least {-(-longest // sequence_ranks)}, or shorten prompts or responses"
         )
 
 

@@ -205,9 +205,10 @@ class FsdpEngine(BaseEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
-        plan = plan_batch(tensor_columns(data), settings, packs=self.config.use_remove_padding)
+        parts = self.config.ulysses_sequence_parallel_size
+        plan = plan_batch(tensor_columns(data), settings, self.config.use_remove_padding, parts)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
-        check_budget(agreed.longest, settings)
+        check_budget(agreed.longest, settings, parts)
         plan = plan.split_to(agreed.micro_batches)
         reference = self._reference_for(settings)
         with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():

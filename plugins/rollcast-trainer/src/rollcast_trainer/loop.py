@@ -24,6 +24,7 @@ from rollcast_serving.generation import trim_responses
 from rollcast_trainer.balancing import row_lengths, spread_rows
 from rollcast_trainer.batching import plan_update
 from rollcast_trainer.heap import frozen_heap
+from rollcast_trainer.parallel import ParallelSizes
 from rollcast_trainer.profiling.meter import StepMeter
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
@@ -105,7 +106,7 @@ class LoopTrainer(BaseTrainer):
         self._seeds = RowSeeds(task.trainer.seed)
         task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
-        task.actor.check(longest)
+        task.actor.check(longest, ParallelSizes.read(task.engine).context)
 
     @classmethod
     def launch(cls, config: DictConfig) -> RunResult:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["ParallelSizes", "data_parallel_size"]
+if TYPE_CHECKING:
+    from rollcast_trainer.schemas import ActorConfig
+
+__all__ = ["ParallelSizes", "data_parallel_size", "pass_tokens"]
 
 
 @dataclass(frozen=True)
@@ -44,3 +47,8 @@ class ParallelSizes:
 def data_parallel_size(engine: Any, ranks: int) -> int:
     """Into how many shards a batch is split, by the engine's own keys (``actor.engine``)."""
     return ParallelSizes.read(engine).data(ranks)
+
+
+def pass_tokens(actor: ActorConfig, engine: Any) -> int | None:
+    """The token budget of a pass, on all devices that share its rows; None without ``use_dynamic_bsz``."""
+    return actor.ppo_max_token_len_per_gpu * ParallelSizes.read(engine).context if actor.use_dynamic_bsz else None

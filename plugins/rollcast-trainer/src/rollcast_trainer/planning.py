@@ -12,7 +12,7 @@ from rollcast.errors import ConfigError
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.memory_plan import largest_pass, placed_roles, plan_memory
-from rollcast_trainer.parallel import data_parallel_size
+from rollcast_trainer.parallel import data_parallel_size, pass_tokens
 from rollcast_trainer.splits import check_engine
 
 __all__ = ["Fact", "Plan", "plan_run"]
@@ -79,7 +79,7 @@ def find_algebra(trainer: LoopTrainer) -> BatchAlgebra:
     if isinstance(own, BatchAlgebra):
         return own
     task, rows = trainer.task, trainer.task.data.train_batch_size
-    tokens = task.actor.ppo_max_token_len_per_gpu if task.actor.use_dynamic_bsz else None
+    tokens = pass_tokens(task.actor, task.engine)
     ranks = data_parallel_size(task.engine, task.world_size)
     return BatchAlgebra(rows, 1, rows, 1, ranks, task.actor.ppo_micro_batch_size_per_gpu, tokens)
 

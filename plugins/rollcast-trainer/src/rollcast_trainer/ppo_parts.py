@@ -13,7 +13,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batching import BatchAlgebra
-from rollcast_trainer.parallel import data_parallel_size
+from rollcast_trainer.parallel import data_parallel_size, pass_tokens
 from rollcast_trainer.roles import Role
 from rollcast_trainer.schemas import PpoActorConfig, RefConfig
 from rollcast_trainer.task_runner import TaskRunner
@@ -34,7 +34,7 @@ def build_algebra(task: TaskRunner, policy: PpoActorConfig) -> BatchAlgebra:
         policy.ppo_epochs,
         data_parallel_size(task.engine, task.world_size),
         policy.ppo_micro_batch_size_per_gpu,
-        policy.ppo_max_token_len_per_gpu if policy.use_dynamic_bsz else None,
+        pass_tokens(policy, task.engine),
     )
     algebra.check()
     return algebra

@@ -34,7 +34,7 @@ class ActorConfig:
         optim: optimizer and schedule; one scheduler step is one training step.
         ppo_micro_batch_size_per_gpu: rows a forward and backward pass; empty for all at once.
         use_dynamic_bsz: split by ``ppo_max_token_len_per_gpu`` instead.
-        ppo_max_token_len_per_gpu: padded tokens a micro-batch.
+        ppo_max_token_len_per_gpu: tokens a micro-batch on each device, with padding unless the engine packs.
     """
 
     optim: OptimConfig = field(default_factory=OptimConfig)
@@ -42,20 +42,23 @@ class ActorConfig:
     use_dynamic_bsz: bool = False
     ppo_max_token_len_per_gpu: int = 16384
 
-    def check(self, longest: int) -> None:
+    def check(self, longest: int, sequence_ranks: int = 1) -> None:
         """Refuse micro-batches that cannot hold a row.
 
         Args:
             longest: tokens of the longest row that the run allows.
+            sequence_ranks: devices that share a row's tokens.
 
         Raises:
             ConfigError: names the key and what it must be at least.
         """
         _at_least_one("actor.ppo_micro_batch_size_per_gpu", self.ppo_micro_batch_size_per_gpu)
-        if self.use_dynamic_bsz and self.ppo_max_token_len_per_gpu < longest:
+        if self.use_dynamic_bsz and self.ppo_max_token_len_per_gpu * sequence_ranks < longest:
+            shared = f", shared by {sequence_ranks} devices" if sequence_ranks > 1 else ""
             raise ConfigError(
-                f"actor.ppo_max_token_len_per_gpu is {self.ppo_max_token_len_per_gpu}, but a row may have {longest} "
-                "tokens (data.max_prompt_length + data.max_response_length); raise the one or lower the others"
+                f"actor.ppo_max_token_len_per_gpu is {self.ppo_max_token_len_per_gpu}{shared}, but a row may have "
+                f"{longest} tokens (data.max_prompt_length + data.max_response_length); "
+                "raise the one or lower the others"
             )
 
 
@@ -98,8 +101,8 @@ class PpoActorConfig(ActorConfig):
     kl_loss_type: str = "k3"
     skip_zero_advantage: bool = True
 
-    def check(self, longest: int) -> None:
-        super().check(longest)
+    def check(self, longest: int, sequence_ranks: int = 1) -> None:
+        super().check(longest, sequence_ranks)
         _at_least_one("actor.log_prob_micro_batch_size_per_gpu", self.log_prob_micro_batch_size_per_gpu)
 
 
