@@ -21,6 +21,7 @@ from rollcast_megatron.engine import MegatronEngine
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}
+VALUES = {"model_type": "value_model"}
 
 
 def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
@@ -41,6 +42,7 @@ def assert_resumed(before: dict[str, Any], after: dict[str, Any]) -> None:
         pytest.param("qwen3", True, PP2, SP2, id="pp2-to-sp2-tied"),
         pytest.param("llama", False, {"use_distributed_optimizer": False}, PP2, id="dp2-to-pp2"),
         pytest.param("qwen2", False, {}, TP2, id="distributed-dp2-to-tp2"),
+        pytest.param("qwen2", True, {**PP2, **VALUES}, {**TP2, **VALUES}, id="value-model-pp2-to-tp2"),
     ],
 )
 def test_another_mesh_goes_on(

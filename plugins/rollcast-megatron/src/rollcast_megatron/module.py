@@ -19,6 +19,7 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
     get_cuda_rng_tracker,
 )
+from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from torch import nn
@@ -121,6 +122,15 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
 
     def _postprocess(self, hidden_states: Tensor, *, labels: Head, **_unused: Any) -> Any:
         return labels(self, hidden_states) if self.post_process else hidden_states
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Each tensor with its place in the whole model.
+
+        A value model has none of the vocabulary head that ``GPTModel`` goes on to look for.
+        """
+        if self.is_value_model:
+            return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
+        return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def head_weight(self) -> Tensor:
         """This rank's rows of the vocabulary head, ``[V / tensor ranks, h]``."""
