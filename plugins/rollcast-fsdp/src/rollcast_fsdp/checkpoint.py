@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelType
     from rollcast_fsdp.lora import Adapter
 
-__all__ = ["EngineState", "PendingSave", "load", "read_tensors", "save", "start_save"]
+__all__ = ["EngineState", "PendingSave", "agree", "load", "read_tensors", "save", "start_save"]
 
 log = logging.getLogger(__name__)
 
@@ -157,13 +157,13 @@ def save(path: Path, state: EngineState) -> None:
         write_sums(path, state.rank)
     except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {_reason(error)}"
-    _agree(problem, f"checkpoint {path} could not be written", state)
+    agree(problem, f"checkpoint {path} could not be written", state)
     if state.rank == 0:
         try:
             write_summary(path, "fsdp", state.summary())
         except OSError as error:
             problem = f"rank 0: {error}"
-    _agree(problem, f"checkpoint {path} could not be written", state)
+    agree(problem, f"checkpoint {path} could not be written", state)
 
 
 def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) -> PendingSave:
@@ -191,7 +191,7 @@ def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) 
             write_sums(path, rank)
         except _WRITE_ERRORS as error:
             problem = f"rank {rank}: {_reason(error)}"
-        _agree(problem, f"checkpoint {path} could not be written", state, group)
+        agree(problem, f"checkpoint {path} could not be written", state, group)
         if rank == 0:
             write_summary(path, "fsdp", summary)
 
@@ -207,7 +207,7 @@ def _begin(path: Path, state: EngineState) -> None:
         problem = ""
     except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {error}"
-    _agree(problem, f"checkpoint {path} could not be written", state)
+    agree(problem, f"checkpoint {path} could not be written", state)
 
 
 def load(path: Path, state: EngineState) -> int:
@@ -228,7 +228,7 @@ def load(path: Path, state: EngineState) -> int:
         check_shards(path, int(summary["world_size"]), state.rank, state.world_size)
     except CheckpointError as error:
         problem = str(error)
-    _agree(problem, "", state)
+    agree(problem, "", state)
     if state.optimizer is not None and summary["optimizer_state"]:
         prime_optimizer(state.optimizer)
         if state.entries() != summary["optimizer_state"]:
@@ -325,8 +325,18 @@ def _describe(parameter: list[Any] | None) -> str:
     return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
 
 
-def _agree(problem: str, what: str, state: EngineState, group: dist.ProcessGroup | None = None) -> None:
-    """Fail on every rank if one did, and on none before all have come this far."""
+def agree(problem: str, what: str, state: EngineState, group: dist.ProcessGroup | None = None) -> None:
+    """Fail on every rank if one did, and on none before all have come this far.
+
+    Args:
+        problem: this rank's; empty for none.
+        what: goes before it in the message.
+        state: whose ranks these are.
+        group: of all of them; None for the process group of the training.
+
+    Raises:
+        CheckpointError: the first rank's problem.
+    """
     problems: list[Any] = [problem]
     if state.distributed:
         problems = [None] * state.world_size

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetup
-from rollcast.errors import CapabilityError, ConfigError
+from rollcast.errors import CapabilityError, CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import empty_cache, local_device
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
@@ -254,11 +254,7 @@ class FsdpEngine(BaseEngine):
         return self._tensors().gather_adapter()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model without its adapter.
-
-        Raises:
-            CapabilityError: there is no adapter.
-        """
+        """See :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
         return require_adapter(self.adapter).disabled()
 
     @contextmanager
@@ -343,11 +339,17 @@ class FsdpEngine(BaseEngine):
         )
 
     def export(self, path: Path) -> None:
-        """Write a Hugging Face folder from the live model; rank 0 writes, all ranks take part."""
-        is_writer = self.setup.context.rank == 0
-        export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
-        if self.sharding is not None:
-            torch.distributed.barrier()
+        """Write a Hugging Face folder from the live model; rank 0 writes, all ranks take part.
+
+        Raises:
+            CheckpointError: on every rank, if the folder cannot be written.
+        """
+        is_writer, problem = self.setup.context.rank == 0, ""
+        try:
+            export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
+        except CheckpointError as error:
+            problem = str(error)
+        checkpoints.agree(problem, "", self._state())
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
