@@ -21,11 +21,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rollcast.contracts.algorithm import Denominators
+from rollcast.contracts.loss import LossFunction, LossInputs, LossOutput
 from rollcast.contracts.optim import OptimConfig
 from rollcast.plugins.registry import Registry, subclass_of
 
@@ -156,48 +157,6 @@ class ForwardSettings:
     max_token_len_per_gpu: int | None = None
     max_response_length: int | None = None
     denominators: Denominators | None = None
-
-
-@dataclass(frozen=True)
-class LossInputs:
-    """One micro-batch as a loss function sees it; tensors are ``[B, T]`` on the engine's device.
-
-    Attributes:
-        log_probs: of the responses' tokens, with gradient; None for a value model.
-        entropy: of the policy at each position, if asked for.
-        values: of a value model, with gradient.
-        response_mask: 1 where the policy chose the token.
-        columns: every other tensor column of the batch with these rows, such as ``advantages``.
-        denominators: counts over the whole mini-batch on all data-parallel ranks.
-        vocabulary_kl: the penalty between policy and reference that was asked for, with gradient.
-    """
-
-    log_probs: Tensor | None
-    entropy: Tensor | None
-    values: Tensor | None
-    response_mask: Tensor
-    columns: Mapping[str, Tensor]
-    denominators: Denominators
-    vocabulary_kl: Tensor | None = None
-
-
-@dataclass(frozen=True)
-class LossOutput:
-    """A micro-batch's share of the loss, and of the metrics.
-
-    ``metrics`` are scalars that add up over micro-batches and ranks to the metric of the
-    mini-batch (divide by the denominators); of ``maxima`` the largest is kept.
-    """
-
-    loss: Tensor
-    metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    maxima: Mapping[str, Tensor] = field(default_factory=dict)
-
-
-class LossFunction(Protocol):
-    """Turns one micro-batch's per-token quantities into its share of the loss."""
-
-    def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
