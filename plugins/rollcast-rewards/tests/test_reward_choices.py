@@ -134,8 +134,10 @@ def test_math_options_and_ground_truths() -> None:
         ["no idea", ""],
     ],
 )
-def test_equal_answers_are_one_vote(equal: list[str]) -> None:
+def test_equal_answers_are_one_vote(equal: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("math_verify")
+    # A busy machine may need longer than the usual second.
+    monkeypatch.setattr("rollcast_rewards.mathematics._EXTRACTION_S", 60.0)
     reward = build_reward("math")
     assert isinstance(reward, MathReward)
     answers = {reward.extract(response) for response in equal}

@@ -207,6 +207,7 @@ def test_nsys_starts_the_processes_of_the_chosen_roles(tmp_path: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_snapshot_of_the_cuda_allocator(small_task: SmallTask, tmp_path: Path) -> None:
     launch(small_task.ppo(tmp_path / "run", "profiler=torch_memory", "profiler.steps=[1]"))
     (file,) = (tmp_path / "run" / "profiles").iterdir()
