@@ -12,6 +12,7 @@ from trainer_tools import SmallTask, launch, read_metrics
 from rollcast.controller import marks
 from rollcast.controller.marks import mark
 from rollcast.controller.worker import Worker
+from rollcast.errors import WorkerError
 from rollcast_trainer.profiling.memory_watch import Peak, start_watch, stop_watch, take_peaks
 
 HERE = Worker()
@@ -56,6 +57,13 @@ def test_blocks_within_each_other_share_their_peaks() -> None:
     peaks = take_peaks(HERE)
     assert peaks["outer"].resident >= peaks["inner"].resident
     assert peaks["inner"].resident - peaks["later"].resident > 250 << 20
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the profiler works here")
+def test_a_run_that_cannot_begin_leaves_nothing_behind(small_task: SmallTask, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError, match="no CUDA device"):
+        launch(small_task.ppo(tmp_path / "run", "profiler=torch_memory", "profiler.steps=[1]"))
+    assert marks._listeners == []
 
 
 def test_peaks_join_number_by_number() -> None:

@@ -199,7 +199,6 @@ class LoopTrainer(BaseTrainer):
             self.task.emit("on_exception", trainer=self, error=raised)
             raise
         finally:
-            self.meter.close()
             self.task.emit("on_fit_end", trainer=self, error=error)
         return RunResult(self.step, self.task.run_dir, dict(self._latest))
 

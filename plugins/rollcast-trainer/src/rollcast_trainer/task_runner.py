@@ -42,6 +42,7 @@ from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.adapters import take_adapters
 from rollcast_trainer.negotiation import Choice, check_choice, check_places
 from rollcast_trainer.placing import build_pools
+from rollcast_trainer.profiling.memory_watch import stop_watch
 from rollcast_trainer.profiling.stepper import StepProfiler, find_step_profiler
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
@@ -151,6 +152,7 @@ class TaskRunner:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
             stack.callback(self._trackers.close)
+            stack.callback(stop_watch)  # on the runtime local the workers were watched in this process
             for scorer in self._scorers:
                 stack.callback(scorer.close)
             for sampler in self._samplers:

@@ -12,7 +12,7 @@ from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError
 from rollcast_trainer.profiling.devices import DeviceInfo, describe_device
 from rollcast_trainer.profiling.flops import ModelFlops, Pass, read_model_flops
-from rollcast_trainer.profiling.memory_watch import Peak, start_watch, stop_watch, take_peaks
+from rollcast_trainer.profiling.memory_watch import Peak, start_watch, take_peaks
 from rollcast_trainer.roles import Role
 
 __all__ = ["PHASES", "StepMeter"]
@@ -153,11 +153,6 @@ class StepMeter:
         for phase, peak in phases.items():
             found |= _as_metrics(peak, f"/{phase}")
         return found
-
-    @staticmethod
-    def close() -> None:
-        """Watch the memory of this process no more; that of workers ends with them."""
-        stop_watch()
 
 
 def _as_metrics(peak: Peak, suffix: str) -> dict[str, float]:
