@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,8 @@ def register() -> None:
     HookRegistry.register(check, _stop_at_stop_tokens, HookType.REPLACE)
     manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
     HookRegistry.register(manager, _do_without_pinning, HookType.BEFORE)
+    adapter = "sglang.srt.lora.lora.LoRAAdapter.initialize_weights"
+    HookRegistry.register(adapter, _read_adapter_files, HookType.BEFORE)
 
 
 def _build_sampler() -> Any:
@@ -73,6 +76,14 @@ def _do_without_pinning(*_: object, **__: object) -> None:
     torch.Tensor.pin_memory = _stay  # type: ignore[method-assign, assignment]
     for module in (sglang.srt.lora.layers, sglang.srt.lora.backend.torch_backend):
         module.torch = _TorchWithoutPinning()
+
+
+def _read_adapter_files(adapter: Any) -> None:
+    """Read an adapter's files also in a server whose model came without weights; SGLang has one setting for both."""
+    from sglang.srt.configs.load_config import LoadFormat
+
+    if adapter.load_config.load_format == LoadFormat.DUMMY:
+        adapter.load_config = dataclasses.replace(adapter.load_config, load_format=LoadFormat.AUTO)
 
 
 def _stay(tensor: Any, *_: object) -> Any:
