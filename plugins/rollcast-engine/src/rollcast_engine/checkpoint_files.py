@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
 from rollcast_engine.rng import capture_rng
@@ -18,9 +19,11 @@ __all__ = [
     "FORMAT",
     "SHARDS",
     "check_shards",
+    "describe_failure",
     "make_folder",
     "read_rng",
     "read_summary",
+    "require_fit",
     "rng_file",
     "write_sums",
     "write_summary",
@@ -130,6 +133,50 @@ def read_summary(path: Path, engine: str) -> dict[str, Any]:
     if not (path / SHARDS / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it lacks {SHARDS}/.metadata")
     return summary
+
+
+def require_fit(
+    path: Path, summary: dict[str, Any], ours: dict[str, Any], has_optimizer: bool, others: Sequence[str] = ()
+) -> None:
+    """Refuse a checkpoint of another model.
+
+    Args:
+        path: of the checkpoint, for the message.
+        summary: what :func:`read_summary` gave.
+        ours: ``model_type``, and ``parameters``: name → ``[shape, dtype]``, of the engine that is to load it.
+        has_optimizer: whether that engine trains.
+        others: differences that the engine has found by itself.
+
+    Raises:
+        CheckpointError: it does not fit; names the first differences.
+    """
+    differences: list[str] = []
+    if summary["model_type"] != ours["model_type"]:
+        differences.append(f"it holds a {summary['model_type']}, the engine a {ours['model_type']}")
+    differences += others
+    theirs, mine = summary["parameters"], ours["parameters"]
+    differences += [
+        f"{name}: {_describe(theirs.get(name))} there, {_describe(mine.get(name))} here"
+        for name in sorted(theirs.keys() | mine.keys())
+        if theirs.get(name) != mine.get(name)
+    ]
+    if has_optimizer and not summary["has_optimizer"]:
+        differences.append("it has no optimizer state")
+    if differences:
+        shown = "; ".join(differences[:3])
+        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(f"checkpoint {path} does not fit this engine: {shown}{more}")
+
+
+def _describe(parameter: list[Any] | None) -> str:
+    return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
+
+
+def describe_failure(error: BaseException) -> str:
+    """What went wrong, without the tracebacks that torch puts into its message."""
+    if not isinstance(error, CheckpointException):
+        return str(error)
+    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
 
 
 def _checksum(file: Path) -> int:

@@ -14,11 +14,23 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.algorithm import Denominators
-    from rollcast.contracts.engine import LossFunction
+    from rollcast.contracts.engine import ForwardSettings, LossFunction
     from rollcast_engine.batching import MicroBatch
     from rollcast_engine.reduce import MetricSums
 
-__all__ = ["loss_share", "zero_loss"]
+__all__ = ["loss_share", "quantity_names", "zero_loss"]
+
+
+def quantity_names(settings: ForwardSettings, is_value_model: bool) -> list[str]:
+    """What a batch's output holds."""
+    if is_value_model:
+        return ["values"]
+    asked = {
+        "entropy": settings.calculate_entropy,
+        "sum_pi_squared": settings.calculate_sum_pi_squared,
+        "vocabulary_kl": settings.vocabulary_kl is not None,
+    }
+    return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
 
 
 def loss_share(

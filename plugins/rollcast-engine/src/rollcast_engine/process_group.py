@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from rollcast.errors import ConfigError
+from rollcast.errors import CheckpointError, ConfigError
 from rollcast.runtime.device import collective_backend
 
 if TYPE_CHECKING:
     from rollcast.controller.worker import WorkerContext
 
-__all__ = ["join_process_group"]
+__all__ = ["agree", "join_process_group"]
 
 
 def join_process_group(context: WorkerContext) -> None:
@@ -40,3 +40,24 @@ def join_process_group(context: WorkerContext) -> None:
         rank=context.rank,
         world_size=context.world_size,
     )
+
+
+def agree(problem: str, what: str, ranks: int, group: dist.ProcessGroup | None = None) -> None:
+    """Fail on every rank if one did, and on none before all have come this far.
+
+    Args:
+        problem: this rank's; empty for none.
+        what: goes before it in the message; may be empty.
+        ranks: how many there are; 1 asks nobody.
+        group: of all of them; None for the process group of the training.
+
+    Raises:
+        CheckpointError: the first rank's problem.
+    """
+    problems: list[Any] = [problem]
+    if ranks > 1:
+        problems = [None] * ranks
+        dist.all_gather_object(problems, problem, group=group)
+    first = next((found for found in problems if found), None)
+    if first:
+        raise CheckpointError(f"{what}: {first}" if what else first)

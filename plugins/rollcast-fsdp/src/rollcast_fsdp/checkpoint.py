@@ -31,14 +31,17 @@ from rollcast.errors import CheckpointError
 from rollcast_engine.checkpoint_files import (
     SHARDS,
     check_shards,
+    describe_failure,
     make_folder,
     read_rng,
     read_summary,
+    require_fit,
     rng_file,
     write_summary,
     write_sums,
 )
 from rollcast_engine.optim import prime_optimizer
+from rollcast_engine.process_group import agree
 from rollcast_engine.rng import derive_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -47,7 +50,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelType
     from rollcast_fsdp.lora import Adapter
 
-__all__ = ["EngineState", "PendingSave", "agree", "load", "read_tensors", "save", "start_save"]
+__all__ = ["EngineState", "PendingSave", "load", "read_tensors", "save", "start_save"]
 
 log = logging.getLogger(__name__)
 
@@ -156,14 +159,14 @@ def save(path: Path, state: EngineState) -> None:
             )
         write_sums(path, state.rank)
     except _WRITE_ERRORS as error:
-        problem = f"rank {state.rank}: {_reason(error)}"
-    agree(problem, f"checkpoint {path} could not be written", state)
+        problem = f"rank {state.rank}: {describe_failure(error)}"
+    agree(problem, f"checkpoint {path} could not be written", state.world_size)
     if state.rank == 0:
         try:
             write_summary(path, "fsdp", state.summary())
         except OSError as error:
             problem = f"rank 0: {error}"
-    agree(problem, f"checkpoint {path} could not be written", state)
+    agree(problem, f"checkpoint {path} could not be written", state.world_size)
 
 
 def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) -> PendingSave:
@@ -190,8 +193,8 @@ def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) 
             shards.result()
             write_sums(path, rank)
         except _WRITE_ERRORS as error:
-            problem = f"rank {rank}: {_reason(error)}"
-        agree(problem, f"checkpoint {path} could not be written", state, group)
+            problem = f"rank {rank}: {describe_failure(error)}"
+        agree(problem, f"checkpoint {path} could not be written", state.world_size, group)
         if rank == 0:
             write_summary(path, "fsdp", summary)
 
@@ -207,7 +210,7 @@ def _begin(path: Path, state: EngineState) -> None:
         problem = ""
     except _WRITE_ERRORS as error:
         problem = f"rank {state.rank}: {error}"
-    agree(problem, f"checkpoint {path} could not be written", state)
+    agree(problem, f"checkpoint {path} could not be written", state.world_size)
 
 
 def load(path: Path, state: EngineState) -> int:
@@ -228,7 +231,7 @@ def load(path: Path, state: EngineState) -> int:
         check_shards(path, int(summary["world_size"]), state.rank, state.world_size)
     except CheckpointError as error:
         problem = str(error)
-    agree(problem, "", state)
+    agree(problem, "", state.world_size)
     if state.optimizer is not None and summary["optimizer_state"]:
         prime_optimizer(state.optimizer)
         if state.entries() != summary["optimizer_state"]:
@@ -242,7 +245,7 @@ def load(path: Path, state: EngineState) -> int:
                 state.state_dict(), checkpoint_id=path / SHARDS, no_dist=not state.distributed
             )
     except _READ_ERRORS as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
     restore_rng(rng)
     if summary["world_size"] != state.world_size:
         log.warning(
@@ -281,21 +284,12 @@ def read_tensors(path: Path, names: Mapping[str, tuple[Any, str]]) -> dict[str, 
                 {"model": tensors}, checkpoint_id=path / SHARDS, no_dist=True
             )
     except _READ_ERRORS as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
     return tensors
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch puts into its message."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
 
 
 def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
     differences: list[str] = []
-    if summary["model_type"] != state.model_type:
-        differences.append(f"it holds a {summary['model_type']}, the engine a {state.model_type}")
     theirs_adapter, ours_adapter = summary.get("adapter"), state.summary()["adapter"]
     if (theirs_adapter is None) != (ours_adapter is None):
         whole, part = "the whole model", "a LoRA adapter"
@@ -303,47 +297,12 @@ def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
         differences.append(f"it holds {there}, the engine trains {here} (model.lora_rank)")
     elif theirs_adapter is not None and _differ(theirs_adapter["base"], ours_adapter["base"]):
         differences.append("its adapter was trained beside other weights than those in model.path")
-    theirs, ours = summary["parameters"], state.parameters()
-    differences += [
-        f"{name}: {_describe(theirs.get(name))} there, {_describe(ours.get(name))} here"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
-    if state.optimizer is not None and not summary["has_optimizer"]:
-        differences.append("it has no optimizer state")
-    if differences:
-        shown = "; ".join(differences[:3])
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckpointError(f"checkpoint {path} does not fit this engine: {shown}{more}")
+    ours = {"model_type": state.model_type, "parameters": state.parameters()}
+    require_fit(path, summary, ours, state.optimizer is not None, differences)
 
 
 def _differ(theirs: str | None, ours: str | None) -> bool:
     return None not in (theirs, ours) and theirs != ours
-
-
-def _describe(parameter: list[Any] | None) -> str:
-    return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
-
-
-def agree(problem: str, what: str, state: EngineState, group: dist.ProcessGroup | None = None) -> None:
-    """Fail on every rank if one did, and on none before all have come this far.
-
-    Args:
-        problem: this rank's; empty for none.
-        what: goes before it in the message.
-        state: whose ranks these are.
-        group: of all of them; None for the process group of the training.
-
-    Raises:
-        CheckpointError: the first rank's problem.
-    """
-    problems: list[Any] = [problem]
-    if state.distributed:
-        problems = [None] * state.world_size
-        dist.all_gather_object(problems, problem, group=group)
-    first = next((found for found in problems if found), None)
-    if first:
-        raise CheckpointError(f"{what}: {first}" if what else first)
 
 
 @contextmanager

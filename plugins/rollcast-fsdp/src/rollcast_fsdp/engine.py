@@ -18,7 +18,7 @@ from rollcast.runtime.device import empty_cache, local_device
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
 from rollcast_engine.optim import build_optimizer, check_optim, learning_rate
-from rollcast_engine.process_group import join_process_group
+from rollcast_engine.process_group import agree, join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
@@ -349,7 +349,7 @@ class FsdpEngine(BaseEngine):
             export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
         except CheckpointError as error:
             problem = str(error)
-        checkpoints.agree(problem, "", self._state())
+        agree(problem, "", self.setup.context.world_size)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:

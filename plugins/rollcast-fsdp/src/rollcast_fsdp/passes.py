@@ -10,7 +10,7 @@ import torch
 from rollcast.contracts.algorithm import kl_penalties
 from rollcast.contracts.engine import ForwardSettings
 from rollcast_engine.batching import MicroBatch, dummy_micro_batch
-from rollcast_engine.loss import loss_share, zero_loss
+from rollcast_engine.loss import loss_share, quantity_names, zero_loss
 from rollcast_engine.reduce import MetricSums
 from rollcast_fsdp.offload import ActivationOffload
 
@@ -58,7 +58,7 @@ class Passes:
         """
         training = torch.is_grad_enabled()
         shape = (len(plan.starts), plan.response_width)
-        names = [] if training else self.forward.names(settings)
+        names = [] if training else quantity_names(settings, self.forward.is_value_model)
         outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
         sums = MetricSums()
         # FSDP2 averages gradients over the ranks; the shares have to be added up.

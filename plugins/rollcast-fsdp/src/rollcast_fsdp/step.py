@@ -83,17 +83,6 @@ class TokenForward:
         parts = 1 if self._group is None else torch.distributed.get_world_size(self._group)
         return self.packs, self._head is not None, parts
 
-    def names(self, settings: ForwardSettings) -> list[str]:
-        """What :meth:`quantities` gives under these settings."""
-        if self.is_value_model:
-            return ["values"]
-        asked = {
-            "entropy": settings.calculate_entropy,
-            "sum_pi_squared": settings.calculate_sum_pi_squared,
-            "vocabulary_kl": settings.vocabulary_kl is not None,
-        }
-        return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
-
     def quantities(
         self, micro: MicroBatch, settings: ForwardSettings, reference: Reference | None, penalty: KlPenalty | None
     ) -> dict[str, Tensor]:

@@ -28,13 +28,16 @@ from rollcast.errors import CheckpointError
 from rollcast_engine.checkpoint_files import (
     SHARDS,
     check_shards,
+    describe_failure,
     make_folder,
     read_rng,
     read_summary,
+    require_fit,
     rng_file,
     write_summary,
     write_sums,
 )
+from rollcast_engine.process_group import agree
 from rollcast_engine.rng import capture_rng, derive_rng, restore_rng
 
 if TYPE_CHECKING:
@@ -105,7 +108,7 @@ def save(path: Path, state: EngineState) -> None:
         problem = ""
     except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
         problem = f"rank {state.rank}: {error}"
-    _agree(problem, f"checkpoint {path} could not be written")
+    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
     try:
         tensors = _sharded(state, state.optimizer)
         with _quiet():
@@ -113,15 +116,15 @@ def save(path: Path, state: EngineState) -> None:
         write_sums(path, state.rank)
         problem = ""
     except (CheckpointException, OSError, RuntimeError) as error:
-        problem = f"rank {state.rank}: {_reason(error)}"
-    _agree(problem, f"checkpoint {path} could not be written")
+        problem = f"rank {state.rank}: {describe_failure(error)}"
+    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
     try:
         if state.rank == 0:
             write_summary(path, ENGINE, _summary(state))
         problem = ""
     except OSError as error:
         problem = f"rank 0: {error}"
-    _agree(problem, f"checkpoint {path} could not be written")
+    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
 
 
 def load(path: Path, state: EngineState) -> int:
@@ -133,7 +136,8 @@ def load(path: Path, state: EngineState) -> int:
         CheckpointError: names the folder and what is missing or different.
     """
     summary = read_summary(path, ENGINE)
-    _compare(path, summary, state)
+    ours = {"model_type": state.model_type, "parameters": state.parameters()}
+    require_fit(path, summary, ours, state.optimizer is not None)
     same_mesh = summary["mesh"] == state.mesh_sizes()
     rng, problem = None, ""
     try:
@@ -141,7 +145,7 @@ def load(path: Path, state: EngineState) -> int:
         check_shards(path, summary["world_size"], state.rank, state.mesh.world_size)
     except CheckpointError as error:
         problem = str(error)
-    _agree(problem, f"checkpoint {path} cannot be used")
+    agree(problem, f"checkpoint {path} cannot be used", dist.get_world_size())
     tensors = _read(path, state, state.optimizer if summary["has_optimizer"] else None)
     with torch.no_grad():
         for name, parameter in state.model.named_parameters():
@@ -191,7 +195,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
         with _quiet():
             found: dict[str, Tensor] = dist_checkpointing.load(wanted, str(path / SHARDS))
     except _READ_ERRORS as error:
-        raise CheckpointError(f"checkpoint {path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
     except Exception as error:
         from megatron.core.dist_checkpointing.core import CheckpointingException
 
@@ -226,28 +230,6 @@ def _summary(state: EngineState) -> dict[str, Any]:
     }
 
 
-def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
-    differences: list[str] = []
-    if summary["model_type"] != state.model_type:
-        differences.append(f"it holds a {summary['model_type']}, the engine a {state.model_type}")
-    theirs, ours = summary["parameters"], state.parameters()
-    differences += [
-        f"{name}: {_describe(theirs.get(name))} there, {_describe(ours.get(name))} here"
-        for name in sorted(theirs.keys() | ours.keys())
-        if theirs.get(name) != ours.get(name)
-    ]
-    if state.optimizer is not None and not summary["has_optimizer"]:
-        differences.append("it has no optimizer state")
-    if differences:
-        shown = "; ".join(differences[:3])
-        more = f"; and {len(differences) - 3} more" if len(differences) > 3 else ""
-        raise CheckpointError(f"checkpoint {path} does not fit this engine: {shown}{more}")
-
-
-def _describe(parameter: list[Any] | None) -> str:
-    return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
-
-
 def _capture_rng() -> dict[str, Any]:
     """The process's random state, and that of the layers."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
@@ -261,22 +243,6 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
     restore_rng(state["process"])
     get_cuda_rng_tracker().set_states(state["layers"])
-
-
-def _reason(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch puts into its message."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())
-
-
-def _agree(problem: str, what: str) -> None:
-    """Fail on every rank if one did, and on none before all have come this far."""
-    problems: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    first = next((found for found in problems if found), None)
-    if first:
-        raise CheckpointError(f"{what}: {first}")
 
 
 @contextmanager

@@ -21,12 +21,12 @@ from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.checkpoint_files import read_summary
 from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
+from rollcast_engine.loss import quantity_names
 from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
 from rollcast_megatron.export import whole_module
-from rollcast_megatron.heads import quantity_names
 from rollcast_megatron.layout import Mesh, join_mesh
 from rollcast_megatron.maps import find_map
 from rollcast_megatron.offload import move_stage

@@ -21,19 +21,7 @@ if TYPE_CHECKING:
     from rollcast_megatron.inputs import DecoderInputs, Positions
     from rollcast_megatron.module import DecoderModel
 
-__all__ = ["LanguageHead", "ValueHead", "quantity_names"]
-
-
-def quantity_names(settings: ForwardSettings, is_value_model: bool) -> list[str]:
-    """What a batch's output holds."""
-    if is_value_model:
-        return ["values"]
-    asked = {
-        "entropy": settings.calculate_entropy,
-        "sum_pi_squared": settings.calculate_sum_pi_squared,
-        "vocabulary_kl": settings.vocabulary_kl is not None,
-    }
-    return ["log_probs", *(name for name, wanted in asked.items() if wanted)]
+__all__ = ["LanguageHead", "ValueHead"]
 
 
 @dataclass(frozen=True)
