@@ -19,7 +19,7 @@ from rollcast.plugins.groups import GROUPS
 
 #: From the ground up; a room sees itself and those before it. The last two do not see each other.
 FLOORS = [
-    ("errors",),
+    ("errors", "files"),
     ("protocol",),
     ("plugins",),
     ("controller",),

@@ -88,9 +88,10 @@ def test_calls_come_in_order(tmp_path: Path) -> None:
 def test_a_continued_run_knows_its_name(tmp_path: Path) -> None:
     Recorder(tmp_path, {}).close()
     assert json.loads((tmp_path / "trackers" / "made_up_library.json").read_text()) == {"id": "r1"}
-    fresh, continued = Recorder(tmp_path, {}, 0), Recorder(tmp_path, {}, 3)
-    fresh.close()
+    continued = Recorder(tmp_path, {}, 3)
     continued.close()
+    fresh = Recorder(tmp_path, {}, 0)
+    fresh.close()
     assert [fresh.calls[0][2], continued.calls[0][2]] == [None, "r1"]
     assert continued.experiment_name == tmp_path.name
 

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from rollcast.controller.hosting import is_handle
 from rollcast.controller.worker import ClassWithInitArgs, Worker
 from rollcast.errors import ConfigError, WorkerError
+from rollcast.files import replace_file
 
 if TYPE_CHECKING:
     from rollcast.controller.calls_by_name import CallsByName
@@ -192,6 +193,4 @@ def _dump(value: Any, file: Path) -> None:
     # What was defined in the script itself travels with the record where cloudpickle is there.
     found = importlib.util.find_spec("cloudpickle") is not None
     pickler: Any = importlib.import_module("cloudpickle") if found else pickle
-    temporary = file.with_suffix(".tmp")
-    temporary.write_bytes(pickler.dumps(value))
-    temporary.replace(file)
+    replace_file(file, pickler.dumps(value))

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcast.errors import DataError
 
-__all__ = ["RecordWriter", "Unreadable", "drop_after", "encode_record", "read_records", "replace_file"]
+__all__ = ["RecordWriter", "Unreadable", "drop_after", "encode_record", "read_records"]
 
 
 @dataclass(frozen=True)
@@ -121,16 +121,6 @@ def drop_after(path: Path, start_step: int) -> int:
     finally:
         temporary.unlink(missing_ok=True)
     return dropped
-
-
-def replace_file(path: Path, text: str) -> None:
-    """Write ``text`` to ``path`` so that a reader sees the old file or the new one, never a part."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        temporary.write_bytes(text.encode("utf-8", "backslashreplace"))
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
 
 
 class RecordWriter:

@@ -11,8 +11,8 @@ from typing import Any
 
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import DataError
+from rollcast.files import replace_file
 from rollcast.plugins.hookspecs import hookimpl
-from rollcast.trackers.records import replace_file
 from rollcast.trackers.report_data import Status, read_run, read_status, write_status
 from rollcast.trackers.report_page import render_page
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.errors import DataError
-from rollcast.trackers.records import Unreadable, read_records, replace_file
+from rollcast.files import replace_file
+from rollcast.trackers.records import Unreadable, read_records
 
 __all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
 

@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import ConfigError, PluginLoadError
+from rollcast.files import replace_file
 from rollcast.plugins.hookspecs import hookimpl
 
 __all__ = ["BackgroundTracker"]
@@ -144,7 +145,7 @@ class BackgroundTracker(BaseTracker):
     def save_id(self, run_id: str) -> None:
         """Keep the library's name of the run in the run directory, for its continuation."""
         self._id_file.parent.mkdir(parents=True, exist_ok=True)
-        self._id_file.write_text(json.dumps({"id": run_id}) + "\n")
+        replace_file(self._id_file, json.dumps({"id": run_id}) + "\n")
 
     @property
     def _id_file(self) -> Path:

@@ -14,6 +14,7 @@ from typing import Any
 
 from rollcast.config.sources import flatten
 from rollcast.errors import CheckpointError, ConfigError, WorkerError
+from rollcast.files import replace_file
 
 __all__ = ["CONFIG_FILE", "Checkpoints", "check_same_run", "prepare_run_dir", "replacing_folder", "write_config"]
 
@@ -163,10 +164,8 @@ class Checkpoints:
 
     def _point_to(self, step: int) -> None:
         """Write the name of the newest checkpoint into ``latest``, for tools; last, when all of it is there."""
-        temporary = self.folder / f"{_UNFINISHED}latest"
         try:
-            temporary.write_text(f"{self.path(step).name}\n", encoding="utf-8")
-            os.replace(temporary, self.folder / LATEST)
+            replace_file(self.folder / LATEST, f"{self.path(step).name}\n")
         except OSError as error:
             raise CheckpointError(f"checkpoint: {self.folder / LATEST} cannot be written: {error}") from error
 
@@ -269,9 +268,7 @@ def write_config(run_dir: Path, text: str) -> None:
         CheckpointError: it cannot be written.
     """
     file = run_dir / CONFIG_FILE
-    temporary = run_dir / f".{CONFIG_FILE}.tmp"
     try:
-        temporary.write_text(text, encoding="utf-8")
-        os.replace(temporary, file)
+        replace_file(file, text)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be written: {error}") from error

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.errors import ConfigError, DataError
+from rollcast.files import replace_file
 
 __all__ = ["SamplesFile"]
 
@@ -37,8 +38,8 @@ class SamplesFile:
             if path.exists():
                 self._check_settings()
                 self._read()
-            self._write(self._beside, json.dumps(self._settings, indent=2) + "\n")
-            self._write(path, "".join(_line(row) for index in sorted(self.rows) for row in self.rows[index]))
+            replace_file(self._beside, json.dumps(self._settings, indent=2) + "\n")
+            replace_file(path, "".join(_line(row) for index in sorted(self.rows) for row in self.rows[index]))
         except OSError as error:
             raise DataError(f"samples cannot be written to {path}: {error}") from error
 
@@ -62,12 +63,6 @@ class SamplesFile:
                 if number < len(lines):
                     raise DataError(f"{self.path}, line {number} is no sample: {error!r}") from error
         self.rows = {index: rows for index, rows in self.rows.items() if len(rows) == self._samples}
-
-    @staticmethod
-    def _write(path: Path, text: str) -> None:
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(text)
-        temporary.replace(path)
 
     def missing(self, prompts: int) -> list[int]:
         """The prompts that have no samples yet, of the first ``prompts``."""

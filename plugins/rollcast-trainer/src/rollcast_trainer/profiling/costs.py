@@ -17,13 +17,13 @@ A reader may rely on every key of a version; a version with other keys has anoth
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rollcast.errors import ConfigError, DataError
+from rollcast.files import replace_file
 from rollcast_trainer.profiling.devices import DeviceInfo
 
 __all__ = ["PHASES", "SCHEMA", "VERSION", "CostTable", "Measurement", "Phase", "RoleLayout", "read_costs"]
@@ -128,9 +128,7 @@ class CostTable:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        os.replace(temporary, path)
+        replace_file(path, json.dumps(content, indent=1) + "\n")
 
     def find(self, role: str, phase: Phase) -> list[Measurement]:
         """The measurements of a role in a phase that had memory enough."""
