@@ -108,16 +108,3 @@ def fail_to_write(context: WorkerContext, folder: Path, checkpoint: Path) -> str
     finally:
         checkpoints.write_sums = write
     return ""
-
-
-def fail_to_export(context: WorkerContext, folder: Path, output: Path) -> str:
-    """The error of an export to a place where there is a file; and the ranks still work together."""
-    from rollcast.errors import CheckpointError
-
-    engine = scenarios.build(context, folder)
-    try:
-        engine.export(output)
-    except CheckpointError as error:
-        steps(engine, context, 1)
-        return str(error)
-    return ""

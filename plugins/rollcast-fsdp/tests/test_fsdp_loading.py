@@ -179,12 +179,6 @@ def test_a_rank_that_cannot_write_in_the_background_is_named_on_all(
     assert not (tmp_path / "checkpoint" / "engine.json").exists()
 
 
-def test_an_export_that_cannot_be_written_fails_on_all_ranks(ranks: Any, model_folder: Path, tmp_path: Path) -> None:
-    (tmp_path / "hf").write_text("a file is in the way")
-    for message in ranks.run(loading.fail_to_export, folder=model_folder, output=tmp_path / "hf"):
-        assert "hf cannot be written" in message
-
-
 def test_another_optimizers_checkpoint_is_refused(model_folder: Path, tmp_path: Path) -> None:
     from dataclasses import replace
 

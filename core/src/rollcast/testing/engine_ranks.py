@@ -22,7 +22,7 @@ from rollcast.contracts.engine import (
     TrainOutput,
 )
 from rollcast.controller.worker import WorkerContext
-from rollcast.errors import ConfigError
+from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast.testing.engine_tools import OPTIM, infer, require, require_equal, train, weights
 from rollcast.testing.ranks import shared_ranks
@@ -64,6 +64,7 @@ class Seen:
         steps: of training on from there.
         skipped: a step whose loss is not a number, which left the weights alone.
         refused: the message about a row that is over the token budget; empty if the engine has none.
+        unwritten: the message about an export to where a file is; empty if there was no error.
         trained: weights at the end.
         critic: steps of a value model on the same ranks.
     """
@@ -75,6 +76,7 @@ class Seen:
     steps: list[TrainOutput]
     skipped: TrainOutput
     refused: str
+    unwritten: str
     trained: dict[str, Tensor]
     critic: list[TrainOutput]
 
@@ -109,6 +111,7 @@ def train_on_a_rank(
     folder: Path,
     before: Path,
     after: Path,
+    blocked: Path,
 ) -> Seen:
     """Everything that the laws ask of one rank, with one engine, for starting engines is what takes time.
 
@@ -118,6 +121,7 @@ def train_on_a_rank(
         folder: of the model.
         before: a checkpoint of one rank, to start from.
         after: the checkpoint to write at the end.
+        blocked: a file, to which nothing can be exported.
     """
     engine = _build(engine_class, keys, folder, context)
     place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
@@ -132,12 +136,16 @@ def train_on_a_rank(
     trained = weights(engine)
     skipped = train(engine, rows[0], _SETTINGS, nan_loss)
     require_equal(weights(engine), trained, "weights after a skipped step")
-    refused = ""
+    refused = unwritten = ""
     if engine.capabilities.token_budget:
         try:
             infer(engine, rows[0], ForwardSettings(max_token_len_per_gpu=2))
         except ConfigError as error:
             refused = str(error)
+    try:
+        engine.export(blocked)
+    except CheckpointError as error:
+        unwritten = str(error)
     engine.save_checkpoint(after)
     critic = []
     if engine.capabilities.value_model:
@@ -145,7 +153,7 @@ def train_on_a_rank(
         critic = [train(judge, rows[step], _SETTINGS, distance_loss) for step in range(2)]
     named = {name: outputs[name] for name in ("log_probs", "entropy")}
     source = engine.is_mp_src_rank_with_outputs()
-    return Seen(place, source, loaded, named, steps, skipped, refused, trained, critic)
+    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, trained, critic)
 
 
 class RankLaws:
@@ -169,7 +177,8 @@ class RankLaws:
     def test_ranks_train_as_one(self, layout: Layout, engine_class: type[BaseEngine], tmp_path: Path) -> None:
         """Numbers of plain torch on every rank; checkpoints of one rank load on many, and the other way."""
         folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0)
-        before, after = tmp_path / "before", tmp_path / "after"
+        before, after, blocked = (tmp_path / name for name in ("before", "after", "blocked"))
+        blocked.write_text("a file, not a folder")
         alone = _build(engine_class, self.engine_config, folder, WorkerContext())
         batches = [random_batch(_ROWS, 6, 9, seed=step) for step in range(_STEPS)]
         train(alone, batches[0], _SETTINGS)
@@ -183,6 +192,7 @@ class RankLaws:
             folder=folder,
             before=before,
             after=after,
+            blocked=blocked,
         )
         self._check_outputs(ranks, alone, batches[0])
         module = plain_model(folder)
@@ -197,6 +207,7 @@ class RankLaws:
             require(not math.isfinite(seen.skipped.grad_norm), "a skipped step's norm is not finite")
             if alone.capabilities.token_budget:
                 require("max_token_len_per_gpu" in seen.refused, "a row over the budget is refused on every rank")
+            require(str(blocked) in seen.unwritten, "an export that cannot be written fails on every rank")
             self._same_weights(seen.trained, plain_weights(module))
         self._check_critic(ranks, engine_class, folder)
         again = _build(engine_class, self.engine_config, folder, WorkerContext())

@@ -82,6 +82,11 @@ class StateLaws:
             text = AutoTokenizer.from_pretrained(path)("12+3")["input_ids"]
             require(text == AutoTokenizer.from_pretrained(folder)("12+3")["input_ids"], "the tokenizer is exported")
 
+    def test_exports_that_cannot_be_written(self, build: Build, tmp_path: Path) -> None:
+        (tmp_path / "blocked").write_text("a file, not a folder")
+        with pytest.raises(CheckpointError, match="blocked"):
+            build().export(tmp_path / "blocked")
+
     def test_parameters_have_their_hugging_face_names(self, build: Build, folder: Path) -> None:
         names = [name for name, _ in build().get_per_tensor_param()]
         require(len(names) == len(set(names)), "each parameter comes once")

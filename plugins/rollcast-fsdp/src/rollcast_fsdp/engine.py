@@ -11,14 +11,15 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
-from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetup
-from rollcast.errors import CapabilityError, CheckpointError, ConfigError
+from rollcast.contracts.engine import EngineCapabilities, EngineSetup
+from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import empty_cache, local_device
+from rollcast.runtime.device import empty_cache
+from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
-from rollcast_engine.optim import build_optimizer, check_optim, learning_rate
-from rollcast_engine.process_group import agree, join_process_group
+from rollcast_engine.optim import build_optimizer
+from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
 from rollcast_fsdp import checkpoint as checkpoints
 from rollcast_fsdp.attention import plain_attention, use_packed_attention
@@ -37,7 +38,7 @@ from rollcast_fsdp.tensors import ModelTensors
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig
+    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig
     from rollcast.contracts.weights import AdapterWeights
     from rollcast_fsdp.lora import Adapter
 
@@ -46,7 +47,7 @@ __all__ = ["FsdpEngine"]
 log = logging.getLogger(__name__)
 
 
-class FsdpEngine(BaseEngine):
+class FsdpEngine(TorchEngine):
     """Any causal LM of transformers; one rank holds it whole, several shard it with FSDP2.
 
     The gradient is that of the sum of the loss function's shares over all micro-batches and ranks.
@@ -73,14 +74,10 @@ class FsdpEngine(BaseEngine):
             raise ConfigError(f"the fsdp engine is configured by FsdpConfig, not {type(setup.engine).__name__}")
         self.config: FsdpConfig = setup.engine
         self.config.check(setup.context.world_size)
-        if setup.optim is not None:
-            check_optim(setup.optim)
-        self.device = torch.device("cpu")
         self.module: nn.Module
         self.sharding: Sharding | None = None
         self.adapter: Adapter | None = None
         self.optimizer: torch.optim.Optimizer | None = None
-        self.schedule_step = 0
         self.forward: TokenForward
         self.passes: Passes | None = None
         self._reference: Reference | None = None
@@ -95,9 +92,7 @@ class FsdpEngine(BaseEngine):
         """
         context = self.setup.context
         check_heads(load_hf_config(self.setup.model), self.config.ulysses_sequence_parallel_size, context.world_size)
-        self.device = local_device(context.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.use_local_device()
         plan = build_module(self.setup, DTYPES[self.config.model_dtype])
         module = plan.module
         if self.config.enable_gradient_checkpointing:
@@ -120,21 +115,6 @@ class FsdpEngine(BaseEngine):
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
         self._offload()
-
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        """Dropout on, gradients on, weights on the device, for the calls inside."""
-        with self.mode(training=True), torch.enable_grad():
-            yield
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Dropout off and no gradient, for the calls inside.
-
-        By ``no_grad``: weights gathered under ``inference_mode`` could not be trained afterwards.
-        """
-        with self.mode(training=False), torch.no_grad():
-            yield
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
@@ -175,20 +155,10 @@ class FsdpEngine(BaseEngine):
         return norm, False
 
     def _clip(self) -> float:
-        optim = self._optim()
         if self.sharding is not None:
             self.sharding.reshard()
-        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), optim.clip_grad)
+        norm = torch.nn.utils.clip_grad_norm_(self.module.parameters(), self.optim.clip_grad)
         return float(full_tensor(norm, self.device))
-
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one; gives the learning rate from now on."""
-        self.schedule_step += 1
-        return self.current_lr()
-
-    def current_lr(self) -> float:
-        """The learning rate that the next optimizer step uses."""
-        return learning_rate(self._optim(), self.schedule_step)
 
     def forward_backward_batch(
         self,
@@ -338,18 +308,9 @@ class FsdpEngine(BaseEngine):
             schedule_step=self.schedule_step,
         )
 
-    def export(self, path: Path) -> None:
-        """Write a Hugging Face folder from the live model; rank 0 writes, all ranks take part.
-
-        Raises:
-            CheckpointError: on every rank, if the folder cannot be written.
-        """
-        is_writer, problem = self.setup.context.rank == 0, ""
-        try:
-            export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
-        except CheckpointError as error:
-            problem = str(error)
-        agree(problem, "", self.setup.context.world_size)
+    def write_export(self, path: Path, is_writer: bool) -> None:
+        """See :meth:`rollcast_engine.base.TorchEngine.write_export`."""
+        export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
@@ -382,18 +343,12 @@ class FsdpEngine(BaseEngine):
     def _tensors(self) -> ModelTensors:
         return ModelTensors(self.module, self.sharding, self.adapter, self.device)
 
-    def _optim(self) -> Any:
-        if self.setup.optim is None:
-            raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
-        return self.setup.optim
-
     def _passes(self) -> Passes:
         if self.passes is None:
             raise RuntimeError("initialize() has to be called before the engine computes")
         return self.passes
 
     def _trained(self) -> torch.optim.Optimizer:
-        self._optim()
         if self.optimizer is None:
             raise RuntimeError("initialize() has to be called before the engine trains")
         return self.optimizer

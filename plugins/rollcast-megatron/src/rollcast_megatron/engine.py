@@ -12,17 +12,16 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 import torch.distributed as dist
 
-from rollcast.contracts.engine import BaseEngine, EngineCapabilities, EngineSetup
+from rollcast.contracts.engine import EngineCapabilities, EngineSetup
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import local_device
+from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.checkpoint_files import read_summary
 from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
 from rollcast_engine.loss import quantity_names
-from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
 from rollcast_megatron.build import DTYPES, Plan, build_model, check_model
@@ -37,7 +36,7 @@ from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, lo
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.engine import ForwardSettings, LossFunction, ModelConfig, ModelType
+    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType
     from rollcast.contracts.optim import OptimConfig
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
@@ -47,7 +46,7 @@ __all__ = ["MegatronEngine"]
 log = logging.getLogger(__name__)
 
 
-class MegatronEngine(BaseEngine):
+class MegatronEngine(TorchEngine):
     """Models with a map in ``rollcast.megatron_models``, by tensor, pipeline, data and sequence parallelism.
 
     The gradient is that of the sum of the loss function's shares over all micro-batches and ranks. It is summed
@@ -82,9 +81,7 @@ class MegatronEngine(BaseEngine):
         if setup.model.use_liger:
             raise CapabilityError("the megatron engine has no use for Liger's kernels; set model.use_liger to false")
         if setup.optim is not None:
-            check_optim(setup.optim)
             _check_adamw(setup.optim)
-        self.device = torch.device("cpu")
         self.mesh: Mesh
         self.plan: Plan
         self.shapes: Shapes
@@ -92,7 +89,6 @@ class MegatronEngine(BaseEngine):
         self.stage: DecoderModel
         self.runner: nn.Module
         self.optimizer: StageOptimizer | None = None
-        self.schedule_step = 0
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
 
@@ -103,9 +99,7 @@ class MegatronEngine(BaseEngine):
             ConfigError: the model folder cannot be used, or the model cannot be split as the keys say; says why.
         """
         setup, context = self.setup, self.setup.context
-        self.device = local_device(context.local_rank)
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        self.use_local_device()
         model_map = find_map(load_hf_config(setup.model))
         check_model(model_map, self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
@@ -133,19 +127,7 @@ class MegatronEngine(BaseEngine):
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
         dtype = DTYPES[self.config.dtype]
-        self.optimizer = StageOptimizer(self.runner, self._optim(), distributed, dtype)
-
-    @contextmanager
-    def train_mode(self) -> Iterator[None]:
-        """Dropout on, gradients on, weights on the device, for the calls inside."""
-        with self.mode(training=True), torch.enable_grad():
-            yield
-
-    @contextmanager
-    def eval_mode(self) -> Iterator[None]:
-        """Dropout off and no gradient, for the calls inside."""
-        with self.mode(training=False), torch.no_grad():
-            yield
+        self.optimizer = StageOptimizer(self.runner, self.optim, distributed, dtype)
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
@@ -183,15 +165,6 @@ class MegatronEngine(BaseEngine):
             self._to(torch.device("cpu"), optimizer=True)
         self._whole = None
         return norm, False
-
-    def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one; gives the learning rate from now on."""
-        self.schedule_step += 1
-        return self.current_lr()
-
-    def current_lr(self) -> float:
-        """The learning rate that the next optimizer step uses."""
-        return learning_rate(self._optim(), self.schedule_step)
 
     def forward_backward_batch(
         self,
@@ -322,9 +295,8 @@ class MegatronEngine(BaseEngine):
             schedule_step=self.schedule_step,
         )
 
-    def export(self, path: Path) -> None:
-        """Write a Hugging Face folder from the live model, shard by shard; rank 0 writes, all ranks take part."""
-        is_writer = self.setup.context.rank == 0
+    def write_export(self, path: Path, is_writer: bool) -> None:
+        """See :meth:`rollcast_engine.base.TorchEngine.write_export`; shard by shard."""
         write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
 
     @classmethod
@@ -367,13 +339,7 @@ class MegatronEngine(BaseEngine):
         """True on one rank of each copy of the model: the first of its last stage."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
 
-    def _optim(self) -> OptimConfig:
-        if self.setup.optim is None:
-            raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
-        return self.setup.optim
-
     def _trained(self) -> StageOptimizer:
-        self._optim()
         if self.optimizer is None:
             raise RuntimeError("initialize() has to be called before the engine trains")
         return self.optimizer
