@@ -7,22 +7,16 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from page_packages import DOCS, titled_blocks
 from run_commands import SMALL, Commands, read_metrics
 
-DOCS = Path(__file__).parents[1] / "docs"
-_BLOCK = re.compile(r'^```python title="(?P<file>[^"]+)"\n(?P<text>.*?)^```$', re.MULTILINE | re.DOTALL)
 RUN = ("train", *SMALL, "runtime=local", "trainer.total_steps=2", "run_dir=run")
 
 
-def blocks(page: str) -> dict[str, str]:
-    return {found["file"]: found["text"] for found in _BLOCK.finditer((DOCS / page).read_text())}
-
-
 def test_a_function_from_a_file(rollcast: Commands) -> None:
-    (rollcast.folder / "my_rewards.py").write_text(blocks("rewards.md")["my_rewards.py"])
+    (rollcast.folder / "my_rewards.py").write_text(titled_blocks("rewards.md")["my_rewards.py"])
     path = "reward.reward_kwargs.path=my_rewards.py:brief"
     rollcast.must_run(*RUN, "reward=function", path, "reward.reward_kwargs.limit=10")
     rows = read_metrics(rollcast.folder / "run")
@@ -32,7 +26,7 @@ def test_a_function_from_a_file(rollcast: Commands) -> None:
 
 @pytest.fixture
 def brief(rollcast: Commands) -> Commands:
-    source = blocks("rewards.md")["rollcast_brief.py"]
+    source = titled_blocks("rewards.md")["rollcast_brief.py"]
     rollcast.install("rollcast-brief", "rollcast_brief", source, "[rollcast.rewards]\nbrief = rollcast_brief:Brief\n")
     return rollcast
 
@@ -49,7 +43,7 @@ def test_a_reward_in_a_package(brief: Commands) -> None:
 def test_its_suite(brief: Commands) -> None:
     tests = brief.folder / "tests"
     tests.mkdir()
-    (tests / "test_brief.py").write_text(blocks("rewards.md")["test_brief.py"])
+    (tests / "test_brief.py").write_text(titled_blocks("rewards.md")["test_brief.py"])
     done = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)],
         cwd=brief.folder,
@@ -64,7 +58,7 @@ def test_its_suite(brief: Commands) -> None:
 
 
 def test_a_tracker_in_a_package(rollcast: Commands) -> None:
-    source = blocks("trackers.md")["rollcast_bell.py"]
+    source = titled_blocks("trackers.md")["rollcast_bell.py"]
     rollcast.install("rollcast-bell", "rollcast_bell", source, "[rollcast.trackers]\nbell = rollcast_bell:Bell\n")
     rollcast.must_run(*RUN, "trackers=[console,bell]", "tracker_kwargs.bell.file=checkpoints.txt")
     (line,) = (rollcast.folder / "run" / "checkpoints.txt").read_text().splitlines()
