@@ -4,6 +4,7 @@ python -m nox -s quickstart               the main job, into runs/quickstart; ov
 python -m nox -s tests                    every test; a path or -k after `--` narrows it
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
+python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s lint types docs
 python -m nox -s bench bench_peers        all benchmarks; the names of some after `--`
 """
@@ -18,7 +19,8 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-CONSTRAINTS = ROOT / ".ci" / "constraints-cpu.txt"
+#: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
+CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
@@ -89,15 +91,10 @@ def environment(session: nox.Session) -> None:
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
 
-def constraints() -> list[str]:
-    """Pins for a CPU machine."""
-    return ["-c", str(CONSTRAINTS)]
-
-
-def install(session: nox.Session, names: set[str], *tools: str, pins: bool = True) -> None:
+def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
     """Build the wheels of ``names`` and install them with their dependencies."""
     environment(session)
-    pinned = constraints() if pins else []
+    pinned = ["-c", str(pins)] if pins else []
     session.install("-q", *pinned, "hatchling")
     wheels = workspace(session) / "wheels"
     for old in wheels.glob("*.whl"):
@@ -148,13 +145,22 @@ def tests_sglang(session: nox.Session) -> None:
     engine_tests(session, "rollcast-sglang")
 
 
+@nox.session
+def tests_trackers(session: nox.Session) -> None:
+    """rollcast-trackers' tests with every library that it writes to."""
+    name = "rollcast-trackers"
+    libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
+    install(session, requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
+    session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+
+
 def engine_tests(session: nox.Session, name: str) -> None:
     """A distribution's tests with its engine, installed as its requirements files say."""
     folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
     session.install("-q", "--no-deps", "-r", str(folder / "requirements-cpu-no-deps.txt"))
-    install(session, requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=False)
+    install(session, requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None)
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(folder / "tests"), *session.posargs)
     if not session.posargs:
@@ -174,7 +180,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
     built = [str(wheels / f"{other.replace('-', '_')}-{project(DISTRIBUTIONS[other])['version']}-py3-none-any.whl")
              for other in needed]  # fmt: skip
     tools = ["pytest", "pytest-timeout", "peft"]
-    session.run(python, "-m", "pip", "install", "-q", *constraints(), *built, *tools, external=True)
+    session.run(python, "-m", "pip", "install", "-q", "-c", str(CPU), *built, *tools, external=True)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(place / "bin" / "python")
     session.run(python, "-m", "pytest", "-q", "tests/engines", external=True)
@@ -184,7 +190,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
 def lint(session: nox.Session) -> None:
     """Ruff's rules and format."""
     environment(session)
-    session.install("-q", *constraints(), "ruff")
+    session.install("-q", "-c", str(CPU), "ruff")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
 
@@ -215,7 +221,7 @@ def bench_peers(session: nox.Session) -> None:
         theirs = Path(session.virtualenv.location) / "verl"
         session.run("python", "-m", "venv", str(theirs))
         pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
-        session.run(*pip, *constraints(), *VERL_NEEDS, external=True)
+        session.run(*pip, "-c", str(CPU), *VERL_NEEDS, external=True)
         session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
         python = str(theirs / "bin" / "python")
         for name in peers:
@@ -236,7 +242,7 @@ def chosen(session: nox.Session, *names: str) -> list[str]:
 def docs(session: nox.Session) -> None:
     """Build the documentation site into site/; `-- serve` shows it."""
     environment(session)
-    session.install("-q", *constraints(), "mkdocs-material")
+    session.install("-q", "-c", str(CPU), "mkdocs-material")
     session.run("mkdocs", *(session.posargs or ["build", "--strict"]))
 
 
