@@ -80,7 +80,7 @@ class FsdpEngine(TorchEngine):
         self.optimizer: torch.optim.Optimizer | None = None
         self.forward: TokenForward
         self.passes: Passes | None = None
-        self._reference: Reference | None = None
+        self._reference: Reference | BaseModelReference | None = None
         self._pending_save: checkpoints.PendingSave | None = None
         self._checkpoint_group: Any = None
 
@@ -181,12 +181,13 @@ class FsdpEngine(TorchEngine):
         check_budget(agreed.longest, settings, parts)
         plan = plan.split_to(agreed.micro_batches)
         reference = self._reference_for(settings)
+        score = None if reference is None else reference.score
         with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():
-            outputs, sums = self._passes().run(plan, agreed, loss_function, settings, reference)
+            outputs, sums = self._passes().run(plan, agreed, loss_function, settings, score)
         metrics = sums.reduce(self.get_data_parallel_group())
         return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics
 
-    def _reference_for(self, settings: ForwardSettings) -> Reference | None:
+    def _reference_for(self, settings: ForwardSettings) -> Reference | BaseModelReference | None:
         if settings.vocabulary_kl is None:
             return None
         if self._reference is None or self._is_value_model():
@@ -201,7 +202,7 @@ class FsdpEngine(TorchEngine):
         """
         ranks = self.setup.context.world_size
         if reference is self:
-            self._reference = BaseModelReference(self, require_adapter(self.adapter))
+            self._reference = BaseModelReference(self.forward, require_adapter(self.adapter))
             return
         if not isinstance(reference, FsdpEngine) or reference.setup.context.world_size != ranks:
             raise CapabilityError(f"the reference of a FsdpEngine on {ranks} ranks must be another on the same ranks")
@@ -210,7 +211,7 @@ class FsdpEngine(TorchEngine):
                 "the exact KL compares two engines position by position: use_remove_padding, use_fused_kernels and "
                 "ulysses_sequence_parallel_size must be the same in actor.engine and ref.engine"
             )
-        self._reference = Reference(reference)
+        self._reference = Reference(reference.forward, reference.mode, reference.sharding)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Full parameters by their Hugging Face names, gathered one at a time; tied ones once.

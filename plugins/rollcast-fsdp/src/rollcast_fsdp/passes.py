@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import LossFunction
     from rollcast_engine.batching import BatchPlan
     from rollcast_engine.reduce import AgreedCounts
-    from rollcast_fsdp.reference import Reference
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
-    from rollcast_fsdp.step import TokenForward
+    from rollcast_fsdp.step import Score, TokenForward
 
 __all__ = ["Passes"]
 
@@ -49,12 +48,12 @@ class Passes:
         agreed: AgreedCounts,
         loss_function: LossFunction | None,
         settings: ForwardSettings,
-        reference: Reference | None,
+        reference: Score | None,
     ) -> tuple[dict[str, Tensor], MetricSums]:
         """Forward, and backward if gradients are on; gives float32 ``[B, T]`` outputs if they are off.
 
         Args:
-            reference: what ``settings.vocabulary_kl`` is measured against, in place; None if it is not asked for.
+            reference: of what ``settings.vocabulary_kl`` is measured against, in place; None if it is not asked for.
         """
         training = torch.is_grad_enabled()
         shape = (len(plan.starts), plan.response_width)

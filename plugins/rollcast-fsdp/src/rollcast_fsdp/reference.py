@@ -2,52 +2,58 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     from rollcast_engine.batching import MicroBatch
-    from rollcast_fsdp.engine import FsdpEngine
     from rollcast_fsdp.lora import Adapter
-    from rollcast_fsdp.step import Scored
+    from rollcast_fsdp.sharding import Sharding
+    from rollcast_fsdp.step import Scored, TokenForward
 
 __all__ = ["BaseModelReference", "Reference"]
 
 
 class Reference:
-    """The model of another engine of this process; all ranks use it together."""
+    """The model of another engine of this process; all ranks use it together.
 
-    def __init__(self, engine: FsdpEngine) -> None:
-        self._engine = engine
+    Args:
+        forward: that engine's.
+        mode: puts its model in place, in training mode or not.
+        sharding: of its model, if there is more than one rank.
+    """
+
+    def __init__(
+        self, forward: TokenForward, mode: Callable[[bool], AbstractContextManager[None]], sharding: Sharding | None
+    ) -> None:
+        self._forward = forward
+        self._mode = mode
+        self._sharding = sharding
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
         """Weights on the device and dropout off, for the calls inside; gradients stay as they are."""
-        with self._engine.mode(training=False):
+        with self._mode(False):
             try:
                 yield
             finally:
-                if self._engine.sharding is not None:
-                    self._engine.sharding.reshard()
+                if self._sharding is not None:
+                    self._sharding.reshard()
 
     def score(self, micro: MicroBatch, temperature: float) -> Scored:
         """One forward without gradient, to be called in place."""
-        with torch.no_grad(), self._computing():
-            return self._engine.forward.score(micro, temperature)
-
-    def _computing(self) -> AbstractContextManager[None]:
-        """Around each forward pass of the reference."""
-        return nullcontext()
+        with torch.no_grad():
+            return self._forward.score(micro, temperature)
 
 
-class BaseModelReference(Reference):
+class BaseModelReference:
     """The engine's own model without its adapter."""
 
-    def __init__(self, engine: FsdpEngine, adapter: Adapter) -> None:
-        super().__init__(engine)
+    def __init__(self, forward: TokenForward, adapter: Adapter) -> None:
+        self._forward = forward
         self._adapter = adapter
 
     @contextmanager
@@ -55,13 +61,13 @@ class BaseModelReference(Reference):
         """Nothing: the model is in place, for it is in training."""
         yield
 
-    @contextmanager
-    def _computing(self) -> Iterator[None]:
-        module = self._engine.module
+    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+        """One forward without gradient and dropout."""
+        module = self._forward.module
         was_training = module.training
         module.eval()
         try:
-            with self._adapter.disabled():
-                yield
+            with torch.no_grad(), self._adapter.disabled():
+                return self._forward.score(micro, temperature)
         finally:
             module.train(was_training)

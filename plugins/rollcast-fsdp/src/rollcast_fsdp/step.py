@@ -7,7 +7,7 @@ all ``b * t`` or only those under the mask.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -28,16 +28,17 @@ from rollcast_fsdp.packing import pack_rows
 from rollcast_fsdp.ulysses import sum_over
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from torch import Tensor, nn
 
     from rollcast.contracts.algorithm import KlPenalty
     from rollcast.contracts.engine import ForwardSettings
     from rollcast_engine.batching import MicroBatch
-    from rollcast_fsdp.reference import Reference
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
 
-__all__ = ["Scored", "TokenForward"]
+__all__ = ["Score", "Scored", "TokenForward"]
 
 #: Positions times words whose logits of two models are compared at a time, if they are not held anyway.
 _COMPARED_ELEMENTS = 1 << 22
@@ -62,6 +63,10 @@ class Scored:
     head: VocabularyHead | None = None
 
 
+#: A forward of a language model at a temperature; :meth:`TokenForward.score` is one.
+Score: TypeAlias = "Callable[[MicroBatch, float], Scored]"
+
+
 class TokenForward:
     """How one module turns micro-batches into per-token quantities, by the engine's keys.
 
@@ -84,19 +89,19 @@ class TokenForward:
         return self.packs, self._head is not None, parts
 
     def quantities(
-        self, micro: MicroBatch, settings: ForwardSettings, reference: Reference | None, penalty: KlPenalty | None
+        self, micro: MicroBatch, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
     ) -> dict[str, Tensor]:
         """``values``, or ``log_probs`` and what else the settings ask for: float32 ``[b, t]``, zero under the mask.
 
         Args:
-            reference: what ``vocabulary_kl`` is measured against by ``penalty``; its layout is this one's.
+            reference: of what ``vocabulary_kl`` is measured against by ``penalty``; its layout is this one's.
         """
         if self.is_value_model:
             return {"values": self._values(micro)}
         scored = self.score(micro, settings.temperature)
         given = _statistics(scored, settings)
         if reference is not None and penalty is not None:
-            other = reference.score(micro, settings.temperature)
+            other = reference(micro, settings.temperature)
             given["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
         return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
 
