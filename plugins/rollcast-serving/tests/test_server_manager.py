@@ -67,6 +67,13 @@ def scripted(count: int, revive: Any = None, **settings: Any) -> tuple[ServerMan
     return manager, clients
 
 
+async def until(condition: Callable[[], bool]) -> None:
+    """Let the other tasks go on until it holds."""
+    async with asyncio.timeout(60):
+        while not condition():
+            await asyncio.sleep(0)
+
+
 def test_fewest_in_flight_and_sticky_sessions() -> None:
     async def main() -> None:
         manager, clients = scripted(3, max_sessions=2)
@@ -74,19 +81,17 @@ def test_fewest_in_flight_and_sticky_sessions() -> None:
             client.hold = asyncio.Event()
         (request,) = make_requests(1)
         tasks = [asyncio.ensure_future(manager.generate(request)) for _ in range(6)]
-        await asyncio.sleep(0.01)
-        assert manager.in_flight == [2, 2, 2]
+        await until(lambda: manager.in_flight == [2, 2, 2])
         for client in clients:
             client.hold.set()  # type: ignore[union-attr]
         await asyncio.gather(*tasks)
         assert manager.in_flight == [0, 0, 0]
         clients[0].hold = asyncio.Event()
         busy = asyncio.ensure_future(manager.generate(request, "a"))  # the first of equals
-        await asyncio.sleep(0.01)
+        await until(lambda: manager.in_flight == [1, 0, 0])
         await manager.generate(request, "b")
         again = asyncio.ensure_future(manager.generate(request, "a"))
-        await asyncio.sleep(0.01)
-        assert manager.in_flight == [2, 0, 0]  # though others are idle
+        await until(lambda: manager.in_flight == [2, 0, 0])  # though others are idle
         clients[0].hold.set()
         await asyncio.gather(busy, again)
         for name in "cd":
@@ -120,8 +125,7 @@ def test_a_slow_replica_takes_less() -> None:
         manager, clients = scripted(2, chunk=2, streams=1)
         clients[0].hold = asyncio.Event()
         batch = asyncio.ensure_future(manager.generate_many(make_requests(20)))
-        await asyncio.sleep(0.05)
-        assert len(clients[1].seen) == 18
+        await until(lambda: len(clients[1].seen) == 18)
         clients[0].hold.set()
         assert len(await batch) == 20
 
