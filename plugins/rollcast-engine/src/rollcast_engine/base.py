@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from rollcast.contracts.optim import OptimConfig
 
 __all__ = ["TorchEngine"]
+
+_Optimizer = TypeVar("_Optimizer")
 
 
 class TorchEngine(BaseEngine):
@@ -77,6 +79,18 @@ class TorchEngine(BaseEngine):
         if self.setup.optim is None:
             raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
         return self.setup.optim
+
+    def built(self, optimizer: _Optimizer | None) -> _Optimizer:
+        """The optimizer, which is there once the engine is initialized.
+
+        Raises:
+            TypeError: the engine was built to infer only.
+            RuntimeError: it is not initialized.
+        """
+        name = self.optim.optimizer
+        if optimizer is None:
+            raise RuntimeError(f"initialize() has to be called before the engine trains with {name}")
+        return optimizer
 
     def lr_scheduler_step(self) -> float:
         """Advance the schedule by one; gives the learning rate from now on."""

@@ -143,7 +143,7 @@ class MegatronEngine(TorchEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Forget all gradients."""
-        self._trained().zero_grad()
+        self.built(self.optimizer).zero_grad()
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients over the ranks, clip to ``optim.clip_grad`` and step.
@@ -153,7 +153,7 @@ class MegatronEngine(TorchEngine):
         Returns:
             The norm before clipping, and whether the step was skipped.
         """
-        optimizer = self._trained()
+        optimizer = self.built(self.optimizer)
         norm = optimizer.gradient_norm()
         if not math.isfinite(norm):
             log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)
@@ -338,11 +338,6 @@ class MegatronEngine(TorchEngine):
     def is_mp_src_rank_with_outputs(self) -> bool:
         """True on one rank of each copy of the model: the first of its last stage."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
-
-    def _trained(self) -> StageOptimizer:
-        if self.optimizer is None:
-            raise RuntimeError("initialize() has to be called before the engine trains")
-        return self.optimizer
 
 
 def _check_adamw(optim: OptimConfig) -> None:
