@@ -111,14 +111,19 @@ STUCK = """
 import sys, time
 from rollcast.cli.signals import stoppable
 
+def hang():
+    # Not in one go: Python sees a signal that came in the instant before a blocking call only after it.
+    for _ in range(600):
+        time.sleep(0.1)
+
 with stoppable():
     try:
         print("ready", flush=True)
-        time.sleep(60)
+        hang()
     except KeyboardInterrupt:
         print("stopping", flush=True)
         if sys.argv[1] == "hangs":
-            time.sleep(60)
+            hang()
     print("stopped", flush=True)
 """
 
