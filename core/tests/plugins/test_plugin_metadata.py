@@ -112,6 +112,9 @@ def test_reading_is_cached(make_dist, monkeypatch) -> None:
     first = find_parts(GROUP)
     monkeypatch.setattr("importlib.metadata.distributions", lambda: pytest.fail("read again"))
     assert find_parts(GROUP) == first
+    refresh()
+    with pytest.raises(pytest.fail.Exception, match="read again"):
+        find_parts(GROUP)
 
 
 def test_first_party_table_agrees_with_the_packages_of_this_repository() -> None:

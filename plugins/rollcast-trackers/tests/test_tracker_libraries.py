@@ -136,5 +136,6 @@ def test_clearml_offline(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert metrics
     until(lambda: "reward" in metrics[0].read_text())
     messages = [record.getMessage() for record in caplog.records if record.name.startswith("rollcast")]
-    # Now and then its reporting thread sleeps through the call to end; what was reported is there all the same.
-    assert [message for message in messages if "is left behind" not in message] == []
+    # Its close was seen not to return within five minutes, rarely; what was reported is there all the same.
+    late = "clearml did not end within 60 s and is left behind; what it shows is not complete"
+    assert messages in ([], [late])

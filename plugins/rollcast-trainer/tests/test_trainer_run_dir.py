@@ -153,6 +153,7 @@ def test_what_a_kill_leaves_is_no_checkpoint_and_is_cleaned_up(tmp_path: Path) -
     for left in (".unfinished-step_2", ".unfinished-removed-step_0"):
         (checkpoints.folder / left).mkdir()
         (checkpoints.folder / left / "part").write_text("half")
+    (checkpoints.folder / ".latest.tmp").write_text("ste")
     assert checkpoints.steps() == [1]
     assert start(tmp_path, CONFIG) == 1
     assert [path.name for path in checkpoints.folder.iterdir() if path.name != "latest"] == ["step_1"]

@@ -20,7 +20,8 @@ def stoppable() -> Iterator[None]:
     """Raise KeyboardInterrupt at the first SIGINT or SIGTERM, and exit with code 2 at the second.
 
     What the command has started stops as the first error travels up. Should that hang, a second
-    signal ends the process; an embedded Ray's processes end with it, and checkpoints are complete
+    signal ends the process once Python runs again, so not within one call of a C library that never
+    returns; an embedded Ray's processes end with it, and checkpoints are complete
     or absent at any moment.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -80,7 +80,7 @@ class TorchEngine(BaseEngine):
             raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
         return self.setup.optim
 
-    def built(self, optimizer: _Optimizer | None) -> _Optimizer:
+    def require_optimizer(self, optimizer: _Optimizer | None) -> _Optimizer:
         """The optimizer, which is there once the engine is initialized.
 
         Raises:

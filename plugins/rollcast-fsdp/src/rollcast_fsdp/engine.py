@@ -132,14 +132,14 @@ class FsdpEngine(TorchEngine):
     def optimizer_zero_grad(self) -> None:
         """Forget all gradients."""
         self._passes().drop_unreduced_gradients()
-        self.built(self.optimizer).zero_grad(set_to_none=True)
+        self.require_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Clip to ``optim.clip_grad`` and step; gives the norm before clipping, and whether skipped.
 
         With a norm that is not finite nothing changes but the gradients, which are dropped.
         """
-        optimizer = self.built(self.optimizer)
+        optimizer = self.require_optimizer(self.optimizer)
         norm = self._clip()
         if not math.isfinite(norm):
             log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)

@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
@@ -108,7 +107,7 @@ def save(path: Path, state: EngineState) -> None:
         problem = ""
     except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
         problem = f"rank {state.rank}: {error}"
-    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
+    agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
     try:
         tensors = _sharded(state, state.optimizer)
         with _quiet():
@@ -117,14 +116,14 @@ def save(path: Path, state: EngineState) -> None:
         problem = ""
     except (CheckpointException, OSError, RuntimeError) as error:
         problem = f"rank {state.rank}: {describe_failure(error)}"
-    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
+    agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
     try:
         if state.rank == 0:
             write_summary(path, ENGINE, _summary(state))
         problem = ""
     except OSError as error:
         problem = f"rank 0: {error}"
-    agree(problem, f"checkpoint {path} could not be written", dist.get_world_size())
+    agree(problem, f"checkpoint {path} could not be written", state.mesh.world_size)
 
 
 def load(path: Path, state: EngineState) -> int:
@@ -145,7 +144,7 @@ def load(path: Path, state: EngineState) -> int:
         check_shards(path, summary["world_size"], state.rank, state.mesh.world_size)
     except CheckpointError as error:
         problem = str(error)
-    agree(problem, f"checkpoint {path} cannot be used", dist.get_world_size())
+    agree(problem, f"checkpoint {path} cannot be used", state.mesh.world_size)
     tensors = _read(path, state, state.optimizer if summary["has_optimizer"] else None)
     with torch.no_grad():
         for name, parameter in state.model.named_parameters():

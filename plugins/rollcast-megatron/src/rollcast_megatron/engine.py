@@ -143,7 +143,7 @@ class MegatronEngine(TorchEngine):
 
     def optimizer_zero_grad(self) -> None:
         """Forget all gradients."""
-        self.built(self.optimizer).zero_grad()
+        self.require_optimizer(self.optimizer).zero_grad()
 
     def optimizer_step(self) -> tuple[float, bool]:
         """Sum the gradients over the ranks, clip to ``optim.clip_grad`` and step.
@@ -153,7 +153,7 @@ class MegatronEngine(TorchEngine):
         Returns:
             The norm before clipping, and whether the step was skipped.
         """
-        optimizer = self.built(self.optimizer)
+        optimizer = self.require_optimizer(self.optimizer)
         norm = optimizer.gradient_norm()
         if not math.isfinite(norm):
             log.warning("the gradient's norm is %s: the optimizer step is skipped", norm)

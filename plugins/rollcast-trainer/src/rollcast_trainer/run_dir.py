@@ -159,7 +159,7 @@ class Checkpoints:
 
     def clean(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
-        for left in self.folder.glob(f"{_UNFINISHED}*"):
+        for left in (*self.folder.glob(f"{_UNFINISHED}*"), *self.folder.glob(f".{LATEST}.tmp")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _point_to(self, step: int) -> None:
