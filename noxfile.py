@@ -150,7 +150,7 @@ def tests_trackers(session: nox.Session) -> None:
     """rollcast-trackers' tests with every library that it writes to."""
     name = "rollcast-trackers"
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
-    install(session, requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
     session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
 
 
@@ -160,7 +160,9 @@ def engine_tests(session: nox.Session, name: str) -> None:
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
     session.install("-q", "--no-deps", "-r", str(folder / "requirements-cpu-no-deps.txt"))
-    install(session, requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None)
+    install(
+        session, requirements(name) | test_requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None
+    )
     session.env["OMP_NUM_THREADS"] = "1"
     session.run("python", "-m", "pytest", "-q", str(folder / "tests"), *session.posargs)
     if not session.posargs:
@@ -207,7 +209,11 @@ def types(session: nox.Session) -> None:
 @nox.session
 def bench(session: nox.Session) -> None:
     """The controller and the quick start's step against what the machine can do; the rest."""
-    install(session, requirements(QUICKSTART) | requirements("rollcast-megatron"), "psutil")
+    install(
+        session,
+        requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements("rollcast-testing"),
+        "psutil",
+    )
     for name in chosen(session, *BENCHMARKS):
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 

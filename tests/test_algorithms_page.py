@@ -10,7 +10,7 @@ from run_commands import read_metrics
 
 from rollcast.contracts.algorithm import advantages, kl_penalties, loss_aggregations, policy_losses
 from rollcast.contracts.kl_controller import kl_controllers
-from rollcast.testing import PolicyLossSuite
+from rollcast_testing import PolicyLossSuite
 
 PAGE = "algorithms.md"
 

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig, engines
 from rollcast.controller.worker import WorkerContext
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import nll_loss, random_batch
+from rollcast_testing.tiny import nll_loss, random_batch
 
 __all__ = ["compare_steps"]
 

@@ -25,9 +25,9 @@ from _report import Comparison, write_report
 
 from rollcast.contracts.engine import EngineSetup, ModelConfig
 from rollcast.controller.worker import WorkerContext
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_testing.tiny import tiny_model_folder
 
 #: What an export may take at a time.
 BUCKET = 64 << 20

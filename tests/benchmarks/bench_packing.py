@@ -21,9 +21,9 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig
 from rollcast.controller.worker import WorkerContext
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import nll_loss
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_testing.tiny import nll_loss
 
 VOCABULARY = 4096
 

@@ -22,9 +22,9 @@ from pathlib import Path
 from _report import Comparison, write_report
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams, rollouts
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
 from rollcast_serving.manager import RoutingSettings, ServerManager
+from rollcast_testing.tiny import tiny_model_folder
 
 REQUESTS, TOKENS, KILL_AFTER = 64, 64, 16
 PAD, EOS = 0, 2

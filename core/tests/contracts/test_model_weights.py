@@ -15,7 +15,7 @@ from rollcast.errors import CheckpointError, WeightSyncError
 
 pytest.importorskip("transformers")
 
-from rollcast.testing import tiny
+from rollcast_testing import tiny
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 PROJECTION = "model.layers.0.self_attn.q_proj"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.testing import DispatchSuite
+from rollcast_testing import DispatchSuite
 
 
 class TestOneToAll(DispatchSuite):

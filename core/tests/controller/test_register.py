@@ -35,7 +35,7 @@ from rollcast.errors import (
     RollcastError,
     UnknownDispatchModeError,
 )
-from rollcast.testing.dispatch import FakeGroup
+from rollcast_testing.dispatch import FakeGroup
 
 
 def group_of(size: int) -> FakeGroup:

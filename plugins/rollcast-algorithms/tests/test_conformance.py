@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from rollcast.contracts.algorithm import AdvantageInputs, PolicyLossInputs, advantages, policy_losses
-from rollcast.testing import AdvantageSuite, PolicyLossSuite
+from rollcast_testing import AdvantageSuite, PolicyLossSuite
 
 
 def scored(scores: list[float], groups: list[int], **more: Any) -> AdvantageInputs:

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 import rollcast_algorithms
 from rollcast.contracts.algorithm import AdvantageEstimator
 from rollcast.plugins.registry import find_registry
-from rollcast.testing import AdvantageSuite
 from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_testing import AdvantageSuite
 
 ROOT = Path(__file__).parents[1]
 CONF = Path(rollcast_algorithms.__file__).parent / "conf"

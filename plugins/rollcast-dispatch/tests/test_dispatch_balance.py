@@ -16,9 +16,9 @@ from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture
 from rollcast.protocol.stored import store_batch
-from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import exchange_items, karmarkar_karp, plan_shards
+from rollcast_testing.dispatch import FakeGroup
 
 law = settings(deadline=None, max_examples=150)
 weights = st.lists(st.integers(0, 40) | st.just(1000), max_size=40)

@@ -12,8 +12,8 @@ from rollcast.controller.dispatch import RankOutputs, distribute, join
 from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.runtime.local import LocalRuntime
-from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import DirectRolloutMethod, DpCompute, DpComputeMetric, DpComputeProtoWithFunc
+from rollcast_testing.dispatch import FakeGroup
 
 
 def data_parallel(ranks: int) -> FakeGroup:

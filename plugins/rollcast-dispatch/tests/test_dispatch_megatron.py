@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from rollcast.controller.dispatch import RankOutputs, distribute, join
 from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
-from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import (
     MegatronCompute,
     MegatronComputeProto,
@@ -18,6 +17,7 @@ from rollcast_dispatch import (
     MegatronPpAsDpProto,
     MegatronPpOnly,
 )
+from rollcast_testing.dispatch import FakeGroup
 
 MODES = [MegatronCompute, MegatronComputeProto, MegatronPpAsDp, MegatronPpAsDpProto, MegatronPpOnly]
 DIMENSIONS = ("tp", "dp", "pp")

@@ -11,9 +11,9 @@ import torch
 from dispatch_functions import doubled, grid
 
 from rollcast import Dispatch
-from rollcast.testing import DispatchSuite
 from rollcast_dispatch import NdMesh, TokenBalanced, make_nd_compute_dataproto_dispatch_fn
 from rollcast_dispatch.megatron import PipelineGrid
+from rollcast_testing import DispatchSuite
 
 
 class TestDpComputeProto(DispatchSuite):

@@ -12,8 +12,8 @@ from rollcast import DataProto, Dispatch
 from rollcast.controller.dispatch import DispatchMode, RankOutputs, distribute, join
 from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DataProtoError, DispatchError
-from rollcast.testing.dispatch import FakeGroup
 from rollcast_dispatch import DpComputeProto, NdMesh
+from rollcast_testing.dispatch import FakeGroup
 
 law = settings(deadline=None, max_examples=60)
 rows_and_ranks = {"rows": st.integers(0, 20), "ranks": st.integers(1, 6)}

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from rollcast.contracts.engine import ForwardSettings
 from rollcast.errors import ConfigError
-from rollcast.testing.tiny import random_batch
 from rollcast_engine.batching import BatchPlan, check_budget, plan_batch, tensor_columns
+from rollcast_testing.tiny import random_batch
 
 
 def test_a_token_budget_bounds_padded_tokens() -> None:

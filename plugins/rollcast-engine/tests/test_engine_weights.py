@@ -18,10 +18,10 @@ from transformers import Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import CheckpointError, ConfigError
-from rollcast.testing.tiny import plain_model, plain_weights, tiny_model_folder
 from rollcast_engine.export import write_folder
 from rollcast_engine.safetensors_writer import SafetensorsWriter
 from rollcast_engine.weights import INDEX_FILE, WeightFolder
+from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int64, torch.uint8]
 

@@ -11,8 +11,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent))  # the scenarios, here and in the spawned ranks
 
-from rollcast.testing.ranks import Ranks, shared_ranks
-from rollcast.testing.tiny import tiny_model_folder
+from rollcast_testing.ranks import Ranks, shared_ranks
+from rollcast_testing.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
 

@@ -20,10 +20,10 @@ from rollcast.contracts.engine import (
 )
 from rollcast.controller.worker import WorkerContext
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import random_batch
 from rollcast_engine.rng import capture_rng
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_testing.tiny import random_batch
 
 ALONE = WorkerContext()
 #: A larger eps than usual: the gradient of a key's bias is next to nothing, and Adam would turn its

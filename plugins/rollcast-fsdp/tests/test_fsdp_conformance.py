@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from rollcast.testing import EngineSuite, Layout
+from rollcast_testing import EngineSuite, Layout
 
 PACKS = {"use_remove_padding": True}
 

@@ -18,10 +18,10 @@ from transformers import AutoModelForTokenClassification
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, LossOutput, ModelConfig, OptimConfig
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
-from rollcast.testing.tiny import random_batch, tiny_model_folder
 from rollcast_fsdp.conf import SCHEMAS
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
+from rollcast_testing.tiny import random_batch, tiny_model_folder
 
 ALONE = scenarios.ALONE
 

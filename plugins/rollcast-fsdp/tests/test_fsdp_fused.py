@@ -15,10 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from rollcast.contracts.engine import ForwardSettings
 from rollcast.errors import ConfigError
-from rollcast.testing.tiny import random_batch
 from rollcast_fsdp.fused import linear_stats
 from rollcast_fsdp.head import VocabularyHead
 from rollcast_fsdp.offload import ActivationOffload
+from rollcast_testing.tiny import random_batch
 
 ALONE = scenarios.ALONE
 
@@ -119,7 +119,7 @@ def test_no_tensor_is_as_large_as_the_logits() -> None:
 
 @pytest.mark.parametrize("packs", [False, True])
 def test_engines_hold_no_full_logits(tmp_path: Path, packs: bool) -> None:
-    from rollcast.testing.tiny import tiny_model_folder
+    from rollcast_testing.tiny import tiny_model_folder
 
     folder = tiny_model_folder(tmp_path / "m", vocab=40_000, hidden=16)
     batch = random_batch(16, 4, 20)

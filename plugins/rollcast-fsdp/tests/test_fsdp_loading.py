@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen2MoeConfig, Qwen2MoeForCausalLM
 
 from rollcast.errors import ConfigError
-from rollcast.testing.tiny import plain_model, plain_weights, tiny_model_folder
+from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
 
 ALONE = scenarios.ALONE
 

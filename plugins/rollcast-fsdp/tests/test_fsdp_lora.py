@@ -19,8 +19,8 @@ from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError
-from rollcast.testing.tiny import plain_log_probs, plain_model, plain_weights, tiny_model_folder
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.tiny import plain_log_probs, plain_model, plain_weights, tiny_model_folder
 
 peft = pytest.importorskip("peft")
 ALONE = scenarios.ALONE

@@ -16,12 +16,12 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.testing.tiny import plain_log_probs, plain_model, random_batch
 from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
 from rollcast_fsdp.attention import PackedRows, packed_attention
 from rollcast_fsdp.packing import pack_rows
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_fsdp.sharding import check_heads
+from rollcast_testing.tiny import plain_log_probs, plain_model, random_batch
 
 ALONE = scenarios.ALONE
 PACKS = {"use_remove_padding": True}

@@ -16,8 +16,8 @@ from torch import Tensor
 from rollcast.contracts.engine import ForwardSettings
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import random_batch
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.tiny import random_batch
 
 ALONE = scenarios.ALONE
 

@@ -15,9 +15,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the tools
 from hf_tools import EOS, ModuleEngine, roughen
 
 from rollcast.contracts.rollout import RolloutSetup, rollouts
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.schemas import HfRolloutConfig
+from rollcast_testing.tiny import tiny_model_folder
 
 # Changes nothing where the distribution is installed; from a source tree it stands in for that.
 rollouts.register("hf", HfRollout)

@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from rollcast.testing.rollout import RolloutSuite
+from rollcast_testing.rollout import RolloutSuite
 
 
 class TestHf(RolloutSuite):

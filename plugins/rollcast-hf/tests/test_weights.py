@@ -12,10 +12,10 @@ from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.protocol.checksum import combine_checksums, tensor_checksum
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_hf.errors import WeightUpdateError
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.weights import load_buckets
+from rollcast_testing.tiny import tiny_model_folder
 
 
 def test_a_folder_without_weights_is_enough(make_rollout: Callable[..., HfRollout], model: Any, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the scenarios, here and in the
 
 from megatron_models import family_folder
 
-from rollcast.testing.ranks import Ranks, shared_ranks
+from rollcast_testing.ranks import Ranks, shared_ranks
 
 torch.set_num_threads(1)
 

@@ -9,7 +9,7 @@ import torch
 from megatron_scenarios import EVERYTHING, OPTIM
 from torch import Tensor
 
-from rollcast.testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
+from rollcast_testing.tiny import plain_log_probs, plain_model, plain_weights, random_batch
 
 
 def train(folder: Path, steps: int = 2) -> dict[str, Any]:

@@ -22,9 +22,9 @@ from rollcast.contracts.optim import OptimConfig
 from rollcast.controller.worker import WorkerContext
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import distance_loss, nll_loss, random_batch
 from rollcast_megatron.engine import MegatronEngine
 from rollcast_megatron.schemas import MegatronConfig
+from rollcast_testing.tiny import distance_loss, nll_loss, random_batch
 
 ALONE = WorkerContext()
 #: A larger eps than usual: the gradient of a key's bias is next to nothing, and Adam would turn its

@@ -14,9 +14,9 @@ from megatron_models import family_folder
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
 from rollcast.errors import CheckpointError
-from rollcast.testing.ranks import Ranks
-from rollcast.testing.tiny import plain_model, plain_weights
 from rollcast_megatron.engine import MegatronEngine
+from rollcast_testing.ranks import Ranks
+from rollcast_testing.tiny import plain_model, plain_weights
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

@@ -14,7 +14,7 @@ import megatron_scenarios as scenarios
 import pytest
 import torch
 
-from rollcast.testing.ranks import Ranks
+from rollcast_testing.ranks import Ranks
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

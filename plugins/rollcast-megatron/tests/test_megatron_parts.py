@@ -18,13 +18,13 @@ from megatron_models import family_config
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
 from rollcast.errors import ConfigError
-from rollcast.testing.ranks import Ranks
-from rollcast.testing.tiny import plain_log_probs, plain_model, random_batch
 from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
 from rollcast_megatron.inputs import decoder_inputs
 from rollcast_megatron.maps import FusedQkv, FusedRows, families, find_map
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
 from rollcast_megatron.weights import hf_shapes
+from rollcast_testing.ranks import Ranks
+from rollcast_testing.tiny import plain_log_probs, plain_model, random_batch
 
 
 @given(ranks=st.sampled_from([1, 2, 4]), per_rank=st.integers(1, 3), queries=st.integers(1, 3), size=st.integers(1, 4))

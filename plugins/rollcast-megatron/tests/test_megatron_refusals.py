@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig
 from rollcast.errors import CapabilityError, ConfigError, DataProtoError
-from rollcast.testing.ranks import Ranks
-from rollcast.testing.tiny import nll_loss, random_batch
 from rollcast_megatron.engine import MegatronEngine
 from rollcast_megatron.maps import families, find_map
 from rollcast_megatron.schemas import MegatronConfig
+from rollcast_testing.ranks import Ranks
+from rollcast_testing.tiny import nll_loss, random_batch
 
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}

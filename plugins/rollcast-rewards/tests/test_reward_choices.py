@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings, build_reward
 from rollcast.errors import ConfigError, PluginLoadError, PluginNotFoundError, RewardError
-from rollcast.testing.reward import RewardSuite
 from rollcast_rewards.choices import FormatReward, MultipleChoice
 from rollcast_rewards.mathematics import MathReward
 from rollcast_rewards.overlong import DapoRewardManager, OverlongBuffer, overlong_penalty
+from rollcast_testing.reward import RewardSuite
 
 
 def choice(response: str, truth: object = "B", score: float = 1.0) -> tuple[RewardSample, float]:

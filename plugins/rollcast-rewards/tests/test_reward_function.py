@@ -10,8 +10,8 @@ import pytest
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
 from rollcast.errors import ConfigError, RewardError
-from rollcast.testing.reward import RewardSuite
 from rollcast_rewards.function import FunctionReward
+from rollcast_testing.reward import RewardSuite
 
 SOURCE = """
 from dataclasses import dataclass

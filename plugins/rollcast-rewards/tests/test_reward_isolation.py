@@ -24,11 +24,11 @@ from rollcast.contracts.reward import (
     build_reward_manager,
 )
 from rollcast.errors import ConfigError, RewardError
-from rollcast.testing.reward import RewardManagerSuite
 from rollcast_rewards.alarm import Alarm, TimeUp
 from rollcast_rewards.function import FunctionReward
 from rollcast_rewards.managers import BatchRewardManager, NaiveRewardManager
 from rollcast_rewards.processes import PrimeRewardManager
+from rollcast_testing.reward import RewardManagerSuite
 
 
 class TestNaive(RewardManagerSuite):

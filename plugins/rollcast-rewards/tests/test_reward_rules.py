@@ -4,8 +4,8 @@ import pytest
 
 from rollcast.contracts.reward import RewardSample
 from rollcast.errors import RewardError
-from rollcast.testing.reward import RewardSuite
 from rollcast_rewards.rules import exact_match, gsm8k
+from rollcast_testing.reward import RewardSuite
 
 
 class TestExactMatch(RewardSuite):

@@ -10,9 +10,9 @@ import pytest
 
 from rollcast.contracts.reward import RewardSample
 from rollcast.errors import ConfigError, RewardError
-from rollcast.testing.reward import RewardSuite
 from rollcast_rewards.code import CodeReward, extract_program
 from rollcast_rewards.sandbox import SandboxLimits, SandboxResult, isolation, run_sandboxed
+from rollcast_testing.reward import RewardSuite
 
 FILTERED = pytest.mark.skipif(not isolation()["filter"], reason="this system permits no filter of system calls")
 LIMITS = SandboxLimits(time_s=20, cpu_s=20)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_serving.server import IncomingWeights
+from rollcast_testing.tiny import tiny_model_folder
 
 
 class ListEngine:

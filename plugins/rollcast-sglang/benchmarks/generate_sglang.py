@@ -15,9 +15,9 @@ import aiohttp
 import psutil
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_sglang.rollout import SglangRollout
 from rollcast_sglang.schemas import SglangRolloutConfig
+from rollcast_testing.tiny import tiny_model_folder
 
 PROMPTS, TOKENS = 256, 64
 

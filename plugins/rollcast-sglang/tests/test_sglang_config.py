@@ -13,9 +13,9 @@ from omegaconf import OmegaConf
 import rollcast_sglang.conf
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_sglang import environment, server_args
 from rollcast_sglang.schemas import SglangRolloutConfig
+from rollcast_testing.tiny import tiny_model_folder
 
 
 def test_yaml_has_every_key_with_its_default() -> None:

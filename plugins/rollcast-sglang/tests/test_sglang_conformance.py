@@ -14,8 +14,8 @@ import torch
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import RequestError, WeightSyncError
-from rollcast.testing.rollout import RolloutSuite
-from rollcast.testing.rollout_tools import (
+from rollcast_testing.rollout import RolloutSuite
+from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
     greedy_tokens,

@@ -12,9 +12,9 @@ import pytest
 
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError, RolloutError
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_sglang.rollout import SglangRollout
 from rollcast_sglang.schemas import SglangRolloutConfig
+from rollcast_testing.tiny import tiny_model_folder
 
 psutil = pytest.importorskip("psutil")
 pytest.importorskip("sglang")

@@ -16,7 +16,7 @@ import pytest
 
 from rollcast.contracts.tracker import trackers
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast.trackers.tracker_set import TrackerSet
+from rollcast_report.tracker_set import TrackerSet
 from rollcast_trackers.background import BackgroundTracker
 
 NAMES = ("clearml", "mlflow", "swanlab", "tensorboard", "trackio", "wandb")

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollcast.plugins.manager import build_hook_manager
-from rollcast.trackers.tracker_set import TrackerSet
+from rollcast_report.tracker_set import TrackerSet
 
 CONFIG = {"trainer": {"total_steps": 4}, "data": {"train_files": ["a.jsonl"]}}
 SAMPLE = {"prompt": "2+2=", "response": "4", "score": 1.0, "correct": True}

@@ -12,7 +12,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # the tools, here and in started
 
 from trainer_tools import SmallTask
 
-from rollcast.testing.tiny import tiny_model_folder
+from rollcast_testing.tiny import tiny_model_folder
 
 torch.set_num_threads(1)
 

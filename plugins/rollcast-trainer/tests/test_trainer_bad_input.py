@@ -162,7 +162,7 @@ def test_tool_of_no_engine(small_task: SmallTask, tmp_path: Path) -> None:
 def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from rollcast.trackers.jsonl import JsonlTracker
+    from rollcast_report.jsonl import JsonlTracker
 
     def fail(self: JsonlTracker) -> None:
         raise OSError("cannot close")

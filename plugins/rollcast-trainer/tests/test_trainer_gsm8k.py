@@ -12,7 +12,7 @@ from trainer_tools import launch, read_jsonl, read_metrics
 
 from rollcast.config import compose
 from rollcast.contracts.dataset import preprocessors
-from rollcast.testing.tiny import CHAT_TEMPLATE, tiny_model_folder
+from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.task_runner import TaskRunner
 

@@ -15,8 +15,8 @@ from trainer_tools import SmallTask, launch, read_metrics, roll_out, set_up, wit
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities, ModelConfig
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.testing.tiny import plain_log_probs, plain_model
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.tiny import plain_log_probs, plain_model
 from rollcast_trainer.adapters import adapter_rank, take_adapters
 from rollcast_trainer.negotiation import Choice, check_choice
 

@@ -81,7 +81,7 @@ def test_the_step_in_the_readme_works(small_task: SmallTask, tmp_path: Path) -> 
 
 def test_a_worker_without_a_reference_says_so(small_task: SmallTask, tmp_path: Path) -> None:
     from rollcast.errors import CapabilityError
-    from rollcast.testing.tiny import random_batch
+    from rollcast_testing.tiny import random_batch
 
     with (
         set_up(small_task.ppo(tmp_path)) as trainer,

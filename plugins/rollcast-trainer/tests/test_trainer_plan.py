@@ -18,8 +18,8 @@ from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_algorithms import full
+from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.engine_layout import EngineLayout
 from rollcast_trainer.memory import (
     KL_LOGIT_COPIES,

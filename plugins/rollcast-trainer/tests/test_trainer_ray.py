@@ -16,7 +16,7 @@ from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, adva
 from rollcast.contracts.trainer import trainers
 from rollcast.controller.runtime import runtimes
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import plain_log_probs, plain_model
+from rollcast_testing.tiny import plain_log_probs, plain_model
 from rollcast_trainer.ppo import PpoTrainer, StepState
 
 #: Greedy samples are the same on any number of workers. Three rows, so that one of two workers gets filler.

@@ -15,7 +15,7 @@ from rollcast_data.tokenizer import load_tokenizer
 
 def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tmp_path: Path) -> None:
     """All 15 rows in one step, against plain transformers; the rollout's temperature has no part in it."""
-    from rollcast.testing.tiny import plain_model
+    from rollcast_testing.tiny import plain_model
 
     changes = ["data.train_batch_size=15", "trainer.total_steps=1", "rollout.temperature=0.5", "data.val_files=[]"]
     launch(small_task.sft(tmp_path, *changes, "actor.ppo_micro_batch_size_per_gpu=4"))
@@ -81,7 +81,7 @@ def warm_recipe(small_task: SmallTask, monkeypatch: pytest.MonkeyPatch) -> str:
 
 def test_a_warm_start_is_trained_once_and_started_from(small_task: SmallTask, tmp_path: Path, warm_recipe: str) -> None:
     """With a learning rate of 0 the run ends with the weights that it began with."""
-    from rollcast.testing.tiny import plain_model, plain_weights
+    from rollcast_testing.tiny import plain_model, plain_weights
 
     changes = [warm_recipe, "actor.optim.lr=0", "trainer.export=true", "trainer.seed=3"]
     launch(small_task.ppo(tmp_path, *changes, "trainer.total_steps=1"))

@@ -15,9 +15,9 @@ from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
 from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
-from rollcast.testing.tiny import plain_log_probs, plain_model
 from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_testing.tiny import plain_log_probs, plain_model
 from rollcast_trainer.batching import plan_update
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.skipping import needs_advantage

@@ -20,9 +20,9 @@ from typing import Any
 import psutil
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
-from rollcast.testing.tiny import tiny_model_folder
 from rollcast_serving.launcher import ReplicaProcess, ReplicaSpec
 from rollcast_serving.manager import ServerManager
+from rollcast_testing.tiny import tiny_model_folder
 from rollcast_vllm.engine import build_llm
 from rollcast_vllm.engine_args import build_engine_args
 from rollcast_vllm.environment import prepare_environment

@@ -13,7 +13,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))  # the tools
 
 from rollcast.contracts.rollout import rollouts
-from rollcast.testing.rollout_tools import load_model, write_model
+from rollcast_testing.rollout_tools import load_model, write_model
 from rollcast_vllm.rollout import VllmRollout
 
 # Changes nothing where the distribution is installed; from a source tree it stands in for that.

@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 import rollcast_vllm.conf
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast.testing.tiny import tiny_model_folder
+from rollcast_testing.tiny import tiny_model_folder
 from rollcast_vllm import environment, rollout
 from rollcast_vllm.engine_args import has_weights, starts_without_weights
 from rollcast_vllm.rollout import VllmRollout

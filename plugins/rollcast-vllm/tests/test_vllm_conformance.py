@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import pytest
 
 from rollcast.contracts.rollout import BaseRollout
-from rollcast.testing.rollout import RolloutSuite
+from rollcast_testing.rollout import RolloutSuite
 from rollcast_vllm.rollout import VllmRollout
 
 pytest.importorskip("vllm")

@@ -16,7 +16,7 @@ from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, gap_to, under_way
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CapabilityError, RequestError, RolloutError, WeightSyncError
-from rollcast.testing.rollout_tools import (
+from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
     generate_all,

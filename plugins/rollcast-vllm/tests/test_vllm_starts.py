@@ -17,7 +17,7 @@ from vllm_tools import LONG, SHORT, TOLERANCE, FolderBuckets, build, gap_to, und
 
 from rollcast.contracts.rollout import RolloutRequest
 from rollcast.errors import ConfigError, RequestError, RolloutError, WeightSyncError
-from rollcast.testing.rollout_tools import (
+from rollcast_testing.rollout_tools import (
     GREEDY,
     all_tokens,
     generate_all,
@@ -26,8 +26,8 @@ from rollcast.testing.rollout_tools import (
     only_sequence,
     run_prompts,
 )
-from rollcast.testing.rollout_updates import _make_adapter, _merge
-from rollcast.testing.tiny import tiny_model_folder
+from rollcast_testing.rollout_updates import _make_adapter, _merge
+from rollcast_testing.tiny import tiny_model_folder
 
 pytest.importorskip("vllm")
 

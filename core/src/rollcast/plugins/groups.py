@@ -163,7 +163,7 @@ FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
         "rollcast.datasets": _names("rollcast-data", "prompts", "supervised"),
         "rollcast.preprocessors": _names("rollcast-data", "gsm8k"),
         "rollcast.trackers": {
-            **_names(CORE_DISTRIBUTION, "console", "jsonl", "report"),
+            **_names("rollcast-report", "console", "jsonl", "report"),
             **_names("rollcast-trackers", "tensorboard", "wandb", "mlflow", "swanlab", "trackio", "clearml"),
         },
         "rollcast.profilers": _names("rollcast-trainer", "nsys", "torch", "torch_memory"),

@@ -30,10 +30,10 @@ from rollcast.errors import ConfigError, DataError
 from rollcast.plugins.manager import build_hook_manager
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import HIDE_ACCELERATORS
-from rollcast.trackers.tracker_set import TrackerSet
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
+from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.manager import RoutingSettings

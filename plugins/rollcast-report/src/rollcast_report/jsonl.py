@@ -1,0 +1,72 @@
+"""The tracker ``jsonl``: metrics.jsonl and samples.jsonl in the run's directory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.tracker import BaseTracker
+from rollcast.plugins.hookspecs import hookimpl
+from rollcast_report.records import RecordWriter
+
+__all__ = ["METRICS_FILE", "SAMPLES_FILE", "JsonlTracker"]
+
+METRICS_FILE = "metrics.jsonl"
+SAMPLES_FILE = "samples.jsonl"
+
+
+class JsonlTracker(BaseTracker):
+    """Writes one JSON object a step, and one a validation sample.
+
+    Every line is complete and with the operating system before the hook returns. A resumed run
+    first drops what it will write again, so its files equal those of a run that was never
+    interrupted. A number that is not finite is written as null.
+
+    Raises:
+        DataError: from the first hook, if a file of an earlier run cannot be understood.
+        OSError: from any hook, naming the file.
+    """
+
+    def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
+        super().__init__(run_dir, config, start_step)
+        self._writers: dict[str, RecordWriter] = {}
+
+    @hookimpl
+    def on_fit_start(self, trainer: object) -> None:
+        """Drop what an interrupted run wrote after the step that this one continues from."""
+        self._writer(METRICS_FILE)
+        self._writer(SAMPLES_FILE)
+
+    @hookimpl
+    def on_metrics(self, trainer: object, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of one step."""
+        self._writer(METRICS_FILE).append(step, metrics)
+
+    @hookimpl
+    def on_validation_end(
+        self, trainer: object, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Append the samples of one validation."""
+        writer = self._writer(SAMPLES_FILE)
+        for sample in samples:
+            writer.append(step, sample)
+
+    @hookimpl
+    def on_checkpoint_saved(self, trainer: object, step: int, path: Path) -> None:
+        """Put on the disk what the run would not write again if it resumed from here."""
+        for writer in self._writers.values():
+            writer.sync()
+
+    def close(self) -> None:
+        """Close both files."""
+        for writer in self._writers.values():
+            writer.close()
+
+    def _writer(self, name: str) -> RecordWriter:
+        if name not in self._writers:
+            writer = RecordWriter(self.run_dir / name, self.start_step)
+            if writer.dropped:
+                self.logger.info("dropped %d lines after step %d from %s", writer.dropped, self.start_step, writer.path)
+            self._writers[name] = writer
+        return self._writers[name]

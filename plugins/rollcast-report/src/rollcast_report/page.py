@@ -1,0 +1,200 @@
+"""The report as one HTML text: everything that comes from the run is escaped here."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import statistics
+from importlib import resources
+from string import Template
+
+from rollcast_report.charts import ChartSpec, format_number, render_chart
+from rollcast_report.run_data import RunData
+from rollcast_report.samples import render_samples
+
+__all__ = ["render_page"]
+
+_LARGE = (
+    ChartSpec("reward/mean", "Reward"),
+    ChartSpec("sft/loss", "Training loss"),
+    ChartSpec("val/accuracy", "Validation accuracy", "%", 0.0, 1.0, mark_zero=True),
+    ChartSpec("val/loss", "Validation loss", mark_zero=True),
+)
+# The two that every run of reinforcement learning is expected to have: their absence is shown.
+_EXPECTED = ("reward/mean", "val/accuracy")
+_SMALL = (
+    ChartSpec("actor/kl", "KL to reference"),
+    ChartSpec("actor/entropy", "Entropy", "nats"),
+    ChartSpec("actor/clip_fraction", "Clipped tokens", "%", 0.0, 1.0),
+    ChartSpec("actor/grad_norm", "Gradient norm", floor=0.0),
+    ChartSpec("sft/grad_norm", "Gradient norm", floor=0.0),
+    ChartSpec("response_length/mean", "Response length", "tokens", floor=0.0),
+    ChartSpec("rollout/response_length_mean", "Response length", "tokens", floor=0.0),
+    ChartSpec("rollout/tokens_per_s", "Throughput", "tokens/s", floor=0.0),
+    ChartSpec("sft/tokens_per_s", "Throughput", "tokens/s", floor=0.0),
+    ChartSpec("time/step_s", "Step time", "s", floor=0.0),
+    ChartSpec("rollout/logprob_gap_max", "Log-probability gap, largest", "nats", floor=0.0),
+)
+# What the first sentence is about: the first of these that was recorded.
+_LEADING = (
+    ("val/accuracy", "Validation accuracy", "%"),
+    ("val/loss", "Validation loss", ""),
+    ("reward/mean", "Mean reward", ""),
+    ("sft/loss", "Loss", ""),
+)
+_PILLS = {
+    "finished": ("good", "Finished"),
+    "running": ("plain", "Running"),
+    "interrupted": ("warn", "Interrupted"),
+    "failed": ("bad", "Failed"),
+    "unknown": ("plain", "End not recorded"),
+}
+
+
+def _asset(name: str) -> str:
+    return resources.files("rollcast_report").joinpath("assets", name).read_text("utf-8")
+
+
+def _duration(seconds: float) -> str:
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes} min"
+
+
+def _when(step: int) -> str:
+    return "before training" if step == 0 else f"at step {step}"
+
+
+def _lead(run: RunData) -> str:
+    """How the run did, in one sentence."""
+    found = next((item for item in _LEADING if run.values(item[0])), None)
+    if found is None:
+        return "Nothing has been measured yet." if run.steps is None else "No reward or validation was recorded."
+    metric, name, unit = found
+    points = [(step, value) for step, value in run.series[metric] if value is not None]
+    (first_step, first), (last_step, last) = points[0], points[-1]
+    start, end = format_number(first, unit), format_number(last, unit)
+    if len(points) == 1:
+        return f"{name} was <b>{start}</b> {_when(first_step)}."
+    if start == end:
+        return f"{name} stayed at <b>{end}</b> from {_when(first_step).removeprefix('at ')} to step {last_step}."
+    verb = "rose" if last > first else "fell"
+    return f"{name} {verb} from <b>{start}</b> {_when(first_step)} to <b>{end}</b> at step {last_step}."
+
+
+def _facts(run: RunData) -> list[tuple[str, str]]:
+    done, total = run.steps or 0, run.status.total_steps
+    step_times = run.values("time/step_s")
+    facts = [("Steps", f"{done:,} of {total:,}" if total and total != done else f"{done:,}")]
+    wall = max(run.status.elapsed_s, sum(step_times))
+    if wall > 0:
+        facts.append(("Wall time", _duration(wall)))
+    if step_times:
+        facts.append(("Median step", f"{statistics.median(step_times):.3g} s"))
+    for metric in ("rollout/tokens_per_s", "sft/tokens_per_s"):
+        if rates := run.values(metric):
+            facts.append(("Median throughput", f"{format_number(statistics.median(rates))} tokens/s"))
+    best = max(
+        ((value, -step) for step, value in run.series.get("val/accuracy", []) if value is not None), default=None
+    )
+    if best is not None and len(run.series["val/accuracy"]) > 1:
+        facts.append(("Best accuracy", f"{format_number(best[0], '%')} {_when(-best[1])}"))
+    return facts
+
+
+def _header(run: RunData) -> str:
+    css, label = _PILLS.get(run.status.state, _PILLS["unknown"])
+    facts = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in _facts(run))
+    message = f'<p class="message">{html.escape(run.status.message)}</p>' if run.status.message else ""
+    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in run.notes)
+    return (
+        f'<header><div class="title"><h1>{html.escape(run.name)}</h1><span class="pill {css}">{label}</span></div>'
+        f'<p class="lead">{_lead(run)}</p>{message}{notes}<dl class="facts">{facts}</dl></header>'
+    )
+
+
+def _charts(run: RunData) -> str:
+    if run.steps is None:
+        return '<p class="card empty">No metrics yet. Curves appear here after the first step.</p>'
+    is_supervised = "sft/loss" in run.series
+    x_max = run.steps
+    large = [
+        render_chart(run.series.get(spec.metric, []), spec, 560, 290, x_max)
+        for spec in _LARGE
+        if spec.metric in run.series or (spec.metric in _EXPECTED and not is_supervised)
+    ]
+    small = [
+        render_chart(run.series[spec.metric], spec, 360, 190, x_max) for spec in _SMALL if spec.metric in run.series
+    ]
+    return (
+        f'<section aria-label="Curves"><div class="large">{"".join(large)}</div>'
+        f'<div class="small">{"".join(small)}</div></section>'
+    )
+
+
+def _phases(run: RunData) -> str:
+    """Where the time of a step goes."""
+    means = {
+        name.removeprefix("time/").removesuffix("_s").replace("_", " "): sum(values)
+        for name in run.series
+        if name.startswith("time/") and name.endswith("_s") and name != "time/step_s"
+        if (values := run.values(name))
+    }
+    total = sum(means.values())
+    if len(means) < 2 or total <= 0:
+        return ""
+    ranked = sorted(means.items(), key=lambda item: -item[1])
+    bars, legend = [], []
+    for index, (name, seconds) in enumerate(ranked):
+        style = f"opacity:{max(0.14, 1 - 0.8 * index / max(1, len(ranked) - 1)):.2f}"
+        share = f"{seconds / total * 100:.1f}"
+        bars.append(f'<i style="width:{share}%;{style}"></i>')
+        legend.append(f'<li><i style="{style}"></i><b>{html.escape(name)}</b> {share} %</li>')
+    return (
+        f'<h2>Where the time goes</h2><div class="card"><div class="phases" aria-hidden="true">{"".join(bars)}</div>'
+        f'<ul class="legend">{"".join(legend)}</ul></div>'
+    )
+
+
+def _details(run: RunData) -> str:
+    rows = []
+    for name in sorted(run.series):
+        values = run.values(name)
+        shown = (values[0], values[-1], min(values), max(values)) if values else ()
+        cells = "".join(f"<td>{format_number(value)}</td>" for value in shown) or '<td colspan="4">not finite</td>'
+        rows.append(f"<tr><td>{html.escape(name)}</td>{cells}</tr>")
+    parts = []
+    if rows:
+        parts.append(
+            f'<details><summary>All metrics ({len(rows)})</summary><div class="inner"><table><thead><tr>'
+            "<th>Metric</th><th>First</th><th>Last</th><th>Lowest</th><th>Highest</th></tr></thead>"
+            f"<tbody>{''.join(rows)}</tbody></table></div></details>"
+        )
+    if run.config:
+        parts.append(f"<details><summary>Configuration</summary><pre>{html.escape(run.config)}</pre></details>")
+    return "<h2>Details</h2>" + "".join(parts) if parts else ""
+
+
+def render_page(run: RunData) -> str:
+    """The whole report; needs no other file and no network."""
+    script = _asset("report.js").strip()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return Template(_asset("report.html")).substitute(
+        title=html.escape(f"{run.name} · rollcast"),
+        script_hash=f"sha256-{digest}",  # the one script that may run, whatever a response contains
+        style=_asset("report.css").strip(),
+        header=_header(run),
+        charts=_charts(run),
+        phases=_phases(run),
+        samples=render_samples(run),
+        details=_details(run),
+        footer="Written by rollcast from metrics.jsonl, samples.jsonl, status.json and config.yaml of the run.",
+        script=script,
+    )

@@ -1,0 +1,206 @@
+"""What a report tells, read back from the files of a run's directory.
+
+The files alone decide, so a run that was killed reports as well as one that ended by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import socket
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rollcast.errors import DataError
+from rollcast.files import replace_file
+from rollcast_report.records import Unreadable, read_records
+
+__all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
+
+STATUS_FILE = "status.json"
+
+Series = list[tuple[int, float | None]]
+"""(step, value) in order; None where the value was not finite."""
+
+_SECRET = re.compile(
+    r"^(?P<key>\s*(?:-\s+)?[\"']?[\w.-]*?(?:api_?key|password|secret|(?:access|auth|hf|api|bearer)_token)[\"']?\s*:)"
+    r"[ \t]*(?!null\b|''|\"\"|\$\{)\S.*$",
+    re.IGNORECASE | re.MULTILINE,
+)
+
+
+@dataclass
+class Status:
+    """How a run stands, as its report tracker last wrote it.
+
+    Attributes:
+        state: ``running``, ``finished``, ``interrupted`` or ``failed``; ``unknown`` without a status file.
+        message: why it failed.
+        run_name: the trainer's name of the run.
+        total_steps: how many steps were planned.
+        elapsed_s: wall time, earlier parts of a resumed run included.
+        host, pid: the process that wrote it.
+    """
+
+    state: str = "unknown"
+    message: str = ""
+    run_name: str = ""
+    total_steps: int | None = None
+    elapsed_s: float = 0.0
+    host: str = ""
+    pid: int = 0
+
+
+@dataclass
+class Validation:
+    """The samples of one validation."""
+
+    step: int
+    samples: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass
+class RunData:
+    """Everything that a report shows.
+
+    Attributes:
+        name: the run's name.
+        status: how it stands; ``running`` only if its process lives.
+        series: metric name to its values.
+        steps: the last step, or None if nothing was recorded.
+        first, last: first and last validation that left samples; ``last`` is None if there is one only.
+        config: the resolved config as text.
+        notes: what could not be read, for people.
+    """
+
+    name: str
+    status: Status
+    series: dict[str, Series] = field(default_factory=dict)
+    steps: int | None = None
+    first: Validation | None = None
+    last: Validation | None = None
+    config: str = ""
+    notes: list[str] = field(default_factory=list)
+
+    def values(self, name: str) -> list[float]:
+        """The finite values of a metric."""
+        return [value for _, value in self.series.get(name, []) if value is not None]
+
+
+def write_status(run_dir: Path, status: Status) -> None:
+    """Replace the status file of a run."""
+    replace_file(run_dir / STATUS_FILE, json.dumps(asdict(status), indent=2, ensure_ascii=False) + "\n")
+
+
+def read_status(run_dir: Path) -> Status:
+    """The status file as it was written; ``unknown`` if there is none.
+
+    Raises:
+        DataError: if the file is not what :func:`write_status` writes.
+    """
+    path = run_dir / STATUS_FILE
+    if not path.exists():
+        return Status()
+    try:
+        found = json.loads(path.read_bytes())
+    except ValueError as error:
+        raise DataError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise DataError(f"{path} must hold a JSON object (got {type(found).__name__})")
+    known = {item.name for item in fields(Status)}
+    return Status(**{key: value for key, value in found.items() if key in known})
+
+
+def _is_alive(status: Status) -> bool:
+    """Whether the process that wrote a ``running`` status may still be there."""
+    if status.host != socket.gethostname():
+        return False
+    if status.pid == os.getpid():
+        return True
+    if os.name != "posix" or status.pid <= 0:  # elsewhere signal 0 is not a mere question
+        return False
+    try:
+        os.kill(status.pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:  # it lives and belongs to somebody else
+        return True
+    return True
+
+
+def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
+    """Read a run's directory, whatever of it exists.
+
+    Args:
+        run_dir: the directory.
+        config: the config to show if there is no config.yaml.
+    """
+    notes = []
+    try:
+        status = read_status(run_dir)
+    except DataError as error:  # the curves are worth more than the status
+        status = Status()
+        notes.append(str(error))
+    if status.state == "running" and not _is_alive(status):
+        status.state = "interrupted"
+    run = RunData(name=status.run_name or run_dir.resolve().name, status=status, notes=notes)
+    _read_metrics(run_dir / "metrics.jsonl", run)
+    _read_samples(run_dir / "samples.jsonl", run)
+    run.config = _read_config(run_dir, config)
+    return run
+
+
+def _read_metrics(path: Path, run: RunData) -> None:
+    unreadable: list[Unreadable] = []
+    for _, record in read_records(path):
+        if isinstance(record, Unreadable):
+            unreadable.append(record)
+            continue
+        step = record["step"]
+        run.steps = step if run.steps is None else max(run.steps, step)
+        for key, value in record.items():
+            if key == "step" or not (value is None or isinstance(value, int | float)):
+                continue
+            finite = None if value is None or not math.isfinite(value) else float(value)
+            run.series.setdefault(key, []).append((step, finite))
+    _note(path, unreadable, run)
+
+
+def _read_samples(path: Path, run: RunData) -> None:
+    """Keep the first and the last validation only: a long run has more than a page can hold."""
+    unreadable: list[Unreadable] = []
+    for _, record in read_records(path):
+        if isinstance(record, Unreadable):
+            unreadable.append(record)
+            continue
+        step = record["step"]
+        if run.first is None:
+            run.first = Validation(step)
+        if step == run.first.step:
+            run.first.samples.append(record)
+            continue
+        if run.last is None or run.last.step != step:
+            run.last = Validation(step)
+        run.last.samples.append(record)
+    _note(path, unreadable, run)
+
+
+def _note(path: Path, unreadable: list[Unreadable], run: RunData) -> None:
+    lines = [str(item.line) for item in unreadable if not item.torn]
+    if lines:
+        more = ", …" if len(lines) > 10 else ""
+        run.notes.append(f"{path.name}: {len(lines)} unreadable (line {', '.join(lines[:10])}{more})")
+
+
+def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
+    path = run_dir / "config.yaml"
+    if path.exists():
+        text = path.read_text("utf-8", "replace")
+    else:
+        text = json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
+    # A report is made to be sent around; a key or password in it would travel along.
+    return _SECRET.sub(r"\g<key> (hidden)", text)

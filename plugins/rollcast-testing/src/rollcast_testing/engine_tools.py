@@ -1,0 +1,59 @@
+"""What the laws of engines are written with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, OptimConfig, TrainOutput
+from rollcast.protocol import DataProto
+from rollcast_testing.tiny import nll_loss
+
+__all__ = ["ALL_ROWS", "OPTIM", "infer", "require", "require_equal", "train", "weights"]
+
+#: The large eps keeps rounding apart from errors: some gradients (of the keys' biases) are next to
+#: nothing, and with a small eps Adam makes whole steps of their rounding.
+OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.5)
+ALL_ROWS = ForwardSettings()
+
+
+def infer(engine: BaseEngine, data: DataProto, settings: ForwardSettings) -> DataProto:
+    """Outputs in evaluation mode."""
+    with engine.eval_mode():
+        return engine.infer_batch(data, settings)[0]
+
+
+def train(engine: BaseEngine, data: DataProto, chosen: ForwardSettings, loss: LossFunction = nll_loss) -> TrainOutput:
+    """One optimizer step."""
+    with engine.train_mode():
+        return engine.train_batch(data, loss, chosen)
+
+
+def weights(engine: BaseEngine) -> dict[str, Tensor]:
+    """Copies of all parameters, whole, in host memory."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()}
+
+
+def require(condition: bool, law: str) -> None:
+    """Fail with the law that is broken, unless ``condition`` holds.
+
+    Raises:
+        AssertionError: it does not.
+    """
+    __tracebackhide__ = True
+    if not condition:
+        raise AssertionError(f"broken law: {law}")
+
+
+def require_equal(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
+    """Fail unless the tensors are the same to the last bit.
+
+    Raises:
+        AssertionError: they are not; names some that differ.
+    """
+    __tracebackhide__ = True
+    require(given.keys() == expected.keys(), f"{what}: {sorted(given)} are {sorted(expected)}")
+    different = [name for name, tensor in expected.items() if not torch.equal(given[name], tensor)]
+    require(not different, f"{what} are the same to the last bit; {different[:3]} differ")

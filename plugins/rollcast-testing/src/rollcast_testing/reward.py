@@ -1,0 +1,262 @@
+"""The conformance suites of rewards and of reward managers.
+
+Example, in a plugin's tests::
+
+    from rollcast.contracts.reward import RewardSample
+    from rollcast_testing.reward import RewardSuite
+
+    class TestShort(RewardSuite):
+        name = "short"
+        options = {"limit": 5}
+        cases = [
+            (RewardSample("2+2=", "4", ground_truth="4"), 1.0),
+            (RewardSample("2+2=", "four and more", ground_truth="4"), 0.0),
+        ]
+
+    class TestPatient(RewardManagerSuite):
+        name = "patient"
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+import os
+import pickle
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+
+from rollcast.contracts.reward import (
+    BaseReward,
+    BaseRewardManager,
+    RewardResult,
+    RewardSample,
+    RewardSettings,
+    build_reward,
+    build_reward_manager,
+)
+from rollcast.errors import RewardError
+
+__all__ = ["RewardManagerSuite", "RewardSuite"]
+
+
+class RewardSuite:
+    """What every reward has to do; subclass it, and name the reward and some scores.
+
+    Attributes:
+        name: the reward, as it is announced in ``rollcast.rewards``.
+        options: its ``reward.reward_kwargs``.
+        cases: samples with the score that each has to get.
+        max_seconds: the longest that a response of 50,000 to 100,000 characters may take.
+    """
+
+    name: ClassVar[str] = ""
+    options: ClassVar[Mapping[str, Any]] = {}
+    cases: ClassVar[Sequence[tuple[RewardSample, float]]] = ()
+    max_seconds: ClassVar[float] = 10.0
+
+    @pytest.fixture
+    def reward(self) -> BaseReward:
+        """The reward under test; override it to build one that is not announced."""
+        return build_reward(self.name, self.options)
+
+    def test_suite_is_filled_in(self) -> None:
+        """There is something to test."""
+        assert self.name, f"{type(self).__name__}.name has to name a reward"
+        assert self.cases, f"{type(self).__name__}.cases has to hold (sample, score) pairs"
+
+    def test_scores(self, reward: BaseReward) -> None:
+        """Each case gets its score."""
+        for sample, expected in self.cases:
+            score = _score_of(reward.score(sample))
+            assert score == pytest.approx(expected), f"{sample} got {score}, expected {expected}"
+
+    def test_no_score_is_above_the_largest(self, reward: BaseReward) -> None:
+        """``max_score`` is a finite number, and none of the cases beats it."""
+        assert math.isfinite(reward.max_score)
+        for sample, _ in self.cases:
+            assert _score_of(reward.score(sample)) <= reward.max_score
+
+    def test_is_deterministic(self, reward: BaseReward) -> None:
+        """The same sample gets the same score, from this reward and from a second one."""
+        second = build_reward(self.name, self.options) if self.name else reward
+        for sample, _ in self.cases:
+            first = _score_of(reward.score(sample))
+            assert _score_of(reward.score(sample)) == first
+            assert _score_of(second.score(sample)) == first
+
+    def test_batch_keeps_order(self, reward: BaseReward) -> None:
+        """A batch gives each sample's own score, in the order of the samples."""
+        samples = [sample for sample, _ in self.cases]
+        for batch in (samples, samples[::-1], samples + samples):
+            expected = [_score_of(reward.score(sample)) for sample in batch]
+            assert [_score_of(value) for value in reward.score_batch(batch)] == pytest.approx(expected)
+
+    def test_empty_batch(self, reward: BaseReward) -> None:
+        """No samples, no scores."""
+        assert list(reward.score_batch([])) == []
+
+    @pytest.mark.parametrize("finished", [True, False])
+    @pytest.mark.parametrize(
+        "response",
+        ["", " \n\t", "\ufffd\x00", "#" * 50_000, " " * 50_000, "1," * 25_000, "word " * 20_000],
+        ids=["empty", "blank", "undecodable", "long-hashes", "long-blanks", "long-digits", "long-text"],
+    )
+    def test_odd_responses(self, reward: BaseReward, response: str, finished: bool) -> None:
+        """A policy writes anything: each response gets a finite score, in reasonable time."""
+        for sample, _ in self.cases:
+            odd = replace(sample, response=response, finished=finished)
+            start = time.perf_counter()
+            _score_of(reward.score(odd))
+            seconds = time.perf_counter() - start
+            assert seconds < self.max_seconds, f"{len(response)} characters took {seconds:.1f} s"
+
+    def test_does_not_change_the_sample(self, reward: BaseReward) -> None:
+        """Samples are shared with metrics and trackers."""
+        for sample, _ in self.cases:
+            before = copy.deepcopy(sample)
+            reward.score(sample)
+            assert sample == before
+
+    def test_scores_in_several_threads(self, reward: BaseReward) -> None:
+        """A manager may score samples side by side."""
+        samples = [sample for sample, _ in self.cases] * 4
+        expected = [_score_of(reward.score(sample)) for sample in samples]
+        with ThreadPoolExecutor(4) as threads:
+            assert [_score_of(value) for value in threads.map(reward.score, samples)] == pytest.approx(expected)
+
+    def test_pickles(self, reward: BaseReward) -> None:
+        """A reward travels to the workers that score."""
+        clone = pickle.loads(pickle.dumps(reward))
+        for sample, _ in self.cases:
+            assert _score_of(clone.score(sample)) == _score_of(reward.score(sample))
+
+
+class Misbehaving(BaseReward):
+    """Does what ``extra_info["do"]`` of the sample says; else its score is its ground truth."""
+
+    name = "misbehaving"
+
+    def score(self, sample: RewardSample) -> Any:
+        """Score, or misbehave."""
+        do = sample.extra_info.get("do", "score")
+        if do == "raise":
+            raise KeyError("no such answer")
+        if do == "hang":
+            time.sleep(3600)
+        if do == "exit":
+            os._exit(3)
+        odd = {"nan": math.nan, "infinity": math.inf, "text": "1.0", "nothing": None}
+        truth = float(sample.ground_truth)
+        return odd[do] if do in odd else RewardResult(truth, truth > 3, {"twice": 2 * truth})
+
+
+class RewardManagerSuite:
+    """What every reward manager has to do with good and with bad samples; subclass it, and name the manager.
+
+    Attributes:
+        name: the manager, as it is announced in ``rollcast.reward_managers``.
+        options: its ``reward.reward_manager_kwargs``.
+        ends_hangs: a sample that takes too long is bad, and only that one.
+        survives_exits: so is one that ends the process in which it is scored.
+        timeout_s: the time limit that a hang is given.
+    """
+
+    name: ClassVar[str] = ""
+    options: ClassVar[Mapping[str, Any]] = {}
+    ends_hangs: ClassVar[bool] = True
+    survives_exits: ClassVar[bool] = False
+    timeout_s: ClassVar[float] = 1.0
+
+    @pytest.fixture
+    def build(self) -> Iterator[Callable[..., BaseRewardManager]]:
+        """Builds the manager under test from the fields of :class:`RewardSettings`; it is closed at the end."""
+        built: list[BaseRewardManager] = []
+
+        def build(**settings: Any) -> BaseRewardManager:
+            manager = build_reward_manager(self.name, Misbehaving(), RewardSettings(**settings), self.options)
+            built.append(manager)
+            return manager
+
+        yield build
+        for manager in built:
+            manager.close()
+            manager.close()
+
+    def kinds(self) -> list[str]:
+        """What a sample can do that makes it bad."""
+        kinds = ["raise", "nan", "infinity", "text", "nothing"]
+        return kinds + ["hang"] * self.ends_hangs + ["exit"] * self.survives_exits
+
+    @pytest.mark.parametrize("size", [0, 1, 7, 100])
+    def test_good_samples(self, build: Callable[..., BaseRewardManager], size: int) -> None:
+        """Each gets its own result, in order, whatever the policy."""
+        manager = build()
+        for samples in (_samples(size), _samples(size)[::-1]):
+            results = manager(samples)
+            truths = [float(sample.ground_truth) for sample in samples]
+            assert [result.score for result in results] == truths
+            assert [result.correct for result in results] == [truth > 3 for truth in truths]
+            assert [result.extra["twice"] for result in results] == [2 * truth for truth in truths]
+            assert not any(result.error or result.dropped for result in results)
+
+    @pytest.mark.parametrize("policy", ["zero", "drop"])
+    def test_bad_samples_are_borne(self, build: Callable[..., BaseRewardManager], policy: str) -> None:
+        """Each bad sample has its error, the others their scores, and the next batch is as good as ever."""
+        manager = build(on_error=policy, max_bad_share=0.5, timeout_s=self.timeout_s)
+        bad = {3 + 5 * place: kind for place, kind in enumerate(self.kinds())}
+        results = manager(_samples(50, bad))
+        for index, result in enumerate(results):
+            if index in bad:
+                assert (result.score, result.correct) == (0.0, False)
+                assert "misbehaving" in result.error, bad[index]
+                assert result.dropped == (policy == "drop")
+            else:
+                assert (result.score, result.error, result.dropped) == (float(index), "", False)
+        assert "no such answer" in results[3].error
+        assert [result.score for result in manager(_samples(20))] == [float(index) for index in range(20)]
+
+    def test_a_bad_sample_stops_the_run(self, build: Callable[..., BaseRewardManager]) -> None:
+        """With ``stop``, which is the default; the error shows reward and sample."""
+        for kind in self.kinds():
+            manager = build(timeout_s=self.timeout_s)
+            with pytest.raises(RewardError) as caught:
+                manager(_samples(20, {11: kind}))
+            for part in ("misbehaving", "sample 11 of 20", "prompt 11"):
+                assert part in str(caught.value), kind
+
+    def test_too_many_bad_samples_stop_the_run(self, build: Callable[..., BaseRewardManager]) -> None:
+        """A share over the limit does, the limit itself does not."""
+        manager = build(on_error="zero", max_bad_share=0.25)
+        assert sum(bool(result.error) for result in manager(_samples(20, dict.fromkeys(range(5), "nan")))) == 5
+        with pytest.raises(RewardError, match="max_bad_share"):
+            manager(_samples(20, dict.fromkeys(range(6), "nan")))
+
+
+def _samples(count: int, bad: Mapping[int, str] | None = None) -> list[RewardSample]:
+    return [
+        RewardSample(
+            f"prompt {index}",
+            f"response {index}",
+            ground_truth=index,
+            response_ids=[1, 2],
+            extra_info={"do": (bad or {}).get(index, "score")},
+        )
+        for index in range(count)
+    ]
+
+
+def _score_of(value: float | RewardResult) -> float:
+    if isinstance(value, RewardResult):
+        assert value.correct is None or isinstance(value.correct, bool), f"correct is {value.correct!r}"
+        for name, number in value.extra.items():
+            assert math.isfinite(number), f"extra number {name!r} is {number}"
+        value = value.score
+    assert isinstance(value, int | float), f"a score is a float or a RewardResult, this is {type(value).__name__}"
+    assert math.isfinite(value), f"the score is {value}"
+    return float(value)

@@ -1,0 +1,185 @@
+"""What the conformance suite of rollouts is made of: models, requests in bulk, and transformers' own answers."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+from rollcast.contracts.rollout import (
+    BaseRollout,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSequence,
+    RolloutSetup,
+    SamplingParams,
+    rollouts,
+)
+from rollcast.errors import RollcastError
+from rollcast_testing.tiny import tiny_model_folder
+
+__all__ = [
+    "EOS",
+    "GREEDY",
+    "PAD",
+    "RolloutFixtures",
+    "all_tokens",
+    "generate_all",
+    "greedy_tokens",
+    "load_model",
+    "make_prompts",
+    "only_sequence",
+    "run_prompts",
+    "token_log_probs",
+    "write_model",
+]
+
+GREEDY = SamplingParams(temperature=0.0, max_tokens=12)
+PAD, EOS = 0, 2
+
+
+class RolloutFixtures:
+    """Models and rollouts for tests; the attributes are :class:`~rollcast_testing.rollout.RolloutSuite`'s."""
+
+    name: ClassVar[str] = ""
+    rollout_config: ClassVar[Mapping[str, Any]] = {}
+    lora_config: ClassVar[Mapping[str, Any]] = {}
+    shared: ClassVar[bool] = False
+    tolerance: ClassVar[float] = 1e-4
+
+    def build_rollout(self, folder: Path, **config: Any) -> BaseRollout:
+        """A rollout of a model's folder, with these keys beside :attr:`rollout_config`'s; to be closed."""
+        rollout_class = rollouts.get(self.name)
+        section = rollout_class.config_schema(**{**self.rollout_config, **config})
+        return rollout_class(RolloutSetup(section, str(folder), seed=11, pad_token_id=PAD, eos_token_id=EOS))
+
+    @pytest.fixture
+    def model_folder(self, tmp_path: Path) -> Path:
+        """A tiny random model; the same in every test."""
+        return write_model(tmp_path / "tiny", seed=0)
+
+    @pytest.fixture
+    def reference(self, model_folder: Path) -> Any:
+        """The same model in transformers."""
+        return load_model(model_folder)
+
+    @pytest.fixture(scope="class")
+    @classmethod
+    def shared_rollouts(cls) -> Iterator[list[BaseRollout]]:
+        """The rollout that the tests of a class share, if they do."""
+        made: list[BaseRollout] = []
+        yield made
+        for rollout in made:
+            rollout.close()
+
+    @pytest.fixture
+    def rollout(self, model_folder: Path, reference: Any, shared_rollouts: list[BaseRollout]) -> Iterator[BaseRollout]:
+        """The rollout under test, with the weights of the folder."""
+        if not self.shared:
+            rollout = self.build_rollout(model_folder)
+            yield rollout
+            rollout.close()
+            return
+        if shared_rollouts:
+            asyncio.run(shared_rollouts[0].update_weights([list(reference.named_parameters())], 0))
+        else:
+            shared_rollouts.append(self.build_rollout(model_folder))
+        yield shared_rollouts[0]
+        try:
+            asyncio.run(shared_rollouts[0].check_health())
+        except RollcastError:
+            shared_rollouts.pop().close()
+
+    def check_log_probs(
+        self, reference: Any, prompt: Sequence[int], sequence: RolloutSequence, sampling: SamplingParams
+    ) -> None:
+        """A sequence's log-probs are those that transformers computes for the sampled distribution."""
+        expected = token_log_probs(reference, prompt, sequence.token_ids, sampling)
+        assert len(sequence.log_probs) == len(expected)
+        gap = max(abs(got - want) for got, want in zip(sequence.log_probs, expected, strict=True))
+        assert gap <= self.tolerance, f"a log-prob is {gap} away from the sampled distribution's"
+
+
+def write_model(folder: Path, seed: int, tied: bool = True) -> Path:
+    """A tiny model with large random weights: a freshly initialised one only repeats its last token."""
+    tiny_model_folder(folder, seed=seed, tied=tied, head_dim=32)
+    model = load_model(folder)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator), alpha=0.2)
+    model.save_pretrained(folder)
+    return folder
+
+
+def load_model(folder: Path) -> Any:
+    """The folder's model in transformers, float32."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder)
+    return model.float().eval()
+
+
+def make_prompts(count: int) -> list[list[int]]:
+    """Prompts of 1 to 12 tokens, none of them a special token."""
+    generator = torch.Generator().manual_seed(5)
+    lengths = torch.randint(1, 13, (count,), generator=generator).tolist()
+    return [torch.randint(4, 80, (length,), generator=generator).tolist() for length in lengths]
+
+
+def generate_all(rollout: BaseRollout, requests: Sequence[RolloutRequest]) -> list[RolloutOutput]:
+    """All requests at once."""
+
+    async def gather() -> list[RolloutOutput]:
+        return list(await asyncio.gather(*(rollout.generate(request) for request in requests)))
+
+    return asyncio.run(gather())
+
+
+def run_prompts(
+    rollout: BaseRollout, prompts: Sequence[Sequence[int]], sampling: SamplingParams
+) -> list[RolloutOutput]:
+    """All prompts at once, sampled alike."""
+    return generate_all(rollout, [RolloutRequest(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)])
+
+
+def only_sequence(output: RolloutOutput) -> RolloutSequence:
+    """The one sequence of an output."""
+    assert len(output.sequences) == 1, f"{len(output.sequences)} sequences came for n=1"
+    return output.sequences[0]
+
+
+def all_tokens(outputs: Sequence[RolloutOutput]) -> list[list[int]]:
+    """The tokens of every sequence."""
+    return [list(sequence.token_ids) for output in outputs for sequence in output.sequences]
+
+
+def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """What transformers generates, without the prompt."""
+    with torch.no_grad():
+        ids = torch.tensor([list(prompt)])
+        full = model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=max_tokens, pad_token_id=PAD
+        )
+    new: list[int] = full[0, len(prompt) :].tolist()
+    return new
+
+
+def token_log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
+    """Log-probs of ``tokens``, computed in one forward pass without a cache, the plain way."""
+    with torch.no_grad():
+        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    scores = logits / sampling.temperature
+    if sampling.top_k > 0:
+        smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
+        scores = scores.masked_fill(scores < smallest, -torch.inf)
+    if sampling.top_p < 1:
+        ordered, order = scores.softmax(-1).sort(dim=-1, descending=True)
+        outside = ordered.cumsum(-1) - ordered >= sampling.top_p
+        scores = scores.masked_fill(outside.gather(-1, order.argsort(-1)), -torch.inf)
+    picked: list[float] = scores.log_softmax(-1).gather(-1, torch.tensor(list(tokens))[:, None])[:, 0].tolist()
+    return picked

@@ -1,0 +1,267 @@
+"""The part of the conformance suite of rollouts that is about new weights, adapters, and engines that die."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
+from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
+from rollcast.errors import CapabilityError, RollcastError, RolloutError, WeightSyncError
+from rollcast.protocol.checksum import tensor_checksum
+from rollcast_testing.rollout_tools import (
+    GREEDY,
+    RolloutFixtures,
+    all_tokens,
+    greedy_tokens,
+    load_model,
+    make_prompts,
+    only_sequence,
+    run_prompts,
+    token_log_probs,
+    write_model,
+)
+
+__all__ = ["RolloutUpdates"]
+
+LONG = SamplingParams(max_tokens=400, ignore_eos=True)
+#: Sent beside long requests: when it is answered, they are under way.
+SHORT = RolloutRequest("short", [7, 8], SamplingParams(max_tokens=8, ignore_eos=True))
+#: A dead engine's requests hang if they are not answered by then.
+LIMIT_S = 300.0
+
+Named = list[tuple[str, Tensor]]
+
+
+class RolloutUpdates(RolloutFixtures):
+    """Tests of weight updates, adapters and failures; part of :class:`~rollcast_testing.rollout.RolloutSuite`."""
+
+    kill_engine: ClassVar[Callable[[BaseRollout], None] | None] = None
+
+    def test_weight_update(self, rollout: BaseRollout, tmp_path: Path) -> None:
+        """After an update the answers are the new model's, and so are the versions."""
+        before = all_tokens(run_prompts(rollout, make_prompts(6), GREEDY))
+        other = load_model(write_model(tmp_path / "other", seed=1))
+        self._check_update(rollout, other, 7)
+        assert all_tokens(run_prompts(rollout, make_prompts(6), GREEDY)) != before
+
+    def test_weight_updates_of_an_untied_model(self, tmp_path: Path) -> None:
+        """A model whose head has weights of its own gets both."""
+        rollout = self.build_rollout(write_model(tmp_path / "untied", seed=2, tied=False))
+        try:
+            for seed in (3, 4):
+                folder = write_model(tmp_path / f"other{seed}", seed=seed, tied=False)
+                self._check_update(rollout, load_model(folder), seed)
+        finally:
+            rollout.close()
+
+    def test_a_tied_weight_may_come_by_both_names(self, rollout: BaseRollout, tmp_path: Path) -> None:
+        """The state of a module with a tied head has the weight twice."""
+        other = load_model(write_model(tmp_path / "other", seed=1))
+        self._check_update(rollout, other, 5, list(other.state_dict().items()))
+
+    @pytest.mark.parametrize("fault", ["unknown", "shape", "missing", "changed"])
+    def test_weight_update_names_a_wrong_tensor(self, rollout: BaseRollout, reference: Any, fault: str) -> None:
+        """What is not what was sent is refused by name, and nothing is generated until an update is right."""
+        named: Named = [(name, tensor.detach()) for name, tensor in reference.named_parameters()]
+        bucket, wrong = _spoil(named, fault)
+        with pytest.raises(WeightSyncError, match=wrong.replace(".", r"\.")) as caught:
+            asyncio.run(rollout.update_weights([named[:4], bucket], version=1))
+        assert caught.value.tensor == wrong
+        with pytest.raises(WeightSyncError):
+            run_prompts(rollout, [[5, 6]], GREEDY)
+        self._check_update(rollout, reference, 2)
+
+    def test_requests_under_way_during_a_weight_update(
+        self, rollout: BaseRollout, reference: Any, tmp_path: Path
+    ) -> None:
+        """Each token is drawn from the weights whose version it carries, given everything before it."""
+        other = load_model(write_model(tmp_path / "other", seed=1))
+
+        async def update() -> None:
+            await rollout.update_weights([list(other.named_parameters())], 9)
+
+        old = self._version(rollout)
+        seen = self._check_meanwhile(rollout, update, {old: reference, 9: other})
+        assert seen <= {(old,), (old, 9), (9,)}
+        if rollout.capabilities.continuous_batching:
+            assert (old, 9) in seen, "no request was under way during the update"
+
+    def test_adapter(self, model_folder: Path, reference: Any) -> None:
+        """An adapter changes what its matrices say; another takes its place; full weights end it."""
+        rollout = self.build_rollout(model_folder, **self.lora_config)
+        try:
+            if not rollout.capabilities.lora:
+                with pytest.raises(CapabilityError):
+                    asyncio.run(rollout.update_adapter(_make_adapter(reference, 1), 1))
+                return
+            self._check_answers(rollout, reference)
+            models = {self._version(rollout): reference}
+            for version in (3, 4):
+                adapter = _make_adapter(reference, version)
+                models[version] = _merge(model_folder, adapter)
+                self._check_adapter_update(rollout, adapter, version, models)
+                self._check_answers(rollout, models[version], version)
+            self._check_wrong_adapter(rollout, reference)
+            self._check_update(rollout, reference, 6)
+        finally:
+            rollout.close()
+
+    def test_a_dead_engine(self, model_folder: Path) -> None:
+        """Requests under way and later ones raise, and so does the question for its health; nothing hangs."""
+        kill = type(self).kill_engine
+        if kill is None:
+            pytest.skip(f"{self.name} has no engine to kill")
+        rollout = self.build_rollout(model_folder)
+
+        async def die_meanwhile() -> list[Any]:
+            await rollout.check_health()
+            tasks = [asyncio.create_task(rollout.generate(RolloutRequest(f"r{i}", [5], LONG))) for i in range(4)]
+            await rollout.generate(SHORT)
+            kill(rollout)
+            return [
+                *await asyncio.gather(*tasks, return_exceptions=True),
+                *await asyncio.gather(rollout.generate(SHORT), rollout.check_health(), return_exceptions=True),
+            ]
+
+        try:
+            answers = asyncio.run(asyncio.wait_for(die_meanwhile(), LIMIT_S))
+        finally:
+            rollout.close()
+        assert len(answers) == 6
+        assert all(isinstance(answer, RolloutError) for answer in answers), answers
+
+    def _version(self, rollout: BaseRollout) -> int:
+        (output,) = run_prompts(rollout, [[5]], GREEDY)
+        return only_sequence(output).weight_versions[0]
+
+    def _check_meanwhile(
+        self, rollout: BaseRollout, update: Callable[[], Awaitable[None]], models: Mapping[int, Any]
+    ) -> set[tuple[int, ...]]:
+        """Update while long requests run, and hold each token against the model of its version.
+
+        Returns:
+            The versions that sequences have, in order.
+        """
+        prompts = make_prompts(6)
+
+        async def update_meanwhile() -> list[RolloutOutput]:
+            long = [RolloutRequest(f"long{i}", prompt, LONG) for i, prompt in enumerate(prompts)]
+            tasks = [asyncio.create_task(rollout.generate(request)) for request in long]
+            await rollout.generate(SHORT)
+            await update()
+            after = await rollout.generate(SHORT)
+            return [after, *await asyncio.gather(*tasks)]
+
+        after, *outputs = asyncio.run(update_meanwhile())
+        assert set(only_sequence(after).weight_versions) == {max(models)}
+        for prompt, output in zip(prompts, outputs, strict=True):
+            sequence = only_sequence(output)
+            assert sequence.finish_reason == "length"
+            assert len(sequence.token_ids) == len(sequence.weight_versions) == LONG.max_tokens
+            expected = {
+                version: token_log_probs(model, prompt, sequence.token_ids, LONG) for version, model in models.items()
+            }
+            for place, (version, log_prob) in enumerate(zip(sequence.weight_versions, sequence.log_probs, strict=True)):
+                gap = abs(expected[version][place] - log_prob)
+                assert gap <= self.tolerance, f"token {place} of version {version} is {gap} away from its weights"
+        return {tuple(dict.fromkeys(only_sequence(output).weight_versions)) for output in outputs}
+
+    def _check_adapter_update(
+        self, rollout: BaseRollout, adapter: AdapterWeights, version: int, models: Mapping[int, Any]
+    ) -> None:
+        reports: list[WeightReport] = []
+
+        async def update() -> None:
+            reports.append(await rollout.update_adapter(adapter, version))
+
+        self._check_meanwhile(rollout, update, models)
+        assert reports[0].version == version
+        assert reports[0].tensors == len(adapter.tensors)
+        assert reports[0].bytes == sum(each.nbytes for each in adapter.tensors.values())
+
+    def _check_update(self, rollout: BaseRollout, model: Any, version: int, named: Named | None = None) -> None:
+        sent = list(model.named_parameters()) if named is None else named
+        report = asyncio.run(rollout.update_weights([sent[:3], sent[3:]], version))
+        assert report.version == version
+        assert report.tensors == len(sent)
+        assert report.bytes == sum(tensor.nbytes for _, tensor in sent)
+        self._check_answers(rollout, model, version)
+
+    def _check_answers(self, rollout: BaseRollout, model: Any, version: int | None = None) -> None:
+        prompts = make_prompts(6)
+        for prompt, output in zip(prompts, run_prompts(rollout, prompts, GREEDY), strict=True):
+            sequence = only_sequence(output)
+            assert list(sequence.token_ids) == greedy_tokens(model, prompt, GREEDY.max_tokens)
+            self.check_log_probs(model, prompt, sequence, replace(GREEDY, temperature=1.0))
+            assert version is None or set(sequence.weight_versions) == {version}
+
+    def _check_wrong_adapter(self, rollout: BaseRollout, reference: Any) -> None:
+        adapter = _make_adapter(reference, 5)
+        wrong = next(name for name in adapter.tensors if "k_proj" in name)
+        for tensors in (
+            {**adapter.tensors, wrong: torch.zeros(4, 3)},
+            {**adapter.tensors, wrong.replace("k_proj", "no_such"): adapter.tensors[wrong]},
+        ):
+            with pytest.raises(WeightSyncError, match=r"k_proj|no_such"):
+                asyncio.run(rollout.update_adapter(AdapterWeights(adapter.config, tensors), 5))
+            with pytest.raises(RollcastError):
+                run_prompts(rollout, [[5, 6]], GREEDY)
+
+
+def _spoil(named: Named, fault: str) -> tuple[Sequence[tuple[str, Tensor]], str]:
+    """The second half of a model's weights with something wrong, and the name that is."""
+    rest = named[4:]
+    name, tensor = rest[2]
+    if fault == "unknown":
+        return [*rest, ("model.no_such.weight", torch.zeros(2))], "model.no_such.weight"
+    if fault == "shape":
+        return [*rest[:2], (name, torch.zeros(3, 5)), *rest[3:]], name
+    if fault == "missing":
+        return [*rest[:2], *rest[3:]], name
+    expected = {each: tensor_checksum(value) for each, value in rest}
+    expected[name] = tensor_checksum(tensor + 1)
+    return WeightBucket(rest, expected), name
+
+
+def _make_adapter(model: Any, seed: int) -> AdapterWeights:
+    """An adapter of rank 4 for four matrices of each layer, large enough to change the answers."""
+    generator = torch.Generator().manual_seed(seed)
+    targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
+    tensors: dict[str, Tensor] = {}
+    for name, weight in model.named_parameters():
+        module = name.removesuffix(".weight")
+        if weight.ndim == 2 and module.split(".")[-1] in targets:
+            for half, shape in (("A", (4, weight.shape[1])), ("B", (weight.shape[0], 4))):
+                value = torch.randn(shape, generator=generator) * 0.2
+                tensors[f"base_model.model.{module}.lora_{half}.weight"] = value
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "r": 4,
+        "lora_alpha": 8,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "target_modules": targets,
+    }
+    return AdapterWeights(config, tensors)
+
+
+def _merge(folder: Path, adapter: AdapterWeights) -> Any:
+    """The folder's model with an adapter added to its weights."""
+    model = load_model(folder)
+    scale = adapter.config["lora_alpha"] / adapter.config["r"]
+    with torch.no_grad():
+        for name, first in adapter.tensors.items():
+            if ".lora_A." in name:
+                module = name.removeprefix("base_model.model.").removesuffix(".lora_A.weight")
+                second = adapter.tensors[name.replace(".lora_A.", ".lora_B.")]
+                model.get_parameter(f"{module}.weight").add_(scale * second @ first)
+    return model
