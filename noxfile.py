@@ -11,12 +11,15 @@ python -m nox -s bench bench_peers        all benchmarks; the names of some afte
 
 from __future__ import annotations
 
+import hashlib
 import os
+import shutil
 import tomllib
 from itertools import chain
 from pathlib import Path
 
 import nox
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
 #: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
@@ -30,6 +33,8 @@ TEST_LIBRARIES = {
     "rollcast-trackers": ["tensorboard"],
 }
 QUICKSTART = "rollcast-quickstart"
+#: Wheels by the checksum of their sources.
+WHEELS = ROOT / ".nox" / "wheels"
 #: Of tests/benchmarks, those that need no other project.
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
@@ -63,7 +68,7 @@ def requirements(name: str) -> set[str]:
             continue
         found.add(current)
         for line in project(DISTRIBUTIONS[current]).get("dependencies", ()):
-            other = line.split("=")[0].split("~")[0].split(">")[0].split("[")[0].strip()
+            other = Requirement(line).name
             if other in DISTRIBUTIONS:
                 waiting.append(other)
     return found
@@ -76,7 +81,7 @@ def test_requirements(name: str) -> set[str]:
 
 
 def workspace(session: nox.Session) -> Path:
-    """A folder of the session's own.
+    """Return a folder of the session's own.
 
     Not nox's: that would become TMPDIR, and Ray's workers refuse to start with their files inside a
     virtual environment.
@@ -85,27 +90,59 @@ def workspace(session: nox.Session) -> Path:
 
 
 def environment(session: nox.Session) -> None:
-    """What the session's processes see: nothing of the caller's Python, caches of their own."""
+    """Hide the caller's Python from the session's processes, and give them caches of their own."""
     session.env["PYTHONPATH"] = ""
     session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
 
+def digest(folder: Path) -> str:
+    """Return a checksum of what a distribution's wheel is built from."""
+    found = hashlib.sha256()
+    files = [folder / "pyproject.toml", folder / "README.md", *sorted((folder / "src").rglob("*"))]
+    for file in files:
+        if file.is_file() and "__pycache__" not in file.parts:
+            found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
+    return found.hexdigest()[:16]
+
+
+def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
+    """Return the wheels of ``names``; a wheel is built once, for all sessions and runs, until its sources change."""
+    wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
+    missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
+    if missing:
+        fresh = WHEELS / f"new-{os.getpid()}"
+        folders = [str(DISTRIBUTIONS[name]) for name in missing]
+        pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(fresh)]
+        session.run(*pip, *folders, external=True)
+        for name in missing:
+            (wheel,) = fresh.glob(f"{name.replace('-', '_')}-*.whl")
+            wanted[name].mkdir(parents=True, exist_ok=True)
+            wheel.replace(wanted[name] / wheel.name)
+        fresh.rmdir()
+    return [next(place.glob("*.whl")) for place in wanted.values()]
+
+
 def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
-    """Build the wheels of ``names`` and install them with their dependencies."""
+    """Install the wheels of ``names`` with their dependencies and the tools, unless the session has just these."""
     environment(session)
     pinned = ["-c", str(pins)] if pins else []
-    session.install("-q", *pinned, "hatchling")
+    marker = workspace(session) / "installed"
+    fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
+    wanted = "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
     wheels = workspace(session) / "wheels"
-    for old in wheels.glob("*.whl"):
-        old.unlink()
-    folders = [str(DISTRIBUTIONS[name]) for name in sorted(names)]
-    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), *folders)
-    built = [str(wheel) for wheel in sorted(wheels.glob("*.whl"))]
-    session.install("-q", *pinned, *built, *tools)
-    # A wheel of the same version would otherwise be taken for the one that is there.
-    session.install("-q", "--no-deps", "--force-reinstall", *built)
     session.env["ROLLCAST_WHEELS"] = str(wheels)
+    if marker.is_file() and marker.read_text() == wanted:
+        return
+    marker.unlink(missing_ok=True)
+    session.install("-q", *pinned, "hatchling")
+    shutil.rmtree(wheels, ignore_errors=True)
+    wheels.mkdir(parents=True)
+    built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
+    session.install("-q", *pinned, *map(str, built), *tools)
+    # A wheel of the same version would otherwise be taken for the one that is there.
+    session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
+    marker.write_text(wanted)
 
 
 @nox.session
@@ -174,13 +211,8 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
     place = Path(session.virtualenv.location)
     trainer = place / "trainer"
     python = str(trainer / "bin" / "python")
-    wheels = workspace(session) / "wheels"
-    needed = sorted(requirements(QUICKSTART) | {name})
     session.run("python", "-m", "venv", str(trainer))
-    folders = [str(DISTRIBUTIONS[other]) for other in needed]
-    session.run("python", "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(wheels), *folders)
-    built = [str(wheels / f"{other.replace('-', '_')}-{project(DISTRIBUTIONS[other])['version']}-py3-none-any.whl")
-             for other in needed]  # fmt: skip
+    built = [str(wheel) for wheel in build_wheels(session, requirements(QUICKSTART) | {name})]
     tools = ["pytest", "pytest-timeout", "peft"]
     session.run(python, "-m", "pip", "install", "-q", "-c", str(CPU), *built, *tools, external=True)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
@@ -255,5 +287,5 @@ def docs(session: nox.Session) -> None:
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=False)
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
     session.run("python", "-m", "pytest", "-q", "-m", "gpu", *session.posargs)
