@@ -157,7 +157,7 @@ def tests(session: nox.Session) -> None:
     """Every distribution's tests and those that cross them, on installed wheels."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
-    chosen = session.posargs or ["-n", "2", "--dist", "loadfile"]
+    chosen = session.posargs or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
     session.run("python", "-m", "pytest", "-q", *chosen)
 
 

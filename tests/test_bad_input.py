@@ -12,6 +12,8 @@ import psutil
 import pytest
 from run_commands import SMALL, Commands, Finished
 
+pytestmark = pytest.mark.long
+
 Refused = Callable[..., Finished]
 TRAIN = ("train", *SMALL, "runtime=local", "run_dir=run", "trainer.total_steps=2")
 

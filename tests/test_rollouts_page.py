@@ -8,6 +8,8 @@ import pytest
 from page_packages import PagePackage
 from run_commands import read_metrics
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PagePackage:

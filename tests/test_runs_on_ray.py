@@ -15,6 +15,8 @@ import psutil
 import pytest
 from run_commands import SMALL, Commands, read_metrics, without_times
 
+pytestmark = pytest.mark.long
+
 NAMED_METRICS = {
     "step",
     "time/step_s",

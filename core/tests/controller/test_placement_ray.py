@@ -23,6 +23,8 @@ from rollcast.errors import ResourceError, WorkerError
 from rollcast.runtime.ray import RayRuntime
 from rollcast.runtime.ray_actors import find_detached
 
+pytestmark = pytest.mark.long
+
 #: Addresses of the nodes; the one with two CPUs was added first and comes second.
 SMALL, LARGE = "127.0.0.11", "127.0.0.12"
 STORE = 80 << 20

@@ -27,6 +27,8 @@ from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
 
+pytestmark = pytest.mark.long
+
 Start = Callable[..., tuple[ReplicaProcess, ReplicaAddress]]
 
 

@@ -26,6 +26,8 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def local_group(replica_spec: ReplicaSpec, tmp_path: Path) -> Iterator[WorkerGroup]:

@@ -17,6 +17,8 @@ from rollcast_trainer.loop import Timer
 from rollcast_trainer.ppo import StepState
 from rollcast_trainer.roles import Role
 
+pytestmark = pytest.mark.long
+
 SHORT = ["trainer.total_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
 
 

@@ -19,6 +19,8 @@ from rollcast.protocol import DataProto
 from rollcast_testing.tiny import plain_log_probs, plain_model
 from rollcast_trainer.ppo import PpoTrainer, StepState
 
+pytestmark = pytest.mark.long
+
 #: Greedy samples are the same on any number of workers. Three rows, so that one of two workers gets filler.
 GREEDY = [
     "algorithm.adv_estimator=score_and_row",

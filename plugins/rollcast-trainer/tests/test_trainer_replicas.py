@@ -16,6 +16,8 @@ from trainer_tools import SmallTask, launch, read_metrics, set_up
 from rollcast.errors import WeightSyncError
 from rollcast_trainer.ppo import PpoTrainer
 
+pytestmark = pytest.mark.long
+
 REPLICAS = ["rollout.mode=colocated", "rollout.replica.env={OMP_NUM_THREADS: '1'}", "trainer.total_steps=2"]
 SHARED = [*REPLICAS, "rollout.weight_sync=shared_memory"]
 ON_RAY = ["runtime=ray", "runtime.threads_per_worker=1"]

@@ -17,6 +17,8 @@ from rollcast_trainer.sample_commands import eval_app, generate_app
 from rollcast_trainer.sample_job import SampleJob
 from rollcast_trainer.samples_file import SamplesFile
 
+pytestmark = pytest.mark.long
+
 ROWS = {"index": 0, "sample": 0, "response": "x"}
 
 
