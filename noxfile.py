@@ -6,6 +6,7 @@ python -m nox -s "plugin(fsdp)"           one distribution's tests, with only wh
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s lint types docs
+python -m nox -s index                    write the core's index of the plugins of this repository, known.json
 python -m nox -s bench bench_peers        all benchmarks; the names of some after `--`
 """
 
@@ -236,6 +237,12 @@ def types(session: nox.Session) -> None:
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+
+
+@nox.session(default=False, venv_backend="none")
+def index(session: nox.Session) -> None:
+    """Write the index of plugins and their distributions that the core reads for its hints."""
+    session.run("python", ".ci/index.py")
 
 
 @nox.session

@@ -10,7 +10,7 @@ from textwrap import dedent
 
 import pytest
 
-from rollcast.plugins import metadata
+from rollcast.plugins import discovery
 
 MakeDist = Callable[..., Path]
 
@@ -50,7 +50,7 @@ def make_dist(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> MakeDist:
             target.write_text(dedent(source))
         if str(site) not in sys.path:
             monkeypatch.syspath_prepend(str(site))
-        metadata.refresh()
+        discovery.refresh()
         return site
 
     return make

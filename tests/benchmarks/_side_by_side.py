@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.config import compose
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
-from rollcast.plugins.hookspecs import hookimpl
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.task_runner import TaskRunner
 

@@ -95,7 +95,7 @@ class Stub(Runtime):
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         return list(refs)
 
-    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         """Nothing to do."""
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:

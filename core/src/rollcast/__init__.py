@@ -1,72 +1,45 @@
-"""rollcast: reinforcement-learning post-training of language models from installable parts.
+"""rollcast: reinforcement-learning post-training of language models, assembled from installable plugins.
 
-Public names resolve when they are first used: importing the package costs nothing and touches
-nothing (no torch, no Ray, no logging set-up, no environment variable).
+Public names resolve on first use: importing the package imports no torch and no Ray, and changes
+neither logging nor environment variables.
 """
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollcast._lazy import lazy_exports as lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast.controller.decorator import register
-    from rollcast.controller.dispatch import Dispatch, DispatchMode, Execute, register_dispatch_mode
-    from rollcast.controller.resource_pool import ResourcePool, ResourcePoolManager
-    from rollcast.controller.worker import ClassWithInitArgs, Worker
-    from rollcast.controller.worker_group import WorkerGroup
-    from rollcast.errors import RollcastError
-    from rollcast.protocol import DataProto, DataProtoFuture
-    from rollcast.runtime.ray import RayResourcePool, RayWorkerGroup
+    from rollcast._version import __version__ as __version__
+    from rollcast.controller.decorator import register as register
+    from rollcast.controller.dispatch import Dispatch as Dispatch
+    from rollcast.controller.dispatch import DispatchMode as DispatchMode
+    from rollcast.controller.dispatch import Execute as Execute
+    from rollcast.controller.dispatch import register_dispatch_mode as register_dispatch_mode
+    from rollcast.controller.resource_pool import ResourcePool as ResourcePool
+    from rollcast.controller.resource_pool import ResourcePoolManager as ResourcePoolManager
+    from rollcast.controller.worker import ClassWithInitArgs as ClassWithInitArgs
+    from rollcast.controller.worker import Worker as Worker
+    from rollcast.controller.worker_group import WorkerGroup as WorkerGroup
+    from rollcast.errors import RollcastError as RollcastError
+    from rollcast.protocol import DataProto as DataProto
+    from rollcast.protocol import DataProtoFuture as DataProtoFuture
+    from rollcast.runtime.ray import RayResourcePool as RayResourcePool
+    from rollcast.runtime.ray import RayWorkerGroup as RayWorkerGroup
 
-_EXPORTS = {
-    "ClassWithInitArgs": "rollcast.controller.worker",
-    "DataProto": "rollcast.protocol",
-    "DataProtoFuture": "rollcast.protocol",
-    "Dispatch": "rollcast.controller.dispatch",
-    "DispatchMode": "rollcast.controller.dispatch",
-    "Execute": "rollcast.controller.dispatch",
-    "RayResourcePool": "rollcast.runtime.ray",
-    "RayWorkerGroup": "rollcast.runtime.ray",
-    "ResourcePool": "rollcast.controller.resource_pool",
-    "ResourcePoolManager": "rollcast.controller.resource_pool",
-    "RollcastError": "rollcast.errors",
-    "Worker": "rollcast.controller.worker",
-    "WorkerGroup": "rollcast.controller.worker_group",
-    "register": "rollcast.controller.decorator",
-    "register_dispatch_mode": "rollcast.controller.dispatch",
-}
-
-__all__ = [
-    "ClassWithInitArgs",
-    "DataProto",
-    "DataProtoFuture",
-    "Dispatch",
-    "DispatchMode",
-    "Execute",
-    "RayResourcePool",
-    "RayWorkerGroup",
-    "ResourcePool",
-    "ResourcePoolManager",
-    "RollcastError",
-    "Worker",
-    "WorkerGroup",
-    "__version__",
-    "register",
-    "register_dispatch_mode",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name == "__version__":
-        from importlib.metadata import version
-
-        return version("rollcast")
-    module = _EXPORTS.get(name)
-    if module is None:
-        raise AttributeError(f"module 'rollcast' has no attribute {name!r}; it exports {', '.join(__all__)}")
-    return getattr(importlib.import_module(module), name)
-
-
-def __dir__() -> list[str]:
-    return sorted(__all__)
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "rollcast._lazy": ["lazy_exports"],
+        "rollcast._version": ["__version__"],
+        "rollcast.controller.decorator": ["register"],
+        "rollcast.controller.dispatch": ["Dispatch", "DispatchMode", "Execute", "register_dispatch_mode"],
+        "rollcast.controller.resource_pool": ["ResourcePool", "ResourcePoolManager"],
+        "rollcast.controller.worker": ["ClassWithInitArgs", "Worker"],
+        "rollcast.controller.worker_group": ["WorkerGroup"],
+        "rollcast.errors": ["RollcastError"],
+        "rollcast.protocol": ["DataProto", "DataProtoFuture"],
+        "rollcast.runtime.ray": ["RayResourcePool", "RayWorkerGroup"],
+    },
+)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcast.plugins import metadata
+from rollcast.plugins import discovery
 from rollcast.plugins.registry import find_registries
 
 CODE = """
@@ -124,7 +124,7 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
             del sys.modules[name]
     for registry in find_registries():  # another test's distribution may have the same name
         registry._loaded.clear()
-    metadata.refresh()
+    discovery.refresh()
 
 
 @pytest.fixture

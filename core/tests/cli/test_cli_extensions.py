@@ -138,7 +138,7 @@ def test_click_command(run: Run, make_dist: Callable[..., Path]) -> None:
 
 LISTENER = """
     import typer
-    from rollcast.plugins import hookimpl
+    from rollcast.contracts.hooks import hookimpl
 
     @hookimpl
     def on_cli(app):
@@ -178,7 +178,7 @@ def test_listeners_are_imported_for_nothing_else(run_apart: Run, listener: Path)
 def test_broken_listener_leaves_the_usual_error(run: Run, listener: Path, where: str) -> None:
     source = "raise RuntimeError('half built')\n"
     if where == "call":
-        source = f"from rollcast.plugins import hookimpl\n\n@hookimpl\ndef on_cli(app):\n    {source}"
+        source = f"from rollcast.contracts.hooks import hookimpl\n\n@hookimpl\ndef on_cli(app):\n    {source}"
     (listener / "tp_wave.py").write_text(source)
     done = run("tp_nothing")
     assert done.code == 2

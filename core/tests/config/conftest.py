@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollcast.plugins import metadata
+from rollcast.plugins import discovery
 
 SCHEMAS = """
     from dataclasses import dataclass, field
@@ -105,7 +105,7 @@ def forgotten_modules() -> Iterator[None]:
     for name in set(sys.modules) - before:
         if name.startswith("tp_"):
             del sys.modules[name]
-    metadata.refresh()
+    discovery.refresh()
 
 
 @pytest.fixture(autouse=True)

@@ -234,7 +234,7 @@ def test_an_unknown_mode_is_an_attribute_error_that_helps() -> None:
 
 def test_a_first_party_mode_that_is_not_installed_comes_with_the_command(monkeypatch) -> None:
     monkeypatch.setattr("rollcast.plugins.registry.find_claims", lambda group, name: ())
-    monkeypatch.setattr("rollcast.plugins.registry.find_parts", lambda group: ())
+    monkeypatch.setattr("rollcast.plugins.registry.find_plugins", lambda group: ())
     with pytest.raises(UnknownDispatchModeError, match="pip install rollcast-dispatch"):
         _ = Dispatch.DP_COMPUTE_PROTO
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from rollcast.plugins import inprocess, metadata, registry
+from rollcast.plugins import discovery, inprocess, registry
 
 
 @pytest.fixture(autouse=True)
@@ -16,14 +16,14 @@ def fresh_state(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(inprocess, "_installed", None)
     monkeypatch.setattr(registry, "_registries", dict(registry._registries))
     before = set(sys.modules)
-    metadata.refresh()
+    discovery.refresh()
     yield
     for name in set(sys.modules) - before:
         # Only what lives in throwaway distributions; the names are ours.
         if name.startswith("tp_"):
             del sys.modules[name]
     monkeypatch.undo()
-    metadata.refresh()
+    discovery.refresh()
 
 
 @pytest.fixture
@@ -31,6 +31,6 @@ def core_version(monkeypatch: pytest.MonkeyPatch) -> Callable[[str | None], None
     """Pretend that this version of the core is installed."""
 
     def pretend(version: str | None) -> None:
-        monkeypatch.setattr("rollcast.plugins.loader.find_core_version", lambda: version)
+        monkeypatch.setattr("rollcast.plugins.discovery.find_core_version", lambda: version)
 
     return pretend

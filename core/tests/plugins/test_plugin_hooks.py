@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
+from rollcast.contracts import hooks as hookspecs
+from rollcast.contracts.hooks import build_hook_manager, hookimpl, hooks
 from rollcast.errors import PluginError, PluginTypeError
-from rollcast.plugins import hookspecs
-from rollcast.plugins.hookspecs import hookimpl
-from rollcast.plugins.manager import build_hook_manager, hooks
 
 GROUP = "rollcast.hooks"
 
@@ -52,7 +51,7 @@ def test_every_event_is_specified_with_its_arguments_and_a_docstring() -> None:
 
 def test_objects_classes_and_modules_listen(make_dist) -> None:
     source = """
-        from rollcast.plugins import hookimpl
+        from rollcast.contracts.hooks import hookimpl
         seen = []
         class Listener:
             @hookimpl
@@ -66,7 +65,7 @@ def test_objects_classes_and_modules_listen(make_dist) -> None:
     """
     module = """
         import tp_hooks
-        from rollcast.plugins import hookimpl
+        from rollcast.contracts.hooks import hookimpl
         @hookimpl
         def on_step_end(step):
             tp_hooks.seen.append(("module", step))
@@ -98,7 +97,7 @@ def test_extras_may_be_classes_and_several_of_a_kind() -> None:
         ("assert False, 'oh no'", "oh no"),
         ("class L:\n    pass", "not marked|no function that is marked"),
         (
-            "from rollcast.plugins import hookimpl\n"
+            "from rollcast.contracts.hooks import hookimpl\n"
             "class L:\n"
             "    def __init__(self, needed): ...\n"
             "    @hookimpl\n"
@@ -108,7 +107,7 @@ def test_extras_may_be_classes_and_several_of_a_kind() -> None:
     ],
 )
 def test_a_broken_installed_listener_is_a_warning(make_dist, caplog, source, piece) -> None:
-    good = "from rollcast.plugins import hookimpl\n@hookimpl\ndef on_cli(app): app.append('good')\n"
+    good = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_cli(app): app.append('good')\n"
     make_dist("broken-hooks", {GROUP: {"broken": "tp_l:L"}}, {"tp_l.py": source})
     make_dist("good-hooks", {GROUP: {"good": "tp_good"}}, {"tp_good.py": good})
     with caplog.at_level(logging.WARNING, logger="rollcast.plugins"):
@@ -123,7 +122,7 @@ def test_a_broken_installed_listener_is_a_warning(make_dist, caplog, source, pie
 
 
 def test_a_misspelt_hook_names_the_plugin_and_the_nearest_hook(make_dist) -> None:
-    source = "from rollcast.plugins import hookimpl\n@hookimpl\ndef on_step_finish(step): ...\n"
+    source = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_step_finish(step): ...\n"
     make_dist("sloppy", {GROUP: {"s": "tp_s"}}, {"tp_s.py": source}, version="7.0")
     with pytest.raises(PluginError) as caught:
         build_hook_manager()
@@ -195,6 +194,20 @@ def test_a_listener_registered_in_process_is_found() -> None:
     with hooks.temporarily("mine", recorder):
         build_hook_manager().hook.on_step_end(trainer=None, step=2, metrics={})
     assert recorder.steps == [2]
+
+
+def test_installed_hooks_are_left_out_by_name(make_dist, caplog) -> None:
+    source = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_cli(app): app.append(__name__)\n"
+    points = {"one": "tp_one", "two": "tp_two", "dead": "tp_not_there"}
+    make_dist("p", {GROUP: points}, {"tp_one.py": source, "tp_two.py": source})
+    with caplog.at_level(logging.WARNING, logger="rollcast.plugins"):
+        manager = build_hook_manager(without={"one", "dead", "three"})
+    app: list[str] = []
+    manager.hook.on_cli(app=app)
+    assert app == ["tp_two"]
+    (record,) = caplog.records
+    assert "'three'" in record.getMessage()
+    assert "dead, one, two" in record.getMessage()
 
 
 def test_an_error_in_a_listener_is_not_swallowed() -> None:

@@ -20,18 +20,10 @@ from rollcast.errors import (
     PluginTypeError,
     PluginVersionError,
 )
-from rollcast.plugins import groups as groups_module
 from rollcast.plugins import registry as registry_module
+from rollcast.plugins.checks import any_of, instance_of, is_callable, subclass_of
 from rollcast.plugins.inprocess import generation
-from rollcast.plugins.registry import (
-    Registry,
-    any_of,
-    find_registries,
-    find_registry,
-    instance_of,
-    is_callable,
-    subclass_of,
-)
+from rollcast.plugins.registry import Registry, find_registries, find_registry
 
 GROUP = "rollcast.testparts"
 
@@ -105,8 +97,7 @@ def test_not_found_says_what_was_asked_by_whom_and_what_exists(make_dist, parts)
 
 def test_not_found_says_which_first_party_distribution_would_help(monkeypatch: pytest.MonkeyPatch) -> None:
     known = {"rollcast.rollouts": {"warpdrive": "rollcast-warpdrive"}}  # one that is certainly not installed
-    for module in (groups_module, registry_module):
-        monkeypatch.setattr(module, "FIRST_PARTY", known)
+    monkeypatch.setattr(registry_module, "find_known", lambda group: known.get(group, {}))
     registry_module._registries.pop("rollcast.rollouts", None)  # where the contract is imported already
     rollouts: Registry[Any] = Registry("rollcast.rollouts", is_callable())
     find_registry("rollcast.rollouts")
@@ -203,6 +194,23 @@ def test_two_distributions_with_one_name_conflict_before_any_import(make_dist, p
     assert not {"tp_a", "tp_b"} & set(sys.modules)
     with pytest.raises(PluginConflictError):
         parts.find("a")
+
+
+def test_a_qualified_name_settles_a_conflict(make_dist, parts) -> None:
+    make_dist("first", {GROUP: {"a": "tp_a:f"}}, {"tp_a.py": "def f(): return 'first'"})
+    make_dist("second", {GROUP: {"a": "tp_b:f"}}, {"tp_b.py": "def f(): return 'second'"})
+    with pytest.raises(PluginConflictError, match="Ask for first:a or second:a"):
+        parts.get("a")
+    assert parts.get("first:a")() == "first"
+    assert parts.get("second:a")() == "second"
+    assert "first:a" in parts
+    assert "third:a" not in parts
+    assert parts.names() == ("a",)
+    with parts.temporarily("a", function):  # what is registered here has the plain name only
+        assert parts.get("a") is function
+        assert parts.get("first:a")() == "first"
+    with pytest.raises(PluginNotFoundError, match=r"'frist:a'(.|\n)*Did you mean 'first:a'"):
+        parts.get("frist:a")
 
 
 def test_the_wrong_type_is_refused(make_dist, parts) -> None:
@@ -386,9 +394,9 @@ def test_register_does_not_silently_replace(make_dist, parts) -> None:
     assert parts.get("mine") is len
 
 
-@pytest.mark.parametrize("name", ["", None, 3])
-def test_register_needs_a_name(parts, name: Any) -> None:
-    with pytest.raises(PluginTypeError, match="needs a name"):
+@pytest.mark.parametrize("name", ["", None, 3, "dist:name"])
+def test_register_needs_a_plain_name(parts, name: Any) -> None:
+    with pytest.raises(PluginTypeError, match="needs a name without a colon"):
         parts.register(name, function)
 
 
@@ -419,6 +427,20 @@ def test_temporarily_restores_what_was_there(make_dist, parts) -> None:
     assert "new" not in parts
 
 
+def test_hidden_takes_a_name_away_and_brings_it_back(make_dist, parts) -> None:
+    make_dist("p", {GROUP: {"a": "tp_a:f"}}, {"tp_a.py": "def f(): return 'installed'"})
+    parts.register("mine", function)
+    start = generation()
+    with parts.hidden("a"), parts.hidden("mine"):
+        assert generation() > start
+        assert parts.names() == ()
+        assert "a" not in parts
+        with pytest.raises(PluginNotFoundError, match="Available: nothing"):
+            parts.get("mine")
+    assert parts.get("a")() == "installed"
+    assert parts.get("mine") is function
+
+
 def test_one_registry_per_group(parts) -> None:
     assert find_registry(GROUP) is parts
     assert parts in find_registries()
@@ -430,8 +452,8 @@ def test_one_registry_per_group(parts) -> None:
     with pytest.raises(PluginConflictError, match=r"some\.other\.module.*test_plugin_registry"):
         exec(f"Registry[int]({GROUP!r}, lambda obj: None)", namespace)
     assert find_registry(GROUP) is again
-    with pytest.raises(PluginNotFoundError, match=r"Did you mean 'rollcast\.planners'\?"):
-        find_registry("rollcast.planner")
+    with pytest.raises(PluginNotFoundError, match=r"Did you mean 'rollcast\.trainers'\?"):
+        find_registry("rollcast.trainer")
 
 
 # ---------------------------------------------------------------------------- expectations

@@ -15,9 +15,8 @@ import pytest
 
 import rollcast.errors
 from rollcast.errors import PluginError, PluginLoadError
-from rollcast.plugins import inprocess
+from rollcast.plugins import Registry, inprocess, is_callable
 from rollcast.plugins.inprocess import generation, install_snapshot, snapshot
-from rollcast.plugins.registry import Registry, is_callable
 
 GROUP = "rollcast.testparts"
 SOURCE = str(Path(rollcast.errors.__file__).parents[1])
@@ -57,7 +56,8 @@ def test_a_script_sends_its_own_functions_to_another_process(tmp_path: Path) -> 
         f"""
         import sys
         from pathlib import Path
-        from rollcast.plugins import Registry, is_callable, snapshot
+        from rollcast.plugins import Registry, is_callable
+        from rollcast.plugins.inprocess import snapshot
 
         parts = Registry({GROUP!r}, is_callable(1))
         factor = 3
@@ -79,7 +79,8 @@ def test_a_script_sends_its_own_functions_to_another_process(tmp_path: Path) -> 
         f"""
         import sys
         from pathlib import Path
-        from rollcast.plugins import Registry, generation, install_snapshot, is_callable
+        from rollcast.plugins import Registry, is_callable
+        from rollcast.plugins.inprocess import generation, install_snapshot
 
         data = Path(sys.argv[1]).read_bytes()
         before = generation()
@@ -213,6 +214,20 @@ def test_a_snapshot_is_a_plain_pickle_of_bytes(parts) -> None:
     parts.register("a", len)
     data = snapshot()
     assert data is not None
-    (pickled, location) = pickle.loads(data)[GROUP]["a"]
+    ((group, name, pickled, location),) = pickle.loads(data)
+    assert (group, name) == (GROUP, "a")
     assert pickle.loads(pickled) is len
     assert location == "builtins:len"
+
+
+def test_a_hidden_name_is_hidden_where_the_snapshot_arrives(parts) -> None:
+    parts.register("a", len)
+    with parts.hidden("a"):
+        data = snapshot()
+    parts.unregister("a")
+    install_snapshot(data)
+    assert "a" not in parts
+    assert snapshot() == data
+    install_snapshot(None)
+    parts.register("a", max)
+    assert parts.get("a") is max

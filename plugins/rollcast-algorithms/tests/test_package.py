@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 
 import rollcast_algorithms
 from rollcast.contracts.algorithm import AdvantageEstimator
-from rollcast.plugins.registry import find_registry
+from rollcast.plugins import find_registry
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_testing import AdvantageSuite
 

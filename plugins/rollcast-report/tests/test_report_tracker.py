@@ -16,8 +16,8 @@ from typing import Any
 import pluggy
 import pytest
 
+from rollcast.contracts import hooks as hookspecs
 from rollcast.errors import DataError
-from rollcast.plugins import hookspecs
 from rollcast_report.charts import ChartSpec, format_number, render_chart, smooth, thin
 from rollcast_report.jsonl import JsonlTracker
 from rollcast_report.report import ReportTracker, write_report

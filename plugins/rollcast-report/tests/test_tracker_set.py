@@ -9,10 +9,9 @@ from typing import Any
 
 import pytest
 
+from rollcast.contracts.hooks import build_hook_manager, hookimpl
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.errors import ConfigError, PluginLoadError, PluginNotFoundError
-from rollcast.plugins.hookspecs import hookimpl
-from rollcast.plugins.manager import build_hook_manager
 from rollcast_report.tracker_set import TrackerSet
 
 EVENTS: list[tuple[Any, ...]] = []

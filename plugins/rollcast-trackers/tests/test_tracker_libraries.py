@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollcast.plugins.manager import build_hook_manager
+from rollcast.contracts.hooks import build_hook_manager
 from rollcast_report.tracker_set import TrackerSet
 
 CONFIG = {"trainer": {"total_steps": 4}, "data": {"train_files": ["a.jsonl"]}}

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from trainer_tools import SmallTask, launch, read_jsonl, read_metrics
 
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.errors import ConfigError, RewardError
-from rollcast.plugins.hookspecs import hookimpl
 
 
 def with_reward(task: SmallTask, folder: Path, body: str, *changes: str) -> list[str]:

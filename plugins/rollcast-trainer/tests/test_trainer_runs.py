@@ -29,9 +29,9 @@ from trainer_tools import (
     worker_of,
 )
 
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import CheckpointError
-from rollcast.plugins import hookimpl
 from rollcast_trainer.ppo import PpoTrainer, StepState
 
 NAMED = {

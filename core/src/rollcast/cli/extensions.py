@@ -15,8 +15,8 @@ from typing import Any
 import typer
 from typer.core import TyperCommand
 
-from rollcast.plugins.metadata import PartInfo, find_parts
-from rollcast.plugins.registry import Registry
+from rollcast.plugins import Registry
+from rollcast.plugins.discovery import PluginInfo, find_plugins
 
 __all__ = ["build_forwarder", "commands", "find_command_parts", "find_hook_command", "find_listeners"]
 
@@ -29,17 +29,19 @@ def _is_command(obj: object) -> str | None:
     return f"is a {type(obj).__name__}, neither a typer.Typer nor a click command"
 
 
-commands: Registry[Any] = Registry("rollcast.commands", _is_command, "rollcast NAME")
+commands: Registry[Any] = Registry(
+    "rollcast.commands", _is_command, "rollcast NAME", description="sub-commands of the command line"
+)
 
 
-def find_command_parts() -> dict[str, PartInfo]:
+def find_command_parts() -> dict[str, PluginInfo]:
     """The installed commands by name; nothing is imported."""
-    return {part.name: part for part in find_parts(commands.group)}
+    return {part.name: part for part in find_plugins(commands.group)}
 
 
 def find_listeners() -> list[str]:
     """The distributions whose listeners may add commands; nothing is imported."""
-    return sorted({part.owner for part in find_parts("rollcast.hooks")})
+    return sorted({part.owner for part in find_plugins("rollcast.hooks")})
 
 
 class _Forwarder(TyperCommand):
@@ -50,7 +52,7 @@ class _Forwarder(TyperCommand):
         return []
 
 
-def build_forwarder(part: PartInfo) -> Any:
+def build_forwarder(part: PluginInfo) -> Any:
     """A command of the part's name that imports the part when it is called."""
 
     def forward(ctx: typer.Context) -> None:
@@ -70,7 +72,7 @@ def find_hook_command(name: str) -> Any:
     """
     if not find_listeners():
         return None
-    from rollcast.plugins.manager import build_hook_manager
+    from rollcast.contracts.hooks import build_hook_manager
 
     app = typer.Typer(pretty_exceptions_enable=False)
     try:

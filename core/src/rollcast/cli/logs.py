@@ -6,7 +6,7 @@ import logging
 import sys
 from typing import TextIO
 
-from rollcast.plugins.metadata import find_groups, find_parts
+from rollcast.plugins.discovery import find_groups, find_plugins
 
 __all__ = ["set_up_logging"]
 
@@ -44,7 +44,7 @@ def set_up_logging() -> None:
     handler.setFormatter(_PlainFormatter())
     root.addHandler(handler)
     root.setLevel(logging.WARNING)
-    packages = {part.module.split(".")[0] for group in find_groups() for part in find_parts(group)}
+    packages = {part.module.split(".")[0] for group in find_groups() for part in find_plugins(group)}
     for package in {"rollcast", *packages}:
         if package.startswith("rollcast"):
             logging.getLogger(package).setLevel(logging.INFO)

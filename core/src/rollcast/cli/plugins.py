@@ -1,4 +1,4 @@
-"""``rollcast plugins``: every part, who provides it, and what is wrong with it."""
+"""``rollcast plugins``: every plugin, who provides it, and what is wrong with it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcast.cli.output import print_lines
 if TYPE_CHECKING:
     from rich.text import Text
 
-    from rollcast.plugins.reporting import PartReport
+    from rollcast.plugins.health import PluginReport
 
 __all__ = ["plugins"]
 
@@ -26,20 +26,20 @@ _SOUND = ("ok", "in-process")
 
 def plugins(
     group: Annotated[str, typer.Argument(metavar="GROUP", help="Only this group, such as engines.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, one object a part.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, one object per plugin.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Import every part, in a process apart."),
+        typer.Option("--check", help="Import every plugin, in a process of its own."),
     ] = False,
     _traceback: Traceback = False,
 ) -> None:
-    """List the installed parts, who provides them, and what is broken.
+    """List the installed plugins, who provides them, and what is broken.
 
-    Nothing is imported without --check: sources are read, which finds most of what can be wrong.
-    The exit code is 0 whatever they are like; with --check it is 1 if a part is not sound.
+    Nothing is imported without --check: metadata shows conflicts, versions that do not fit and
+    missing distributions. The exit code is 0 in any state; with --check it is 1 if a plugin is broken.
     """
     from rollcast.config.parts import registry_modules
-    from rollcast.plugins.reporting import report
+    from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
     modules = (*registry_modules(), "rollcast.cli.extensions") if check else None
@@ -54,10 +54,9 @@ def plugins(
 
 def _find_group(asked: str) -> str:
     from rollcast.errors import PluginNotFoundError
-    from rollcast.plugins.groups import GROUPS
-    from rollcast.plugins.metadata import find_groups
+    from rollcast.plugins.discovery import describe_groups, find_groups
 
-    known = sorted({*GROUPS, *(name for name in find_groups() if name.startswith("rollcast."))})
+    known = sorted({*describe_groups(), *(name for name in find_groups() if name.startswith("rollcast."))})
     for name in (asked, f"rollcast.{asked}"):
         if name in known:
             return name
@@ -67,18 +66,18 @@ def _find_group(asked: str) -> str:
     raise PluginNotFoundError(f"there is no group {asked!r}; {hint}There are: {', '.join(short)}")
 
 
-def _render(rows: Sequence[PartReport]) -> Iterator[Text | str]:
+def _render(rows: Sequence[PluginReport]) -> Iterator[Text | str]:
     from rich.text import Text
 
-    from rollcast.plugins.groups import GROUPS
+    from rollcast.plugins.discovery import describe_groups
 
+    described = describe_groups()
     if not rows:
         yield "nothing is installed"
     names = max((len(row.name) for row in rows), default=0)
     owners = max((len(_owner(row)) for row in rows), default=0)
     for group, parts in groupby(rows, key=lambda row: row.group):
-        described = f"  {GROUPS[group].description}" if group in GROUPS else ""
-        yield Text.assemble((group, "bold"), (described, "dim"))
+        yield Text.assemble((group, "bold"), (f"  {described.get(group, '')}".rstrip(), "dim"))
         for row in parts:
             state = (row.state, "green" if row.state in _SOUND else "bold red")
             yield Text.assemble(f"  {row.name:<{names}}  {_owner(row):<{owners}}  ", state)
@@ -86,5 +85,5 @@ def _render(rows: Sequence[PartReport]) -> Iterator[Text | str]:
                 yield Text(f"  {'':<{names}}  {line}", style="red")
 
 
-def _owner(row: PartReport) -> str:
+def _owner(row: PluginReport) -> str:
     return f"{row.distribution} {row.version}".strip() or row.value

@@ -14,11 +14,10 @@ __all__ = ["version"]
 
 def version(_traceback: Traceback = False) -> None:
     """Show the versions of the core, the installed plugins, and what they run on."""
-    from rollcast.plugins.groups import CORE_DISTRIBUTION
-    from rollcast.plugins.metadata import find_groups, find_parts
+    from rollcast.plugins.discovery import CORE_DISTRIBUTION, find_groups, find_plugins
 
     groups = [group for group in find_groups() if group.startswith("rollcast.")]
-    found = {part.distribution: part.version for group in groups for part in find_parts(group)}
+    found = {part.distribution: part.version for group in groups for part in find_plugins(group)}
     core = found.pop(CORE_DISTRIBUTION, None) or _installed(CORE_DISTRIBUTION)
     rows = {CORE_DISTRIBUTION: core, **dict(sorted(found.items())), "python": platform.python_version()}
     rows |= {name: _installed(name) for name in ("torch", "ray")}

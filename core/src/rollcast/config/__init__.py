@@ -2,26 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollcast._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast.config.assembly import Composed, compose
-    from rollcast.config.validation import build_section
+    from rollcast.config.assembly import Composed as Composed
+    from rollcast.config.assembly import compose as compose
+    from rollcast.config.validation import build_section as build_section
 
-__all__ = ["Composed", "build_section", "compose"]
-
-
-def __getattr__(name: str) -> Any:
-    if name in ("Composed", "compose"):
-        from rollcast.config import assembly
-
-        return getattr(assembly, name)
-    if name == "build_section":
-        from rollcast.config.validation import build_section
-
-        return build_section
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {"rollcast.config.assembly": ["Composed", "compose"], "rollcast.config.validation": ["build_section"]},
+)

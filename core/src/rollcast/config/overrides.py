@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from rollcast.config.sources import flatten
 from rollcast.config.validation import check_key, is_mapping_key, nearest, open_mapping
 from rollcast.errors import ConfigError
-from rollcast.plugins.groups import find_provider
+from rollcast.plugins.discovery import find_known
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -109,7 +109,7 @@ def explain_option(group: str, option: str, options: Sequence[str], broken: Iter
     close = nearest(option, options)
     if close:
         message += f"; did you mean {group}={close}?"
-    provider = find_provider(_PART_GROUPS[group], option) if group in _PART_GROUPS else None
+    provider = find_known(_PART_GROUPS[group]).get(option) if group in _PART_GROUPS else None
     if provider:
         message += f"; to add it: pip install {provider}"
     return "\n".join([message, *broken])

@@ -7,11 +7,13 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from rollcast.config.schemas import ConfigSchema
 from rollcast.errors import ConfigError
-from rollcast.plugins.metadata import find_parts
+from rollcast.plugins import Registry
+from rollcast.plugins.discovery import find_plugins
 
 __all__ = [
     "ConfigSource",
@@ -25,7 +27,16 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-GROUP = "rollcast.configs"
+
+
+def _is_package(obj: object) -> str | None:
+    return None if isinstance(obj, ModuleType) else f"is a {type(obj).__name__}, not a package"
+
+
+configs: Registry[ModuleType] = Registry(
+    "rollcast.configs", _is_package, description="packages of YAML files on the configuration search path"
+)
+
 _state: dict[str, tuple[ConfigSource, ...]] = {"sources": ()}
 
 
@@ -76,7 +87,7 @@ def find_sources(config_dir: Path | None = None) -> Sources:
         if not config_dir.is_dir():
             raise ConfigError(f"--config-dir {config_dir} is not a folder")
         found.append(ConfigSource("--config-dir", "", config_dir.resolve()))
-    for part in find_parts(GROUP):
+    for part in find_plugins(configs.group):
         try:
             module = importlib.import_module(part.value)
             _check_schemas(module)

@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
-from rollcast.plugins.registry import Registry, is_callable
+from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -297,11 +297,21 @@ def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[s
     return {} if prepare is None else prepare(inputs)
 
 
-advantages: Registry[AdvantageEstimator] = Registry("rollcast.advantages", is_callable(1), "algorithm.adv_estimator")
-policy_losses: Registry[PolicyLoss] = Registry("rollcast.policy_losses", is_callable(1), "actor.policy_loss")
+advantages: Registry[AdvantageEstimator] = Registry(
+    "rollcast.advantages", is_callable(1), "algorithm.adv_estimator", description="advantage estimators"
+)
+policy_losses: Registry[PolicyLoss] = Registry(
+    "rollcast.policy_losses", is_callable(1), "actor.policy_loss", description="policy losses over per-token quantities"
+)
 loss_aggregations: Registry[LossAggregation] = Registry(
-    "rollcast.loss_aggregations", is_callable(3), "actor.loss_agg_mode"
+    "rollcast.loss_aggregations",
+    is_callable(3),
+    "actor.loss_agg_mode",
+    description="reductions of per-token losses to one number",
 )
 kl_penalties: Registry[KlPenalty] = Registry(
-    "rollcast.kl_penalties", is_callable(2), ("actor.kl_loss_type", "algorithm.kl_penalty")
+    "rollcast.kl_penalties",
+    is_callable(2),
+    ("actor.kl_loss_type", "algorithm.kl_penalty"),
+    description="estimators of the KL divergence per token",
 )

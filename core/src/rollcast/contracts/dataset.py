@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from rollcast.protocol import DataProto
@@ -70,7 +70,15 @@ class BasePreprocessor(ABC):
         """
 
 
-datasets: Registry[type[BaseDataset]] = Registry("rollcast.datasets", subclass_of(BaseDataset), "data.dataset")
+datasets: Registry[type[BaseDataset]] = Registry(
+    "rollcast.datasets",
+    subclass_of(BaseDataset),
+    "data.dataset",
+    description="datasets of prompts or of supervised samples",
+)
 preprocessors: Registry[type[BasePreprocessor]] = Registry(
-    "rollcast.preprocessors", subclass_of(BasePreprocessor), "data.preprocess"
+    "rollcast.preprocessors",
+    subclass_of(BasePreprocessor),
+    "data.preprocess",
+    description="commands that turn public data into dataset files",
 )

@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.loss import LossFunction, LossInputs, LossOutput
 from rollcast.contracts.optim import OptimConfig
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -362,4 +362,9 @@ class BaseEngine(ABC):
         raise CapabilityError(f"{type(self).__name__} holds no adapter")
 
 
-engines: Registry[type[BaseEngine]] = Registry("rollcast.engines", subclass_of(BaseEngine), "actor.engine.name")
+engines: Registry[type[BaseEngine]] = Registry(
+    "rollcast.engines",
+    subclass_of(BaseEngine),
+    "actor.engine.name",
+    description="training engines: model, optimizer and their parallelism",
+)

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["BaseKlController", "KlControllerSettings", "kl_controllers"]
 
@@ -70,5 +70,8 @@ class BaseKlController(ABC):
 
 
 kl_controllers: Registry[type[BaseKlController]] = Registry(
-    "rollcast.kl_controllers", subclass_of(BaseKlController), "algorithm.kl_controller"
+    "rollcast.kl_controllers",
+    subclass_of(BaseKlController),
+    "algorithm.kl_controller",
+    description="schedules of the KL coefficient over steps",
 )

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol
 
-from rollcast.plugins.registry import Registry, is_callable
+from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
@@ -75,4 +75,6 @@ class OptimizerFactory(Protocol):
         ...
 
 
-optimizers: Registry[OptimizerFactory] = Registry("rollcast.optimizers", is_callable(3), "actor.optim.optimizer")
+optimizers: Registry[OptimizerFactory] = Registry(
+    "rollcast.optimizers", is_callable(3), "actor.optim.optimizer", description="optimizers of the training engines"
+)

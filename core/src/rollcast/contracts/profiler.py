@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["BaseProfiler", "ProfilerConfig", "profilers"]
 
@@ -109,4 +109,9 @@ class BaseProfiler(ABC):
         """Look no more, and write down what was seen; gives the files."""
 
 
-profilers: Registry[type[BaseProfiler]] = Registry("rollcast.profilers", subclass_of(BaseProfiler), "profiler.tool")
+profilers: Registry[type[BaseProfiler]] = Registry(
+    "rollcast.profilers",
+    subclass_of(BaseProfiler),
+    "profiler.tool",
+    description="tools that look into the processes of workers for some steps",
+)

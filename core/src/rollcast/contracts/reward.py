@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollcast.errors import ConfigError
-from rollcast.plugins.registry import Registry, any_of, is_callable, subclass_of
+from rollcast.plugins import Registry, any_of, is_callable, subclass_of
 
 __all__ = [
     "BaseReward",
@@ -156,9 +156,17 @@ class BaseRewardManager(ABC):
 
 RewardPart = type[BaseReward] | RewardFunction
 
-rewards: Registry[Any] = Registry("rollcast.rewards", any_of(subclass_of(BaseReward), is_callable(1)), "reward.name")
+rewards: Registry[Any] = Registry(
+    "rollcast.rewards",
+    any_of(subclass_of(BaseReward), is_callable(1)),
+    "reward.name",
+    description="rewards: functions, or classes with state",
+)
 reward_managers: Registry[type[BaseRewardManager]] = Registry(
-    "rollcast.reward_managers", subclass_of(BaseRewardManager), "reward.reward_manager"
+    "rollcast.reward_managers",
+    subclass_of(BaseRewardManager),
+    "reward.reward_manager",
+    description="computation and placement of the rewards of a batch",
 )
 
 

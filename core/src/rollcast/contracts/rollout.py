@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rollcast.contracts.weights import AdapterWeights, WeightReport
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -272,4 +272,6 @@ class BaseRollout(ABC):
         return
 
 
-rollouts: Registry[type[BaseRollout]] = Registry("rollcast.rollouts", subclass_of(BaseRollout), "rollout.name")
+rollouts: Registry[type[BaseRollout]] = Registry(
+    "rollcast.rollouts", subclass_of(BaseRollout), "rollout.name", description="generation backends"
+)

@@ -1,12 +1,12 @@
 """The contract of trackers: something that watches a run and writes it down elsewhere.
 
-A tracker is a set of hook implementations (see :mod:`rollcast.plugins.hookspecs`) built from the
+A tracker is a set of hook implementations (see :mod:`rollcast.contracts.hooks`) built from the
 run's config; it implements only the events that it wants.
 
 Example::
 
     from rollcast.contracts.tracker import BaseTracker
-    from rollcast.plugins import hookimpl
+    from rollcast.contracts.hooks import hookimpl
 
     class Bell(BaseTracker):
         @hookimpl
@@ -20,7 +20,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["BaseTracker", "trackers"]
 
@@ -56,4 +56,6 @@ class BaseTracker:
         """Flush and release; called once, also after an error."""
 
 
-trackers: Registry[type[BaseTracker]] = Registry("rollcast.trackers", subclass_of(BaseTracker), "trackers")
+trackers: Registry[type[BaseTracker]] = Registry(
+    "rollcast.trackers", subclass_of(BaseTracker), "trackers", description="destinations of metrics"
+)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -50,4 +50,6 @@ class BaseTrainer(ABC):
         """
 
 
-trainers: Registry[type[BaseTrainer]] = Registry("rollcast.trainers", subclass_of(BaseTrainer), "trainer.name")
+trainers: Registry[type[BaseTrainer]] = Registry(
+    "rollcast.trainers", subclass_of(BaseTrainer), "trainer.name", description="training loops"
+)

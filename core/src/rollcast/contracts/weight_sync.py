@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
@@ -132,5 +132,8 @@ class BaseWeightSync(ABC):
 
 
 weight_syncs: Registry[type[BaseWeightSync]] = Registry(
-    "rollcast.weight_syncs", subclass_of(BaseWeightSync), "rollout.weight_sync"
+    "rollcast.weight_syncs",
+    subclass_of(BaseWeightSync),
+    "rollout.weight_sync",
+    description="transports of weights from the engine to the rollout",
 )

@@ -22,7 +22,7 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError, PluginNotFoundError, RollcastError, UnknownDispatchModeError
-from rollcast.plugins.registry import Registry, any_of, instance_of, subclass_of
+from rollcast.plugins import Registry, any_of, instance_of, subclass_of
 
 __all__ = [
     "Calls",
@@ -295,10 +295,16 @@ class FunctionMode(DispatchMode):
 
 
 dispatch_modes: Registry[DispatchMode | type[DispatchMode]] = Registry(
-    "rollcast.dispatch_modes", any_of(instance_of(DispatchMode), subclass_of(DispatchMode)), "dispatch_mode"
+    "rollcast.dispatch_modes",
+    any_of(instance_of(DispatchMode), subclass_of(DispatchMode)),
+    "dispatch_mode",
+    description="how a call is split over ranks, and its results are collected",
 )
 execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
-    "rollcast.execute_modes", any_of(instance_of(ExecuteMode), subclass_of(ExecuteMode)), "execute_mode"
+    "rollcast.execute_modes",
+    any_of(instance_of(ExecuteMode), subclass_of(ExecuteMode)),
+    "execute_mode",
+    description="the ranks that a call runs on",
 )
 
 

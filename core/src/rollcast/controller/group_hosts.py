@@ -74,7 +74,7 @@ class GroupHosts:
         """Send what was registered in-process since the last call."""
         now = generation()
         if self.parts_generation != now:
-            self.runtime.install_parts(self.hosts, snapshot(), timeout)
+            self.runtime.install_plugins(self.hosts, snapshot(), timeout)
             self.parts_generation = now
 
 

@@ -13,7 +13,7 @@ from rollcast.controller.hosting import CallFailure, HostInfo, Outcome
 from rollcast.controller.resource_pool import NodeResources, ResourcePool
 from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import ResourceError, RollcastError
-from rollcast.plugins.registry import Registry, subclass_of
+from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["Attached", "CallFailed", "Host", "LaunchSpec", "Recorder", "Recording", "Runtime", "runtimes"]
 
@@ -224,7 +224,7 @@ class Runtime(ABC):
         return True
 
     @abstractmethod
-    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         """Make the driver's in-process registrations known to the hosts, in place of earlier ones.
 
         Raises:
@@ -261,4 +261,9 @@ class Runtime(ABC):
         self.shutdown()
 
 
-runtimes: Registry[type[Runtime]] = Registry("rollcast.runtimes", subclass_of(Runtime), "runtime.name")
+runtimes: Registry[type[Runtime]] = Registry(
+    "rollcast.runtimes",
+    subclass_of(Runtime),
+    "runtime.name",
+    description="hosts of workers, such as processes of this machine or of a cluster",
+)

@@ -266,7 +266,7 @@ class WorkerGroup(CallsByName):
         try:
             shared.install_new_parts(self._timeout)
         except CallFailed as failed:
-            raise self._explained(failed, "install_parts", range(self.world_size)) from failed.cause
+            raise self._explained(failed, "install_plugins", range(self.world_size)) from failed.cause
         present = [(rank, call) for rank, call in calls if call is not None]
         values = SharedValues([call for _, call in present], shared.runtime.put)
         refs: list[Any] = []

@@ -1,20 +1,39 @@
-"""Parts that were registered in this process, and how they travel to another one.
+"""Plugins registered in this process, and their way to another one.
 
-The table is one per process and keyed by group, apart from the :class:`Registry` objects, so that
-parts that arrive from the driver wait here until their registry is created.
+One table per process, keyed by group and independent of the :class:`Registry` objects: plugins that
+arrive from the driver wait in it until their registry is created.
 """
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import pickle
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
 from rollcast.errors import PluginError, PluginLoadError
+
+__all__ = [
+    "HIDDEN",
+    "Entry",
+    "all_entries",
+    "entries",
+    "generation",
+    "install_snapshot",
+    "locate",
+    "put",
+    "scoped",
+    "snapshot",
+]
+
+
+class HIDDEN:
+    """Stands in the table for a name that is hidden; a class, because classes are pickled by reference."""
 
 
 @dataclass(frozen=True)
@@ -24,199 +43,145 @@ class _Pickled:
 
 
 @dataclass
-class _Entry:
+class Entry:
+    """One registration: the object, pickled until its first use if it arrived by a snapshot."""
+
+    group: str
+    name: str
     obj: object
-    arrived: bool  # by a snapshot, not by a registration in this process
+    arrived: bool = False
+
+    @property
+    def location(self) -> str:
+        """The definition of the object as ``module:attr``; unpickles nothing."""
+        return self.obj.location if isinstance(self.obj, _Pickled) else locate(self.obj)
+
+    def load(self) -> object:
+        """Return the object.
+
+        Raises:
+            PluginLoadError: it arrived by a snapshot and cannot be unpickled in this process.
+        """
+        if isinstance(self.obj, _Pickled):
+            try:
+                self.obj = pickle.loads(self.obj.data)  # the driver of this run wrote it
+            except Exception as cause:  # imports and __setstate__ run foreign code
+                raise PluginLoadError(
+                    f"plugin {self.name!r} of {self.group} was registered in-process on the driver, but cannot "
+                    f"be rebuilt in this process: {type(cause).__name__}: {cause}\n"
+                    "Put it in a module that workers can import, or behind an entry point of an installed distribution."
+                ) from cause
+        return self.obj
+
+    def dump(self) -> tuple[bytes, str]:
+        """Return the pickled object and its location; by value if it is of ``__main__``.
+
+        Raises:
+            PluginError: the object cannot be pickled.
+        """
+        if isinstance(self.obj, _Pickled):
+            return self.obj.data, self.obj.location
+        pickler: Any = pickle
+        if importlib.util.find_spec("cloudpickle") is not None:
+            pickler = importlib.import_module("cloudpickle")
+        elif (getattr(self.obj, "__module__", None) or type(self.obj).__module__) == "__main__":
+            raise PluginError(
+                f"plugin {self.name!r} of {self.group} was defined in __main__ and cannot be sent to workers "
+                "without cloudpickle: put it in an importable module or behind an entry point.\n"
+                "Try: pip install cloudpickle"
+            )
+        try:
+            return pickler.dumps(self.obj), self.location
+        except Exception as cause:  # __reduce__ is the plugin's own code and may raise anything
+            raise PluginError(
+                f"plugin {self.name!r} of {self.group} is registered in-process and cannot be sent to workers: "
+                f"{type(cause).__name__}: {cause}\n"
+                "Put it in an importable module, or behind an entry point of an installed distribution."
+            ) from cause
 
 
 _lock = threading.RLock()
-_table: dict[str, dict[str, _Entry]] = {}
+_table: dict[tuple[str, str], Entry] = {}
 _generation = 0
 _installed: bytes | None = None
 
 
 def generation() -> int:
-    """A number that grows whenever the parts registered in this process change."""
+    """Return a number that grows whenever the plugins registered in this process change."""
     return _generation
 
 
-def find_names(group: str) -> tuple[str, ...]:
-    """The names registered in-process in a group."""
+def entries(group: str) -> dict[str, Entry]:
+    """Return the registrations of a group by name."""
     with _lock:
-        return tuple(_table.get(group, ()))
+        return {entry.name: entry for entry in _table.values() if entry.group == group}
 
 
-def find_groups() -> tuple[str, ...]:
-    """The groups that have a part registered in-process."""
+def all_entries() -> list[Entry]:
+    """Return the registrations of all groups, sorted by group and name."""
     with _lock:
-        return tuple(group for group, entries in _table.items() if entries)
-
-
-def has(group: str, name: str) -> bool:
-    """Whether a part is registered in-process."""
-    with _lock:
-        return name in _table.get(group, {})
-
-
-def is_local(group: str, name: str) -> bool:
-    """Whether a part was registered by this process itself, not by a snapshot."""
-    with _lock:
-        entry = _table.get(group, {}).get(name)
-        return entry is not None and not entry.arrived
-
-
-def lookup(group: str, name: str) -> object:
-    """The part, unpickled now if it arrived by a snapshot and was not asked for before.
-
-    Raises:
-        KeyError: it is not registered.
-        PluginLoadError: it arrived, but cannot be unpickled in this process.
-    """
-    with _lock:
-        entry = _table[group][name]
-    if isinstance(entry.obj, _Pickled):
-        # Unpickling may import modules, so it happens outside the lock.
-        entry.obj = _unpickle(group, name, entry.obj)
-    return entry.obj
-
-
-def find_location(group: str, name: str) -> str:
-    """Where a registered part was defined, as ``module:attr``; unpickles nothing.
-
-    Raises:
-        KeyError: it is not registered.
-    """
-    with _lock:
-        obj = _table[group][name].obj
-    return obj.location if isinstance(obj, _Pickled) else locate(obj)
+        return [entry for _, entry in sorted(_table.items())]
 
 
 def locate(obj: object) -> str:
-    """Where an object was defined, in the form of an entry point's value."""
+    """Return the definition of an object in the form of an entry point's value."""
     if isinstance(obj, ModuleType):
         return obj.__name__
     named = obj if hasattr(obj, "__qualname__") else type(obj)
     return f"{getattr(named, '__module__', '?')}:{getattr(named, '__qualname__', '?')}"
 
 
-def put(group: str, name: str, obj: object) -> None:
-    """Register a part, in place of an earlier one of the same name."""
+def put(group: str, name: str, entry: Entry | None) -> None:
+    """Set the registration of a name; None removes it."""
+    global _generation  # noqa: PLW0603
     with _lock:
-        _table.setdefault(group, {})[name] = _Entry(obj, arrived=False)
-        _advance()
+        _table.pop((group, name), None)
+        if entry is not None:
+            _table[group, name] = entry
+        _generation += 1
 
 
-def remove(group: str, name: str) -> None:
-    """Take a part out again.
-
-    Raises:
-        KeyError: it is not registered.
-    """
-    with _lock:
-        del _table[group][name]
-        _advance()
-
-
-def save(group: str, name: str) -> object:
-    """A token for :func:`restore`: how the name stands now."""
-    with _lock:
-        return _table.get(group, {}).get(name)
-
-
-def restore(group: str, name: str, token: object) -> None:
-    """Bring a name back to where :func:`save` found it."""
-    with _lock:
-        entries = _table.setdefault(group, {})
-        if isinstance(token, _Entry):
-            entries[name] = token
-        else:
-            entries.pop(name, None)
-        _advance()
+@contextlib.contextmanager
+def scoped(entry: Entry) -> Iterator[None]:
+    """Register an entry for the length of a ``with`` block; restore what was registered before."""
+    before = entries(entry.group).get(entry.name)
+    put(entry.group, entry.name, entry)
+    try:
+        yield
+    finally:
+        put(entry.group, entry.name, before)
 
 
 def snapshot() -> bytes | None:
-    """Everything registered in-process, in all groups, to be sent to workers.
+    """Return everything registered in-process, in all groups, to be sent to workers; None if there is nothing.
 
-    Classes and functions of ``__main__`` (a script, a notebook) travel by value if the package
-    ``cloudpickle`` is installed; whatever lives in a module travels by reference.
-
-    Returns:
-        What :func:`install_snapshot` takes, or None if nothing is registered.
+    Classes and functions of ``__main__`` (a script, a notebook) travel by value if ``cloudpickle``
+    is installed; what lives in a module travels by reference.
 
     Raises:
-        PluginError: a part cannot be pickled; the message names it.
+        PluginError: a plugin cannot be pickled; the message names it.
     """
-    with _lock:
-        entries = [
-            (group, name, entry.obj) for group, names in sorted(_table.items()) for name, entry in sorted(names.items())
-        ]
-    if not entries:
-        return None
-    # Each part is pickled alone: a part that the receiver never asks for can then do no harm.
-    parts: dict[str, dict[str, tuple[bytes, str]]] = {}
-    for group, name, obj in entries:
-        pickled = obj if isinstance(obj, _Pickled) else _pickle(group, name, obj)
-        parts.setdefault(group, {})[name] = (pickled.data, pickled.location)
-    return pickle.dumps(parts)
+    found = all_entries()
+    # Pickled one by one: a plugin that the receiver never asks for can then do no harm.
+    return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in found]) if found else None
 
 
 def install_snapshot(data: bytes | None) -> None:
-    """Make the parts of a snapshot available in this process.
+    """Make the plugins of a snapshot available in this process, in place of those of an earlier one.
 
-    They replace the parts of an earlier snapshot; None only takes those away. Installing the same
-    snapshot again changes nothing. Parts are unpickled when they are asked for, so the registries
-    need not exist yet. The bytes must come from a process of the same run: they are a pickle.
+    None removes those of the earlier one. Installing the same snapshot again changes nothing.
+    Plugins are unpickled on first use, so the registries need not exist yet. The bytes must come
+    from a process of the same run: they are a pickle.
     """
-    global _installed  # noqa: PLW0603
+    global _generation, _installed  # noqa: PLW0603
     with _lock:
         if data == _installed:
             return
-        parts: dict[str, dict[str, tuple[bytes, str]]] = {}
-        if data is not None:
-            parts = pickle.loads(data)  # the driver of this run wrote it
-        for names in _table.values():
-            for name in [name for name, entry in names.items() if entry.arrived]:
-                del names[name]
-        for group, arrived in parts.items():
-            entries = {name: _Entry(_Pickled(*each), arrived=True) for name, each in arrived.items()}
-            _table.setdefault(group, {}).update(entries)
+        arrived = pickle.loads(data) if data is not None else ()  # the driver of this run wrote it
+        for key in [key for key, entry in _table.items() if entry.arrived]:
+            del _table[key]
+        for group, name, pickled, location in arrived:
+            obj = HIDDEN if location == locate(HIDDEN) else _Pickled(pickled, location)
+            _table[group, name] = Entry(group, name, obj, arrived=True)
         _installed = data
-        _advance()
-
-
-def _advance() -> None:
-    global _generation  # noqa: PLW0603
-    _generation += 1
-
-
-def _pickle(group: str, name: str, obj: object) -> _Pickled:
-    home = getattr(obj, "__module__", None) or type(obj).__module__
-    pickler: Any = pickle
-    if importlib.util.find_spec("cloudpickle") is not None:
-        pickler = importlib.import_module("cloudpickle")
-    elif home == "__main__":
-        raise PluginError(
-            f"part {name!r} of {group} was defined in __main__ and cannot be sent to workers "
-            "without cloudpickle: put it in an importable module or behind an entry point.\n"
-            "Try: pip install cloudpickle"
-        )
-    try:
-        return _Pickled(pickler.dumps(obj), locate(obj))
-    except Exception as cause:  # __reduce__ is the part's own code and may raise anything
-        raise PluginError(
-            f"part {name!r} of {group} is registered in-process and cannot be sent to workers: "
-            f"{type(cause).__name__}: {cause}\n"
-            "Put it in an importable module, or behind an entry point of an installed distribution."
-        ) from cause
-
-
-def _unpickle(group: str, name: str, pickled: _Pickled) -> object:
-    try:
-        return pickle.loads(pickled.data)  # the driver of this run wrote it
-    except Exception as cause:  # imports and __setstate__ run foreign code
-        raise PluginLoadError(
-            f"part {name!r} of {group} was registered in-process on the driver, but cannot be "
-            f"rebuilt in this process: {type(cause).__name__}: {cause}\n"
-            "Put it in a module that workers can import, or behind an entry point of an "
-            "installed distribution."
-        ) from cause
+        _generation += 1

@@ -2,27 +2,15 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rollcast.protocol.dataproto import DataProto
-    from rollcast.protocol.future import DataProtoFuture
+from rollcast._lazy import lazy_exports
 
-__all__ = ["DataProto", "DataProtoFuture"]
+if TYPE_CHECKING:
+    from rollcast.protocol.dataproto import DataProto as DataProto
+    from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
 
 # Importing the package must not cost the second that torch and tensordict take.
-_HOMES = {
-    "DataProto": "rollcast.protocol.dataproto",
-    "DataProtoFuture": "rollcast.protocol.future",
-}
-
-
-def __getattr__(name: str) -> object:
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}; it has {__all__}")
-    return getattr(import_module(_HOMES[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__, {"rollcast.protocol.dataproto": ["DataProto"], "rollcast.protocol.future": ["DataProtoFuture"]}
+)

@@ -329,7 +329,7 @@ class RayRuntime(Runtime):
     def stacks(self, hosts: Sequence[Host]) -> list[str]:
         return [text or "" for text in ask_all([(host.info.control, {"ask": "stack"}) for host in hosts])]
 
-    def install_parts(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
         self.gather([host.handle.install.remote(parts) for host in hosts], timeout)
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from rollcast.errors import ConfigError, PluginNotFoundError
-from rollcast.plugins.registry import Registry, is_callable
+from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -152,7 +152,9 @@ class ModelMap:
 
 Family = Callable[[Any], ModelMap]
 
-families: Registry[Family] = Registry("rollcast.megatron_models", is_callable(1))
+families: Registry[Family] = Registry(
+    "rollcast.megatron_models", is_callable(1), description="how models of transformers are stored in megatron-core"
+)
 
 
 def find_map(config: Any) -> ModelMap:

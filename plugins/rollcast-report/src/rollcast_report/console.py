@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
-from rollcast.plugins.hookspecs import hookimpl
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType

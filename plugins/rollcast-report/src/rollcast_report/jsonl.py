@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
-from rollcast.plugins.hookspecs import hookimpl
 from rollcast_report.records import RecordWriter
 
 __all__ = ["METRICS_FILE", "SAMPLES_FILE", "JsonlTracker"]

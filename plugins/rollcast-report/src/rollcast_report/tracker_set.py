@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.hooks import PROJECT
 from rollcast.contracts.tracker import BaseTracker, trackers
 from rollcast.errors import ConfigError
-from rollcast.plugins.hookspecs import PROJECT
 
 if TYPE_CHECKING:
     from pluggy import PluginManager

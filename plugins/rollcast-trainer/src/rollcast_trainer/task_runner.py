@@ -18,6 +18,7 @@ from rollcast.config.schemas import PlacementConfig, RuntimeConfig
 from rollcast.config.validation import build_section
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
+from rollcast.contracts.hooks import build_hook_manager
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
@@ -27,7 +28,6 @@ from rollcast.controller.runtime import Runtime, runtimes
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError, DataError
-from rollcast.plugins.manager import build_hook_manager
 from rollcast.protocol import DataProto
 from rollcast.runtime.device import HIDE_ACCELERATORS
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader

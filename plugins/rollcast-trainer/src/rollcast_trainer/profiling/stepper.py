@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast.config.validation import build_section
+from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
 from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import ConfigError, RollcastError
-from rollcast.plugins import hookimpl
 from rollcast_trainer.profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
 from rollcast_trainer.roles import Role
 

@@ -1,4 +1,4 @@
-"""Checks of what a group holds: each returns None, or a complaint that completes "it …"."""
+"""Checks of the objects in a group: each returns None, or a complaint that completes "it …"."""
 
 from __future__ import annotations
 

@@ -1,0 +1,280 @@
+"""The events of a run that a plugin can listen to, and the manager that calls the listeners.
+
+A listener is a module, an object or a class (created without arguments) with functions of the
+names below, marked ``@hookimpl`` and announced in the entry-point group ``rollcast.hooks``. A
+function may leave out arguments that it does not need. Hooks are for events with any number of
+listeners; to choose one plugin of several, use the registry of its group.
+
+An error that a listener raises stops the run: a listener that may fail has to catch it.
+
+Example::
+
+    from rollcast.contracts.hooks import hookimpl
+
+    @hookimpl
+    def on_step_end(step, metrics):
+        append_to_my_log(step, metrics)
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import logging
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import pluggy
+
+from rollcast.errors import PluginError, PluginTypeError
+from rollcast.plugins import Registry
+
+PROJECT = "rollcast"
+
+hookspec = pluggy.HookspecMarker(PROJECT)
+"""Marks a function as the specification of a hook."""
+
+hookimpl = pluggy.HookimplMarker(PROJECT)
+"""Marks a function as an implementation of a hook."""
+
+_log = logging.getLogger("rollcast.plugins")
+
+# Only the command line needs Typer, and a batch needs torch: known here by name.
+Trainer: TypeAlias = Any
+Batch: TypeAlias = Any
+Config: TypeAlias = Any
+CliApp: TypeAlias = Any
+
+
+@hookspec
+def on_configure(config: Config) -> None:
+    """The configuration is complete and checked; no worker exists yet.
+
+    Args:
+        config: the whole configuration, read-only.
+    """
+
+
+@hookspec
+def on_fit_start(trainer: Trainer) -> None:
+    """Workers are up and a checkpoint, if any, is loaded; the first step comes next.
+
+    Args:
+        trainer: the trainer whose ``fit`` runs.
+    """
+
+
+@hookspec
+def on_fit_end(trainer: Trainer, error: BaseException | None) -> None:
+    """``fit`` is over. Called exactly once for each ``on_fit_start``.
+
+    Args:
+        trainer: the trainer whose ``fit`` ran.
+        error: the error that ended it, or None if it ran to its end.
+    """
+
+
+@hookspec
+def on_step_start(trainer: Trainer, step: int) -> None:
+    """A training step begins.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step, from 1; a resumed run goes on counting.
+    """
+
+
+@hookspec
+def on_step_end(trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    """A training step is complete, its validation and checkpoint included.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step.
+        metrics: everything that was measured in the step.
+    """
+
+
+@hookspec
+def on_batch_after_rollout(trainer: Trainer, step: int, batch: Batch) -> None:
+    """The responses of a step are generated.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step.
+        batch: the ``DataProto`` with prompts and responses; not to be changed.
+    """
+
+
+@hookspec
+def on_batch_after_reward(trainer: Trainer, step: int, batch: Batch) -> None:
+    """The rewards of a step are computed.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step.
+        batch: the ``DataProto`` with ``token_level_scores``; not to be changed.
+    """
+
+
+@hookspec
+def on_batch_after_advantage(trainer: Trainer, step: int, batch: Batch) -> None:
+    """The advantages of a step are computed; the updates come next.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step.
+        batch: the ``DataProto`` with ``advantages`` and ``returns``; not to be changed.
+    """
+
+
+@hookspec
+def on_metrics(trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
+    """Metrics are ready to be written; trackers listen to this.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step that the metrics belong to.
+        metrics: name to value.
+    """
+
+
+@hookspec
+def on_validation_end(
+    trainer: Trainer,
+    step: int,
+    metrics: Mapping[str, float],
+    samples: Sequence[Mapping[str, Any]],
+) -> None:
+    """A validation is complete.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step after which it ran; 0 before training.
+        metrics: name to value.
+        samples: some of the validated samples, for people to read.
+    """
+
+
+@hookspec
+def on_checkpoint_saved(trainer: Trainer, step: int, path: str) -> None:
+    """A checkpoint is complete on disk.
+
+    Args:
+        trainer: the trainer.
+        step: number of the step whose state it holds.
+        path: its folder.
+    """
+
+
+@hookspec
+def on_exception(trainer: Trainer, error: BaseException) -> None:
+    """An error is about to leave ``fit``; called before ``on_fit_end``.
+
+    Args:
+        trainer: the trainer.
+        error: the error.
+    """
+
+
+@hookspec
+def on_cli(app: CliApp) -> None:
+    """The command line has met a command that nobody else provides.
+
+    Listeners are not asked for ``--help`` nor for known commands, which must not wait for their import;
+    a plugin in ``rollcast.commands`` is listed by name and imported only when it is called.
+
+    Args:
+        app: a ``typer.Typer`` application, to which commands can be added.
+    """
+
+
+def _is_listener(obj: object) -> str | None:
+    if any(True for _ in _find_hookimpls(obj)):
+        return None
+    return "has no function that is marked with rollcast.contracts.hooks.hookimpl"
+
+
+hooks: Registry[Any] = Registry("rollcast.hooks", _is_listener, description="listeners to the events of a run")
+
+
+def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = ()) -> pluggy.PluginManager:
+    """Return a hook manager with every installed listener, and those in ``extra``.
+
+    An installed listener that cannot be loaded is logged as a warning and left out: nobody asked
+    for it by name, so it must not stop a run. One that loads but listens to an event that does not
+    exist would silently do nothing, so that is an error.
+
+    Args:
+        extra: more listeners: modules, objects, or classes to be created without arguments.
+        without: names of installed listeners to leave out; a name that nothing provides is logged
+            as a warning, because there is nothing to leave out.
+
+    Returns:
+        The manager; ``manager.hook.on_step_end(trainer=…, step=…, metrics=…)`` calls a hook.
+
+    Raises:
+        PluginTypeError: a listener has an unknown hook, a hook with an unknown argument, or
+            none at all; or creating one of ``extra`` failed.
+    """
+    manager = pluggy.PluginManager(PROJECT)
+    manager.add_hookspecs(sys.modules[__name__])
+    names = hooks.names()
+    for unknown in sorted(set(without) - set(names)):
+        _log.warning("no hooks %r to leave out; installed: %s", unknown, ", ".join(names) or "none")
+    for name in (name for name in names if name not in without):
+        owner = f"hooks {name!r}"
+        try:
+            owner += f" of {hooks.find(name)}"
+            listener = _create(hooks.get(name))
+        except PluginError as error:
+            _log.warning("left out the hooks %r: %s", name, error)
+        except Exception as error:  # noqa: BLE001  # the listener's own constructor
+            _log.warning("left out the %s: %r", owner, error, exc_info=error)
+        else:
+            _add(manager, listener, owner)
+    for each in extra:
+        owner = f"extra hooks {getattr(each, '__name__', None) or f'of type {type(each).__qualname__}'}"
+        complaint = _is_listener(each)
+        if complaint is not None:
+            raise PluginTypeError(f"{owner}: it {complaint}")
+        try:
+            listener = _create(each)
+        except Exception as error:
+            raise PluginTypeError(f"{owner} could not be created: {error!r}") from error
+        _add(manager, listener, owner)
+    return manager
+
+
+def _create(listener: Any) -> object:
+    # pluggy would register the functions of a class unbound, with `self` as a hook argument.
+    return listener() if isinstance(listener, type) else listener
+
+
+def _find_hookimpls(obj: object) -> Iterator[tuple[str, dict[str, Any]]]:
+    for name in dir(obj):
+        # getattr_static, because looking at an object must not run its properties.
+        member = inspect.getattr_static(obj, name, None)
+        member = getattr(member, "__func__", member)
+        options = getattr(member, f"{PROJECT}_impl", None)
+        if isinstance(options, dict):
+            yield options.get("specname") or name, options
+
+
+def _add(manager: pluggy.PluginManager, listener: object, owner: str) -> None:
+    if manager.is_registered(listener):
+        return  # installed, and passed in as well
+    known = [name for name in globals() if name.startswith("on_")]
+    for name, options in _find_hookimpls(listener):
+        if name in known or options.get("optionalhook"):
+            continue
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+        raise PluginTypeError(f"{owner}: there is no hook {name!r}; {hint}")
+    try:
+        # Two objects may have the same owner, so the name of a registration needs its id as well.
+        manager.register(listener, name=f"{owner} #{id(listener)}")
+        manager.check_pending()
+    except pluggy.PluginValidationError as error:
+        raise PluginTypeError(f"{owner}: {error}") from error
