@@ -179,21 +179,20 @@ def test_config_refuses_like_train(run: Run, cli_plugin: Path) -> None:
 def broken(make_dist: Callable[..., Path]) -> Path:
     return make_dist(
         "tp-broken",
-        {"rollcast.rewards": {"tp_broken": "tp_broken:reward", "tp_slow": "tp_slow:reward"}},
+        {"rollcast.rewards": {"tp_broken": "tp_nowhere:reward", "tp_slow": "tp_slow:reward"}},
         {
-            "tp_broken.py": "import tp_nowhere\n\ndef reward(sample):\n    return 1.0\n",
             "tp_slow.py": "def fail():\n    raise RuntimeError('only when imported')\n\nreward = fail()\n",
         },
     )
 
 
-def test_plugins_lists_parts(run: Run, cli_plugin: Path) -> None:
+def test_plugins_lists_plugins(run: Run, cli_plugin: Path) -> None:
     done = run("plugins")
     assert done.code == 0
     lines = done.out.splitlines()
     start = lines.index("rollcast.trainers  training loops")
     assert any(re.fullmatch(r"  tp_cli +tp-cli 3\.1 +ok", line) for line in lines[start:])
-    assert "rollcast.runtimes  what hosts workers: Ray, or this process" in lines
+    assert "rollcast.engines  training engines: model, optimizer and their parallelism" in lines
 
 
 @pytest.mark.parametrize("group", ["trainers", "rollcast.trainers"])
@@ -236,7 +235,7 @@ def test_plugins_check_imports_and_fails(run: Run, broken: Path) -> None:
 
 
 def test_plugins_check_knows_what_groups_hold(run: Run, make_dist: Callable[..., Path]) -> None:
-    make_dist("tp-odd", {"rollcast.planners": {}, "rollcast.commands": {"tp_odd": "tp_odd:x"}}, {"tp_odd.py": "x = 3"})
+    make_dist("tp-odd", {"rollcast.commands": {"tp_odd": "tp_odd:x"}}, {"tp_odd.py": "x = 3"})
     done = run("plugins", "commands", "--check")
     assert done.code == 1
     assert "neither a typer.Typer nor a click command" in done.out

@@ -307,7 +307,6 @@ execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
     description="the ranks that a call runs on",
 )
 
-
 _Mode = TypeVar("_Mode", DispatchMode, ExecuteMode)
 
 

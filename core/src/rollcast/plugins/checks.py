@@ -5,70 +5,63 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-Check = Callable[[object], str | None]
-"""Looks at a loaded object; None if it fits, else a complaint such as ``is not a class``."""
+__all__ = ["Check", "any_of", "instance_of", "is_callable", "subclass_of"]
 
-_POSITIONAL = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+Check = Callable[[object], str | None]
+"""Returns None if a loaded object fits, else a complaint such as ``is not a class``."""
 
 
 def subclass_of(base: type) -> Check:
-    """A concrete class derived from ``base``.
+    """Return a check for concrete classes derived from ``base``.
 
-    If ``base`` is a Protocol, a class that has all of its methods fits too: data members are
-    often set only in ``__init__``, so they cannot be asked of a class.
+    If ``base`` is a Protocol, a class that has all of its methods fits too. Data members are not
+    looked for: they are often set only in ``__init__``.
     """
 
     def check(obj: object) -> str | None:
-        if not isinstance(obj, type):
+        if not isinstance(obj, type) or not (_is_protocol(base) or issubclass(obj, base)):
             return f"is {_describe(obj)}, not a subclass of {base.__qualname__}"
-        complaint = _lacks(obj, base, methods_only=True)
-        if complaint:
-            return complaint
+        lacks = (
+            _missing_members(obj, base, methods_only=True) if base not in obj.__mro__ and _is_protocol(base) else None
+        )
         missing = sorted(getattr(obj, "__abstractmethods__", ()))
-        if missing:
-            return f"is abstract: it does not implement {', '.join(missing)}"
-        return None
+        return lacks or (f"is abstract: it does not implement {', '.join(missing)}" if missing else None)
 
     return check
 
 
 def instance_of(base: type) -> Check:
-    """An instance of ``base``; if ``base`` is a Protocol, an object with all of its members."""
+    """Return a check for instances of ``base``; if ``base`` is a Protocol, for objects with all of its members."""
 
     def check(obj: object) -> str | None:
-        if isinstance(obj, type) and not isinstance(obj, base):
-            return f"is {_describe(obj)}, not an instance of {base.__qualname__}"
-        if _is_protocol(base):
+        is_class = isinstance(obj, type) and not isinstance(obj, base)
+        if _is_protocol(base) and not is_class:
             return _missing_members(obj, base, methods_only=False)
-        if isinstance(obj, base):
-            return None
-        return f"is {_describe(obj)}, not an instance of {base.__qualname__}"
+        return None if isinstance(obj, base) else f"is {_describe(obj)}, not an instance of {base.__qualname__}"
 
     return check
 
 
 def is_callable(min_positional: int = 0) -> Check:
-    """Something that can be called with at least ``min_positional`` positional arguments."""
+    """Return a check for callables that take at least ``min_positional`` positional arguments."""
 
     def check(obj: object) -> str | None:
         if not callable(obj):
             return f"is {_describe(obj)}, which cannot be called"
         try:
-            parameters = inspect.signature(obj).parameters.values()
+            kinds = [parameter.kind for parameter in inspect.signature(obj).parameters.values()]
         except (TypeError, ValueError):
             return None  # builtins may have no signature; the call itself will tell
-        if any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+        count = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
+        if inspect.Parameter.VAR_POSITIONAL in kinds or count >= min_positional:
             return None
-        count = sum(parameter.kind in _POSITIONAL for parameter in parameters)
-        if count < min_positional:
-            return f"takes {count} positional arguments, but is called with {min_positional}"
-        return None
+        return f"takes {count} positional arguments, but is called with {min_positional}"
 
     return check
 
 
 def any_of(*checks: Check) -> Check:
-    """Whatever at least one of the checks accepts."""
+    """Return a check for objects that at least one of ``checks`` accepts."""
 
     def check(obj: object) -> str | None:
         complaints = [complaint for each in checks if (complaint := each(obj)) is not None]
@@ -84,42 +77,28 @@ def _describe(obj: object) -> str:
         return f"the class {obj.__qualname__}"
     if inspect.ismodule(obj):
         return f"the module {obj.__name__}"
-    if inspect.isroutine(obj):
-        return f"the function {obj.__qualname__}"
-    return f"an object of type {type(obj).__qualname__}"
+    return (
+        f"the function {obj.__qualname__}" if inspect.isroutine(obj) else f"an object of type {type(obj).__qualname__}"
+    )
 
 
 def _is_protocol(base: type) -> bool:
     return bool(getattr(base, "_is_protocol", False))
 
 
-def _lacks(obj: type, base: type, methods_only: bool) -> str | None:
-    if base in obj.__mro__:
-        return None
-    if _is_protocol(base):
-        return _missing_members(obj, base, methods_only)
-    if issubclass(obj, base):  # registered virtual subclasses
-        return None
-    return f"is {_describe(obj)}, not a subclass of {base.__qualname__}"
-
-
 def _missing_members(obj: object, base: type, methods_only: bool) -> str | None:
     wanted: set[str] = set()
     for cls in base.__mro__:
-        if not _is_protocol(cls) or cls.__module__ == "typing":
-            continue
-        names = {name for name, value in vars(cls).items() if inspect.isroutine(value)}
-        if not methods_only:
-            names |= {name for name, value in vars(cls).items() if isinstance(value, property)}
-            names |= set(inspect.get_annotations(cls))
-        wanted |= {name for name in names if not name.startswith("_") or name == "__call__"}
-    missing = sorted(name for name in wanted if not _has(obj, name))
-    if missing:
-        return f"is {_describe(obj)}, which lacks {', '.join(missing)} of {base.__qualname__}"
-    return None
+        if _is_protocol(cls) and cls.__module__ != "typing":
+            wanted |= {name for name, value in vars(cls).items() if inspect.isroutine(value)}
+            if not methods_only:
+                wanted |= {name for name, value in vars(cls).items() if isinstance(value, property)}
+                wanted |= set(inspect.get_annotations(cls))
+    missing = [n for n in sorted(wanted) if (not n.startswith("_") or n == "__call__") and not _has(obj, n)]
+    return f"is {_describe(obj)}, which lacks {', '.join(missing)} of {base.__qualname__}" if missing else None
 
 
 def _has(obj: object, name: str) -> bool:
-    if isinstance(obj, type):  # hasattr would also find what the metaclass has, such as __call__
+    if isinstance(obj, type):  # hasattr would also find the metaclass's own, such as __call__
         return any(name in vars(cls) for cls in obj.__mro__)
     return hasattr(obj, name)

@@ -103,8 +103,8 @@ def report(
         PluginReport(p.group, p.name, p.distribution, p.version, p.value, state, cause)
         for p, (state, cause) in rows.items()
     ]
-    for entry in inprocess.all_entries():
-        if entry.obj is not inprocess.HIDDEN and (groups is None or entry.group in wanted):
+    for entry in inprocess.entries():
+        if not entry.is_hidden and (groups is None or entry.group in wanted):
             found.append(PluginReport(entry.group, entry.name, "", "", entry.location, "in-process"))
     return sorted(found, key=lambda row: (row.group, row.name, row.distribution))
 

@@ -14,30 +14,16 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 from rollcast.errors import PluginError, PluginLoadError
-
-__all__ = [
-    "HIDDEN",
-    "Entry",
-    "all_entries",
-    "entries",
-    "generation",
-    "install_snapshot",
-    "locate",
-    "put",
-    "scoped",
-    "snapshot",
-]
 
 
 class HIDDEN:
     """Stands in the table for a name that is hidden; a class, because classes are pickled by reference."""
 
 
-@dataclass(frozen=True)
-class _Pickled:
+class _Pickled(NamedTuple):
     data: bytes
     location: str
 
@@ -50,6 +36,11 @@ class Entry:
     name: str
     obj: object
     arrived: bool = False
+
+    @property
+    def is_hidden(self) -> bool:
+        """True if the registration hides its name."""
+        return self.location == locate(HIDDEN)
 
     @property
     def location(self) -> str:
@@ -73,14 +64,14 @@ class Entry:
                 ) from cause
         return self.obj
 
-    def dump(self) -> tuple[bytes, str]:
-        """Return the pickled object and its location; by value if it is of ``__main__``.
+    def dump(self) -> _Pickled:
+        """Return the object pickled, by value if it is of ``__main__``.
 
         Raises:
             PluginError: the object cannot be pickled.
         """
         if isinstance(self.obj, _Pickled):
-            return self.obj.data, self.obj.location
+            return self.obj
         pickler: Any = pickle
         if importlib.util.find_spec("cloudpickle") is not None:
             pickler = importlib.import_module("cloudpickle")
@@ -91,11 +82,10 @@ class Entry:
                 "Try: pip install cloudpickle"
             )
         try:
-            return pickler.dumps(self.obj), self.location
+            return _Pickled(pickler.dumps(self.obj), self.location)
         except Exception as cause:  # __reduce__ is the plugin's own code and may raise anything
             raise PluginError(
-                f"plugin {self.name!r} of {self.group} is registered in-process and cannot be sent to workers: "
-                f"{type(cause).__name__}: {cause}\n"
+                f"plugin {self.name!r} of {self.group} is registered in-process and cannot be sent to workers: {cause!r}\n"
                 "Put it in an importable module, or behind an entry point of an installed distribution."
             ) from cause
 
@@ -111,16 +101,15 @@ def generation() -> int:
     return _generation
 
 
-def entries(group: str) -> dict[str, Entry]:
-    """Return the registrations of a group by name."""
-    with _lock:
-        return {entry.name: entry for entry in _table.values() if entry.group == group}
-
-
-def all_entries() -> list[Entry]:
+def entries() -> list[Entry]:
     """Return the registrations of all groups, sorted by group and name."""
     with _lock:
         return [entry for _, entry in sorted(_table.items())]
+
+
+def find(group: str, name: str) -> Entry | None:
+    """Return the registration of a name, or None."""
+    return _table.get((group, name))
 
 
 def locate(obj: object) -> str:
@@ -144,7 +133,7 @@ def put(group: str, name: str, entry: Entry | None) -> None:
 @contextlib.contextmanager
 def scoped(entry: Entry) -> Iterator[None]:
     """Register an entry for the length of a ``with`` block; restore what was registered before."""
-    before = entries(entry.group).get(entry.name)
+    before = find(entry.group, entry.name)
     put(entry.group, entry.name, entry)
     try:
         yield
@@ -161,7 +150,7 @@ def snapshot() -> bytes | None:
     Raises:
         PluginError: a plugin cannot be pickled; the message names it.
     """
-    found = all_entries()
+    found = entries()
     # Pickled one by one: a plugin that the receiver never asks for can then do no harm.
     return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in found]) if found else None
 
@@ -181,7 +170,6 @@ def install_snapshot(data: bytes | None) -> None:
         for key in [key for key, entry in _table.items() if entry.arrived]:
             del _table[key]
         for group, name, pickled, location in arrived:
-            obj = HIDDEN if location == locate(HIDDEN) else _Pickled(pickled, location)
-            _table[group, name] = Entry(group, name, obj, arrived=True)
+            _table[group, name] = Entry(group, name, _Pickled(pickled, location), arrived=True)
         _installed = data
         _generation += 1

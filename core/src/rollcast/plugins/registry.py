@@ -84,7 +84,7 @@ class Registry(Generic[T]):
     def names(self) -> tuple[str, ...]:
         """Return every plain name that :meth:`get` knows, sorted; imports nothing."""
         found = {plugin.name: True for plugin in find_plugins(self.group)}
-        found |= {name: each.obj is not inprocess.HIDDEN for name, each in inprocess.entries(self.group).items()}
+        found |= {each.name: not each.is_hidden for each in inprocess.entries() if each.group == self.group}
         return tuple(sorted(name for name, is_there in found.items() if is_there))
 
     def __contains__(self, name: object) -> bool:
@@ -101,7 +101,8 @@ class Registry(Generic[T]):
 
         Args:
             name: plain name, or ``distribution:name``.
-            requested_by: the configuration key, or whatever else asks, for the error message.
+            requested_by: the configuration key, or whatever else asks, for the error message; the
+                registry's first ``config_key`` if not given.
 
         Raises:
             PluginNotFoundError: nobody provides it.
@@ -118,28 +119,23 @@ class Registry(Generic[T]):
         """Return the plugin itself; imports that plugin, and no other, on the first call.
 
         Args:
-            name: plain name, or ``distribution:name``.
-            requested_by: the configuration key, or whatever else asks, for the error message;
-                the registry's first ``config_key`` if not given.
+            name, requested_by: see :meth:`find`.
 
         Raises:
-            PluginNotFoundError: nobody provides it.
-            PluginConflictError: two distributions claim the plain name.
+            PluginNotFoundError, PluginConflictError: see :meth:`find`.
             PluginVersionError: its distribution does not support the installed core.
             PluginLoadError: importing it failed; the cause is chained.
             PluginTypeError: it does not pass the check of the group.
         """
-        plugin = self.find(name, requested_by)
-        asked = self._asked(requested_by)
-        if not plugin.distribution:
-            obj = inprocess.entries(self.group)[name].load()
-            self._check(plugin, obj, asked)
-            return cast(T, obj)
-        if plugin not in self._loaded:
-            obj = load_plugin(plugin, asked)
-            self._check(plugin, obj, asked)
-            self._loaded[plugin] = cast(T, obj)
-        return self._loaded[plugin]
+        plugin, asked = self.find(name, requested_by), self._asked(requested_by)
+        if plugin in self._loaded:
+            return self._loaded[plugin]
+        entry = None if plugin.distribution else inprocess.find(self.group, name)
+        obj = cast(T, load_plugin(plugin, asked) if entry is None else entry.load())
+        self._check(plugin, obj, asked)
+        if entry is None:
+            self._loaded[plugin] = obj
+        return obj
 
     @overload
     def register(self, name: str, obj: T, *, replace: bool = False) -> T: ...
@@ -155,11 +151,8 @@ class Registry(Generic[T]):
 
         Args:
             name: plain name.
-            obj: the object that :meth:`get` will return.
+            obj: the object that :meth:`get` will return; returned unchanged.
             replace: take the name over from an installed or registered plugin.
-
-        Returns:
-            ``obj`` unchanged.
 
         Raises:
             PluginConflictError: the name is taken and ``replace`` is false.
@@ -173,7 +166,7 @@ class Registry(Generic[T]):
             # A module that both registers a plugin and announces it states one fact twice.
             if any(claim.value == entry.location for claim in claims):
                 return obj
-            other = inprocess.entries(self.group).get(name)
+            other = inprocess.find(self.group, name)
             if other is not None and other.obj is obj:
                 return obj
             taken = [f"{claim} provides it" for claim in claims]
@@ -192,9 +185,8 @@ class Registry(Generic[T]):
         Raises:
             PluginNotFoundError: no such plugin is registered in-process.
         """
-        mine = inprocess.entries(self.group)
-        if name not in mine:
-            listed = ", ".join(sorted(mine)) or "none"
+        if inprocess.find(self.group, name) is None:
+            listed = ", ".join(each.name for each in inprocess.entries() if each.group == self.group) or "none"
             raise PluginNotFoundError(f"{name!r} is not registered in-process in {self.group} (registered: {listed})")
         inprocess.put(self.group, name, None)
 
@@ -215,12 +207,10 @@ class Registry(Generic[T]):
             yield
 
     def _candidates(self, name: str) -> tuple[PluginInfo, ...]:
-        entry = inprocess.entries(self.group).get(name)
+        entry = inprocess.find(self.group, name)
         if entry is None:
             return find_claims(self.group, name)
-        if entry.obj is inprocess.HIDDEN:
-            return ()
-        return (PluginInfo(self.group, name, entry.location),)
+        return () if entry.is_hidden else (PluginInfo(self.group, name, entry.location),)
 
     def _make_entry(self, name: object, obj: object) -> inprocess.Entry:
         if not isinstance(name, str) or not name or ":" in name:

@@ -8,196 +8,105 @@ gpg, the estimator and the loss; they are in :mod:`rollcast_algorithms.advantage
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollcast import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast_algorithms.advantages import (
-        gae,
-        gdpo,
-        grpo,
-        grpo_passk,
-        opo,
-        optimal_token_baseline,
-        reinforce_plus_plus,
-        reinforce_plus_plus_baseline,
-        remax,
-        rloo,
-        tir_optimal_token_baseline,
-    )
-    from rollcast_algorithms.aggregation import (
-        seq_mean_token_mean,
-        seq_mean_token_sum,
-        seq_mean_token_sum_norm,
-        token_mean,
-        token_sum,
-    )
-    from rollcast_algorithms.kl import (
-        absolute,
-        absolute_plus,
-        k1,
-        k1_plus,
-        k2,
-        k2_plus,
-        k3,
-        k3_plus,
-    )
-    from rollcast_algorithms.kl_controllers import (
-        AdaptiveKlController,
-        FixedKlController,
-    )
-    from rollcast_algorithms.losses import (
-        PpoLoss,
-        SftLoss,
-        make_ppo_loss,
-    )
-    from rollcast_algorithms.policy_losses import (
-        cispo,
-        clip_cov,
-        dppo_kl,
-        dppo_tv,
-        dro,
-        geo_mean,
-        gspo,
-        kl_cov,
-        sapo,
-        topr,
-        vanilla,
-    )
-    from rollcast_algorithms.rollout_correction import (
-        RolloutCorrection,
-        correct_rollout,
-        may_bypass,
-        measure_gap,
-    )
-    from rollcast_algorithms.schemas import (
-        AlgorithmConfig,
-        RolloutCorrectionConfig,
-    )
-    from rollcast_algorithms.value_loss import (
-        ValueLoss,
-        clipped_value_loss,
-    )
-    from rollcast_algorithms.vocabulary import (
-        entropy,
-        full,
-        sum_pi_squared,
-    )
+    from rollcast_algorithms.advantages import gae as gae
+    from rollcast_algorithms.advantages import gdpo as gdpo
+    from rollcast_algorithms.advantages import grpo as grpo
+    from rollcast_algorithms.advantages import grpo_passk as grpo_passk
+    from rollcast_algorithms.advantages import opo as opo
+    from rollcast_algorithms.advantages import optimal_token_baseline as optimal_token_baseline
+    from rollcast_algorithms.advantages import reinforce_plus_plus as reinforce_plus_plus
+    from rollcast_algorithms.advantages import reinforce_plus_plus_baseline as reinforce_plus_plus_baseline
+    from rollcast_algorithms.advantages import remax as remax
+    from rollcast_algorithms.advantages import rloo as rloo
+    from rollcast_algorithms.advantages import tir_optimal_token_baseline as tir_optimal_token_baseline
+    from rollcast_algorithms.aggregation import seq_mean_token_mean as seq_mean_token_mean
+    from rollcast_algorithms.aggregation import seq_mean_token_sum as seq_mean_token_sum
+    from rollcast_algorithms.aggregation import seq_mean_token_sum_norm as seq_mean_token_sum_norm
+    from rollcast_algorithms.aggregation import token_mean as token_mean
+    from rollcast_algorithms.aggregation import token_sum as token_sum
+    from rollcast_algorithms.kl import absolute as absolute
+    from rollcast_algorithms.kl import absolute_plus as absolute_plus
+    from rollcast_algorithms.kl import k1 as k1
+    from rollcast_algorithms.kl import k1_plus as k1_plus
+    from rollcast_algorithms.kl import k2 as k2
+    from rollcast_algorithms.kl import k2_plus as k2_plus
+    from rollcast_algorithms.kl import k3 as k3
+    from rollcast_algorithms.kl import k3_plus as k3_plus
+    from rollcast_algorithms.kl_controllers import AdaptiveKlController as AdaptiveKlController
+    from rollcast_algorithms.kl_controllers import FixedKlController as FixedKlController
+    from rollcast_algorithms.losses import PpoLoss as PpoLoss
+    from rollcast_algorithms.losses import SftLoss as SftLoss
+    from rollcast_algorithms.losses import make_ppo_loss as make_ppo_loss
+    from rollcast_algorithms.policy_losses import cispo as cispo
+    from rollcast_algorithms.policy_losses import clip_cov as clip_cov
+    from rollcast_algorithms.policy_losses import dppo_kl as dppo_kl
+    from rollcast_algorithms.policy_losses import dppo_tv as dppo_tv
+    from rollcast_algorithms.policy_losses import dro as dro
+    from rollcast_algorithms.policy_losses import geo_mean as geo_mean
+    from rollcast_algorithms.policy_losses import gspo as gspo
+    from rollcast_algorithms.policy_losses import kl_cov as kl_cov
+    from rollcast_algorithms.policy_losses import sapo as sapo
+    from rollcast_algorithms.policy_losses import topr as topr
+    from rollcast_algorithms.policy_losses import vanilla as vanilla
+    from rollcast_algorithms.rollout_correction import RolloutCorrection as RolloutCorrection
+    from rollcast_algorithms.rollout_correction import correct_rollout as correct_rollout
+    from rollcast_algorithms.rollout_correction import may_bypass as may_bypass
+    from rollcast_algorithms.rollout_correction import measure_gap as measure_gap
+    from rollcast_algorithms.schemas import AlgorithmConfig as AlgorithmConfig
+    from rollcast_algorithms.schemas import RolloutCorrectionConfig as RolloutCorrectionConfig
+    from rollcast_algorithms.value_loss import ValueLoss as ValueLoss
+    from rollcast_algorithms.value_loss import clipped_value_loss as clipped_value_loss
+    from rollcast_algorithms.vocabulary import entropy as entropy
+    from rollcast_algorithms.vocabulary import full as full
+    from rollcast_algorithms.vocabulary import sum_pi_squared as sum_pi_squared
 
-_EXPORTS = {
-    "AdaptiveKlController": "rollcast_algorithms.kl_controllers",
-    "AlgorithmConfig": "rollcast_algorithms.schemas",
-    "FixedKlController": "rollcast_algorithms.kl_controllers",
-    "PpoLoss": "rollcast_algorithms.losses",
-    "RolloutCorrection": "rollcast_algorithms.rollout_correction",
-    "RolloutCorrectionConfig": "rollcast_algorithms.schemas",
-    "SftLoss": "rollcast_algorithms.losses",
-    "ValueLoss": "rollcast_algorithms.value_loss",
-    "absolute": "rollcast_algorithms.kl",
-    "absolute_plus": "rollcast_algorithms.kl",
-    "cispo": "rollcast_algorithms.policy_losses",
-    "clip_cov": "rollcast_algorithms.policy_losses",
-    "clipped_value_loss": "rollcast_algorithms.value_loss",
-    "correct_rollout": "rollcast_algorithms.rollout_correction",
-    "dppo_kl": "rollcast_algorithms.policy_losses",
-    "dppo_tv": "rollcast_algorithms.policy_losses",
-    "dro": "rollcast_algorithms.policy_losses",
-    "entropy": "rollcast_algorithms.vocabulary",
-    "full": "rollcast_algorithms.vocabulary",
-    "gae": "rollcast_algorithms.advantages",
-    "gdpo": "rollcast_algorithms.advantages",
-    "geo_mean": "rollcast_algorithms.policy_losses",
-    "grpo": "rollcast_algorithms.advantages",
-    "grpo_passk": "rollcast_algorithms.advantages",
-    "gspo": "rollcast_algorithms.policy_losses",
-    "k1": "rollcast_algorithms.kl",
-    "k1_plus": "rollcast_algorithms.kl",
-    "k2": "rollcast_algorithms.kl",
-    "k2_plus": "rollcast_algorithms.kl",
-    "k3": "rollcast_algorithms.kl",
-    "k3_plus": "rollcast_algorithms.kl",
-    "kl_cov": "rollcast_algorithms.policy_losses",
-    "make_ppo_loss": "rollcast_algorithms.losses",
-    "may_bypass": "rollcast_algorithms.rollout_correction",
-    "measure_gap": "rollcast_algorithms.rollout_correction",
-    "opo": "rollcast_algorithms.advantages",
-    "optimal_token_baseline": "rollcast_algorithms.advantages",
-    "reinforce_plus_plus": "rollcast_algorithms.advantages",
-    "reinforce_plus_plus_baseline": "rollcast_algorithms.advantages",
-    "remax": "rollcast_algorithms.advantages",
-    "rloo": "rollcast_algorithms.advantages",
-    "sapo": "rollcast_algorithms.policy_losses",
-    "seq_mean_token_mean": "rollcast_algorithms.aggregation",
-    "seq_mean_token_sum": "rollcast_algorithms.aggregation",
-    "seq_mean_token_sum_norm": "rollcast_algorithms.aggregation",
-    "sum_pi_squared": "rollcast_algorithms.vocabulary",
-    "tir_optimal_token_baseline": "rollcast_algorithms.advantages",
-    "token_mean": "rollcast_algorithms.aggregation",
-    "token_sum": "rollcast_algorithms.aggregation",
-    "topr": "rollcast_algorithms.policy_losses",
-    "vanilla": "rollcast_algorithms.policy_losses",
-}
-
-__all__ = [
-    "AdaptiveKlController",
-    "AlgorithmConfig",
-    "FixedKlController",
-    "PpoLoss",
-    "RolloutCorrection",
-    "RolloutCorrectionConfig",
-    "SftLoss",
-    "ValueLoss",
-    "absolute",
-    "absolute_plus",
-    "cispo",
-    "clip_cov",
-    "clipped_value_loss",
-    "correct_rollout",
-    "dppo_kl",
-    "dppo_tv",
-    "dro",
-    "entropy",
-    "full",
-    "gae",
-    "gdpo",
-    "geo_mean",
-    "grpo",
-    "grpo_passk",
-    "gspo",
-    "k1",
-    "k1_plus",
-    "k2",
-    "k2_plus",
-    "k3",
-    "k3_plus",
-    "kl_cov",
-    "make_ppo_loss",
-    "may_bypass",
-    "measure_gap",
-    "opo",
-    "optimal_token_baseline",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "rloo",
-    "sapo",
-    "seq_mean_token_mean",
-    "seq_mean_token_sum",
-    "seq_mean_token_sum_norm",
-    "sum_pi_squared",
-    "tir_optimal_token_baseline",
-    "token_mean",
-    "token_sum",
-    "topr",
-    "vanilla",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "advantages": [
+            "gae",
+            "gdpo",
+            "grpo",
+            "grpo_passk",
+            "opo",
+            "optimal_token_baseline",
+            "reinforce_plus_plus",
+            "reinforce_plus_plus_baseline",
+            "remax",
+            "rloo",
+            "tir_optimal_token_baseline",
+        ],
+        "aggregation": [
+            "seq_mean_token_mean",
+            "seq_mean_token_sum",
+            "seq_mean_token_sum_norm",
+            "token_mean",
+            "token_sum",
+        ],
+        "kl": ["absolute", "absolute_plus", "k1", "k1_plus", "k2", "k2_plus", "k3", "k3_plus"],
+        "kl_controllers": ["AdaptiveKlController", "FixedKlController"],
+        "losses": ["PpoLoss", "SftLoss", "make_ppo_loss"],
+        "policy_losses": [
+            "cispo",
+            "clip_cov",
+            "dppo_kl",
+            "dppo_tv",
+            "dro",
+            "geo_mean",
+            "gspo",
+            "kl_cov",
+            "sapo",
+            "topr",
+            "vanilla",
+        ],
+        "rollout_correction": ["RolloutCorrection", "correct_rollout", "may_bypass", "measure_gap"],
+        "schemas": ["AlgorithmConfig", "RolloutCorrectionConfig"],
+        "value_loss": ["ValueLoss", "clipped_value_loss"],
+        "vocabulary": ["entropy", "full", "sum_pi_squared"],
+    },
+)

@@ -2,30 +2,26 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollcast import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast_trainer.ppo import PpoTrainer, StepState
-    from rollcast_trainer.roles import Role
-    from rollcast_trainer.sft import SftTrainer
-    from rollcast_trainer.task_runner import TaskRunner
-    from rollcast_trainer.workers import ActorRolloutRefWorker, TrainingWorker
+    from rollcast_trainer.ppo import PpoTrainer as PpoTrainer
+    from rollcast_trainer.ppo import StepState as StepState
+    from rollcast_trainer.roles import Role as Role
+    from rollcast_trainer.sft import SftTrainer as SftTrainer
+    from rollcast_trainer.task_runner import TaskRunner as TaskRunner
+    from rollcast_trainer.workers import ActorRolloutRefWorker as ActorRolloutRefWorker
+    from rollcast_trainer.workers import TrainingWorker as TrainingWorker
 
-__all__ = ["ActorRolloutRefWorker", "PpoTrainer", "Role", "SftTrainer", "StepState", "TaskRunner", "TrainingWorker"]
-
-_EXPORTS = {
-    "ActorRolloutRefWorker": "workers",
-    "PpoTrainer": "ppo",
-    "Role": "roles",
-    "SftTrainer": "sft",
-    "StepState": "ppo",
-    "TaskRunner": "task_runner",
-    "TrainingWorker": "workers",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name in _EXPORTS:
-        return getattr(importlib.import_module(f"rollcast_trainer.{_EXPORTS[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "ppo": ["PpoTrainer", "StepState"],
+        "roles": ["Role"],
+        "sft": ["SftTrainer"],
+        "task_runner": ["TaskRunner"],
+        "workers": ["ActorRolloutRefWorker", "TrainingWorker"],
+    },
+)
