@@ -85,7 +85,7 @@ class Entry:
             return _Pickled(pickler.dumps(self.obj), self.location)
         except Exception as cause:  # __reduce__ is the plugin's own code and may raise anything
             raise PluginError(
-                f"plugin {self.name!r} of {self.group} is registered in-process and cannot be sent to workers: {cause!r}\n"
+                f"plugin {self.name!r} of {self.group} cannot be sent to workers: {cause!r}\n"
                 "Put it in an importable module, or behind an entry point of an installed distribution."
             ) from cause
 

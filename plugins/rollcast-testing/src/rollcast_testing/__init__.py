@@ -1,6 +1,6 @@
-"""Conformance suites for authors of parts; they need the extra ``rollcast[testing]``.
+"""Conformance suites for authors of plugins; they need the extra ``rollcast[testing]``.
 
-A suite is a class of pytest tests. Derive from it in a test module, say which part is meant, and
+A suite is a class of pytest tests. Derive from it in a test module, name the plugin, and
 pytest finds the tests it inherits::
 
     from rollcast_testing import AdvantageSuite
@@ -11,46 +11,29 @@ pytest finds the tests it inherits::
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from rollcast import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast_testing.advantage import AdvantageSuite
-    from rollcast_testing.dispatch import DispatchSuite
-    from rollcast_testing.engine import EngineSuite
-    from rollcast_testing.engine_ranks import Layout
-    from rollcast_testing.policy_loss import PolicyLossSuite
-    from rollcast_testing.reward import RewardManagerSuite, RewardSuite
-    from rollcast_testing.rollout import RolloutSuite
+    from rollcast_testing.advantage import AdvantageSuite as AdvantageSuite
+    from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
+    from rollcast_testing.engine import EngineSuite as EngineSuite
+    from rollcast_testing.engine_ranks import Layout as Layout
+    from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
+    from rollcast_testing.reward import RewardManagerSuite as RewardManagerSuite
+    from rollcast_testing.reward import RewardSuite as RewardSuite
+    from rollcast_testing.rollout import RolloutSuite as RolloutSuite
 
-_EXPORTS = {
-    "AdvantageSuite": "rollcast_testing.advantage",
-    "DispatchSuite": "rollcast_testing.dispatch",
-    "EngineSuite": "rollcast_testing.engine",
-    "Layout": "rollcast_testing.engine_ranks",
-    "PolicyLossSuite": "rollcast_testing.policy_loss",
-    "RewardManagerSuite": "rollcast_testing.reward",
-    "RewardSuite": "rollcast_testing.reward",
-    "RolloutSuite": "rollcast_testing.rollout",
-}
-
-__all__ = [
-    "AdvantageSuite",
-    "DispatchSuite",
-    "EngineSuite",
-    "Layout",
-    "PolicyLossSuite",
-    "RewardManagerSuite",
-    "RewardSuite",
-    "RolloutSuite",
-]
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _EXPORTS:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_EXPORTS[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy_exports(
+    __name__,
+    {
+        "advantage": ["AdvantageSuite"],
+        "dispatch": ["DispatchSuite"],
+        "engine": ["EngineSuite"],
+        "engine_ranks": ["Layout"],
+        "policy_loss": ["PolicyLossSuite"],
+        "reward": ["RewardManagerSuite", "RewardSuite"],
+        "rollout": ["RolloutSuite"],
+    },
+)
