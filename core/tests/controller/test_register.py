@@ -114,9 +114,9 @@ def test_modes_that_do_not_go_together_are_refused_at_definition(dispatch, execu
 
 
 def test_unknown_names_are_refused_at_definition() -> None:
-    with pytest.raises(PluginNotFoundError, match=r"(?s)no part 'one_to_al'.*Did you mean 'one_to_all'"):
+    with pytest.raises(PluginNotFoundError, match=r"(?s)no plugin 'one_to_al'.*Did you mean 'one_to_all'"):
         register(dispatch_mode="one_to_al")
-    with pytest.raises(PluginNotFoundError, match="no part 'rank_one'"):
+    with pytest.raises(PluginNotFoundError, match="no plugin 'rank_one'"):
         register(execute_mode="rank_one")
     with pytest.raises(DispatchError, match=r"must be Dispatch\.NAME.* got 3; registered: all_to_all"):
         register(dispatch_mode=3)
