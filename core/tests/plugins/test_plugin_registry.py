@@ -93,6 +93,10 @@ def test_not_found_says_what_was_asked_by_whom_and_what_exists(make_dist, parts)
     with pytest.raises(PluginNotFoundError, match=r"asked for by: my\.key"):
         parts.get("alpa", requested_by="my.key")
     assert isinstance(caught.value, LookupError)
+    for odd in (None, 3, ["alpha"]):
+        assert odd not in parts
+        with pytest.raises(PluginNotFoundError, match="no plugin"):
+            parts.get(odd)  # type: ignore[arg-type]
 
 
 def test_not_found_says_which_first_party_distribution_would_help(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 CORE_DISTRIBUTION = "rollcast"
 
 _log = logging.getLogger("rollcast.plugins")
-_VALUE = re.compile(r"^(?P<module>\w+(\.\w+)*)\s*(:\s*(?P<attr>\w+(\.\w+)*)\s*)?(\[.*\]\s*)?$")
+_VALUE = re.compile(r"^(?P<module>\w+(\.\w+)*)\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*)?$")
 
 
 @dataclass(frozen=True)
@@ -55,12 +55,6 @@ class PluginInfo:
         """Module of ``value``; empty if ``value`` is malformed."""
         match = _VALUE.match(self.value)
         return match["module"] if match else ""
-
-    @property
-    def attr(self) -> str:
-        """Attribute of ``value``; empty if ``value`` names a module or is malformed."""
-        match = _VALUE.match(self.value)
-        return (match["attr"] or "") if match else ""
 
     @property
     def owner(self) -> str:

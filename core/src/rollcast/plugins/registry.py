@@ -6,17 +6,16 @@ import contextlib
 import difflib
 import sys
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any, Generic, TypeVar, cast, overload
 
 from rollcast.errors import PluginConflictError, PluginNotFoundError, PluginTypeError
 from rollcast.plugins import inprocess
 from rollcast.plugins.checks import Check
 from rollcast.plugins.discovery import (
-    CORE_DISTRIBUTION,
     PluginInfo,
     describe_groups,
     find_claims,
-    find_core_version,
     find_known,
     find_plugins,
     join_lines,
@@ -88,7 +87,7 @@ class Registry(Generic[T]):
         return tuple(sorted(name for name, is_there in found.items() if is_there))
 
     def __contains__(self, name: object) -> bool:
-        return isinstance(name, str) and bool(self._candidates(name))
+        return bool(self._candidates(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.names())
@@ -206,7 +205,9 @@ class Registry(Generic[T]):
         with inprocess.scoped(inprocess.Entry(self.group, name, inprocess.HIDDEN)):
             yield
 
-    def _candidates(self, name: str) -> tuple[PluginInfo, ...]:
+    def _candidates(self, name: object) -> tuple[PluginInfo, ...]:
+        if not isinstance(name, str):
+            return ()
         entry = inprocess.find(self.group, name)
         if entry is None:
             return find_claims(self.group, name)
@@ -243,8 +244,6 @@ class Registry(Generic[T]):
                 wanted = near
         if wanted in known and wanted not in names:
             lines.append(f"Try: pip install {known[wanted]}")
-            if known[wanted] == CORE_DISTRIBUTION and find_core_version() is None:
-                lines.append("(rollcast runs from a source tree that is not installed.)")
         return join_lines(*lines)
 
 
@@ -280,12 +279,7 @@ def explain_conflict(claims: tuple[PluginInfo, ...]) -> str:
 
 def _find_caller() -> str:
     """Return the module that creates a registry; ``Registry[T](…)`` goes through ``typing``."""
-    depth = 1
-    while True:
-        try:
-            module = sys._getframe(depth).f_globals.get("__name__", "?")
-        except ValueError:
-            return "?"
-        if module not in (__name__, "typing"):
-            return str(module)
-        depth += 1
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "?") in (__name__, "typing"):
+        frame = frame.f_back
+    return "?" if frame is None else str(frame.f_globals.get("__name__", "?"))
