@@ -22,7 +22,7 @@ import difflib
 import inspect
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import pluggy
@@ -53,6 +53,16 @@ def on_configure(config: Config) -> None:
 
     Args:
         config: the whole configuration, read-only.
+    """
+
+
+@hookspec
+def on_start_workers(workers: MutableMapping[Any, Any], runtime: str) -> None:
+    """The worker classes of a run are chosen, and start next.
+
+    Args:
+        workers: role to ``ClassWithInitArgs``; a listener may replace a class by one with further options.
+        runtime: name of the runtime that starts the processes.
     """
 
 

@@ -1,10 +1,9 @@
-"""A run that trains a LoRA adapter: what follows from it for the rollout, and its size."""
+"""LoRA adapters: the rank that a run trains, and the rollout keys that follow from it."""
 
 from __future__ import annotations
 
 import json
 import logging
-import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,7 @@ from rollcast.errors import ConfigError
 if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelConfig
 
-__all__ = ["adapter_rank", "count_adapter", "take_adapters"]
+__all__ = ["adapter_rank", "read_adapter_config", "take_adapters"]
 
 logger = logging.getLogger(__name__)
 #: Engines have kernels for powers of two from here on.
@@ -28,11 +27,16 @@ def adapter_rank(model: ModelConfig) -> int:
     """
     if model.lora_adapter_path is None:
         return model.lora_rank
-    config = _read_config(model.lora_adapter_path)
+    config = read_adapter_config(model.lora_adapter_path)
     return int(config["r"])
 
 
-def _read_config(folder: str) -> dict[str, Any]:
+def read_adapter_config(folder: str) -> dict[str, Any]:
+    """Return ``r`` and ``target_modules`` of the adapter in ``folder``.
+
+    Raises:
+        ConfigError: the folder holds no adapter.
+    """
     file = Path(folder) / "adapter_config.json"
     try:
         config = dict(json.loads(file.read_text(encoding="utf-8")))
@@ -57,40 +61,3 @@ def take_adapters(rollout: Any, model: ModelConfig) -> None:
     if not rollout.enable_lora or rollout.max_lora_rank < needed:
         rollout.enable_lora, rollout.max_lora_rank = True, max(rollout.max_lora_rank, needed)
         logger.info("model.lora_rank=%d sets rollout.enable_lora=true, max_lora_rank=%d", rank, rollout.max_lora_rank)
-
-
-def count_adapter(model: ModelConfig) -> int:
-    """Numbers in the adapter that ``model`` trains, from the folder's config; 0 if it trains none.
-
-    Raises:
-        ConfigError: ``model.lora_adapter_path`` holds no adapter, or no linear layer is chosen.
-    """
-    if not model.trains_adapter:
-        return 0
-    import torch
-    import transformers
-    from torch import nn
-
-    targets = model.target_modules
-    if model.lora_adapter_path is not None:
-        targets = _read_config(model.lora_adapter_path)["target_modules"]
-    config = transformers.AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
-    auto: Any = transformers.AutoModelForCausalLM
-    with torch.device("meta"):
-        module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
-    head = module.get_output_embeddings()
-    sizes = [
-        part.in_features + part.out_features
-        for name, part in module.named_modules()
-        if isinstance(part, nn.Linear) and part is not head and _is_target(name, targets)
-    ]
-    if not sizes:
-        raise ConfigError(f"model.target_modules={targets} names no linear layer of the model in {model.path}")
-    return adapter_rank(model) * sum(sizes)
-
-
-def _is_target(name: str, targets: Any) -> bool:
-    """As PEFT chooses: by regular expression, or by the end of the name."""
-    if isinstance(targets, str):
-        return targets.lower() == "all-linear" or re.fullmatch(targets, name) is not None
-    return any(name == target or name.endswith(f".{target}") for target in targets)

@@ -24,8 +24,8 @@ from rollcast_serving.generation import trim_responses
 from rollcast_trainer.balancing import row_lengths, spread_rows
 from rollcast_trainer.batching import plan_update
 from rollcast_trainer.heap import frozen_heap
+from rollcast_trainer.metering import Meter
 from rollcast_trainer.parallel import ParallelSizes
-from rollcast_trainer.profiling.meter import StepMeter
 from rollcast_trainer.rewarding import RewardScorer, Scored, summarize
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
@@ -76,7 +76,7 @@ class LoopTrainer(BaseTrainer):
         groups: the workers by role; ``group`` is the actor's. Set by :meth:`setup`.
         sampler: what generates with the actor's weights; set by :meth:`setup`.
         saver: what writes the checkpoints; set by :meth:`setup`.
-        meter: what a step's passes cost; set by :meth:`setup`.
+        meter: counts what a step's passes cost; a hook may set another in ``on_fit_start``.
 
     Args:
         task: the run, not yet entered; what is wrong with its config is refused here.
@@ -93,7 +93,7 @@ class LoopTrainer(BaseTrainer):
     groups: dict[Role, WorkerGroup]
     sampler: Sampler
     saver: CheckpointSaver
-    meter: StepMeter
+    meter: Meter
     group: WorkerGroup
 
     def __init__(self, task: TaskRunner) -> None:
@@ -103,6 +103,7 @@ class LoopTrainer(BaseTrainer):
         self.best_accuracy = float("-inf")
         self.metrics: dict[str, float] = {}
         self._latest: dict[str, float] = {}
+        self.meter = Meter()
         self._seeds = RowSeeds(task.trainer.seed)
         task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
@@ -178,7 +179,6 @@ class LoopTrainer(BaseTrainer):
         self.groups = self.start_workers()
         self.group = next(iter(self.groups.values()))
         self.sampler = task.start_sampler(self.groups)
-        self.meter = StepMeter(self.groups, self.model_paths(), task.model.trust_remote_code)
         trained = [group for role, group in self.groups.items() if role.trains]
         self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce)
         if task.start_step:

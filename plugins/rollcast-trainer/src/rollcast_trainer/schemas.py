@@ -18,7 +18,6 @@ __all__ = [
     "RefEngineConfig",
     "RewardModelConfig",
     "RewardModelPathConfig",
-    "SampleConfig",
     "SftTrainerConfig",
     "TrainerConfig",
 ]
@@ -301,27 +300,6 @@ class SftTrainerConfig(TrainerConfig):
 
     name: str = "sft"
     stop_at_accuracy: float | None = None
-
-
-@dataclass
-class SampleConfig:
-    """What ``rollcast generate`` and ``rollcast eval`` read beside the sections of a run.
-
-    Attributes:
-        seed: of the samples; each prompt's do not depend on the others.
-        chunk_size: prompts between two writes of the output.
-    """
-
-    seed: int = 0
-    chunk_size: int = 256
-
-    def check(self) -> None:
-        """Refuse values that mean nothing.
-
-        Raises:
-            ConfigError: names the key and what it must be.
-        """
-        _at_least_one("sample.chunk_size", self.chunk_size)
 
 
 def _at_least_one(key: str, value: int | None) -> None:

@@ -42,8 +42,6 @@ from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.adapters import take_adapters
 from rollcast_trainer.negotiation import Choice, check_choice, check_places
 from rollcast_trainer.placing import build_pools
-from rollcast_trainer.profiling.memory_watch import stop_watch
-from rollcast_trainer.profiling.stepper import StepProfiler, find_step_profiler
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
@@ -107,12 +105,12 @@ class TaskRunner:
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
         self.start_step = 0
-        self._profiler: StepProfiler | None = find_step_profiler(config, self.run_dir)
-        self.hooks: PluginManager = build_hook_manager([] if self._profiler is None else [self._profiler])
+        self.hooks: PluginManager = build_hook_manager()
         self._runtime: Runtime | None = None
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.emit("on_configure", config=config)
 
     def _choice(self) -> Choice:
         rollout = self.rollout
@@ -138,7 +136,6 @@ class TaskRunner:
     # -- start and stop -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.hooks.hook.on_configure(config=self.config)
         self.start_step = prepare_run_dir(self.run_dir, self.plain, self.trainer.resume_mode)
         write_config(self.run_dir, OmegaConf.to_yaml(self.config))
         preprocess_data(self.data, self.trainer.seed)
@@ -152,7 +149,6 @@ class TaskRunner:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
             stack.callback(self._trackers.close)
-            stack.callback(stop_watch)  # on the runtime local the workers were watched in this process
             for scorer in self._scorers:
                 stack.callback(scorer.close)
             for sampler in self._samplers:
@@ -287,9 +283,9 @@ class TaskRunner:
         """
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
-        if self._profiler is not None:
-            workers = self._profiler.equip(workers, self.runtime_config.name)
-        everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(workers.items())
+        chosen = dict(workers)
+        self.emit("on_start_workers", workers=chosen, runtime=self.runtime_config.name)
+        everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
         if self.uses_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
             everyone[Role.ROLLOUT] = replica

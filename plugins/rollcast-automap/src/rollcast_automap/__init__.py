@@ -1,0 +1,1 @@
+"""The memory model and the plan of a run."""

@@ -1,0 +1,67 @@
+"""``rollcast plan``: what a run is going to be, before anything is started."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollcast.cli.options import ConfigDir, Overrides
+from rollcast.cli.output import print_lines
+
+if TYPE_CHECKING:
+    from rollcast_automap.plan import Plan
+
+__all__ = ["app", "plan"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def plan(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object: section to key to value, and notes.")] = False,
+    skip_data: Annotated[
+        bool, typer.Option("--skip-data", help="Do not read the data files for the number of their rows.")
+    ] = False,
+    device_memory: Annotated[
+        float | None,
+        typer.Option("--device-memory", min=1.0, metavar="GIB", help="Memory of each device: does the run fit?"),
+    ] = None,
+) -> None:
+    """Show the batch algebra, length, roles and memory of a run, without starting it.
+
+    Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
+    """
+    from rollcast.cli.train import check_trainer
+    from rollcast.config import compose
+    from rollcast.config.parts import load_parts
+    from rollcast.contracts.trainer import trainers
+    from rollcast.errors import ConfigError
+    from rollcast_automap.plan import plan_run
+    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.task_runner import TaskRunner
+
+    composed = compose(overrides or (), config_dir)
+    check_trainer(composed, config_dir)
+    load_parts(composed.config, composed.origins)
+    name = composed.config.trainer.name
+    trainer_class = trainers.get(name)
+    if not issubclass(trainer_class, LoopTrainer):
+        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so there is nothing to plan it by")
+    trainer = trainer_class(TaskRunner(composed.config, trainer_class.schema))
+    device_bytes = None if device_memory is None else int(device_memory * 2**30)
+    found = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
+    if as_json:
+        typer.echo(json.dumps(found.as_dict(), indent=2))
+    else:
+        print_lines(*_render(found))
+
+
+def _render(found: Plan) -> list[str]:
+    lines: list[str] = []
+    for title, facts in found.sections.items():
+        lines += [title.capitalize(), *(f"  {fact.text}" for fact in facts if fact.text)]
+    return [*lines, *(["Notes", *(f"  {note}" for note in found.notes)] if found.notes else [])]

@@ -1,0 +1,259 @@
+"""What a run is going to be, from its configuration: nothing is started, loaded or written."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.algorithm import advantage_needs, advantages
+from rollcast.errors import ConfigError
+from rollcast_automap.memory_facts import largest_pass, placed_roles, plan_memory
+from rollcast_automap.splits import check_engine
+from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.parallel import data_parallel_size, pass_tokens
+
+__all__ = ["Fact", "Plan", "plan_run"]
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One line of a plan.
+
+    Attributes:
+        key: its name in JSON; empty for what only people are told.
+        value: the number or text; None where it is not known.
+        text: what people are told, the number included; empty for what is only in JSON.
+    """
+
+    key: str
+    value: Any
+    text: str
+
+
+@dataclass
+class Plan:
+    """The sections of a plan by title, and what else is worth knowing."""
+
+    sections: dict[str, list[Fact]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """For JSON: section → key → value, and ``notes``."""
+        values = {title: {fact.key: fact.value for fact in facts if fact.key} for title, facts in self.sections.items()}
+        return {**values, "notes": self.notes}
+
+
+def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | None = None) -> Plan:
+    """The batch algebra, length, roles and memory of a run.
+
+    Args:
+        trainer: built, not started; so its sizes and parts are checked already.
+        read_data: read the data files, where they exist, for the number of their rows.
+        device_bytes: memory of each device, which the run is then held against.
+
+    Raises:
+        ConfigError, DataError: the model folder or the data cannot be used, or the engine refuses its keys.
+    """
+    check_engine(trainer)
+    plan = Plan()
+    algebra = find_algebra(trainer)
+    plan.sections["batch"] = _batch(trainer, algebra, plan.notes)
+    plan.sections["run"] = _run(trainer, algebra, read_data, plan.notes)
+    plan.sections["roles"] = _roles(trainer)
+    plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes, device_bytes)]
+    _note_generation(trainer, plan.notes)
+    warm_start = trainer.task.trainer.warm_start
+    if warm_start is not None:
+        plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
+    if getattr(trainer.task.trainer, "stop_at_accuracy", None) is not None:
+        plan.notes.append("trainer.stop_at_accuracy may end the run before its last step")
+    return plan
+
+
+def find_algebra(trainer: LoopTrainer) -> BatchAlgebra:
+    """The trainer's own, or that of one optimizer step a batch."""
+    own = getattr(trainer, "algebra", None)
+    if isinstance(own, BatchAlgebra):
+        return own
+    task, rows = trainer.task, trainer.task.data.train_batch_size
+    tokens = pass_tokens(task.actor, task.engine)
+    ranks = data_parallel_size(task.engine, task.world_size)
+    return BatchAlgebra(rows, 1, rows, 1, ranks, task.actor.ppo_micro_batch_size_per_gpu, tokens)
+
+
+def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> list[Fact]:
+    data, ranks = trainer.task.data, algebra.dp_size
+    longest = data.max_prompt_length + data.max_response_length
+    mini_rows = algebra.mini_batch_prompts * algebra.samples
+    passes = -(-algebra.rows_per_rank // largest_pass(algebra, longest))
+    steps = algebra.mini_batches * algebra.epochs
+    _note_remainders(algebra, mini_rows, notes)
+    most = "at most " if algebra.micro_batch_tokens is not None else ""
+    critic: Any = trainer.critic if getattr(trainer, "uses_critic", False) else None  # type: ignore[attr-defined]
+    per_mini = f"{_count(mini_rows, 'row')} ({_count(algebra.mini_batch_prompts, 'prompt')})"
+    return [
+        Fact("prompts", algebra.prompts, f"{_count(algebra.prompts, 'prompt')} a step"),
+        Fact("samples", algebra.samples, f"{_count(algebra.samples, 'sample')} a prompt"),
+        Fact("rows", algebra.rows, f"{_count(algebra.rows, 'row')} a step"),
+        Fact("row_tokens", longest, f"{_count(longest, 'token')} a row at most"),
+        Fact("tokens", algebra.rows * longest, f"{_count(algebra.rows * longest, 'token')} a step at most"),
+        Fact("mini_batches", algebra.mini_batches, f"{_count(algebra.mini_batches, 'mini-batch')} of {per_mini}"),
+        Fact("epochs", algebra.epochs, f"{_count(algebra.epochs, 'pass')} over them"),
+        Fact("optimizer_steps", steps, f"{_count(steps, 'optimizer step')} a step"),
+        Fact("ranks", ranks, _count(ranks, "data-parallel rank")),
+        Fact("rows_per_rank", algebra.rows_per_rank, f"{_count(algebra.rows_per_rank, 'row')} of a mini-batch on each"),
+        Fact("micro_batches_per_rank", passes, f"{most}{_count(passes, 'micro-batch')} of a mini-batch on each"),
+        *_critic_facts(algebra, critic),
+    ]
+
+
+def _critic_facts(algebra: BatchAlgebra, critic: Any) -> list[Fact]:
+    if critic is None:
+        return []
+    prompts = critic.ppo_mini_batch_size or algebra.mini_batch_prompts
+    steps = max(algebra.prompts // prompts, 1) * critic.ppo_epochs
+    return [Fact("critic_optimizer_steps", steps, f"{_count(steps, 'optimizer step')} of the critic a step")]
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun if number == 1 else _plural(noun)}"
+
+
+def _plural(noun: str) -> str:
+    return f"{noun}{'es' if noun.endswith(('ch', 'ss')) else 's'}"
+
+
+def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) -> None:
+    filler = algebra.rows_per_rank * algebra.dp_size - mini_rows
+    if filler:
+        valid = [
+            size
+            for size in range(1, algebra.prompts + 1)
+            if algebra.prompts % size == 0 and size * algebra.samples % algebra.dp_size == 0
+        ]
+        near = nearest(algebra.mini_batch_prompts, valid)
+        better = f"nearest without: actor.ppo_mini_batch_size={near}" if near else "no mini-batch of this batch would"
+        over = f"{mini_rows} rows of a mini-batch do not divide over {algebra.dp_size} ranks"
+        notes.append(f"{over}: {_count(filler, 'row')} more to fill up; {better}")
+    rows = algebra.micro_batch_rows
+    if algebra.micro_batch_tokens is None and rows and algebra.rows_per_rank > rows and algebra.rows_per_rank % rows:
+        valid = [size for size in range(1, algebra.rows_per_rank + 1) if algebra.rows_per_rank % size == 0]
+        notes.append(
+            f"{algebra.rows_per_rank} rows on a rank do not divide into micro-batches of {rows}: the last is smaller; "
+            f"nearest that do: actor.ppo_micro_batch_size_per_gpu={nearest(rows, valid)}"
+        )
+
+
+def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
+    """What is generated beyond a step's rows."""
+    algorithm: Any = getattr(trainer, "algorithm", None)
+    if algorithm is None:
+        return
+    groups = algorithm.filter_groups
+    if groups.enable:
+        most = _count(groups.max_num_gen_batches, "batch")
+        notes.append(
+            f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
+            "are taken and answered for a step, so the data last for fewer steps"
+        )
+    if advantage_needs(advantages.get(algorithm.adv_estimator)).reward_baselines:
+        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
+
+
+def nearest(wanted: int, valid: Sequence[int]) -> str:
+    """The valid sizes next to ``wanted`` on both sides, as words; empty if there are none."""
+    below, above = [size for size in valid if size < wanted], [size for size in valid if size > wanted]
+    return " or ".join(str(size) for size in (*below[-1:], *above[:1]))
+
+
+# -- the length of the run ------------------------------------------------------------------------
+
+
+def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: list[str]) -> list[Fact]:
+    task, settings = trainer.task, trainer.task.trainer
+    batches, rows = _count_rows(trainer, read_data, notes)
+    steps = settings.total_steps
+    if steps is None and batches is not None:
+        steps = settings.steps(batches)
+    facts = [
+        _fact("train_batches_per_epoch", batches, "training batch", " an epoch"),
+        _fact("steps", steps, "training step"),
+        _fact("optimizer_steps", _times(steps, algebra.mini_batches * algebra.epochs), "optimizer step", " in all"),
+        _fact("rows", _times(steps, algebra.rows), "row", " in all"),
+    ]
+    validations: int | None = 0
+    if task.data.val_files:
+        before = int(settings.val_before_train)
+        validations = _add(_events(steps, settings.test_freq), before)
+    samples = task.rollout.val_kwargs.n
+    facts += [
+        _fact("validations", validations, "validation"),
+        _fact("validation_samples", _times(rows, samples), "validation sample", f" each time, {samples} a prompt"),
+    ]
+    checkpoints = _events(steps, settings.save_freq)
+    has_best = settings.keep_best_ckpt and bool(task.data.val_files) and settings.test_freq > 0
+    kept = checkpoints if settings.max_ckpt_to_keep < 0 else settings.max_ckpt_to_keep + has_best
+    if checkpoints is not None and kept is not None:
+        kept = min(kept, checkpoints)
+    return [
+        *facts,
+        _fact("checkpoints", checkpoints, "checkpoint"),
+        _fact("checkpoints_kept", kept, "kept checkpoint", " at most"),
+    ]
+
+
+def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tuple[int | None, int | None]:
+    """Training batches an epoch and validation prompts, each None if it is not known."""
+    data, task = trainer.task.data, trainer.task
+    if not data.train_files:
+        raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
+    unread = None if data.val_files else 0
+    if not read_data:
+        notes.append("the data files were not read")
+        return None, unread
+    files = [*data.train_files, *data.val_files]
+    if data.preprocess is not None and not all(Path(file).exists() for file in files):
+        notes.append(f"the rows are not known yet: data.preprocess={data.preprocess} writes them when the run starts")
+        return None, unread
+    if not Path(task.model.path).is_dir():
+        notes.append("the rows are not known: there is no tokenizer yet to measure them with")
+        return None, unread
+    validation = sum(len(batch) for batch in trainer.load_val_batches())
+    return task.train_batches().batches_per_epoch, validation
+
+
+def _events(steps: int | None, every: int) -> int | None:
+    """How often something happens every so many steps and at the end."""
+    if every < 0:
+        return 0
+    return None if steps is None else -(-steps // every)
+
+
+def _times(count: int | None, factor: int) -> int | None:
+    return None if count is None else count * factor
+
+
+def _add(count: int | None, more: int) -> int | None:
+    return None if count is None else count + more
+
+
+def _fact(key: str, value: int | None, noun: str, more: str = "") -> Fact:
+    return Fact(key, value, f"{_plural(noun)}: not known" if value is None else f"{_count(value, noun)}{more}")
+
+
+# -- who lives where ------------------------------------------------------------------------------
+
+
+def _roles(trainer: LoopTrainer) -> list[Fact]:
+    facts = []
+    for pool, roles in placed_roles(trainer).items():
+        counts = list(pool.process_on_nodes)
+        device = trainer.task.placement.device
+        value = {"processes_on_nodes": counts, "device": device, "roles": roles}
+        places = f"{_count(sum(counts), 'process')} on {_count(len(counts), 'node')}, device {device}"
+        text = f"{pool.name}: {', '.join(roles)} ({places})"
+        facts.append(Fact(pool.name, value, text))
+    return facts

@@ -1,0 +1,51 @@
+"""Whether a model can be split as the config wants it, before anything is started."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollcast.contracts.engine import EngineSetup
+from rollcast.controller.worker import WorkerContext
+from rollcast.errors import ConfigError
+from rollcast_automap.memory_model import ModelSize
+from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.parallel import ParallelSizes
+
+__all__ = ["check_engine", "check_split"]
+
+
+def check_engine(trainer: LoopTrainer) -> None:
+    """Refuse what the engine refuses on that many ranks; it is built for that, but not initialized.
+
+    Raises:
+        ConfigError: of the engine.
+    """
+    task, optim = trainer.task, trainer.task.actor.optim
+    # The trainer fills the schedule's length in when it has read the data.
+    steps = max(optim.total_training_steps, task.trainer.total_steps or -1)
+    known = replace(optim, total_training_steps=steps) if steps > 0 else None
+    context = WorkerContext(world_size=task.world_size)
+    task.engine_class(EngineSetup("language_model", task.model, task.engine, known, context))
+
+
+def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
+    """Refuse sizes that do not divide the model's heads or layers.
+
+    Raises:
+        ConfigError: names the key, the model's number, and sizes that would fit.
+    """
+    task, sizes = trainer.task, ParallelSizes.read(trainer.task.engine)
+    engine = task.engine.name
+    for key, value, number, what in (
+        ("actor.engine.tensor_model_parallel_size", sizes.tensor, size.heads, "attention heads"),
+        ("actor.engine.pipeline_model_parallel_size", sizes.pipeline, size.layers, "layers"),
+        ("actor.engine.ulysses_sequence_parallel_size", sizes.context, size.heads, "attention heads"),
+        ("rollout.tensor_model_parallel_size", task.rollout.tensor_model_parallel_size, size.heads, "attention heads"),
+    ):
+        if number % value:
+            fitting = ", ".join(str(each) for each in range(1, number + 1) if number % each == 0 and each <= 64)
+            whose = task.rollout.name if key.startswith("rollout") else engine
+            raise ConfigError(
+                f"{key} is {value}, but the model in {task.model.path} has {number} {what}, which {whose} cannot split "
+                f"into {value}; sizes that would fit: {fitting}"
+            )

@@ -1,0 +1,1 @@
+"""Samples of a model for a file of prompts, and their accuracy."""

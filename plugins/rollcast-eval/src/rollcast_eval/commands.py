@@ -1,0 +1,122 @@
+"""``rollcast generate`` and ``rollcast eval``: a model folder's samples, and how good they are."""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.cli.options import ConfigDir
+from rollcast.cli.output import build_console, hide_library_bars, print_lines
+
+if TYPE_CHECKING:
+    from rollcast_eval.job import SampleJob
+
+__all__ = ["eval_app", "evaluate", "generate", "generate_app"]
+
+logger = logging.getLogger(__name__)
+generate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+eval_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_METRIC = re.compile(r"val/(?:(?P<source>.+)/)?acc/(?P<name>(?P<kind>mean|best|maj)@(?P<k>\d+))(?:/mean)?")
+_TITLES = {"mean": "accuracy", "best": "pass@{k}", "maj": "maj@{k}"}
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDES", help="group=option or section.key=value, such as model.path=M rollout.n=8."),
+]
+
+
+@generate_app.command()
+def generate(
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with a column `prompt`.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL of samples; goes on where it ends.")],
+    overrides: Settings = None,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Write rollout.n samples for each prompt, from the model in model.path."""
+    job = _build(prompts, output, overrides, config_dir, scored=False)
+    with _progress(job) as progress:
+        rows = job.run(progress)
+    print_lines(f"{len(rows)} samples of {len(rows) // job.samples} prompts are in {output}")
+
+
+@eval_app.command("eval")
+def evaluate(
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with prompts and answers.")],
+    overrides: Settings = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="JSONL of scored samples [default: eval/PROMPTS.jsonl].")
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="All metrics as a JSON object.")] = False,
+) -> None:
+    """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
+    from rollcast_trainer.validation import answer_extractor, summarize_samples
+
+    target = output or Path("eval") / f"{prompts.stem}.jsonl"
+    job = _build(prompts, target, overrides, config_dir, scored=True)
+    with _progress(job) as progress:
+        rows = job.run(progress)
+    extract = answer_extractor(job.scorer.reward if job.scorer is not None else None)
+    metrics = summarize_samples(rows, job.samples, extract)
+    if as_json:
+        typer.echo(json.dumps(metrics, indent=2))
+        return
+    build_console().print(_table(metrics))
+    print_lines(f"{len(rows)} samples of {len(rows) // job.samples} prompts are in {target}")
+
+
+def _build(
+    prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
+) -> SampleJob:
+    from rollcast.config import compose
+    from rollcast.config.parts import load_parts
+    from rollcast.errors import DataError
+
+    if not prompts.is_file():
+        raise DataError(f"there is no file of prompts {prompts}")
+    composed = compose(["trainer=sample", *(overrides or ())], config_dir)
+    load_parts(composed.config, composed.origins)
+    hide_library_bars()
+    from rollcast_eval.job import SampleJob
+
+    return SampleJob(composed.config, prompts, output, scored)
+
+
+@contextmanager
+def _progress(job: SampleJob) -> Iterator[Any]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    total, done = len(job.dataset), len(job.file.rows)
+    if done:
+        logger.info("%s has the samples of %d of %d prompts already", job.file.path, done, total)
+    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=build_console(stderr=True), transient=True) as bar:
+        task = bar.add_task("prompts", total=total, completed=done)
+        yield lambda done, of: bar.update(task, completed=done, total=of)
+
+
+def _table(metrics: Mapping[str, float]) -> Any:
+    """Sources down, measures across, each with its 95 % interval."""
+    from rich.table import Table
+
+    found: dict[str, dict[str, str]] = {}
+    for key, value in metrics.items():
+        match = _METRIC.fullmatch(key)
+        if match is None:
+            continue
+        stem = key.removesuffix("/mean")
+        title = _TITLES[match["kind"]].format(k=match["k"])
+        cell = f"{value:.3f} ({metrics[f'{stem}/low']:.3f} to {metrics[f'{stem}/high']:.3f})"
+        found.setdefault(match["source"] or "all", {})[title] = cell
+    titles = list(dict.fromkeys(title for cells in found.values() for title in cells))
+    table = Table("data source", *titles)
+    for source, cells in found.items():
+        table.add_row(source, *(cells.get(title, "") for title in titles))
+    return table

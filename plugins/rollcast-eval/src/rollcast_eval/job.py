@@ -1,0 +1,212 @@
+"""What ``rollcast generate`` and ``rollcast eval`` do: a model's samples for a file of prompts, with any rollout."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from omegaconf import DictConfig, OmegaConf
+
+from rollcast.config.schemas import PlacementConfig, RuntimeConfig
+from rollcast.config.validation import build_section
+from rollcast.contracts.dataset import BaseDataset, datasets
+from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.reward import RewardSettings
+from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
+from rollcast.controller.placement import start_groups
+from rollcast.controller.runtime import Runtime, runtimes
+from rollcast.controller.worker import ClassWithInitArgs
+from rollcast.errors import ConfigError
+from rollcast.protocol import DataProto
+from rollcast.runtime.device import HIDE_ACCELERATORS
+from rollcast_data.schemas import DataConfig
+from rollcast_data.tokenizer import load_tokenizer
+from rollcast_eval.samples_file import SamplesFile
+from rollcast_eval.schemas import SampleConfig
+from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.launcher import ReplicaSpec
+from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.replicas import Replicas
+from rollcast_serving.worker import ReplicaWorker
+from rollcast_trainer.placing import build_pools
+from rollcast_trainer.rewarding import RewardScorer
+from rollcast_trainer.roles import Role
+
+__all__ = ["SampleJob"]
+
+logger = logging.getLogger(__name__)
+_PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+Progress = Callable[[int, int], None]
+
+
+class SampleJob:
+    """``rollout.n`` samples for each prompt of a file, from replicas of a model folder.
+
+    Args:
+        config: composed with ``trainer=sample``.
+        prompts: JSONL or Parquet file.
+        output: file of samples; what it has already is kept.
+        scored: score them with the config's reward.
+
+    Raises:
+        RollcastError: the config, the prompts or the output cannot work; nothing has been started.
+    """
+
+    def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool) -> None:
+        self._config = config
+        self._model: ModelConfig = self._section("model", ModelConfig)
+        self._data: DataConfig = self._section("data", DataConfig)
+        self._sample: SampleConfig = self._section("sample", SampleConfig)
+        self._sample.check()
+        self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
+        self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
+        if self._rollout.n < 1:
+            raise ConfigError(f"rollout.n is {self._rollout.n}; it must be at least 1")
+        self._placement: PlacementConfig = self._section("placement", PlacementConfig)
+        self._pools = build_pools(self._placement)
+        self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
+        changes = {} if scored else {"ground_truth_key": None}
+        dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
+        self.dataset: BaseDataset = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
+        self.scorer = self._build_scorer() if scored else None
+        self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n)
+
+    def _section(self, path: str, schema: type) -> Any:
+        return build_section(schema, OmegaConf.select(self._config, path), path)
+
+    def _settings(self, prompts: Path, scored: bool) -> dict[str, Any]:
+        """What a sample depends on; not on which rollout, nor where."""
+        rollout, data = self._rollout, self._data
+        digest = hashlib.blake2b(prompts.read_bytes(), digest_size=8).hexdigest()
+        return {
+            "model.path": str(Path(self._model.path).resolve()),
+            "prompts": f"{prompts.name} ({digest})",
+            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", "temperature", "top_p", "top_k")},
+            **{f"data.{key}": getattr(data, key) for key in ("max_prompt_length", "max_response_length", "prompt_key")},
+            "sample.seed": self._sample.seed,
+            **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),
+        }
+
+    def _build_scorer(self) -> RewardScorer:
+        reward: RewardConfig = self._section("reward", RewardConfig)
+        settings = RewardSettings(
+            reward.on_error, reward.max_bad_share, reward.timeout_s, self._data.max_response_length
+        )
+        return RewardScorer(
+            reward.name,
+            reward.reward_manager,
+            reward.reward_kwargs,
+            self.tokenizer,
+            settings,
+            reward.reward_manager_kwargs,
+        )
+
+    @property
+    def samples(self) -> int:
+        """Samples of each prompt."""
+        return int(self._rollout.n)
+
+    def run(self, progress: Progress | None = None) -> list[dict[str, Any]]:
+        """Generate what is missing; gives all rows, those of a prompt together.
+
+        Args:
+            progress: called with how many prompts have their samples, and of how many.
+
+        Raises:
+            RollcastError: a replica cannot be started, a request cannot be served, a reward failed.
+        """
+        count = len(self.dataset)
+        missing = self.file.missing(count)
+        with ExitStack() as stack:
+            if self.scorer is not None:
+                stack.callback(self.scorer.close)
+            if missing:
+                replicas = stack.enter_context(self._replicas())
+                for start in range(0, len(missing), self._sample.chunk_size):
+                    self.file.add(self._chunk(replicas, missing[start : start + self._sample.chunk_size]))
+                    if progress is not None:
+                        progress(len(self.file.rows), count)
+        return self.file.in_order()
+
+    @contextmanager
+    def _replicas(self) -> Iterator[Replicas]:
+        settings: RuntimeConfig = self._section("runtime", RuntimeConfig)
+        runtime_class = cast("Any", runtimes.get(settings.name, requested_by="runtime.name"))
+        options: dict[str, Any] = {"num_cpus": settings.num_cpus}
+        if settings.name != "local":
+            options |= {"address": settings.address, "log_to_driver": settings.log_to_driver}
+        runtime: Runtime = runtime_class(**options)
+        replica, pool = self._rollout.replica, self._pools
+        hidden = HIDE_ACCELERATORS if self._placement.device == "cpu" else {}
+        spec = ReplicaSpec(
+            rollout=asdict(self._rollout),
+            model_path=self._model.path,
+            seed=self._sample.seed,
+            pad_token_id=int(self.tokenizer.pad_token_id),
+            eos_token_id=int(self.tokenizer.eos_token_id),
+            python=replica.python,
+            env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
+            launch_timeout_s=replica.launch_timeout_s,
+        )
+        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        if not self._rollout_class.capabilities.continuous_batching:
+            routing = replace(routing, chunk=None, streams=1)
+        try:
+            wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
+            groups = start_groups(pool, {Role.ROLLOUT: wanted}, runtime=runtime)
+            replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(runtime.nodes()) == 1)
+            try:
+                yield replicas
+            finally:
+                replicas.close()
+        finally:
+            runtime.shutdown()
+
+    def _chunk(self, replicas: Replicas, indices: Sequence[int]) -> list[dict[str, Any]]:
+        prompts = self.dataset.collate([self.dataset[index] for index in indices])
+        rows = prompts.repeat(self.samples, interleave=True)
+        seeds = [_seed(self._sample.seed, index, sample) for index in indices for sample in range(self.samples)]
+        sampling = SamplingParams(
+            temperature=self._rollout.temperature,
+            top_p=self._rollout.top_p,
+            top_k=self._rollout.top_k,
+            max_tokens=self._data.max_response_length,
+        )
+        asked = rows.select(_PROMPT_COLUMNS).with_columns({"seed": torch.tensor(seeds)})
+        output = replicas.generate_sequences(asked, sampling, int(self.tokenizer.pad_token_id))
+        batch = rows.drop(_PROMPT_COLUMNS).union(output)
+        found = self._plain(batch) if self.scorer is None else self.scorer.score(batch).as_rows()
+        numbers = [(index, sample) for index in indices for sample in range(self.samples)]
+        return [{"index": index, "sample": sample, **row} for (index, sample), row in zip(numbers, found, strict=True)]
+
+    def _plain(self, batch: DataProto) -> list[dict[str, Any]]:
+        """Rows without a score, with everything else that stood in the prompts' file."""
+        kept = [
+            [token for token, keep in zip(ids, mask, strict=True) if keep]
+            for ids, mask in zip(batch["responses"].tolist(), batch["response_mask"].tolist(), strict=True)
+        ]
+        texts = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        columns = batch.non_tensor_batch
+        return [
+            {**(extra or {}), "prompt": prompt, "response": text, "data_source": source, "finished": bool(finished)}
+            for prompt, text, source, extra, finished in zip(
+                columns["raw_prompt"],
+                texts,
+                columns["data_source"],
+                columns["extra_info"],
+                batch["finished"].tolist(),
+                strict=True,
+            )
+        ]
+
+
+def _seed(run: int, index: int, sample: int) -> int:
+    """Of one sample: the same whatever was generated before it."""
+    digest = hashlib.blake2b(f"{run}/{index}/{sample}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1

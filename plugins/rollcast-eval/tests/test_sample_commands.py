@@ -1,0 +1,129 @@
+"""``rollcast generate`` and ``rollcast eval``: what they write, go on with, compute and refuse."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_tools import SmallTask, read_jsonl
+from typer.testing import CliRunner
+
+from rollcast.config import compose
+from rollcast.errors import ConfigError, DataError, RollcastError
+from rollcast_eval.commands import eval_app, generate_app
+from rollcast_eval.job import SampleJob
+from rollcast_eval.samples_file import SamplesFile
+
+pytestmark = pytest.mark.long
+
+ROWS = {"index": 0, "sample": 0, "response": "x"}
+
+
+def settings(task: SmallTask, *changes: str) -> list[str]:
+    return [
+        f"model.path={task.model}",
+        "data.max_prompt_length=16",
+        "data.max_response_length=6",
+        "runtime=local",
+        "rollout.n=3",
+        "sample.chunk_size=4",
+        "rollout.replica.env={OMP_NUM_THREADS: '1'}",
+        *changes,
+    ]
+
+
+def run(app: Any, *arguments: str) -> str:
+    result = CliRunner().invoke(app, list(arguments), catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_generate_goes_on_where_it_was_cut_off(small_task: SmallTask, tmp_path: Path) -> None:
+    prompts, output = small_task.folder / "train.jsonl", tmp_path / "deep" / "out.jsonl"
+    text = run(generate_app, str(prompts), str(output), *settings(small_task))
+    assert "45 samples of 15 prompts" in text
+    whole = read_jsonl(output)
+    asked = read_jsonl(prompts)
+    assert [(row["index"], row["sample"]) for row in whole] == [(i, j) for i in range(15) for j in range(3)]
+    for row in whole:
+        assert row["prompt"] == asked[row["index"]]["prompt"]
+        assert row["ground_truth"] == asked[row["index"]]["ground_truth"]  # carried along, like any other column
+    assert len({row["response"] for row in whole}) > 15
+    output.write_bytes(output.read_bytes()[: output.stat().st_size * 2 // 3])
+    run(generate_app, str(prompts), str(output), *settings(small_task, "sample.chunk_size=100"))
+    assert read_jsonl(output) == whole
+    before = output.read_bytes()
+    run(generate_app, str(prompts), str(output), *settings(small_task))  # nothing is left to do
+    assert output.read_bytes() == before
+    with pytest.raises(ConfigError, match=r"other settings \(rollout.temperature was 1.0, is 0.5\)"):
+        run(generate_app, str(prompts), str(output), *settings(small_task, "rollout.temperature=0.5"))
+    assert output.read_bytes() == before
+
+
+def test_eval_scores_and_counts(small_task: SmallTask, tmp_path: Path) -> None:
+    prompts, output = small_task.folder / "test.jsonl", tmp_path / "scored.jsonl"
+    reward = ["reward=function", "reward.reward_manager=naive", "rollout.n=4"]
+    reward.append(f"reward.reward_kwargs.path={small_task.folder / 'reward.py'}:has_digit")
+    arguments = [str(prompts), "--output", str(output), *settings(small_task, *reward)]
+    table = run(eval_app, *arguments)
+    for title in ("accuracy", "pass@2", "pass@4", "maj@4"):
+        assert title in table
+    rows = read_jsonl(output)
+    assert len(rows) == 20
+    for row in rows:
+        assert row["correct"] == any(letter.isdigit() for letter in row["response"])
+    metrics = json.loads(run(eval_app, *arguments, "--json"))
+    right = [sum(row["correct"] for row in rows if row["index"] == index) for index in range(5)]
+    assert metrics["val/acc/mean@4"] == pytest.approx(sum(right) / 20)
+    pass_at_2 = [1 - math.comb(4 - count, 2) / math.comb(4, 2) for count in right]
+    assert metrics["val/acc/best@2/mean"] == pytest.approx(sum(pass_at_2) / 5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        (["rollout.n=0"], ConfigError, "rollout.n is 0"),
+        (["sample.chunk_size=0"], ConfigError, "sample.chunk_size is 0"),
+        (["rollout.nn=2"], ConfigError, r"rollout.nn"),
+        (["model.path=/no/such/folder"], RollcastError, "/no/such/folder"),
+        (["data.prompt_key=question"], DataError, "question"),
+    ],
+)
+def test_refused(small_task: SmallTask, tmp_path: Path, changes: list[str], error: type, words: str) -> None:
+    output = tmp_path / "out.jsonl"
+    with pytest.raises(error, match=words):
+        run(generate_app, str(small_task.folder / "train.jsonl"), str(output), *settings(small_task, *changes))
+    assert not output.exists()
+
+
+def test_no_prompts_and_no_samples(small_task: SmallTask, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="no file of prompts"):
+        run(generate_app, str(tmp_path / "none.jsonl"), str(tmp_path / "out.jsonl"), *settings(small_task))
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("something of mine\n")
+    with pytest.raises(ConfigError, match="is no file of samples"):
+        run(generate_app, str(small_task.folder / "train.jsonl"), str(mine), *settings(small_task))
+    assert mine.read_text() == "something of mine\n"
+
+
+def test_a_file_with_something_else_in_it(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    SamplesFile(path, {"a": 1}, 1).add([ROWS])
+    assert SamplesFile(path, {"a": 1}, 1).missing(3) == [1, 2]
+    path.write_text('{"other": 1}\n' + json.dumps(ROWS) + "\n")
+    with pytest.raises(DataError, match="line 1 is no sample"):
+        SamplesFile(path, {"a": 1}, 1)
+    with pytest.raises(DataError, match="cannot be written"):
+        SamplesFile(path / "below", {"a": 1}, 1)
+
+
+def test_samples_do_not_depend_on_the_order(small_task: SmallTask, tmp_path: Path) -> None:
+    prompts = small_task.folder / "train.jsonl"
+    found = []
+    for chunk in (1, 15):
+        config = compose(["trainer=sample", *settings(small_task, f"sample.chunk_size={chunk}")]).config
+        found.append(SampleJob(config, prompts, tmp_path / f"{chunk}.jsonl", scored=False).run())
+    assert found[0] == found[1]

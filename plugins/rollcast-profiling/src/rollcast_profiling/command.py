@@ -1,0 +1,170 @@
+"""``rollcast profile``: what a recipe's passes, generation and weight sync cost on the devices at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.cli.options import ConfigDir, Overrides
+from rollcast.cli.output import build_console, hide_library_bars, print_lines
+
+if TYPE_CHECKING:
+    from rollcast_profiling.cost_job import Grid, Progress
+    from rollcast_profiling.costs import CostTable, Measurement, Phase
+    from rollcast_trainer.loop import LoopTrainer
+
+__all__ = ["app", "profile"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+#: Most rows of a pass that are measured where nothing else is said.
+_MOST_ROWS = 64
+#: Columns of the table that need no more, so that a pipe gets all of it.
+_WIDTH = 110
+
+
+@app.command()
+def profile(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="JSON file to write [default: profiles/RUN/costs.json].")
+    ] = None,
+    phases: Annotated[
+        str, typer.Option("--phases", help="Any of prefill,decode,forward,forward_backward,backward,optimizer,sync.")
+    ] = "prefill,decode,forward,forward_backward,backward,optimizer,sync",
+    batch_sizes: Annotated[
+        str | None, typer.Option("--batch-sizes", help="Rows of a data-parallel part [default: by the recipe].")
+    ] = None,
+    lengths: Annotated[
+        str | None, typer.Option("--lengths", help="Tokens of a row [default: by the recipe's longest].")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions, after one that does not count.")] = 3,
+    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens that decode is averaged over.")] = 16,
+) -> None:
+    """Measure prefill, decode, forward, backward, optimizer and weight sync of a recipe, by batch and length.
+
+    Takes the arguments of 'rollcast train', starts the recipe's workers and trains nothing that is kept.
+    """
+    hide_library_bars()
+    trainer, target = _build(overrides or [], config_dir, output)
+    from rollcast_profiling.cost_job import CostJob
+
+    job = CostJob(trainer, _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens))
+    with _status() as tell:
+        table = job.run(tell)
+    table.write(target)
+    console = build_console()
+    console.width = max(console.width, _WIDTH)
+    console.print(_render(table))
+    print_lines(f"{len(table.measurements)} measurements on {table.device.name} are in {target}")
+
+
+def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
+    """The recipe's trainer, in a run directory of its own beside the file to write."""
+    from rollcast.cli.train import check_trainer
+    from rollcast.config import compose
+    from rollcast.config.overrides import format_override
+    from rollcast.config.parts import load_parts
+    from rollcast.contracts.trainer import trainers
+    from rollcast.errors import ConfigError
+    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.task_runner import TaskRunner
+
+    composed = compose(overrides, config_dir)
+    check_trainer(composed, config_dir)
+    target = output or Path("profiles") / Path(composed.config.run_dir).name / "costs.json"
+    if target.is_dir():
+        raise ConfigError(f"--output {target} is a folder; name a file in it")
+    own = [
+        format_override("run_dir", str(target.with_suffix(""))),
+        "trackers=[]",
+        "profiler.tool=null",
+        "trainer.warm_start=null",
+        "trainer.total_steps=1",
+        "runtime.record=null",
+    ]
+    composed = compose([*overrides, *own], config_dir)
+    load_parts(composed.config, composed.origins)
+    name = composed.config.trainer.name
+    trainer_class = trainers.get(name)
+    if not issubclass(trainer_class, LoopTrainer):
+        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so its workers are not known")
+    return trainer_class(TaskRunner(composed.config, trainer_class.schema)), target
+
+
+def _grid(
+    trainer: LoopTrainer, phases: str, batch_sizes: str | None, lengths: str | None, repeats: int, new_tokens: int
+) -> Grid:
+    from rollcast_automap.memory_facts import largest_pass
+    from rollcast_automap.plan import find_algebra
+    from rollcast_profiling.cost_job import Grid
+    from rollcast_profiling.costs import check_sizes
+
+    data = trainer.task.data
+    longest = data.max_prompt_length + data.max_response_length
+    if lengths is None:
+        most = max(longest - new_tokens, 2)
+        wanted = check_sizes("--lengths", [max(most // 4, 2), max(most // 2, 2), most])
+    else:
+        wanted = check_sizes("--lengths", _numbers("--lengths", lengths))
+    if batch_sizes is None:
+        rows = min(largest_pass(find_algebra(trainer), longest), _MOST_ROWS)
+        batches = check_sizes("--batch-sizes", [1, max(rows // 4, 1), rows])
+    else:
+        batches = check_sizes("--batch-sizes", _numbers("--batch-sizes", batch_sizes))
+    return Grid(_phases(phases), batches, wanted, repeats, new_tokens)
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    from rollcast.errors import ConfigError
+
+    try:
+        return [int(part) for part in text.split(",")]
+    except ValueError as error:
+        raise ConfigError(f"{option} is {text!r}; give whole numbers with commas between, such as 1,8,64") from error
+
+
+def _phases(text: str) -> list[Phase]:
+    from rollcast.errors import ConfigError
+    from rollcast_profiling.costs import PHASES
+
+    wanted = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [part for part in wanted if part not in PHASES]
+    if unknown or not wanted:
+        raise ConfigError(f"--phases is {text!r}; valid: {', '.join(PHASES)}")
+    return [phase for phase in PHASES if phase in wanted]
+
+
+@contextmanager
+def _status() -> Iterator[Progress]:
+    """Says on stderr what is measured next, where a person looks on."""
+    with build_console(stderr=True).status("") as status:
+        yield lambda what: status.update(f"measuring {what}")
+
+
+def _render(table: CostTable) -> Any:
+    from rich.table import Table
+
+    shown = Table("role", "phase", "rows", "tokens", "seconds", "tokens/s", "TFLOP/s", "peak memory")
+    for column in shown.columns[2:]:
+        column.justify = "right"
+    for each in table.measurements:
+        shown.add_row(each.role, each.phase, *_cells(each, table))
+    return shown
+
+
+def _cells(each: Measurement, table: CostTable) -> Sequence[str]:
+    from rollcast_automap.memory_facts import format_bytes
+
+    sizes = (str(each.batch_size), str(each.length)) if each.batch_size else ("", "")
+    peak = "" if each.peak_bytes is None else format_bytes(each.peak_bytes)
+    if each.seconds is None:
+        return (*sizes, "out of memory", "", "", peak)
+    seconds = max(each.seconds, 1e-12)
+    rate = f"{each.tokens * table.roles[each.role].data_parallel / seconds:,.0f}" if each.tokens else ""
+    flops = "" if each.flops is None else f"{each.flops / seconds / 1e12:.3g}"
+    return (*sizes, f"{each.seconds:.3g}", rate, flops, peak)

@@ -1,0 +1,349 @@
+"""What ``rollcast profile`` does: starts a recipe's workers, and measures them by batch and length."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import logging
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, is_dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast.protocol import DataProto
+from rollcast_automap.memory_model import measure_model
+from rollcast_profiling.costs import CostTable, Measurement, Phase, RoleLayout
+from rollcast_profiling.devices import describe_device
+from rollcast_profiling.flops import ModelFlops, read_model_flops
+from rollcast_profiling.passes import PassShape, measure_passes
+from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.parallel import ParallelSizes
+from rollcast_trainer.roles import Role
+
+__all__ = ["CostJob", "Grid", "a_step"]
+
+logger = logging.getLogger(__name__)
+_ENGINE_PHASES = ("forward", "forward_backward", "backward", "optimizer")
+Progress = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Grid:
+    """What is measured.
+
+    Attributes:
+        phases: of :data:`~rollcast_profiling.costs.PHASES`.
+        batch_sizes: rows of a data-parallel part.
+        lengths: tokens of a row.
+        repeats: of each.
+        new_tokens: that ``decode`` is averaged over.
+    """
+
+    phases: Sequence[Phase]
+    batch_sizes: Sequence[int]
+    lengths: Sequence[int]
+    repeats: int
+    new_tokens: int
+
+
+@dataclass(frozen=True)
+class _Engine:
+    """A role that passes go through: its name, where its engine is, and its model."""
+
+    name: str
+    role: Role
+    attribute: str
+    trains: bool
+    model_path: str
+
+
+class CostJob:
+    """Measures a recipe's roles.
+
+    Args:
+        trainer: built, its task not yet entered.
+        grid: what is measured.
+    """
+
+    def __init__(self, trainer: LoopTrainer, grid: Grid) -> None:
+        self._trainer = trainer
+        self._grid = grid
+        self._found: list[Measurement] = []
+        self._counters: dict[tuple[str, bool], ModelFlops | None] = {}
+        self._parameters: dict[str, int | None] = {}
+        self._say: Progress = logger.debug
+
+    def run(self, progress: Progress | None = None) -> CostTable:
+        """Start the workers, measure, and stop them.
+
+        Args:
+            progress: told what is measured next.
+
+        Raises:
+            ConfigError: the sizes do not fit the model.
+            RollcastError: the workers cannot be started, or a measurement failed.
+        """
+        trainer, task = self._trainer, self._trainer.task
+        self._say = progress or self._say
+        with task:
+            self._check_model(Path(task.model.path))
+            trainer.total_steps = 1
+            if task.actor.optim.total_training_steps < 1:
+                task.actor.optim.total_training_steps = 1
+            self._say("starting workers")
+            task.start()
+            trainer.groups = trainer.start_workers()
+            trainer.group = next(iter(trainer.groups.values()))
+            trainer.sampler = task.start_sampler(trainer.groups)
+            self._measure_sync()
+            self._measure_rollout()
+            for engine in self._engines():
+                self._measure_engine(engine)
+            return self._table()
+
+    def _check_model(self, folder: Path) -> None:
+        config = folder / "config.json"
+        if not config.is_file():
+            raise ConfigError(f"model.path: {folder} has no config.json; give a Hugging Face model folder")
+        content = json.loads(config.read_text(encoding="utf-8"))
+        most = (content.get("text_config") or content).get("max_position_embeddings")
+        longest = max(self._grid.lengths) + self._grid.new_tokens
+        if most is not None and longest > int(most):
+            raise ConfigError(
+                f"--lengths {max(self._grid.lengths)} and --new-tokens {self._grid.new_tokens} make {longest} tokens, "
+                f"but the model in {folder} has {most} positions (max_position_embeddings)"
+            )
+        files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
+        if not files and not self._trainer.task.model.random_init:
+            logger.info("%s holds no weights: random ones are measured", folder)
+            self._trainer.task.model.random_init = True
+
+    # -- the rollout --------------------------------------------------------------------------
+
+    def _measure_sync(self) -> None:
+        # Nothing can be generated before the first sync, so one runs in any case.
+        seconds, sent = [], 0
+        wanted = "sync" in self._grid.phases
+        self._say("sync")
+        for version in range(self._grid.repeats + 1 if wanted else 1):
+            start = time.perf_counter()
+            metrics = self._trainer.sync_weights()
+            whole = time.perf_counter() - start
+            # What a rollout in the actor's process shares is not sent, and takes the call alone.
+            seconds.append(metrics.get("sync/seconds", whole))
+            sent = round(metrics.get("sync/GB_per_s", 0.0) * 1e9 * metrics.get("sync/seconds", 0.0))
+            self._trainer.step = version + 1
+        if wanted:
+            self._add("rollout", "sync", (0, 0, 0, 0), seconds[1:], sent=sent or None)
+
+    def _measure_rollout(self) -> None:
+        if not {"prefill", "decode"} & set(self._grid.phases):
+            return
+        layout = self._rollout_layout()
+        counter = self._counter(self._trainer.task.model.path, False)
+        for length in self._grid.lengths:
+            for batch in self._grid.batch_sizes:
+                self._say(f"rollout: {batch} x {length} tokens")
+                rows = batch * layout.data_parallel
+                first = self._generate(rows, length, 1)
+                devices = layout.world_size / layout.data_parallel
+                if "prefill" in self._grid.phases:
+                    flops = None if counter is None else counter.count([length] * batch, batch) / devices
+                    self._add("rollout", "prefill", (batch, length, 1, batch * length), first, flops=flops)
+                if "decode" in self._grid.phases:
+                    more = self._generate(rows, length, 1 + self._grid.new_tokens)
+                    least = min(first)
+                    steps = [a_step(seconds, least, self._grid.new_tokens) for seconds in more]
+                    flops = None if counter is None else counter.count_decode(batch, length) / devices
+                    self._add("rollout", "decode", (batch, length, 1, batch), steps, flops=flops)
+
+    def _generate(self, rows: int, length: int, tokens: int) -> list[float]:
+        """Seconds of each repetition; prompts are new each time, so that no cache knows them."""
+        temperature = self._trainer.task.rollout.temperature or 1.0
+        sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
+        seconds = []
+        for repeat in range(self._grid.repeats + 1):
+            generator = torch.Generator().manual_seed(1_000_003 * length + 1009 * tokens + repeat)
+            ids = torch.randint(0, len(self._trainer.task.tokenizer), (rows, length), generator=generator)
+            positions = torch.arange(length).expand_as(ids).contiguous()
+            seeds = torch.randint(0, 2**31, (rows,), generator=generator)
+            columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
+            prompts = DataProto.from_dict({**columns, "seed": seeds})
+            start = time.perf_counter()
+            self._trainer.sampler.generate(prompts, sampling)
+            seconds.append(time.perf_counter() - start)
+        return seconds[1:]
+
+    def _rollout_layout(self) -> RoleLayout:
+        task = self._trainer.task
+        ranks = task.pools.get_resource_pool(Role.ROLLOUT if task.uses_replicas else Role.ACTOR_ROLLOUT).world_size
+        tensor = task.rollout.tensor_model_parallel_size
+        parts = ranks // tensor if task.uses_replicas else self._trainer.dp_size
+        return self._layout(task.rollout.name, task.model.path, ranks, parts, ParallelSizes(tensor), task.rollout)
+
+    # -- the engines --------------------------------------------------------------------------
+
+    def _engines(self) -> list[_Engine]:
+        if not set(_ENGINE_PHASES) & set(self._grid.phases):
+            return []
+        paths, found = self._trainer.model_paths(), []
+        actor = next(iter(paths.values()))
+        for role in self._trainer.groups:
+            path = paths.get(role, actor)
+            if role in (Role.ACTOR_ROLLOUT, Role.ACTOR_ROLLOUT_REF):
+                found.append(_Engine("actor", role, "actor", True, path))
+            if role.has_reference:
+                found.append(_Engine("ref", role, "ref", False, actor))
+            if role is Role.CRITIC:
+                found.append(_Engine("critic", role, "critic", True, path))
+            if role is Role.REWARD_MODEL:
+                found.append(_Engine("reward_model", role, "model", False, path))
+        return found
+
+    def _measure_engine(self, engine: _Engine) -> None:
+        self._trainer.sampler.rest()
+        data, layout = self._trainer.task.data, self._engine_layout(engine)
+        share = data.max_response_length / (data.max_prompt_length + data.max_response_length)
+        value_model = engine.role in (Role.CRITIC, Role.REWARD_MODEL)
+        counter = self._counter(engine.model_path, value_model)
+        for length in self._grid.lengths:
+            response = min(max(round(length * share), 1), length - 1)
+            for batch in self._grid.batch_sizes:
+                self._say(f"{engine.name}: {batch} x {length} tokens")
+                shape = PassShape(batch, length - response, response, len(self._trainer.task.tokenizer))
+                flops = None
+                if counter is not None:
+                    devices = layout.world_size / layout.data_parallel
+                    flops = counter.count([length] * batch, batch * response) / devices
+                if not self._measure_passes(engine, shape, (batch, length, response, batch * length), flops):
+                    break  # nothing larger fits either
+
+    def _measure_passes(
+        self, engine: _Engine, shape: PassShape, sizes: tuple[int, int, int, int], flops: float | None
+    ) -> bool:
+        """Whether there was memory enough."""
+        phases = self._grid.phases
+        trains = engine.trains and bool({"forward_backward", "backward", "optimizer"} & set(phases))
+        group = self._trainer.groups[engine.role]
+        by_rank = group.execute_func(measure_passes, engine.attribute, shape, self._grid.repeats, trains)
+        failed = {name for cost in by_rank for name in cost.out_of_memory}
+        peaks = {name: max(cost.peaks.get(name, 0) for cost in by_rank) for name in ("forward", "forward_backward")}
+        times = {
+            name: [max(each) for each in zip(*(getattr(cost, name) for cost in by_rank), strict=True)]
+            for name in ("forward", "forward_backward", "optimizer")
+            if name not in failed and (trains or name == "forward")
+        }
+        if "forward" in phases:
+            self._add(engine.name, "forward", sizes, times.get("forward"), peak=peaks["forward"], flops=flops)
+        if not trains:
+            return not failed
+        both = times.get("forward_backward")
+        if "forward_backward" in phases:
+            whole = None if flops is None else 3 * flops
+            self._add(engine.name, "forward_backward", sizes, both, peak=peaks["forward_backward"], flops=whole)
+        if "backward" in phases and both and times.get("forward"):
+            least = min(times["forward"])
+            rest = [seconds - least for seconds in both if seconds > least]
+            if rest:  # otherwise it is lost in the noise
+                self._add(engine.name, "backward", sizes, rest, flops=None if flops is None else 2 * flops)
+        if "optimizer" in phases and both and not any(each.phase == "optimizer" for each in self._of(engine.name)):
+            self._add(engine.name, "optimizer", (0, 0, 0, 0), times["optimizer"])
+        return not failed
+
+    def _of(self, role: str) -> list[Measurement]:
+        return [each for each in self._found if each.role == role]
+
+    # -- the table ----------------------------------------------------------------------------
+
+    def _add(
+        self,
+        role: str,
+        phase: Phase,
+        sizes: tuple[int, int, int, int],
+        seconds: Sequence[float] | None,
+        *,
+        peak: int = 0,
+        flops: float | None = None,
+        sent: int | None = None,
+    ) -> None:
+        batch, length, response, tokens = sizes
+        fits = bool(seconds)
+        self._found.append(
+            Measurement(
+                role=role,
+                phase=phase,
+                batch_size=batch,
+                length=length,
+                response_tokens=response,
+                tokens=tokens,
+                seconds=statistics.median(seconds) if seconds else None,
+                seconds_min=min(seconds) if seconds else None,
+                seconds_max=max(seconds) if seconds else None,
+                repeats=len(seconds) if seconds else self._grid.repeats,
+                out_of_memory=not fits,
+                peak_bytes=peak or None,
+                flops=flops,
+                bytes=sent,
+            )
+        )
+
+    def _counter(self, path: str, value_model: bool) -> ModelFlops | None:
+        key = path, value_model
+        if key not in self._counters:
+            try:
+                trusts = self._trainer.task.model.trust_remote_code
+                self._counters[key] = read_model_flops(Path(path), value_model, trusts)
+            except ConfigError as error:
+                logger.warning("operations are not counted: %s", error)
+                self._counters[key] = None
+        return self._counters[key]
+
+    def _engine_layout(self, engine: _Engine) -> RoleLayout:
+        config, group = self._trainer.task.engine, self._trainer.groups[engine.role]
+        parts = self._trainer.ranks_of(engine.role)
+        sizes = ParallelSizes.read(config)
+        return self._layout(config.name, engine.model_path, group.world_size, parts, sizes, config)
+
+    def _layout(
+        self, engine: str, path: str, ranks: int, parts: int, sizes: ParallelSizes, settings: Any
+    ) -> RoleLayout:
+        if path not in self._parameters:
+            try:
+                self._parameters[path] = measure_model(replace(self._trainer.task.model, path=path)).parameters
+            except ConfigError:  # a reward model's folder, say, holds no language model
+                self._parameters[path] = None
+        values = asdict(settings) if is_dataclass(settings) and not isinstance(settings, type) else {}
+        return RoleLayout(
+            engine, path, self._parameters[path], ranks, parts, sizes.tensor, sizes.pipeline, sizes.context, values
+        )
+
+    def _table(self) -> CostTable:
+        if not self._found:
+            raise CapabilityError(f"nothing of {', '.join(self._grid.phases)} can be measured of this recipe")
+        roles = {engine.name: self._engine_layout(engine) for engine in self._engines()}
+        if any(each.role == "rollout" for each in self._found):
+            roles["rollout"] = self._rollout_layout()
+        names = ("rollcast", "torch", "transformers")
+        return CostTable(
+            created=datetime.now(UTC).isoformat(timespec="seconds"),
+            versions={name: importlib.metadata.version(name) for name in names},
+            device=self._trainer.group.execute_func_rank_zero(describe_device),
+            nodes=list(self._trainer.task.pools.get_resource_pool(Role.ACTOR_ROLLOUT).process_on_nodes),
+            roles=roles,
+            measurements=self._found,
+        )
+
+
+def a_step(seconds: float, first: float, tokens: int) -> float:
+    """Of each of ``tokens`` tokens after the first, which took ``first`` of the ``seconds``.
+
+    Where that is lost in the noise it is the mean over all tokens, which is more.
+    """
+    return (seconds - first) / tokens if seconds > first else seconds / (tokens + 1)

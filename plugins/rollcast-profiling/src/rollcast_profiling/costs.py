@@ -1,0 +1,191 @@
+"""The table of measured costs that ``rollcast profile`` writes: its JSON, and how it is read back.
+
+A file is one object::
+
+    {
+      "schema": "rollcast.costs", "version": 1, "created": "2026-01-31T12:00:00+00:00",
+      "versions": {"rollcast": "...", "torch": "...", "transformers": "..."},
+      "device": {"name": "...", "memory_bytes": 0, "peak_flops": null},
+      "nodes": [8],
+      "roles": {"actor": {...RoleLayout}, "rollout": {...}},
+      "measurements": [{...Measurement}, ...]
+    }
+
+A reader may rely on every key of a version; a version with other keys has another number.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+from rollcast.errors import ConfigError, DataError
+from rollcast.files import replace_file
+from rollcast_profiling.devices import DeviceInfo
+
+__all__ = ["PHASES", "SCHEMA", "VERSION", "CostTable", "Measurement", "Phase", "RoleLayout", "read_costs"]
+
+SCHEMA, VERSION = "rollcast.costs", 1
+Phase = Literal["prefill", "decode", "forward", "forward_backward", "backward", "optimizer", "sync"]
+#: What can be measured.
+PHASES: tuple[Phase, ...] = get_args(Phase)
+
+
+@dataclass(frozen=True)
+class RoleLayout:
+    """How a role is spread over devices.
+
+    Attributes:
+        engine: registry name of its engine or rollout.
+        model_path: folder of its model.
+        parameters: of the model; None where that is not known.
+        world_size: devices, or processes without one.
+        data_parallel: parts of a batch that are computed at the same time; of a rollout its replicas.
+        tensor_parallel, pipeline_parallel, context_parallel: devices that share a part along layers' width,
+            along layers, and along a row's tokens.
+        settings: the engine's or rollout's own keys.
+    """
+
+    engine: str
+    model_path: str
+    parameters: int | None
+    world_size: int
+    data_parallel: int
+    tensor_parallel: int = 1
+    pipeline_parallel: int = 1
+    context_parallel: int = 1
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What something cost.
+
+    Attributes:
+        role: of ``roles``.
+        phase: ``prefill``: a prompt and its first token. ``decode``: one further token for each row.
+            ``forward``: log-probs or values without gradient. ``forward_backward``: with gradient.
+            ``backward``: the difference of these two. ``optimizer``: clipping and step. ``sync``: all
+            weights to the rollout.
+        batch_size: rows of one data-parallel part; 0 where rows do not matter.
+        length: tokens of each row; of ``decode`` those before the new token.
+        response_tokens: how many of them are the response's, and go through the vocabulary head.
+        tokens: computed tokens of one data-parallel part.
+        seconds, seconds_min, seconds_max: median, least and most over the repetitions, of the slowest
+            device; None where the memory was not enough.
+        repeats: repetitions.
+        out_of_memory: the memory was not enough.
+        peak_bytes: most memory on a device while it ran, by torch's allocator; on a CPU of the process; None
+            where that is not known.
+        flops: operations on each device; None where they cannot be counted or are not what it is about.
+        bytes: that were sent; None where nothing was.
+    """
+
+    role: str
+    phase: Phase
+    batch_size: int
+    length: int
+    response_tokens: int
+    tokens: int
+    seconds: float | None
+    seconds_min: float | None
+    seconds_max: float | None
+    repeats: int
+    out_of_memory: bool = False
+    peak_bytes: int | None = None
+    flops: float | None = None
+    bytes: int | None = None
+
+
+@dataclass(frozen=True)
+class CostTable:
+    """Everything that one run of ``rollcast profile`` measured.
+
+    Attributes:
+        created: when, in ISO 8601 with time zone.
+        versions: distribution → version.
+        device: of the actor's first rank.
+        nodes: processes on each node of the actor's pool.
+        roles: role → layout.
+        measurements: in the order in which they were made.
+    """
+
+    created: str
+    versions: Mapping[str, str]
+    device: DeviceInfo
+    nodes: list[int]
+    roles: Mapping[str, RoleLayout]
+    measurements: list[Measurement]
+
+    def write(self, path: Path) -> None:
+        """Write the JSON, whole or not at all.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        content = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
+        replace_file(path, json.dumps(content, indent=1) + "\n")
+
+    def find(self, role: str, phase: Phase) -> list[Measurement]:
+        """The measurements of a role in a phase that had memory enough."""
+        return [
+            each for each in self.measurements if (each.role, each.phase) == (role, phase) and not each.out_of_memory
+        ]
+
+
+def read_costs(path: Path) -> CostTable:
+    """Read what :meth:`CostTable.write` wrote.
+
+    Raises:
+        DataError: there is no such file, or it is none of this version; says what is wrong.
+    """
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path} cannot be read as a table of costs: {error}") from error
+    if not isinstance(content, dict) or content.get("schema") != SCHEMA:
+        raise DataError(f"{path} is no table of costs; `rollcast profile` writes one")
+    if content.get("version") != VERSION:
+        raise DataError(
+            f"{path} has version {content.get('version')} of the table of costs, but version {VERSION} is read here; "
+            "measure anew with `rollcast profile`"
+        )
+    try:
+        table = CostTable(
+            created=str(content["created"]),
+            versions=dict(content["versions"]),
+            device=_build(DeviceInfo, content["device"]),
+            nodes=[int(count) for count in content["nodes"]],
+            roles={role: _build(RoleLayout, layout) for role, layout in content["roles"].items()},
+            measurements=[_build(Measurement, each) for each in content["measurements"]],
+        )
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    for each in table.measurements:
+        if each.role not in table.roles or each.phase not in PHASES:
+            raise DataError(f"{path} is damaged: it measures {each.phase!r} of {each.role!r}, which it does not know")
+    return table
+
+
+def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
+    names = {each.name for each in fields(kind)}
+    if set(values) != names:
+        raise ValueError(
+            f"a {kind.__name__} has the keys {', '.join(sorted(names))}, found {', '.join(sorted(values))}"
+        )
+    return kind(**values)
+
+
+def check_sizes(key: str, sizes: list[int]) -> list[int]:
+    """Sizes in rising order, each once.
+
+    Raises:
+        ConfigError: there are none, or one is below 1; names the option.
+    """
+    if not sizes or min(sizes) < 1:
+        raise ConfigError(f"{key} is {','.join(map(str, sizes)) or 'empty'}; give numbers from 1, such as {key} 1,8,64")
+    return sorted(set(sizes))

@@ -1,0 +1,165 @@
+"""What a step's passes cost: model FLOPs utilization, throughput and memory, as metrics of the step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollcast.controller.worker_group import WorkerGroup
+from rollcast.errors import ConfigError
+from rollcast_profiling.devices import DeviceInfo, describe_device
+from rollcast_profiling.flops import ModelFlops, Pass, read_model_flops
+from rollcast_profiling.memory_watch import Peak, start_watch, take_peaks
+from rollcast_trainer.metering import Meter
+from rollcast_trainer.roles import Role
+
+__all__ = ["PHASES", "StepMeter"]
+
+logger = logging.getLogger(__name__)
+#: Methods of the workers → the phase of a step that calls them, as in ``time/<phase>_s``.
+PHASES = {
+    "generate_sequences": "generate",
+    "compute_rm_score": "reward",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref_log_prob",
+    "compute_values": "values",
+    "run_function": "",
+    "query_mesh": "",
+}
+#: Name in ``perf/mfu/<name>`` of a pass; verl's where it has one.
+_NAMES = {
+    "update_actor": "actor",
+    "update_critic": "critic",
+    "compute_log_prob": "actor_infer",
+    "compute_ref_log_prob": "ref",
+    "compute_values": "critic_infer",
+    "compute_rm_score": "reward_model",
+}
+_GB = 1e9
+
+
+class StepMeter(Meter):
+    """Counts what is asked of the workers, and asks them for their memory once a step.
+
+    Args:
+        groups: the workers by role, started.
+        models: role → folder of its model; a role that is not there has the first one's.
+        trust_remote_code: allow the folders' own Python code.
+    """
+
+    def __init__(
+        self, groups: Mapping[Role, WorkerGroup], models: Mapping[Role, str], trust_remote_code: bool = False
+    ) -> None:
+        # Roles of one pool share its processes, which are asked once.
+        self._processes = {group.name: group for role, group in groups.items() if role is not Role.ROLLOUT}
+        self._ranks = {role: group.world_size for role, group in groups.items()}
+        self._all_ranks = sum({group.name: group.world_size for group in groups.values()}.values())
+        self._models = dict(models)
+        self._trusts = trust_remote_code
+        self._counters: dict[tuple[str, bool], ModelFlops | None] = {}
+        self._device: DeviceInfo | None = None
+        self._work: dict[str, tuple[float, float]] = {}
+        self._tokens = 0
+        for group in self._processes.values():
+            group.execute_func(start_watch)
+
+    @property
+    def device(self) -> DeviceInfo:
+        """Of the first role's first rank; asked once."""
+        if self._device is None:
+            first = next(iter(self._processes.values()))
+            self._device = first.execute_func_rank_zero(describe_device)
+        return self._device
+
+    def count_tokens(self, tokens: int) -> None:
+        """Tokens, prompts included, that the step is about."""
+        self._tokens += tokens
+
+    @contextmanager
+    def measuring(
+        self,
+        role: Role,
+        played_as: Role,
+        method: str,
+        lengths: Sequence[int],
+        head_tokens: int,
+        kind: Pass = "forward",
+    ) -> Iterator[None]:
+        """Around a call that sends rows through a role's model.
+
+        Args:
+            role: whose model.
+            played_as: whose workers.
+            method: of the workers.
+            lengths: tokens of each row, as often as it goes through.
+            head_tokens: response tokens of those rows, which are what goes through the head.
+            kind: what is done with each row.
+        """
+        start = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - start
+        name = _NAMES.get(method, method)
+        counter = self._counter(role)
+        if counter is None:
+            return
+        operations = counter.count(lengths, head_tokens, kind) / self._ranks[played_as]
+        before, spent = self._work.get(name, (0.0, 0.0))
+        self._work[name] = before + operations, spent + seconds
+
+    def _counter(self, role: Role) -> ModelFlops | None:
+        path = self._models.get(role) or next(iter(self._models.values()))
+        gives_values = role in (Role.CRITIC, Role.REWARD_MODEL)
+        key = (path, gives_values)
+        if key not in self._counters:
+            try:
+                self._counters[key] = read_model_flops(Path(path), gives_values, self._trusts)
+            except ConfigError as error:
+                logger.warning("there will be no perf/tflops and perf/mfu: %s", error)
+                self._counters[key] = None
+        return self._counters[key]
+
+    def metrics(self, step_seconds: float) -> dict[str, float]:
+        """Of the step that ends now; forgets it.
+
+        Args:
+            step_seconds: how long it took.
+        """
+        found: dict[str, float] = {}
+        if self._tokens:
+            found["perf/total_num_tokens"] = float(self._tokens)
+            found["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
+        for name, (operations, seconds) in self._work.items():
+            rate = operations / max(seconds, 1e-9)
+            found[f"perf/tflops/{name}"] = rate / 1e12
+            if self.device.peak_flops is not None:
+                found[f"perf/mfu/{name}"] = rate / self.device.peak_flops
+        self._work, self._tokens = {}, 0
+        return {**found, **self._memory()}
+
+    def _memory(self) -> dict[str, float]:
+        phases: dict[str, Peak] = {}
+        for group in self._processes.values():
+            for peaks in group.execute_func(take_peaks):
+                for method, peak in peaks.items():
+                    phase = PHASES.get(method, method)
+                    if phase:
+                        phases[phase] = phases.get(phase, Peak()) | peak
+        whole = Peak()
+        for peak in phases.values():
+            whole |= peak
+        found = _as_metrics(whole, "")
+        for phase, peak in phases.items():
+            found |= _as_metrics(peak, f"/{phase}")
+        return found
+
+
+def _as_metrics(peak: Peak, suffix: str) -> dict[str, float]:
+    values = {
+        "max_memory_allocated_gb": peak.allocated,
+        "max_memory_reserved_gb": peak.reserved,
+        "cpu_memory_used_gb": peak.resident,
+    }
+    return {f"perf/{name}{suffix}": value / _GB for name, value in values.items() if value}

@@ -1,0 +1,134 @@
+"""Passes through an engine, measured in the process of a worker; sent there as a function."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from rollcast.contracts.engine import LossInputs, LossOutput
+from rollcast.controller.worker import Worker
+from rollcast.protocol import DataProto
+from rollcast.runtime.device import empty_cache, synchronize
+from rollcast_profiling.memory_watch import read_peak, reset_peak
+from rollcast_trainer.workers import TrainingWorker
+
+__all__ = ["PassCost", "PassShape", "measure_passes", "random_rows"]
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """Rows that are all alike.
+
+    Attributes:
+        rows: of the rank.
+        prompt_tokens, response_tokens: of each row, at least 1.
+        vocabulary: token ids are below it.
+    """
+
+    rows: int
+    prompt_tokens: int
+    response_tokens: int
+    vocabulary: int
+
+
+@dataclass(frozen=True)
+class PassCost:
+    """What a rank measured, once a repetition.
+
+    Attributes:
+        forward, forward_backward, optimizer: seconds; empty if it was not asked for, or the memory was not
+            enough.
+        peaks: of each of these, in bytes; of the accelerator, or without one of the process.
+        out_of_memory: which of them did not fit.
+    """
+
+    forward: list[float]
+    forward_backward: list[float]
+    optimizer: list[float]
+    peaks: dict[str, int]
+    out_of_memory: tuple[str, ...] = ()
+
+
+def random_rows(shape: PassShape, seed: int) -> DataProto:
+    """A batch as engines get it, without padding, from ``seed``; int64 ``[rows, prompt + response]`` columns."""
+    length = shape.prompt_tokens + shape.response_tokens
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, shape.vocabulary, (shape.rows, length), generator=generator)
+    responses = ids[:, shape.prompt_tokens :]
+    return DataProto.from_dict(
+        {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "position_ids": torch.arange(length).expand_as(ids).contiguous(),
+            "responses": responses.contiguous(),
+            "response_mask": torch.ones_like(responses),
+        }
+    )
+
+
+def _loss(inputs: LossInputs) -> LossOutput:
+    """Any loss that hangs on every token will do."""
+    given = inputs.values if inputs.log_probs is None else inputs.log_probs
+    if given is None:
+        raise TypeError("the engine gave neither log-probs nor values")
+    return LossOutput((given * inputs.response_mask).square().sum() / inputs.denominators.tokens)
+
+
+def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: int, trains: bool) -> PassCost:
+    """Time forward, forward and backward, and the optimizer's step; called by all ranks together.
+
+    One repetition more runs before, uncounted. The optimizer's steps are real: the weights are not the
+    model's any more afterwards.
+
+    Args:
+        worker: that holds the engine.
+        attribute: of the worker, a :class:`TrainingWorker`.
+        shape: of the rank's rows, which go through the model at once.
+        repeats: at least 1.
+        trains: whether the engine can be trained.
+    """
+    training: TrainingWorker = getattr(worker, attribute)
+    engine, setup = training.engine, training.setup
+    data = random_rows(shape, engine.get_data_parallel_rank())
+    settings = replace(setup.forward, micro_batch_size_per_gpu=None, max_token_len_per_gpu=None, vocabulary_kl=None)
+    seconds: dict[str, list[float]] = {name: [] for name in ("forward", "forward_backward", "optimizer")}
+    peaks: dict[str, int] = {}
+
+    def timed(name: str, run: Callable[[], object]) -> None:
+        synchronize()
+        reset_peak()
+        start = time.perf_counter()
+        run()
+        synchronize()
+        seconds[name].append(time.perf_counter() - start)
+        peak = read_peak()
+        peaks[name] = max(peaks.get(name, 0), peak.allocated or peak.resident)
+
+    def train() -> None:
+        engine.optimizer_zero_grad()
+        engine.forward_backward_batch(data, _loss, settings)
+
+    failed: list[str] = []
+    try:
+        with training.on_device(), engine.eval_mode():
+            for _ in range(repeats + 1):
+                timed("forward", lambda: engine.infer_batch(data, settings))
+    except torch.OutOfMemoryError:
+        failed.append("forward")
+        empty_cache()
+    if trains:
+        try:
+            with engine.train_mode():
+                for _ in range(repeats + 1):
+                    timed("forward_backward", train)
+                    timed("optimizer", engine.optimizer_step)
+                engine.optimizer_zero_grad()
+        except torch.OutOfMemoryError:
+            failed.append("forward_backward")
+            engine.optimizer_zero_grad()
+            empty_cache()
+    kept = {name: [] if name in failed else times[1:] for name, times in seconds.items()}
+    return PassCost(kept["forward"], kept["forward_backward"], kept["optimizer"], peaks, tuple(failed))

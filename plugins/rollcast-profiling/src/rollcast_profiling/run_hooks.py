@@ -1,0 +1,70 @@
+"""Hooks of a run: the step meter in every run, and the profiler that its config names."""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rollcast.contracts.hooks import hookimpl
+from rollcast.controller.worker import ClassWithInitArgs
+from rollcast_profiling.memory_watch import stop_watch
+from rollcast_profiling.meter import StepMeter
+from rollcast_profiling.stepper import StepProfiler, find_step_profiler
+from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.roles import Role
+
+__all__ = ["RunProfiling"]
+
+
+class RunProfiling:
+    """Listener that meters each step of a trainer of rollcast-trainer and runs the config's profiler."""
+
+    def __init__(self) -> None:
+        self._profiler: StepProfiler | None = None
+
+    @hookimpl
+    def on_configure(self, config: DictConfig) -> None:
+        """Read the section ``profiler``.
+
+        Raises:
+            ConfigError: a value is not valid; names the key.
+        """
+        self._profiler = find_step_profiler(config, Path(config.run_dir))
+
+    @hookimpl
+    def on_start_workers(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: str) -> None:
+        """Have the runtime start processes as the profiler needs them."""
+        if self._profiler is not None:
+            self._profiler.equip(workers, runtime)
+
+    @hookimpl
+    def on_fit_start(self, trainer: Any) -> None:
+        """Meter the trainer's worker calls, and check the profiler on the workers."""
+        if isinstance(trainer, LoopTrainer):
+            trainer.meter = StepMeter(trainer.groups, trainer.model_paths(), trainer.task.model.trust_remote_code)
+        if self._profiler is not None:
+            self._profiler.on_fit_start(trainer)
+
+    @hookimpl
+    def on_step_start(self, step: int) -> None:
+        """Start the profiler if a capture begins with this step."""
+        if self._profiler is not None:
+            self._profiler.on_step_start(step)
+
+    @hookimpl
+    def on_step_end(self, step: int) -> None:
+        """Stop the profiler if a capture ends with this step."""
+        if self._profiler is not None:
+            self._profiler.on_step_end(step)
+
+    @hookimpl
+    def on_fit_end(self, error: BaseException | None) -> None:
+        """Stop the profiler and the memory watch of workers in this process (runtime ``local``)."""
+        try:
+            if self._profiler is not None:
+                self._profiler.on_fit_end(error)
+        finally:
+            stop_watch()

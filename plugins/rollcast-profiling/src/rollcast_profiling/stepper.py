@@ -1,0 +1,192 @@
+"""Which steps of a run are profiled on which workers."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import MutableMapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollcast.config.validation import build_section
+from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
+from rollcast.controller.worker import ClassWithInitArgs
+from rollcast.controller.worker_group import WorkerGroup
+from rollcast.errors import ConfigError, RollcastError
+from rollcast_profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
+from rollcast_trainer.roles import Role
+
+__all__ = ["StepProfiler", "find_step_profiler"]
+
+logger = logging.getLogger(__name__)
+
+
+class StepProfiler:
+    """Follows a run's steps, and starts and stops the profiler on the workers that the config names.
+
+    A profiler that fails in a step is reported and not tried again; the run goes on.
+
+    Args:
+        config: the config's ``profiler`` section, an instance of its tool's schema, with a tool.
+        run_dir: of the run.
+        tool: of the config.
+
+    Raises:
+        ConfigError: a value is not valid; names the key.
+    """
+
+    def __init__(self, config: ProfilerConfig, run_dir: Path, tool: type[BaseProfiler]) -> None:
+        self.config = config
+        self._tool = tool
+        _check(config)
+        tool.check_config(config)
+        folder = Path(config.save_path) if config.save_path else run_dir / "profiles"
+        self._folder = folder.resolve()
+        self._last = dict(_windows(config.steps, config.profile_continuous_steps))
+        self._groups: dict[str, WorkerGroup] = {}
+        self._ends_at: int | None = None
+        self._failed = False
+
+    def equip(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: str) -> None:
+        """Give worker classes the options that the tool needs their processes to be started with.
+
+        Args:
+            workers: worker classes by role, changed in place; replicas of a rollout stay as they are.
+            runtime: name of the runtime.
+
+        Raises:
+            ConfigError: the tool needs processes of Ray.
+        """
+        if not self._tool.runtime_env(self.config, self._folder, len(self._last)):
+            return
+        if runtime != "ray":
+            raise ConfigError(
+                f"profiler.tool={self.config.tool} needs processes that Ray starts for it, but runtime.name={runtime}; "
+                "take runtime=ray, or profiler=torch"
+            )
+        self._folder.mkdir(parents=True, exist_ok=True)
+        wanted = self._tool.runtime_env(self.config, self._folder, len(self._last))
+        for role, cls in workers.items():
+            if self._concerns([role]):
+                workers[role] = cls.with_options(runtime_env=wanted)
+
+    def _concerns(self, roles: Sequence[Role]) -> bool:
+        wanted = set(self.config.roles)
+        return any(role is not Role.ROLLOUT and (not wanted or role.placed_as in wanted) for role in roles)
+
+    # -- the run's events ---------------------------------------------------------------------
+
+    def on_fit_start(self, trainer: Any) -> None:
+        """Ask the workers whether the tool can look into them."""
+        members: dict[str, list[Role]] = {}
+        for role, group in trainer.groups.items():
+            members.setdefault(group.name, []).append(role)
+        by_name = {group.name: group for role, group in trainer.groups.items() if role is not Role.ROLLOUT}
+        self._groups = {name: group for name, group in by_name.items() if self._concerns(members[name])}
+        if not self._groups:
+            raise ConfigError(
+                f"profiler.roles={list(self.config.roles)}: no workers of this run play one of them; its roles: "
+                f"{', '.join(sorted(role.placed_as for role in trainer.groups if role is not Role.ROLLOUT))}"
+            )
+        most = max(group.world_size for group in self._groups.values())
+        if not self.config.all_ranks and min(self.config.ranks) >= most:
+            raise ConfigError(f"profiler.ranks={list(self.config.ranks)}, but the largest pool has {most} processes")
+        for group in self._groups.values():
+            group.execute_func(check_process, self._spec())
+        if min(self._last) > trainer.total_steps or max(self._last.values()) <= trainer.step:
+            logger.warning(
+                "profiler.steps=%s: none of them is left in this run, which goes from step %d to %d",
+                list(self.config.steps),
+                trainer.step + 1,
+                trainer.total_steps,
+            )
+
+    def on_step_start(self, step: int) -> None:
+        """Start, if the step is the first of those that are looked at together."""
+        if step not in self._last or self._failed or self._ends_at is not None:
+            return
+        end = self._last[step]
+        name = f"step_{step}" if end == step else f"steps_{step}-{end}"
+        failures: list[str] = []
+        for pool, group in self._groups.items():
+            failures += filter(None, group.execute_func(start_profiler, self._spec(), f"{name}-{pool}"))
+        self._ends_at = end
+        self._report(failures)
+
+    def on_step_end(self, step: int) -> None:
+        """Stop, if the step is the last of them."""
+        if self._ends_at is not None and step >= self._ends_at:
+            self._stop()
+
+    def on_fit_end(self, error: BaseException | None) -> None:
+        """Stop, if the run ends within a step that is looked at."""
+        if self._ends_at is None:
+            return
+        try:
+            self._stop()
+        except RollcastError as failure:
+            if error is None:
+                raise
+            logger.warning("the profile of the step that failed is lost: %s", failure)  # with its worker
+
+    def _stop(self) -> None:
+        self._ends_at = None
+        files: list[str] = []
+        failures: list[str] = []
+        for group in self._groups.values():
+            for written, failure in group.execute_func(stop_profiler):
+                files += written
+                failures += [failure] if failure else []
+        for file in files:
+            logger.info("profile: %s", file)
+        self._report(failures)
+
+    def _report(self, failures: Sequence[str]) -> None:
+        if failures:
+            self._failed = True
+            more = f"; and {len(failures) - 1} more" if len(failures) > 1 else ""
+            logger.warning("profiler.tool=%s failed and is given up: %s%s", self.config.tool, failures[0], more)
+
+    def _spec(self) -> ProfilerSpec:
+        ranks = None if self.config.all_ranks else tuple(self.config.ranks)
+        return ProfilerSpec(str(self.config.tool), self.config, str(self._folder), ranks)
+
+
+def find_step_profiler(config: DictConfig, run_dir: Path) -> StepProfiler | None:
+    """What the run's ``profiler`` section asks for; None if it names no tool.
+
+    Raises:
+        ConfigError: a value is not valid; names the key.
+        PluginError: there is no such tool, or it does not load.
+    """
+    section = OmegaConf.select(config, "profiler")
+    name = build_section(ProfilerConfig, section or {}, "profiler").tool
+    if name is None:
+        return None
+    tool = profilers.get(name, requested_by="profiler.tool")
+    return StepProfiler(build_section(tool.config_schema, section, "profiler"), run_dir, tool)
+
+
+def _windows(steps: Sequence[int], joined: bool) -> list[tuple[int, int]]:
+    """First and last step of each capture."""
+    windows: list[tuple[int, int]] = []
+    for step in sorted(set(steps)):
+        if joined and windows and windows[-1][1] == step - 1:
+            windows[-1] = windows[-1][0], step
+        else:
+            windows.append((step, step))
+    return windows
+
+
+def _check(config: ProfilerConfig) -> None:
+    if not config.steps:
+        raise ConfigError(f"profiler.tool={config.tool}, but profiler.steps is empty; give steps, such as [3,4]")
+    if min(config.steps) < 1:
+        raise ConfigError(f"profiler.steps is {list(config.steps)}; steps count from 1")
+    if not config.all_ranks and (not config.ranks or min(config.ranks) < 0):
+        raise ConfigError(f"profiler.ranks is {list(config.ranks)}; give ranks from 0, or profiler.all_ranks=true")
+    known = sorted({role.placed_as for role in Role if role is not Role.ROLLOUT})
+    unknown = sorted(set(config.roles) - set(known))
+    if unknown:
+        raise ConfigError(f"profiler.roles names {', '.join(unknown)}; roles: {', '.join(known)}")

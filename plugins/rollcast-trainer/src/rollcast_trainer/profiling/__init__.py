@@ -1,1 +1,0 @@
-"""Where a run's time and memory go: profilers, floating-point operations, and measured costs."""
