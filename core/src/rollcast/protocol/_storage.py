@@ -1,9 +1,9 @@
 """A DataProto as a file that is read without running any code from it.
 
 Layout: magic (8 bytes), header length (uint64, little endian), CRC-32 of the header (uint32), the
-header as JSON, then the buffers of :mod:`rollcast.protocol.wire`, each at a multiple of 64 bytes
-with zeros between. The header gives offset, size and CRC-32 of each buffer. Tensors are stored in
-the byte order of the machine, which is named in the header.
+header as JSON, then the buffers of :mod:`rollcast.protocol._wire`, each at a multiple of 64 bytes
+with zeros between. The header has offset, size and CRC-32 of each buffer, and the byte order of the machine,
+in which tensors are stored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from rollcast.errors import DataProtoError
-from rollcast.protocol import wire
-from rollcast.protocol.columns import Columns, common_length
+from rollcast.protocol import _wire as wire
+from rollcast.protocol._columns import Columns, common_length
 
 _MAGIC = b"ROLLDP\x00\x01"
 _PREFIX = struct.Struct("<8sQI")
@@ -31,7 +31,7 @@ _ALIGN = 64
 
 
 def _jsonable(value: Any, where: str) -> Any:
-    """``value`` with numpy scalars as Python's; refuses what JSON would change or lose."""
+    """Return ``value`` with numpy scalars as Python's; refuse values that JSON would change."""
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
@@ -74,12 +74,9 @@ def _header(packed: wire.Packed, length: int, meta_info: Mapping[str, Any]) -> b
 
 
 def save(
-    path: str | os.PathLike[str],
-    columns: Mapping[str, torch.Tensor],
-    length: int,
-    meta_info: Mapping[str, Any],
+    path: str | os.PathLike[str], length: int, columns: Mapping[str, torch.Tensor], meta_info: Mapping[str, Any]
 ) -> None:
-    """Write the file; a file of that name is replaced only when the new one is complete.
+    """Write the file; replace an existing one only when the new one is complete.
 
     Raises:
         DataProtoError: an object or meta entry is not JSON; names the column or key.
@@ -104,12 +101,12 @@ def save(
         raise
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Columns, int, dict[str, Any]]:
-    """``(columns, length, meta_info)`` of a file; the tensors own their memory and are writable.
+def load(path: str | os.PathLike[str]) -> tuple[int, Columns, dict[str, Any]]:
+    """Return ``(length, columns, meta_info)`` of a file; the tensors own their memory and are writable.
 
     Raises:
-        DataProtoError: the file is no such file, was cut short or was changed.
-        OSError: it cannot be opened or read.
+        DataProtoError: the file is of another kind, cut short or damaged.
+        OSError: the file cannot be opened or read.
     """
     with Path(path).open("rb") as file:
         try:
@@ -133,7 +130,7 @@ def _read_exactly(file: BinaryIO, size: int, what: str) -> bytearray:
     return content
 
 
-def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
+def _read(file: BinaryIO) -> tuple[int, Columns, dict[str, Any]]:
     magic, size, checksum = _PREFIX.unpack(_read_exactly(file, _PREFIX.size, "its first bytes"))
     if magic != _MAGIC:
         raise DataProtoError("this is no saved DataProto (other first bytes, or another version)")
@@ -156,4 +153,4 @@ def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
             raise DataProtoError(f"buffer {number} does not match its checksum; the file is damaged")
         buffers.append(buffer)
     columns = wire.unpack(specs, buffers, content["objects"])
-    return columns, common_length(columns, content["length"]), content["meta_info"]
+    return common_length(columns, content["length"]), columns, content["meta_info"]

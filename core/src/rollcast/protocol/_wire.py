@@ -1,9 +1,8 @@
 """The bytes of a DataProto: a small header, and buffers that are the tensors' own memory.
 
-A buffer holds exactly the bytes of the rows of one tensor, in C order. What is contiguous, row
-slices included, is not copied; everything else is copied once. A reader's tensors lie in the
-buffers that it is given, so they are read-only where those are: under Ray, received columns are
-shared memory, and have to be cloned before they are written to in place.
+A buffer holds exactly the bytes of the rows of one tensor, in C order. Contiguous tensors, row slices included,
+are not copied; others are copied once. A reader's tensors lie in the buffers that it is given and are read-only
+if these are: under Ray, received columns are shared memory; clone them before writing to them in place.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ import numpy as np
 import torch
 
 from rollcast.errors import DataProtoError
-from rollcast.protocol import jagged
-from rollcast.protocol.columns import Columns, kind_of
-from rollcast.protocol.objects import ObjectColumn, object_array
+from rollcast.protocol import _jagged as jagged
+from rollcast.protocol._columns import Columns, kind_of
+from rollcast.protocol._objects import ObjectColumn, object_array
 
 WIRE_VERSION = 1
 
 
 class TensorSpec(NamedTuple):
-    """How one tensor lies in one buffer; ``buffer`` is -1 for a tensor without elements."""
+    """The layout of one tensor in one buffer; ``buffer`` is -1 for a tensor without elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -45,9 +44,9 @@ class Packed(NamedTuple):
     """The parts of a set of columns.
 
     Attributes:
-        specs: one per column, in order.
-        buffers: one-dimensional uint8 CPU tensors, none of them empty.
-        objects: per object column the objects in use, each once.
+        specs: One per column, in order.
+        buffers: One-dimensional uint8 CPU tensors, none of them empty.
+        objects: Per object column the objects in use, each once.
     """
 
     specs: tuple[ColumnSpec, ...]
@@ -67,7 +66,7 @@ class _Packer:
         if tensor.numel():
             spec = spec._replace(buffer=len(self.buffers))
             self.buffers.append(_bytes_of(name, tensor))
-        # The tensor is kept so that its id is not given to another one.
+        # Keep the tensor alive, so that its id is not reused.
         self._seen[id(tensor)] = (tensor, spec)
         return spec
 
@@ -113,9 +112,8 @@ def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
 
 @cache
 def _silence_read_only_warning() -> None:
-    # Torch warns once per process when a tensor is made over read-only memory, which is what a
-    # reader of shared memory always does. Using that one warning up here leaves every other
-    # filter alone, unlike catching warnings on each read in a process with threads.
+    # Torch warns once per process about a tensor over read-only memory, which every reader of shared memory makes.
+    # Catching warnings on each read would change the filters of other threads; using up the one warning does not.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -131,7 +129,7 @@ def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
 
 
 def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]) -> Columns:
-    """The columns over ``buffers`` (anything with the buffer protocol); no bytes are copied.
+    """Return the columns over ``buffers`` (anything with the buffer protocol) without a copy.
 
     Raises:
         DataProtoError: a spec does not fit this torch or its buffer.
@@ -157,7 +155,7 @@ def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping
 
 
 class Header(NamedTuple):
-    """What travels in band: everything of a DataProto but its buffers."""
+    """The in-band part of a DataProto: everything but its buffers."""
 
     version: int
     length: int
@@ -169,7 +167,7 @@ class Header(NamedTuple):
 def encode(
     columns: Mapping[str, torch.Tensor], length: int, meta_info: dict[str, Any], protocol: int
 ) -> tuple[Header, list[Any]]:
-    """Header and buffers for pickle: ``PickleBuffer`` from protocol 5 on, ``bytes`` before."""
+    """Return header and buffers for pickle: ``PickleBuffer`` from protocol 5 on, ``bytes`` before."""
     packed = pack(columns)
     header = Header(WIRE_VERSION, length, packed.specs, packed.objects, meta_info)
     arrays = [buffer.numpy() for buffer in packed.buffers]
@@ -179,7 +177,7 @@ def encode(
 
 
 def decode(header: Header, buffers: Sequence[Any]) -> Columns:
-    """The columns of :func:`encode`, over the given buffers.
+    """Return the columns of :func:`encode`, over the given buffers.
 
     Raises:
         DataProtoError: the sender speaks another version of the format.
