@@ -167,7 +167,7 @@ def operations(batch: DataProto) -> list[Comparison]:
     moved = in_turns([lambda: batch.reordered(order), bare_reorder], 8)
     return [
         Comparison(
-            "chunk, select, union, concat of 117 MB / bare tensors (ms)", *(t * 1e3 for t in joined), at_most=1.2
+            "chunk, select, join, concat of 117 MB / bare tensors (ms)", *(t * 1e3 for t in joined), at_most=1.2
         ),
         Comparison("reorder of 117 MB / bare tensors (ms)", *(t * 1e3 for t in moved), at_most=1.2),
     ]
@@ -185,7 +185,7 @@ def view_times(batch: DataProto) -> str:
     calls: dict[str, Call] = {
         "chunk into 4": lambda: batch.chunk(4),
         "select": lambda: batch.select(some),
-        "union": lambda: first.joined(second),
+        "joined": lambda: first.joined(second),
         "slice": lambda: batch[10:20],
     }
     return "views (us): " + ", ".join(
