@@ -181,5 +181,9 @@ def test_errors() -> None:
         )
     with pytest.raises(DataProtoError, match="not connected"):
         pickle.loads(pickle.dumps(handle)).get()
+    with pytest.raises(DataProtoError, match="returned a NoneType where a DataProto was put"):
+        handle.bind(lambda refs, _: [None] * len(refs)).get()
+    with pytest.raises(DataProtoError, match="joined: a int is neither"):
+        handle.joined(3)
     with pytest.raises(DataProtoError, match="no permutation"):
         handle.reordered([0, 0, 1, 2])

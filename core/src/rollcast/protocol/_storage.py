@@ -52,29 +52,26 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _header(packed: wire.Packed, length: int, meta_info: Mapping[str, Any]) -> bytes:
+def _encoded(header: wire.Header, buffers: list[torch.Tensor]) -> bytes:
     places = []
     offset = 0
-    for buffer in packed.buffers:
+    for buffer in buffers:
         places.append([offset, buffer.numel(), zlib.crc32(buffer.numpy().data)])
         offset += _aligned(buffer.numel())
-    objects = {
-        name: [_jsonable(item, f"object column {name!r}") for item in items] for name, items in packed.objects.items()
-    }
-    meta = {key: _jsonable(item, f"meta_info key {key!r}") for key, item in meta_info.items()}
+    meta = {key: _jsonable(item, f"meta_info key {key!r}") for key, item in header.meta_info.items()}
     content = {
-        "length": length,
+        "length": header.length,
         "byteorder": sys.byteorder,
-        "columns": packed.specs,
+        "columns": header.specs,
         "buffers": places,
-        "objects": objects,
+        "objects": {name: _jsonable(items, f"object column {name!r}") for name, items in header.objects.items()},
         "meta_info": _jsonable(meta, "meta_info"),
     }
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def save(
-    path: str | os.PathLike[str], length: int, columns: Mapping[str, torch.Tensor], meta_info: Mapping[str, Any]
+    path: str | os.PathLike[str], length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
 ) -> None:
     """Write the file; replace an existing one only when the new one is complete.
 
@@ -82,15 +79,15 @@ def save(
         DataProtoError: an object or meta entry is not JSON; names the column or key.
         OSError: the folder is missing, or the file cannot be written.
     """
-    packed = wire.pack(columns)
-    header = _header(packed, length, meta_info)
+    unsaved, buffers = wire.pack(length, columns, meta_info)
+    header = _encoded(unsaved, buffers)
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))
             file.write(header)
-            for buffer in packed.buffers:
+            for buffer in buffers:
                 file.write(bytes(-file.tell() % _ALIGN))
                 file.write(buffer.numpy().data)
             file.flush()
@@ -152,5 +149,6 @@ def _read(file: BinaryIO) -> tuple[int, Columns, dict[str, Any]]:
         if zlib.crc32(buffer) != checksum:
             raise DataProtoError(f"buffer {number} does not match its checksum; the file is damaged")
         buffers.append(buffer)
-    columns = wire.unpack(specs, buffers, content["objects"])
-    return common_length(columns, content["length"]), columns, content["meta_info"]
+    rows, meta_info = content["length"], content["meta_info"]
+    columns = wire.unpack(wire.Header(wire.WIRE_VERSION, rows, specs, content["objects"], meta_info), buffers)
+    return common_length(columns, rows), columns, meta_info

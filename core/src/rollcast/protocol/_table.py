@@ -46,7 +46,7 @@ class Table(ABC, Generic[C]):
 
     @abstractmethod
     def _content(self) -> Content[C]:
-        """Return length, columns and meta dict; the caller changes none of them."""
+        """Return the live content, which the caller must not change."""
 
     @abstractmethod
     def _like(self, length: int, columns: Mapping[str, C], meta_info: dict[str, Any]) -> Self:

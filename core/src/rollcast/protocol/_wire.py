@@ -7,7 +7,6 @@ if these are: under Ray, received columns are shared memory; clone them before w
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -40,18 +39,19 @@ class ColumnSpec(NamedTuple):
     tensors: tuple[TensorSpec, ...]
 
 
-class Packed(NamedTuple):
-    """The parts of a set of columns.
+class Header(NamedTuple):
+    """The in-band part of a DataProto: everything but its buffers.
 
     Attributes:
         specs: One per column, in order.
-        buffers: One-dimensional uint8 CPU tensors, none of them empty.
         objects: Per object column the objects in use, each once.
     """
 
+    version: int
+    length: int
     specs: tuple[ColumnSpec, ...]
-    buffers: list[torch.Tensor]
     objects: dict[str, list[Any]]
+    meta_info: dict[str, Any]
 
 
 class _Packer:
@@ -82,8 +82,12 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
-    """Split columns into specs, buffers and objects; copies only what is not contiguous on CPU.
+def pack(
+    length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
+) -> tuple[Header, list[torch.Tensor]]:
+    """Return the header, and one-dimensional uint8 CPU tensors, none of them empty, as buffers.
+
+    Copies only tensors that are not contiguous on the CPU.
 
     Raises:
         DataProtoError: a column has no plain bytes (meta, quantized); names it.
@@ -107,7 +111,7 @@ def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
         else:
             tensors = (packer.add(name, column),)
         specs.append(ColumnSpec(name, kind_of(column), tensors))
-    return Packed(tuple(specs), packer.buffers, objects)
+    return Header(WIRE_VERSION, length, tuple(specs), objects, meta_info), packer.buffers
 
 
 @cache
@@ -128,22 +132,28 @@ def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
     return torch.frombuffer(buffers[spec.buffer], dtype=dtype).reshape(spec.shape)
 
 
-def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]) -> Columns:
+def unpack(header: Header, buffers: Sequence[Any]) -> Columns:
     """Return the columns over ``buffers`` (anything with the buffer protocol) without a copy.
 
     Raises:
-        DataProtoError: a spec does not fit this torch or its buffer.
+        DataProtoError: the sender speaks another version of the format, or a spec does not fit this torch or its
+            buffer.
     """
+    if header.version != WIRE_VERSION:
+        raise DataProtoError(
+            f"a DataProto arrived in wire version {header.version}, but this rollcast reads"
+            f" {WIRE_VERSION}; install one version on all nodes"
+        )
     _silence_read_only_warning()
     offsets: dict[int, torch.Tensor] = {}
     columns: Columns = {}
-    for spec in specs:
+    for spec in header.specs:
         try:
             tensors = [_unpack_tensor(tensor, buffers) for tensor in spec.tensors]
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise DataProtoError(f"column {spec.name!r} does not fit its buffer: {error}") from error
         if spec.kind == "object":
-            used = objects[spec.name]
+            used = header.objects[spec.name]
             rows = tensors[0] if tensors else torch.arange(len(used))
             columns[spec.name] = ObjectColumn.wrap(rows, object_array(used, len(used)))
         elif spec.kind == "jagged":
@@ -152,39 +162,3 @@ def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping
         else:
             columns[spec.name] = tensors[0]
     return columns
-
-
-class Header(NamedTuple):
-    """The in-band part of a DataProto: everything but its buffers."""
-
-    version: int
-    length: int
-    specs: tuple[ColumnSpec, ...]
-    objects: dict[str, list[Any]]
-    meta_info: dict[str, Any]
-
-
-def encode(
-    columns: Mapping[str, torch.Tensor], length: int, meta_info: dict[str, Any], protocol: int
-) -> tuple[Header, list[Any]]:
-    """Return header and buffers for pickle: ``PickleBuffer`` from protocol 5 on, ``bytes`` before."""
-    packed = pack(columns)
-    header = Header(WIRE_VERSION, length, packed.specs, packed.objects, meta_info)
-    arrays = [buffer.numpy() for buffer in packed.buffers]
-    if protocol >= 5:
-        return header, [pickle.PickleBuffer(array.data) for array in arrays]
-    return header, [array.tobytes() for array in arrays]
-
-
-def decode(header: Header, buffers: Sequence[Any]) -> Columns:
-    """Return the columns of :func:`encode`, over the given buffers.
-
-    Raises:
-        DataProtoError: the sender speaks another version of the format.
-    """
-    if header.version != WIRE_VERSION:
-        raise DataProtoError(
-            f"a DataProto arrived in wire version {header.version}, but this rollcast reads"
-            f" {WIRE_VERSION}; install one version on all nodes"
-        )
-    return unpack(header.specs, buffers, header.objects)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
+from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -315,12 +316,14 @@ class DataProto(Table[torch.Tensor]):
         return self._like(len(self), columns, deepcopy(self.meta_info, memo))
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        header, buffers = _wire.encode(self._columns(), len(self), self.meta_info, int(protocol))
-        return _from_wire, (type(self), header, buffers)
+        header, buffers = _wire.pack(*self._content())
+        arrays = [buffer.numpy() for buffer in buffers]
+        sent = [PickleBuffer(array.data) if protocol >= 5 else array.tobytes() for array in arrays]
+        return _from_wire, (type(self), header, sent)
 
 
 def _from_wire(cls: type[DataProto], header: _wire.Header, buffers: list[Any]) -> DataProto:
-    return cls._of(header.length, _wire.decode(header, buffers), header.meta_info)
+    return cls._of(header.length, _wire.unpack(header, buffers), header.meta_info)
 
 
 class ObjectColumnsView(MutableMapping[str, Any]):

@@ -311,9 +311,12 @@ def _build(shard: StoredShard, fetch: Fetch, timeout: float | None) -> DataProto
     refs = {id(piece.ref): piece.ref for column in columns.values() for piece in column.pieces}
     wanted = [ref for ref in refs.values() if not isinstance(ref, _Inline)]
     stored = dict(zip(map(id, wanted), fetch(wanted, timeout), strict=True)) if wanted else {}
-    batches = {key: ref.value if isinstance(ref, _Inline) else stored[key] for key, ref in refs.items()}
-    if odd := next((value for value in batches.values() if not isinstance(value, DataProto)), None):
-        raise DataProtoError(f"the store returned a {type(odd).__name__} where a DataProto was put")
+    batches: dict[int, DataProto] = {}
+    for key, ref in refs.items():
+        found = ref.value if isinstance(ref, _Inline) else stored[key]
+        if not isinstance(found, DataProto):
+            raise DataProtoError(f"the store returned a {type(found).__name__} where a DataProto was put")
+        batches[key] = found
     groups: dict[tuple[Any, ...], list[str]] = {}
     for name, column in columns.items():
         index = None if column.index is None else column.index.numpy().tobytes()
