@@ -133,7 +133,7 @@ def test_this_reader_sees_what_it_should() -> None:
         """rollcast_fsdp is only mentioned here."""
         from typing import TYPE_CHECKING
         import ray.util
-        from rollcast.protocol import DataProto, wire
+        from rollcast.protocol import DataProto, batch
         if TYPE_CHECKING:
             from rollcast.cli import app
         else:
@@ -147,7 +147,7 @@ def test_this_reader_sees_what_it_should() -> None:
         "typing",
         "ray.util",
         "rollcast.protocol",
-        "rollcast.protocol.wire",
+        "rollcast.protocol.batch",
         "json",
         "rollcast.contracts.engine",
         "rollcast_fsdp.engine",

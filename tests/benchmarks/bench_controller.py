@@ -143,7 +143,7 @@ def operations(batch: DataProto) -> list[Comparison]:
     order = torch.randperm(len(batch))
 
     def ours() -> DataProto:
-        parts = [part.select(some).union(part.drop(some)) for part in batch.chunk(WORKERS)]
+        parts = [part.select(some).joined(part.drop(some)) for part in batch.chunk(WORKERS)]
         return DataProto.concat(parts)
 
     def bare() -> Any:
@@ -164,10 +164,10 @@ def operations(batch: DataProto) -> list[Comparison]:
         return {k: v[order] for k, v in tensors.items()}, uid[order.numpy()]
 
     joined = in_turns([ours, bare], 8)
-    moved = in_turns([lambda: batch.reorder(order), bare_reorder], 8)
+    moved = in_turns([lambda: batch.reordered(order), bare_reorder], 8)
     return [
         Comparison(
-            "chunk, select, union, concat of 117 MB / bare tensors (ms)", *(t * 1e3 for t in joined), at_most=1.2
+            "chunk, select, join, concat of 117 MB / bare tensors (ms)", *(t * 1e3 for t in joined), at_most=1.2
         ),
         Comparison("reorder of 117 MB / bare tensors (ms)", *(t * 1e3 for t in moved), at_most=1.2),
     ]
@@ -185,7 +185,7 @@ def view_times(batch: DataProto) -> str:
     calls: dict[str, Call] = {
         "chunk into 4": lambda: batch.chunk(4),
         "select": lambda: batch.select(some),
-        "union": lambda: first.union(second),
+        "joined": lambda: first.joined(second),
         "slice": lambda: batch[10:20],
     }
     return "views (us): " + ", ".join(

@@ -72,8 +72,8 @@ def prompts() -> DataProto:
 
 def test_a_round_moves_three_columns_to_the_driver_and_nothing_else(actor, critic, arrived) -> None:
     batch = actor.generate.remote(prompts())
-    batch = batch.union(actor.log_probs.remote(batch.select(["responses"])))
-    batch = batch.union(critic.values.remote(batch.select(["responses"])))
+    batch = batch.joined(actor.log_probs.remote(batch.select(["responses"])))
+    batch = batch.joined(critic.values.remote(batch.select(["responses"])))
     score, old, values = batch["score"], batch["old_log_probs"], batch["values"]
     advantages = score - values + 0 * old
     metrics = critic.update(batch.with_columns({"advantages": advantages}).drop(["uid"]))
@@ -129,7 +129,8 @@ def test_rows_are_lost_with_their_worker_and_that_is_said(runtime: RayRuntime) -
 def test_kept_rows_are_freed_with_the_last_handle(actor, runtime: RayRuntime) -> None:
     import ray
 
-    refs = [ref for column in actor.generate.remote(prompts())._known().columns.values() for ref in column.refs()]
+    columns = actor.generate.remote(prompts())._content().columns.values()
+    refs = [piece.ref for column in columns for piece in column.pieces]
     assert len(ray.get(refs)) == len(refs)
     text = [ref.hex() for ref in refs]
     del refs

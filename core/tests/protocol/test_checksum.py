@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcast.protocol.checksum import combine_checksums, tensor_checksum
+from rollcast.protocol import combine_checksums, tensor_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
 
@@ -36,6 +36,15 @@ def test_a_flipped_bit_is_seen(numel: int, dtype: torch.dtype, place: float, bit
 def test_exchanged_rows_are_seen(width: int) -> None:
     tensor = torch.randn(8, width)
     assert tensor_checksum(tensor[[1, 0, 2, 3, 4, 5, 6, 7]]) != tensor_checksum(tensor)
+
+
+@pytest.mark.parametrize("width", [1, 2, 64, 509, 1018])
+@pytest.mark.parametrize("other", [1, 508, 509, 510, 1018, 521 * 2])
+def test_far_rows_exchanged_are_seen(width: int, other: int) -> None:
+    tensor = torch.randn(1043, width, generator=torch.Generator().manual_seed(width))
+    order = torch.arange(len(tensor))
+    order[0], order[other] = other, 0
+    assert tensor_checksum(tensor[order]) != tensor_checksum(tensor)
 
 
 def test_name_dtype_and_shape_count() -> None:

@@ -15,7 +15,7 @@ from protocol_batches import jagged, sample
 from tensordict import TensorDict
 
 from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, DataProtoFuture
 
 
 def test_single_dict_sorts_values_by_kind() -> None:
@@ -187,8 +187,54 @@ def test_zero_row_members_join() -> None:
     assert DataProto.concat([dp[:0], dp, dp[:0]]).equal(dp)
 
 
-def test_rows_can_be_iterated() -> None:
-    assert [row["uid"][0] for row in sample(3)] == ["u0", "u1", "u2"]
+BOTH = pytest.mark.parametrize("kind", [lambda dp: dp, DataProtoFuture.of_batch], ids=["batch", "handle"])
+Kind = Callable[[DataProto], Any]
+
+
+@BOTH
+def test_names_are_columns_and_lengths_are_rows(kind: Kind) -> None:
+    dp = kind(sample(3))
+    assert len(dp) == 3
+    assert ("uid" in dp, 0 in dp) == (True, False)
+    as_dict, as_arguments = dict(dp), dict(**dp)
+    assert list(as_dict) == list(as_arguments) == dp.keys() == ["ids", "ragged", "uid"]
+    assert as_dict["uid"].tolist() == ["u0", "u1", "u2"]
+    assert [row["uid"].tolist() for row in dp.split(1)] == [["u0"], ["u1"], ["u2"]]
+
+
+@BOTH
+@pytest.mark.parametrize("loop", [list, iter, lambda dp: [*dp], lambda dp: list(zip(dp, dp, strict=True))])
+def test_iterating_is_refused_and_names_both_ways(kind: Kind, loop: Callable[[Any], object]) -> None:
+    with pytest.raises(TypeError, match=r"not iterable.*keys\(\) for the columns.*split\(1\) for the rows"):
+        loop(kind(sample(3)))
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("misuse", "instead"),
+    [
+        (lambda dp: dp.union(sample(3)), "batch = batch.joined(other)"),
+        (lambda dp: dp.reorder(torch.tensor([2, 1, 0])), "batch = batch.reordered(indices)"),
+        (lambda dp: dp.pop(batch_keys=["ids"], non_tensor_batch_keys=["uid"]), "batch.select(keys), batch.drop(keys)"),
+        (lambda dp: dp.pop(["ids"]), "batch.select(keys), batch.drop(keys)"),
+    ],
+)
+def test_operations_in_place_raise_and_name_the_replacement(kind: Kind, misuse: Kind, instead: str) -> None:
+    with pytest.raises(DataProtoError, match=re.escape(instead)):
+        misuse(kind(sample(3)))
+
+
+class Labelled(DataProto):
+    """A batch of a user's own class."""
+
+    __slots__ = ()
+
+
+def test_operations_keep_the_subclass() -> None:
+    dp = Labelled(sample(4).batch)
+    made = [dp[:2], dp.joined(sample(4).rename({"ids": "a", "ragged": "b", "uid": "c"})), *dp.chunk(2), dp.clone()]
+    made += [Labelled.concat(dp.chunk(2)), DataProto.concat([dp, dp]), pickle.loads(pickle.dumps(dp))]
+    assert [type(each) for each in made] == [Labelled] * len(made)
 
 
 def test_repr_names_every_column() -> None:
@@ -240,12 +286,12 @@ def test_nan_is_equal_to_nothing_but_nan() -> None:
     assert not right.equal(left)
 
 
-def test_union_keeps_equal_columns_and_can_overwrite() -> None:
+def test_joined_keeps_equal_columns_and_can_overwrite() -> None:
     dp = sample(4)
-    assert dp.union(dp.clone()).equal(dp)
+    assert dp.joined(dp.clone()).equal(dp)
     other = dp.with_columns(ids=torch.zeros(4))
     other.meta_info["temperature"] = 0.5
-    found = dp.union(other, overwrite=True)
+    found = dp.joined(other, overwrite=True)
     assert found["ids"].tolist() == [0.0] * 4
     assert found.meta_info["temperature"] == 0.5
 
@@ -309,15 +355,14 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "meta_info key 'm'",
     ),
     "drop": (lambda: sample().drop(["nope"]), ColumnError, "no column 'nope'"),
-    "pop": (lambda: sample().pop(["nope"]), ColumnError, "no column 'nope'"),
     "rename": (lambda: sample().rename({"nope": "x"}), ColumnError, "no column 'nope'"),
     "rename clash": (lambda: sample().rename({"ids": "uid"}), DataProtoError, "called 'uid'"),
-    "union value": (
-        lambda: sample().union(sample().with_columns(ids=torch.zeros(4))),
+    "joined value": (
+        lambda: sample().joined(sample().with_columns(ids=torch.zeros(4))),
         DataProtoError,
         "'ids' is in both with different values",
     ),
-    "union length": (lambda: sample(4).union(sample(3)), DataProtoError, "4 rows here but 3"),
+    "joined length": (lambda: sample(4).joined(sample(3)), DataProtoError, "4 rows here but 3"),
     "with length": (
         lambda: sample(4).with_columns(z=[1]),
         DataProtoError,
@@ -351,7 +396,13 @@ ERRORS: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
         "10 rows cannot be cut in 4 chunks; the nearest that fit are 2 and 5 chunks, or 8 and 12 r",
     ),
     "chunk zero": (lambda: sample().chunk(0), DataProtoError, "at least 1, not 0"),
-    "reorder": (lambda: sample(2).reorder([0, 0]), DataProtoError, "no permutation of 2 rows"),
+    "joined handle": (
+        lambda: sample().joined(DataProtoFuture.of_batch(sample())),
+        DataProtoError,
+        "joined: a DataProtoFuture is no DataProto",
+    ),
+    "concat others": (lambda: DataProto.concat([sample(), 3]), DataProtoError, "concat: a member is a int"),  # type: ignore[list-item]
+    "reorder": (lambda: sample(2).reordered([0, 0]), DataProtoError, "no permutation of 2 rows"),
     "unpad": (lambda: sample(2).unpad(3), DataProtoError, "3 rows cannot be taken off 2"),
     "pad mode": (lambda: sample().pad_to_divisor(3, "x"), DataProtoError, "not 'x'"),  # type: ignore[arg-type]
     "mask": (lambda: sample(4)[[True]], DataProtoError, "1 values but the DataProto has 4 rows"),

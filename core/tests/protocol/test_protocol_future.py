@@ -15,7 +15,7 @@ from protocol_batches import batches, law, sample, snapshot
 
 from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import DataProto, DataProtoFuture
-from rollcast.protocol.stored import StoredShard, store_batch
+from rollcast.protocol.future import StoredShard, store_batch
 
 
 class Store:
@@ -69,7 +69,7 @@ def apply(batch: Any, step: tuple[Any, ...]) -> Any:
         case ("pad", divisor):
             return batch.pad_to_divisor(divisor)[0]
         case ("flip",):
-            return batch.reorder(list(range(size))[::-1])
+            return batch.reordered(list(range(size))[::-1])
         case _:
             parts = batch.split(max(size // 2, 1))
             return type(batch).concat(parts[::-1])
@@ -101,8 +101,8 @@ def test_columns_are_those_of_a_batch(data: DataProto, shards: int) -> None:
         (data.select([first]), handle.select([first])),
         (data.drop([first]), handle.drop([first])),
         (data.rename({first: "new"}), handle.rename({first: "new"})),
-        (data.select(others).union(data.select([first])), handle.select(others).union(handle.select([first]))),
-        (data.drop([first]).union(data.select([first])), handle.drop([first]).union(data.select([first]))),
+        (data.select(others).joined(data.select([first])), handle.select(others).joined(handle.select([first]))),
+        (data.drop([first]).joined(data.select([first])), handle.drop([first]).joined(data.select([first]))),
     ):
         assert snapshot(theirs.get()) == snapshot(mine)
 
@@ -168,16 +168,22 @@ def test_errors() -> None:
     with pytest.raises(ColumnError, match="no column 'nope'"):
         handle.select(["nope"])
     with pytest.raises(DataProtoError, match="cannot be told without moving"):
-        handle.union(store.handle(sample(4)))
+        handle.joined(store.handle(sample(4)))
     with pytest.raises(DataProtoError, match="4 rows here but 3"):
-        handle.union(sample(3).rename({"ids": "a", "ragged": "b", "uid": "c"}))
+        handle.joined(sample(3).rename({"ids": "a", "ragged": "b", "uid": "c"}))
     with pytest.raises(DataProtoError, match="4 rows cannot be cut in 3"):
         handle.chunk(3)
     with pytest.raises(DataProtoError, match="empty"):
         DataProtoFuture.concat([])
     with pytest.raises(DataProtoError, match="dtypes"):
-        DataProtoFuture.concat([DataProto({"x": torch.zeros(2)}), DataProto({"x": torch.zeros(2).long()})])
+        DataProtoFuture.concat(
+            [DataProtoFuture.of_batch(DataProto({"x": x})) for x in (torch.zeros(2), torch.arange(2))]
+        )
     with pytest.raises(DataProtoError, match="not connected"):
         pickle.loads(pickle.dumps(handle)).get()
+    with pytest.raises(DataProtoError, match="returned a NoneType where a DataProto was put"):
+        handle.bind(lambda refs, _: [None] * len(refs)).get()
+    with pytest.raises(DataProtoError, match="joined: a int is neither"):
+        handle.joined(3)
     with pytest.raises(DataProtoError, match="no permutation"):
-        handle.reorder([0, 0, 1, 2])
+        handle.reordered([0, 0, 1, 2])

@@ -66,10 +66,10 @@ def test_reordering_back_is_the_identity(dp: DataProto, random: Random) -> None:
     before = snapshot(dp)
     order = list(range(len(dp)))
     random.shuffle(order)
-    moved = dp.reorder(order)
+    moved = dp.reordered(order)
     assert repr(rows_of(moved)) == repr([rows_of(dp)[i] for i in order])
     inverse = torch.tensor(order, dtype=torch.int64).argsort()
-    assert snapshot(moved.reorder(inverse)) == before == snapshot(dp)
+    assert snapshot(moved.reordered(inverse)) == before == snapshot(dp)
 
 
 @law
@@ -82,14 +82,14 @@ def test_repeat_counts_and_order(dp: DataProto, times: int) -> None:
 
 @law
 @given(batches(), st.data())
-def test_pop_is_select_and_drop_and_union_joins_them(dp: DataProto, data: st.DataObject) -> None:
+def test_joined_undoes_select_and_drop(dp: DataProto, data: st.DataObject) -> None:
     before = snapshot(dp)
     keys = data.draw(st.lists(st.sampled_from(dp.keys()), unique=True)) if dp.keys() else []
-    rest, taken = dp.pop(keys)
+    rest, taken = dp.drop(keys), dp.select(keys)
     assert taken.keys() == keys
     assert sorted(rest.keys() + keys) == sorted(dp.keys())
     assert len(rest) == len(taken) == len(dp)
-    assert snapshot(rest.union(taken).select(dp.keys())) == before == snapshot(dp)
+    assert snapshot(rest.joined(taken).select(dp.keys())) == before == snapshot(dp)
 
 
 selectors = st.one_of(

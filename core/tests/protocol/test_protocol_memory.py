@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollcast import DataProto
-from rollcast.protocol import memory
+from rollcast.protocol import _memory as memory
 
 DTYPES = [torch.int64, torch.float32, torch.bfloat16, torch.bool, torch.complex64]
 
@@ -41,5 +41,5 @@ def test_rows_of_a_large_batch_come_back() -> None:
         {"u": [str(i) for i in range(600)]},
     )
     order = torch.randperm(600)
-    there_and_back = DataProto.concat(batch.reorder(order).chunk(4)).reorder(order.argsort())
+    there_and_back = DataProto.concat(batch.reordered(order).chunk(4)).reordered(order.argsort())
     assert there_and_back.equal(batch)

@@ -15,7 +15,7 @@ from rollcast.controller.dispatch import RankOutputs, distribute, join
 from rollcast.controller.mesh import MeshInfo
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture
-from rollcast.protocol.stored import store_batch
+from rollcast.protocol.future import store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import exchange_items, karmarkar_karp, plan_shards
 from rollcast_testing.dispatch import FakeGroup

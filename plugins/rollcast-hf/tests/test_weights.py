@@ -11,7 +11,7 @@ from hf_tools import make_prompts, run_all, tokens_of
 from transformers import AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.protocol.checksum import combine_checksums, tensor_checksum
+from rollcast.protocol import combine_checksums, tensor_checksum
 from rollcast_hf.errors import WeightUpdateError
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.weights import load_buckets

@@ -98,6 +98,6 @@ def test_seeds_decide_samples_on_any_replica(local_group: WorkerGroup) -> None:
 
     first = sample(seeded)
     assert torch.equal(sample(seeded), first)
-    assert torch.equal(sample(seeded.reorder(torch.tensor([3, 1, 0, 5, 4, 2]))), first[[3, 1, 0, 5, 4, 2]])
+    assert torch.equal(sample(seeded.reordered(torch.tensor([3, 1, 0, 5, 4, 2]))), first[[3, 1, 0, 5, 4, 2]])
     assert not torch.equal(sample(prompts), first)
     replicas.close()

@@ -24,7 +24,7 @@ class Striped(DispatchMode):
         return Calls.each([data.select_idxs(stripe) for stripe in stripes], state=torch.cat(stripes))
 
     def collect(self, worker_group: Any, outputs: Any) -> DataProto:
-        return DataProto.concat(list(outputs)).reorder(outputs.state.argsort())
+        return DataProto.concat(list(outputs)).reordered(outputs.state.argsort())
 
 
 class Stripes(Striped):
@@ -100,7 +100,7 @@ class Remembers(Striped):
         return calls
 
     def collect(self, worker_group, outputs):
-        return DataProto.concat(list(outputs)).reorder(self.order.argsort())
+        return DataProto.concat(list(outputs)).reordered(self.order.argsort())
 
 
 class TakesAnything(Striped):
@@ -152,7 +152,7 @@ class OverMesh(DispatchMode):
             (places[r].dp_rank, out) for r, out in zip(outputs.ranks, outputs, strict=True) if self._counts(places[r])
         ]
         joined = DataProto.concat([out for _, out in sorted(pairs, key=lambda pair: pair[0])])
-        return joined[: len(outputs.state)].reorder(outputs.state.argsort())
+        return joined[: len(outputs.state)].reordered(outputs.state.argsort())
 
     def _counts(self, place):
         return place.is_collect
@@ -177,7 +177,7 @@ class CollectsFirst(OverMesh):
         first = {
             place.dp_rank: out for place, out in zip(reversed(worker_group.mesh("m")), reversed(outputs), strict=True)
         }
-        return DataProto.concat([first[rank] for rank in sorted(first)]).reorder(outputs.state.argsort())
+        return DataProto.concat([first[rank] for rank in sorted(first)]).reordered(outputs.state.argsort())
 
 
 class RankOrder(OverMesh):
@@ -185,7 +185,7 @@ class RankOrder(OverMesh):
 
     def collect(self, worker_group, outputs):
         kept = [out for out, place in zip(outputs, worker_group.mesh("m"), strict=True) if place.is_collect]
-        return DataProto.concat(kept).reorder(outputs.state.argsort())
+        return DataProto.concat(kept).reordered(outputs.state.argsort())
 
 
 @pytest.mark.parametrize(

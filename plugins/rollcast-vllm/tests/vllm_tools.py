@@ -10,7 +10,7 @@ from typing import Any
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSequence, RolloutSetup, SamplingParams
 from rollcast.contracts.weights import WeightBucket
-from rollcast.protocol.checksum import tensor_checksum
+from rollcast.protocol import tensor_checksum
 from rollcast_testing.rollout_tools import EOS, PAD, token_log_probs
 from rollcast_vllm.rollout import VllmRollout
 from rollcast_vllm.schemas import VllmRolloutConfig

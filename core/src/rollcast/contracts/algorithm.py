@@ -110,10 +110,10 @@ class AdvantageOutputs:
         """Spread one score a row (``[B]``) over its response tokens, as float32."""
         import torch
 
-        from rollcast.protocol.memory import empty
+        from rollcast.protocol import empty_tensor
 
         chosen = response_mask if response_mask.dtype == torch.bool else response_mask != 0
-        spread = empty(chosen.shape, torch.float32, scores.device)
+        spread = empty_tensor(chosen.shape, torch.float32, scores.device)
         column = scores.detach().float().unsqueeze(-1)
         torch.where(chosen, column, torch.zeros((), device=scores.device), out=spread)
         return cls(spread, spread)

@@ -165,6 +165,6 @@ def _plain(value: Any) -> Any:
 
 
 def _checksum(tensor: Tensor) -> str:
-    from rollcast.protocol.checksum import tensor_checksum
+    from rollcast.protocol import tensor_checksum
 
     return tensor_checksum(tensor)

@@ -66,7 +66,7 @@ class WeightBucket(Sequence[tuple[str, "Tensor"]]):
 
     Attributes:
         named: name and tensor, in the sender's order.
-        expected: :func:`~rollcast.protocol.checksum.tensor_checksum` by name.
+        expected: :func:`~rollcast.protocol.tensor_checksum` by name.
     """
 
     named: Sequence[tuple[str, Tensor]]
@@ -114,7 +114,7 @@ class WeightTally:
             self._outside += time.perf_counter() - handed
 
     def _take(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        from rollcast.protocol.checksum import combine_checksums, tensor_checksum
+        from rollcast.protocol import combine_checksums, tensor_checksum
 
         expected = dict(bucket.expected) if isinstance(bucket, WeightBucket) else {}
         found: list[tuple[str, str]] = []

@@ -84,7 +84,6 @@ class GroupMethod:
 
 
 def _as_handle(output: Any, fetch: Any) -> Any:
-    from rollcast.protocol.future import DataProtoFuture
-    from rollcast.protocol.stored import StoredShard
+    from rollcast.protocol.future import DataProtoFuture, StoredShard
 
     return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output

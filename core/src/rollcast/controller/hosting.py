@@ -216,10 +216,10 @@ class WorkerHost:
         return handle.get() if fetch else handle
 
     def _kept(self, result: Any) -> Any:
-        module = sys.modules.get("rollcast.protocol.dataproto")
+        module = sys.modules.get("rollcast.protocol.batch")
         if module is None or not isinstance(result, module.DataProto):
             return result
-        from rollcast.protocol.stored import store_batch
+        from rollcast.protocol.future import store_batch
 
         return store_batch(result, self._store.put)
 

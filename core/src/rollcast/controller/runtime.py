@@ -187,7 +187,7 @@ class Runtime(ABC):
         """Send one call; returns a reference to its result at once.
 
         With outcome ``keep`` a DataProto that the method returns stays in the runtime's store, and the
-        result is the :class:`~rollcast.protocol.stored.StoredShard` that describes it. With ``drop``
+        result is the :class:`~rollcast.protocol.future.StoredShard` that describes it. With ``drop``
         the result is None.
 
         Raises:

@@ -1,4 +1,4 @@
-"""The batch that travels between controller and workers, its bytes, and handles to it."""
+"""The batch that travels between controller and workers, handles to it, and what moving tensors needs."""
 
 from __future__ import annotations
 
@@ -7,10 +7,19 @@ from typing import TYPE_CHECKING
 from rollcast._lazy import lazy_exports
 
 if TYPE_CHECKING:
-    from rollcast.protocol.dataproto import DataProto as DataProto
+    from rollcast.protocol._checksum import combine_checksums as combine_checksums
+    from rollcast.protocol._checksum import tensor_checksum as tensor_checksum
+    from rollcast.protocol._memory import empty_tensor as empty_tensor
+    from rollcast.protocol.batch import DataProto as DataProto
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
 
 # Importing the package must not cost the second that torch and tensordict take.
 __getattr__, __dir__, __all__ = lazy_exports(
-    __name__, {"rollcast.protocol.dataproto": ["DataProto"], "rollcast.protocol.future": ["DataProtoFuture"]}
+    __name__,
+    {
+        "rollcast.protocol._checksum": ["combine_checksums", "tensor_checksum"],
+        "rollcast.protocol._memory": ["empty_tensor"],
+        "rollcast.protocol.batch": ["DataProto"],
+        "rollcast.protocol.future": ["DataProtoFuture"],
+    },
 )

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs
-from rollcast.protocol.memory import empty
+from rollcast.protocol import empty_tensor
 from rollcast_algorithms._masking import widen
 
 __all__ = ["WHITEN_EPSILON", "Rows", "discounted_suffix_sums", "suffix_sums", "whiten", "whiten_rows"]
@@ -47,7 +47,7 @@ class Rows:
             raise ValueError(f"token_level_rewards is {list(rewards.shape)}, but the mask is {list(mask.shape)}")
         if inputs.group_ids.shape != mask.shape[:1]:
             raise ValueError(f"group_ids is {list(inputs.group_ids.shape)}, but there are {len(mask)} rows")
-        self._mask = empty(mask.shape, torch.float32, mask.device)
+        self._mask = empty_tensor(mask.shape, torch.float32, mask.device)
         self.scores = _by_blocks(_masked_sums, rewards, mask, self._mask)
 
     def lengths(self) -> Tensor:

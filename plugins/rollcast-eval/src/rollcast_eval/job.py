@@ -180,7 +180,7 @@ class SampleJob:
         )
         asked = rows.select(_PROMPT_COLUMNS).with_columns({"seed": torch.tensor(seeds)})
         output = replicas.generate_sequences(asked, sampling, int(self.tokenizer.pad_token_id))
-        batch = rows.drop(_PROMPT_COLUMNS).union(output)
+        batch = rows.drop(_PROMPT_COLUMNS).joined(output)
         found = self._plain(batch) if self.scorer is None else self.scorer.score(batch).as_rows()
         numbers = [(index, sample) for index in indices for sample in range(self.samples)]
         return [{"index": index, "sample": sample, **row} for (index, sample), row in zip(numbers, found, strict=True)]

@@ -15,7 +15,7 @@ from torch import Tensor
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import CapabilityError, RollcastError, RolloutError, WeightSyncError
-from rollcast.protocol.checksum import tensor_checksum
+from rollcast.protocol import tensor_checksum
 from rollcast_testing.rollout_tools import (
     GREEDY,
     RolloutFixtures,

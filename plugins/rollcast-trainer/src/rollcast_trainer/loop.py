@@ -275,7 +275,7 @@ class LoopTrainer(BaseTrainer):
         """
         seeds = {"seed": self._seeds.draw(len(prompts))}
         output = self.sampler.generate(prompts.select(_PROMPT_COLUMNS).with_columns(seeds), sampling)
-        return prompts.drop(_PROMPT_COLUMNS).union(trim_responses(output))
+        return prompts.drop(_PROMPT_COLUMNS).joined(trim_responses(output))
 
     def infer(self, role: Role, method: str, batch: DataProto) -> DataProto:
         """What a method of a role's workers gives for each row of ``batch``, in order."""

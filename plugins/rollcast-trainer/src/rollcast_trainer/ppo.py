@@ -261,7 +261,7 @@ class PpoTrainer(LoopTrainer):
         mask = state.batch["response_mask"].bool()
         tokens = max(int(mask.sum()), 1)
         gap = (output["old_log_probs"] - state.batch["rollout_log_probs"]).abs().masked_fill(~mask, 0.0)
-        state.batch = state.batch.union(output.drop(["entropy"]))
+        state.batch = state.batch.joined(output.drop(["entropy"]))
         state.metrics |= {
             "actor/entropy": float(output["entropy"].masked_fill(~mask, 0.0).sum()) / tokens,
             "rollout/logprob_gap_max": float(gap.max()),
@@ -273,12 +273,12 @@ class PpoTrainer(LoopTrainer):
     def ref_log_prob_step(self, state: StepState) -> None:
         """Log-probs under the reference policy."""
         rows = state.batch.select(_MODEL_COLUMNS)
-        state.batch = state.batch.union(self.infer(Role.REF, "compute_ref_log_prob", rows))
+        state.batch = state.batch.joined(self.infer(Role.REF, "compute_ref_log_prob", rows))
 
     def values_step(self, state: StepState) -> None:
         """The critic's values of the states in which tokens were chosen: ``values`` ``[B, T]``."""
         rows = state.batch.select(_MODEL_COLUMNS)
-        state.batch = state.batch.union(self.infer(Role.CRITIC, "compute_values", rows))
+        state.batch = state.batch.joined(self.infer(Role.CRITIC, "compute_values", rows))
 
     def advantage_step(self, state: StepState) -> None:
         """Scores less the KL penalty (if it is in the reward), then the estimator."""

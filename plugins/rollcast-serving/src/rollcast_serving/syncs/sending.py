@@ -13,7 +13,7 @@ from torch import Tensor
 from rollcast.contracts.weight_sync import BaseWeightSync, RemoteRollout
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
-from rollcast.protocol.checksum import combine_checksums, tensor_checksum
+from rollcast.protocol import combine_checksums, tensor_checksum
 
 __all__ = ["BucketSync", "Receivers", "Transport", "pack_buckets"]
 

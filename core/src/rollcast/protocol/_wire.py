@@ -1,14 +1,12 @@
 """The bytes of a DataProto: a small header, and buffers that are the tensors' own memory.
 
-A buffer holds exactly the bytes of the rows of one tensor, in C order. What is contiguous, row
-slices included, is not copied; everything else is copied once. A reader's tensors lie in the
-buffers that it is given, so they are read-only where those are: under Ray, received columns are
-shared memory, and have to be cloned before they are written to in place.
+A buffer holds exactly the bytes of the rows of one tensor, in C order. Contiguous tensors, row slices included,
+are not copied; others are copied once. A reader's tensors lie in the buffers that it is given and are read-only
+if these are: under Ray, received columns are shared memory; clone them before writing to them in place.
 """
 
 from __future__ import annotations
 
-import pickle
 import warnings
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -18,15 +16,15 @@ import numpy as np
 import torch
 
 from rollcast.errors import DataProtoError
-from rollcast.protocol import jagged
-from rollcast.protocol.columns import Columns, kind_of
-from rollcast.protocol.objects import ObjectColumn, object_array
+from rollcast.protocol import _jagged as jagged
+from rollcast.protocol._columns import Columns, kind_of
+from rollcast.protocol._objects import ObjectColumn, object_array
 
 WIRE_VERSION = 1
 
 
 class TensorSpec(NamedTuple):
-    """How one tensor lies in one buffer; ``buffer`` is -1 for a tensor without elements."""
+    """The layout of one tensor in one buffer; ``buffer`` is -1 for a tensor without elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -41,18 +39,19 @@ class ColumnSpec(NamedTuple):
     tensors: tuple[TensorSpec, ...]
 
 
-class Packed(NamedTuple):
-    """The parts of a set of columns.
+class Header(NamedTuple):
+    """The in-band part of a DataProto: everything but its buffers.
 
     Attributes:
-        specs: one per column, in order.
-        buffers: one-dimensional uint8 CPU tensors, none of them empty.
-        objects: per object column the objects in use, each once.
+        specs: One per column, in order.
+        objects: Per object column the objects in use, each once.
     """
 
+    version: int
+    length: int
     specs: tuple[ColumnSpec, ...]
-    buffers: list[torch.Tensor]
     objects: dict[str, list[Any]]
+    meta_info: dict[str, Any]
 
 
 class _Packer:
@@ -67,7 +66,7 @@ class _Packer:
         if tensor.numel():
             spec = spec._replace(buffer=len(self.buffers))
             self.buffers.append(_bytes_of(name, tensor))
-        # The tensor is kept so that its id is not given to another one.
+        # Keep the tensor alive, so that its id is not reused.
         self._seen[id(tensor)] = (tensor, spec)
         return spec
 
@@ -83,8 +82,12 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
-def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
-    """Split columns into specs, buffers and objects; copies only what is not contiguous on CPU.
+def pack(
+    length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
+) -> tuple[Header, list[torch.Tensor]]:
+    """Return the header, and one-dimensional uint8 CPU tensors, none of them empty, as buffers.
+
+    Copies only tensors that are not contiguous on the CPU.
 
     Raises:
         DataProtoError: a column has no plain bytes (meta, quantized); names it.
@@ -108,14 +111,13 @@ def pack(columns: Mapping[str, torch.Tensor]) -> Packed:
         else:
             tensors = (packer.add(name, column),)
         specs.append(ColumnSpec(name, kind_of(column), tensors))
-    return Packed(tuple(specs), packer.buffers, objects)
+    return Header(WIRE_VERSION, length, tuple(specs), objects, meta_info), packer.buffers
 
 
 @cache
 def _silence_read_only_warning() -> None:
-    # Torch warns once per process when a tensor is made over read-only memory, which is what a
-    # reader of shared memory always does. Using that one warning up here leaves every other
-    # filter alone, unlike catching warnings on each read in a process with threads.
+    # Torch warns once per process about a tensor over read-only memory, which every reader of shared memory makes.
+    # Catching warnings on each read would change the filters of other threads; using up the one warning does not.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -130,22 +132,28 @@ def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
     return torch.frombuffer(buffers[spec.buffer], dtype=dtype).reshape(spec.shape)
 
 
-def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping[str, list[Any]]) -> Columns:
-    """The columns over ``buffers`` (anything with the buffer protocol); no bytes are copied.
+def unpack(header: Header, buffers: Sequence[Any]) -> Columns:
+    """Return the columns over ``buffers`` (anything with the buffer protocol) without a copy.
 
     Raises:
-        DataProtoError: a spec does not fit this torch or its buffer.
+        DataProtoError: the sender speaks another version of the format, or a spec does not fit this torch or its
+            buffer.
     """
+    if header.version != WIRE_VERSION:
+        raise DataProtoError(
+            f"a DataProto arrived in wire version {header.version}, but this rollcast reads"
+            f" {WIRE_VERSION}; install one version on all nodes"
+        )
     _silence_read_only_warning()
     offsets: dict[int, torch.Tensor] = {}
     columns: Columns = {}
-    for spec in specs:
+    for spec in header.specs:
         try:
             tensors = [_unpack_tensor(tensor, buffers) for tensor in spec.tensors]
         except (RuntimeError, ValueError, IndexError, TypeError) as error:
             raise DataProtoError(f"column {spec.name!r} does not fit its buffer: {error}") from error
         if spec.kind == "object":
-            used = objects[spec.name]
+            used = header.objects[spec.name]
             rows = tensors[0] if tensors else torch.arange(len(used))
             columns[spec.name] = ObjectColumn.wrap(rows, object_array(used, len(used)))
         elif spec.kind == "jagged":
@@ -154,39 +162,3 @@ def unpack(specs: Sequence[ColumnSpec], buffers: Sequence[Any], objects: Mapping
         else:
             columns[spec.name] = tensors[0]
     return columns
-
-
-class Header(NamedTuple):
-    """What travels in band: everything of a DataProto but its buffers."""
-
-    version: int
-    length: int
-    specs: tuple[ColumnSpec, ...]
-    objects: dict[str, list[Any]]
-    meta_info: dict[str, Any]
-
-
-def encode(
-    columns: Mapping[str, torch.Tensor], length: int, meta_info: dict[str, Any], protocol: int
-) -> tuple[Header, list[Any]]:
-    """Header and buffers for pickle: ``PickleBuffer`` from protocol 5 on, ``bytes`` before."""
-    packed = pack(columns)
-    header = Header(WIRE_VERSION, length, packed.specs, packed.objects, meta_info)
-    arrays = [buffer.numpy() for buffer in packed.buffers]
-    if protocol >= 5:
-        return header, [pickle.PickleBuffer(array.data) for array in arrays]
-    return header, [array.tobytes() for array in arrays]
-
-
-def decode(header: Header, buffers: Sequence[Any]) -> Columns:
-    """The columns of :func:`encode`, over the given buffers.
-
-    Raises:
-        DataProtoError: the sender speaks another version of the format.
-    """
-    if header.version != WIRE_VERSION:
-        raise DataProtoError(
-            f"a DataProto arrived in wire version {header.version}, but this rollcast reads"
-            f" {WIRE_VERSION}; install one version on all nodes"
-        )
-    return unpack(header.specs, buffers, header.objects)

@@ -1,7 +1,7 @@
-"""Fresh memory for large results: on huge pages where the system gives them on request.
+"""Memory for large results, on huge pages where the system has them.
 
-Most of the time that a large copy takes goes into the first touch of each 4 KiB page. NumPy asks for huge
-pages when it allocates; torch does not.
+Most of the time of a large copy goes into the first touch of each 4 KiB page. NumPy asks for huge pages
+when it allocates; torch does not.
 """
 
 from __future__ import annotations
@@ -12,21 +12,19 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-__all__ = ["concat", "empty", "index_select"]
-
 _LARGE = 4 << 20  # bytes; NumPy asks from here on
 _ALIGN = 64  # bytes, as torch's own memory has it
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = math.prod(shape) * dtype.itemsize
-    memory = torch.from_numpy(np.empty(size + _ALIGN, np.uint8))
-    start = -memory.data_ptr() % _ALIGN
-    return memory[start : start + size].view(dtype).view(tuple(shape))
+    raw = torch.from_numpy(np.empty(size + _ALIGN, np.uint8))
+    start = -raw.data_ptr() % _ALIGN
+    return raw[start : start + size].view(dtype).view(tuple(shape))
 
 
-def empty(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """``torch.empty``."""
+def empty_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return ``torch.empty``, on huge pages if it is large and on the CPU."""
     if device.type != "cpu" or math.prod(shape) * dtype.itemsize < _LARGE:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return _empty(shape, dtype)
@@ -38,7 +36,7 @@ def _suits(tensors: Sequence[torch.Tensor], size: int) -> bool:
 
 
 def concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """``torch.cat`` of tensors that agree in dtype and row shape."""
+    """Return ``torch.cat`` of tensors that agree in dtype and row shape."""
     if not _suits(tensors, sum(tensor.nbytes for tensor in tensors)):
         return torch.cat(list(tensors))
     rows = sum(len(tensor) for tensor in tensors)
@@ -46,7 +44,7 @@ def concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def index_select(tensor: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """``tensor.index_select(0, index)``."""
+    """Return ``tensor.index_select(0, index)``."""
     row = tensor[0].nbytes if len(tensor) else 0
     if not _suits([tensor], row * len(index)):
         return tensor.index_select(0, index)

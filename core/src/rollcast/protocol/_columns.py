@@ -1,75 +1,52 @@
-"""The three kinds of columns, and each operation on a row or column once for all of them.
+"""The three kinds of columns, and each operation on rows or columns for all of them.
 
 A column is a ``torch.Tensor`` whose first dimension is the row:
 
 - dense: strided, ``[B, ...]``, any dtype and device;
 - jagged: ``torch.nested`` with ``layout=torch.jagged``, ``[B, ragged, ...]``;
-- object: an :class:`~rollcast.protocol.objects.ObjectColumn`, ``[B]``.
+- object: an :class:`~rollcast.protocol._objects.ObjectColumn`, ``[B]``.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from copy import deepcopy
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import numpy as np
 import torch
 
-from rollcast.errors import ColumnError, DataProtoError
-from rollcast.protocol import jagged, memory
-from rollcast.protocol.objects import ObjectColumn, join_tables
-from rollcast.protocol.rows import Pick
-from rollcast.protocol.values import same_tensor, same_value
+from rollcast.errors import DataProtoError
+from rollcast.protocol import _jagged as jagged
+from rollcast.protocol import _memory as memory
+from rollcast.protocol._objects import ObjectColumn, join_tables
+from rollcast.protocol._rows import Pick
+from rollcast.protocol._table import check_name
+from rollcast.protocol._values import same_tensor, same_value
 
 if TYPE_CHECKING:
     from tensordict import TensorDictBase
 
 Columns = dict[str, torch.Tensor]
+_NUMERIC_KINDS = "biufc"
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Whether it is one; importing tensordict takes a second, and whoever has not has none."""
+    """Return True for a TensorDict. Does not import tensordict: if it is not loaded, nothing can be one."""
     module = sys.modules.get("tensordict")
     return module is not None and isinstance(value, module.TensorDictBase)
 
 
-def _is_non_tensor(value: object) -> bool:
+def _tensordict_says(predicate: str, value: object) -> bool:
     module = sys.modules.get("tensordict")
-    return module is not None and bool(module.is_non_tensor(value))
-
-
-def _is_tensor_collection(value: object) -> bool:
-    module = sys.modules.get("tensordict")
-    return module is not None and bool(module.is_tensor_collection(value))
-
-
-_NUMERIC_KINDS = "biufc"
-
-
-class MissingColumnError(ColumnError, KeyError):
-    """The column is not there; also a ``KeyError``, which mappings are expected to raise."""
-
-    __str__ = Exception.__str__  # KeyError's would put the message in quotes
-
-
-def missing(name: object, columns: Iterable[str], what: str = "column") -> MissingColumnError:
-    """The error for a key that is not there, naming those that are."""
-    return MissingColumnError(f"no {what} {name!r}; there are {sorted(columns)}")
+    return module is not None and bool(getattr(module, predicate)(value))
 
 
 def kind_of(column: torch.Tensor) -> str:
-    """``"object"``, ``"jagged"`` or ``"dense"``."""
+    """Return ``"object"``, ``"jagged"`` or ``"dense"``."""
     if isinstance(column, ObjectColumn):
         return "object"
     return "jagged" if column.is_nested else "dense"
-
-
-def _check_name(name: object) -> str:
-    if not isinstance(name, str) or not name:
-        raise DataProtoError(f"a column name is a non-empty string, not {name!r}")
-    return name
 
 
 def _from_tensor(name: str, value: torch.Tensor) -> torch.Tensor:
@@ -98,7 +75,7 @@ def _from_numeric(name: str, value: np.ndarray) -> torch.Tensor:
 
 
 def as_column(name: str, value: Any) -> torch.Tensor:
-    """The column that ``value`` is meant to be.
+    """Return ``value`` as a column.
 
     Tensors, nested tensors and numeric arrays become tensor columns; lists, tuples and all other
     arrays become object columns with one object per item. Storage is shared where it can be.
@@ -106,7 +83,7 @@ def as_column(name: str, value: Any) -> torch.Tensor:
     Raises:
         DataProtoError: the value has no rows; the message names the column.
     """
-    _check_name(name)
+    check_name(name)
     if isinstance(value, ObjectColumn):
         if value.dim() != 1:
             raise DataProtoError(f"object column {name!r} has shape {tuple(value.shape)}; it needs one dimension")
@@ -119,19 +96,19 @@ def as_column(name: str, value: Any) -> torch.Tensor:
 
 
 def as_object_column(name: str, value: Any) -> ObjectColumn:
-    """An object column with one object per item of a list, a tuple or an array.
+    """Return an object column with one object per item of a list, a tuple or an array.
 
     Raises:
         DataProtoError: the value is a tensor, a mapping or no sequence; names the column.
     """
-    _check_name(name)
+    check_name(name)
     if isinstance(value, ObjectColumn):
         return value
-    if _is_non_tensor(value):
+    if _tensordict_says("is_non_tensor", value):
         return _from_non_tensor(name, value)
     if isinstance(value, torch.Tensor):
         raise DataProtoError(f"column {name!r} is a tensor; give it among the tensors")
-    if _is_tensor_collection(value):
+    if _tensordict_says("is_tensor_collection", value):
         raise DataProtoError(
             f"column {name!r} is a {type(value).__name__}; columns do not nest: call flatten_keys() first"
         )
@@ -156,12 +133,12 @@ def _from_non_tensor(name: str, value: Any) -> ObjectColumn:
 
 
 def from_tensordict(batch: TensorDictBase) -> Columns:
-    """All columns of a TensorDict, also those that were written to it as lists."""
+    """Return all columns of a TensorDict, including those written to it as lists."""
     return {str(name): as_column(str(name), batch.get(name)) for name in batch.keys()}  # noqa: SIM118
 
 
 def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None) -> int:
-    """How many rows the columns have; ``length``, or 0, if there are none.
+    """Return the number of rows of the columns; ``length``, or 0, if there are none.
 
     Raises:
         DataProtoError: two columns, or a column and ``length``, differ; names it and both.
@@ -177,12 +154,8 @@ def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None
     return length or 0
 
 
-def take_rows(columns: Mapping[str, torch.Tensor], pick: Pick) -> Columns:
-    """The picked rows of each column: views for a span, copies for an index."""
-    return {name: _take(column, pick) for name, column in columns.items()}
-
-
-def _take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
+def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
+    """Return the picked rows: a view for a span, a copy for an index."""
     if column.is_nested:
         return jagged.take(column, pick)
     if pick.span is not None:
@@ -216,12 +189,7 @@ def concat_columns(members: Sequence[Mapping[str, torch.Tensor]]) -> Columns:
 def _traits(column: torch.Tensor) -> dict[str, object]:
     # The first size of a jagged column that is fixed belongs to dimension 2.
     fixed = tuple(column.shape[2 if column.is_nested else 1 :])
-    return {
-        "kind": kind_of(column),
-        "dtype": column.dtype,
-        "row shape": fixed,
-        "device": column.device,
-    }
+    return {"kind": kind_of(column), "dtype": column.dtype, "row shape": fixed, "device": column.device}
 
 
 def _check_joinable(name: str, columns: Sequence[torch.Tensor]) -> None:
@@ -236,7 +204,7 @@ def _check_joinable(name: str, columns: Sequence[torch.Tensor]) -> None:
 
 
 def same_column(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether kind, dtype, row shapes and all values are equal; NaN equals NaN."""
+    """Return True if kind, dtype, row shapes and all values are equal; NaN equals NaN."""
     if left is right:
         return True
     kind = kind_of(left)
@@ -246,13 +214,14 @@ def same_column(left: torch.Tensor, right: torch.Tensor) -> bool:
         pairs = zip(left.objects().tolist(), right.objects().tolist(), strict=True)
         return all(same_value(a, b) for a, b in pairs)
     if kind == "jagged":
-        values = jagged.trimmed(left)[0], jagged.trimmed(right)[0]
-        return jagged.same(left, right) and same_tensor(*values)
+        lengths = [jagged.offsets_of(column).diff().cpu() for column in (left, right)]
+        values = [jagged.trimmed(column)[0] for column in (left, right)]
+        return torch.equal(*lengths) and same_tensor(*values)
     return same_tensor(left, right)
 
 
 def column_nbytes(column: torch.Tensor) -> int:
-    """Bytes of the rows: values and offsets of a jagged column, positions of an object column."""
+    """Return the bytes of the rows: values and offsets if jagged, positions if objects."""
     if isinstance(column, ObjectColumn):
         return column.rows.nbytes
     if column.is_nested:
@@ -261,36 +230,22 @@ def column_nbytes(column: torch.Tensor) -> int:
     return column.nbytes
 
 
-def move(columns: Mapping[str, torch.Tensor], device: torch.device | str) -> Columns:
-    """Every tensor on ``device``; object columns stay on the CPU."""
-    return _map_tensors(columns, lambda tensor: tensor.to(device), lambda column: column)
-
-
-def clone(columns: Mapping[str, torch.Tensor]) -> Columns:
-    """Tensors with storage of their own; the objects of object columns are shared."""
-    return _map_tensors(columns, torch.clone, lambda column: column)
-
-
-def deep_clone(columns: Mapping[str, torch.Tensor], memo: dict[int, Any]) -> Columns:
-    """Tensors with storage of their own, and copies of all objects."""
-    return _map_tensors(columns, lambda tensor: tensor.detach().clone(), lambda column: deepcopy(column, memo))
-
-
-def _map_tensors(
+def map_tensors(
     columns: Mapping[str, torch.Tensor],
     on_tensor: Callable[[torch.Tensor], torch.Tensor],
-    on_objects: Callable[[ObjectColumn], ObjectColumn],
+    on_objects: Callable[[ObjectColumn], ObjectColumn] = lambda column: column,
 ) -> Columns:
+    """Apply ``on_tensor`` to each tensor, offsets that columns share once; and ``on_objects`` to object columns."""
     ragged: dict[int, torch.Tensor] = {}
     mapped: Columns = {}
     for name, column in columns.items():
         if isinstance(column, ObjectColumn):
             mapped[name] = on_objects(column)
         elif column.is_nested:
-            values, offsets = jagged.parts(column)
+            offsets = jagged.offsets_of(column)
             if id(offsets) not in ragged:
                 ragged[id(offsets)] = on_tensor(offsets)
-            mapped[name] = jagged.build(on_tensor(values), ragged[id(offsets)])
+            mapped[name] = jagged.build(on_tensor(column.values()), ragged[id(offsets)])
         else:
             mapped[name] = on_tensor(column)
     return mapped

@@ -1,7 +1,7 @@
-"""Jagged columns ``[B, ragged, ...]``, worked on through their values and offsets.
+"""Operations on jagged columns ``[B, ragged, ...]`` through their values and offsets.
 
-Torch's own indexing and joining of jagged tensors has gaps that differ between releases. Rows
-``i`` of a column are ``values[offsets[i]:offsets[i + 1]]``; offsets are int64 ``[B + 1]``.
+Torch's own indexing and joining of jagged tensors has gaps that differ between releases. Row ``i`` of a
+column is ``values[offsets[i]:offsets[i + 1]]``; offsets are int64 ``[B + 1]``.
 """
 
 from __future__ import annotations
@@ -10,30 +10,20 @@ from collections.abc import Sequence
 
 import torch
 
-from rollcast.protocol import memory
-from rollcast.protocol.rows import Pick
+from rollcast.protocol import _memory as memory
+from rollcast.protocol._rows import Pick
 
 
 def build(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """The jagged tensor over ``values [total, ...]`` and ``offsets [B + 1]``; nothing is copied."""
+    """Return the jagged tensor over ``values [total, ...]`` and ``offsets [B + 1]``, without a copy."""
     found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
     return found
 
 
-def parts(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(values, offsets)`` of a column made by :func:`canonical`."""
-    return column.values(), offsets_of(column)
-
-
 def offsets_of(column: torch.Tensor) -> torch.Tensor:
-    """The offsets ``[B + 1]`` of a jagged tensor; each call gives the same object."""
+    """Return the offsets ``[B + 1]`` of a jagged tensor; each call returns the same object."""
     offsets: torch.Tensor = column.offsets()  # type: ignore[attr-defined]
     return offsets
-
-
-def ragged_dim(column: torch.Tensor) -> int:
-    """Which dimension of a jagged tensor has varying size."""
-    return next(i for i, size in enumerate(column.shape) if not isinstance(size, int))
 
 
 def _offsets_from(lengths: torch.Tensor) -> torch.Tensor:
@@ -43,10 +33,10 @@ def _offsets_from(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def canonical(column: torch.Tensor) -> torch.Tensor:
-    """A nested tensor as jagged, ragged in dimension 1, without gaps between rows.
+    """Return a nested tensor as jagged in dimension 1, without gaps between rows.
 
     Raises:
-        ValueError: it is ragged in another dimension, or in more than one.
+        ValueError: another dimension is ragged, or more than one.
     """
     if column.layout != torch.jagged:
         members = list(column.unbind())
@@ -55,9 +45,10 @@ def canonical(column: torch.Tensor) -> torch.Tensor:
         lengths = torch.tensor([m.shape[0] for m in members], dtype=torch.int64)
         values = torch.cat(members) if members else column.new_zeros(0)
         return build(values, _offsets_from(lengths).to(values.device))
-    if ragged_dim(column) != 1:
-        raise ValueError(f"its dimension {ragged_dim(column)} is ragged, only dimension 1 may be")
-    values, offsets = parts(column)
+    ragged = next(i for i, size in enumerate(column.shape) if not isinstance(size, int))
+    if ragged != 1:
+        raise ValueError(f"its dimension {ragged} is ragged, only dimension 1 may be")
+    values, offsets = column.values(), offsets_of(column)
     lengths_or_none = column.lengths()  # type: ignore[attr-defined]
     if lengths_or_none is None and offsets.dtype == torch.int64:
         return column
@@ -68,15 +59,15 @@ def canonical(column: torch.Tensor) -> torch.Tensor:
 
 
 def _gather_plan(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the values of rows at ``starts`` with ``lengths`` lie, and their new offsets."""
+    """Return the positions of the values of rows at ``starts`` with ``lengths``, and their new offsets."""
     offsets = _offsets_from(lengths)
     shift = torch.repeat_interleave(starts - offsets[:-1], lengths)
     return shift + torch.arange(shift.numel(), device=shift.device), offsets
 
 
 def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
-    """The picked rows: a view of the values for adjacent rows, a copy otherwise."""
-    values, offsets = parts(column)
+    """Return the picked rows: a view of the values for adjacent rows, else a copy."""
+    values, offsets = column.values(), offsets_of(column)
     span = pick.span
     if span is not None and span.step == 1:
         if id(offsets) not in pick.ragged:
@@ -94,8 +85,8 @@ def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
 
 
 def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """``(values, offsets)`` with nothing before the first or behind the last row; views."""
-    values, offsets = parts(column)
+    """Return ``(values, offsets)`` without values before the first or behind the last row; views."""
+    values, offsets = column.values(), offsets_of(column)
     start, stop = offsets[[0, -1]].tolist()
     if start:
         offsets = offsets - start
@@ -103,18 +94,13 @@ def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def concat(columns: Sequence[torch.Tensor], ragged: dict[tuple[int, ...], torch.Tensor]) -> torch.Tensor:
-    """The rows of all columns, in order.
+    """Join the rows of all columns.
 
     Args:
-        ragged: joined offsets by the ``id`` of what they were joined from, so that columns which
-            share offsets keep sharing them.
+        ragged: Joined offsets by the ``id`` of their sources, so that columns that share offsets keep
+            sharing them.
     """
     key = tuple(id(offsets_of(column)) for column in columns)
     if key not in ragged:
         ragged[key] = _offsets_from(torch.cat([offsets_of(column).diff() for column in columns]))
     return build(memory.concat([trimmed(column)[0] for column in columns]), ragged[key])
-
-
-def same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether both have the same row lengths; the values are compared by the caller."""
-    return torch.equal(offsets_of(left).diff().cpu(), offsets_of(right).diff().cpu())

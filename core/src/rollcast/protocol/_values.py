@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,10 +12,10 @@ from rollcast.errors import DataProtoError
 
 
 def copy_value(value: Any) -> Any:
-    """A copy with its own dicts, lists, sets and tuples; everything else is shared.
+    """Return a copy with its own dicts, lists, sets and tuples; everything else is shared.
 
-    A full deep copy would also copy tensors and clients that live in a meta dict; a shallow one
-    would let an ``append`` to a list in one batch appear in another.
+    A deep copy would also copy tensors and clients in a meta dict; after a shallow copy, an ``append`` to a list
+    in one batch would appear in another.
     """
     kind = type(value)
     if kind is dict:
@@ -30,12 +30,12 @@ def copy_value(value: Any) -> Any:
 
 
 def copy_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    """A dict that shares no container with ``meta``; empty for ``None``."""
+    """Return a dict that shares no container with ``meta``; empty for ``None``."""
     return {} if meta is None else {key: copy_value(item) for key, item in meta.items()}
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
-    """Whether two dense tensors have one dtype, one shape and equal values; NaN equals NaN."""
+    """Return True if two dense tensors agree in dtype, shape and values; NaN equals NaN."""
     if left is right:
         return True
     if left.dtype != right.dtype or left.shape != right.shape:
@@ -59,7 +59,7 @@ def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Equality that also decides for arrays, tensors and NaN, at any depth of containers."""
+    """Return True if two values are equal, with arrays, tensors and NaN at any depth of containers."""
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -77,8 +77,8 @@ def same_value(left: Any, right: Any) -> bool:
     return bool(left == right)
 
 
-def merge_meta(metas: list[dict[str, Any]], operation: str, *, overwrite: bool = False) -> dict[str, Any]:
-    """One dict with the keys of all.
+def merge_meta(metas: Sequence[Mapping[str, Any]], operation: str, *, overwrite: bool = False) -> dict[str, Any]:
+    """Return one dict with the keys of all.
 
     Raises:
         DataProtoError: a key has different values in two of them and ``overwrite`` is off.

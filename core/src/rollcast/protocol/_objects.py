@@ -1,8 +1,8 @@
 """The object column: one arbitrary Python object per row, inside a TensorDict.
 
-tensordict's own ``NonTensorStack`` holds one container per row, so building, slicing and joining
-cost time per row. Here the objects lie in one immutable table, and what the TensorDict holds is an
-int64 tensor of positions in it: slicing moves 8 bytes per row and shares the table.
+tensordict's own ``NonTensorStack`` holds one container per row, so building, slicing and joining it cost time
+per row. Here the objects lie in one immutable table, and the TensorDict holds an int64 tensor of positions in
+that table: slicing moves 8 bytes per row and shares the table.
 """
 
 from __future__ import annotations
@@ -14,59 +14,23 @@ from typing import Any
 import numpy as np
 import torch
 
-from rollcast.protocol.values import same_value
+from rollcast.protocol._values import same_value
 
-# What moves rows and leaves them what they are. Everything else that would give a tensor is
-# refused: numbers computed from positions in a table mean nothing.
+# Functions that move rows and keep their values. Any other function that returns a tensor is refused:
+# numbers computed from positions in a table mean nothing.
 _MOVES = frozenset(
-    {
-        "__getitem__",
-        "alias",
-        "broadcast_to",
-        "chunk",
-        "clone",
-        "contiguous",
-        "cpu",
-        "cuda",
-        "data",
-        "detach",
-        "expand",
-        "expand_as",
-        "flatten",
-        "flip",
-        "gather",
-        "index_select",
-        "masked_select",
-        "movedim",
-        "narrow",
-        "permute",
-        "pin_memory",
-        "repeat",
-        "repeat_interleave",
-        "reshape",
-        "reshape_as",
-        "roll",
-        "select",
-        "split",
-        "split_with_sizes",
-        "squeeze",
-        "take_along_dim",
-        "tensor_split",
-        "tile",
-        "to",
-        "transpose",
-        "unbind",
-        "unflatten",
-        "unsqueeze",
-        "view",
-        "view_as",
-    }
+    """
+    __getitem__ alias broadcast_to chunk clone contiguous cpu cuda data detach expand expand_as flatten flip
+    gather index_select masked_select movedim narrow permute pin_memory repeat repeat_interleave reshape
+    reshape_as roll select split split_with_sizes squeeze take_along_dim tensor_split tile to transpose unbind
+    unflatten unsqueeze view view_as
+    """.split()  # noqa: SIM905  # a list would take a line per name
 )
 _EQUALITIES = frozenset({"eq", "__eq__", "ne", "__ne__"})
 
 
 def object_array(values: Iterable[Any], count: int) -> np.ndarray:
-    """A read-only one-dimensional object array; nested sequences stay single objects."""
+    """Return a read-only one-dimensional object array; nested sequences stay single objects."""
     array = np.fromiter(values, dtype=object, count=count)
     array.flags.writeable = False
     return array
@@ -77,21 +41,21 @@ class ObjectColumn(torch.Tensor):
 
     Indexing, slicing, joining, splitting, repeating and cloning it, alone or as part of a
     TensorDict, move objects like tensor rows. ``tolist()``, ``numpy()``, ``item()`` and iteration
-    give the objects. It is immutable: arithmetic and in-place writes raise ``TypeError``.
+    return the objects. Arithmetic and in-place writes raise ``TypeError``.
     """
 
     _table: np.ndarray
 
     @staticmethod
     def wrap(rows: torch.Tensor, table: np.ndarray) -> ObjectColumn:
-        """The objects ``table[rows]``; ``table`` must be one-dimensional and is not copied."""
+        """Return the column of the objects ``table[rows]``; the one-dimensional ``table`` is not copied."""
         column = rows.as_subclass(ObjectColumn)
         column._table = table
         return column
 
     @staticmethod
     def of(values: Sequence[Any] | np.ndarray) -> ObjectColumn:
-        """One row per item of ``values``; an array gives one row per entry of its first dim."""
+        """Return a column with one row per item of ``values``, or per entry of an array's first dimension."""
         count = len(values)
         if isinstance(values, np.ndarray):
             # tolist() would unpack the inner dimensions into lists.
@@ -100,38 +64,38 @@ class ObjectColumn(torch.Tensor):
 
     @property
     def rows(self) -> torch.Tensor:
-        """Positions in ``table``: a plain int64 tensor of this column's shape."""
+        """Positions in ``table``, a plain int64 tensor of this column's shape."""
         with torch._C.DisableTorchFunctionSubclass():
             return self.as_subclass(torch.Tensor)
 
     @property
     def table(self) -> np.ndarray:
-        """Read-only object array that holds at least the objects of this column."""
+        """Read-only object array with at least the objects of this column."""
         return self._table
 
     def objects(self) -> np.ndarray:
-        """The objects as a read-only object array of this column's shape."""
+        """Return the objects as a read-only object array of this column's shape."""
         found = np.asarray(self._table[self.rows.cpu().numpy()], dtype=object)
         found.flags.writeable = False
         return found
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
-        """``(positions, used)``: each object that is in use once, and where the rows find it."""
+        """Return ``(positions, used)``: each object in use once, and each row's position among them."""
         rows = self.rows.cpu().numpy()
         used, positions = np.unique(rows, return_inverse=True)
         return positions.reshape(rows.shape), self._table[used]
 
     def tolist(self) -> Any:
-        """The objects as a list, nested like the shape; the object itself without dimensions."""
+        """Return the objects as a list, nested like the shape; without dimensions, the object itself."""
         rows = self.rows
         return self._table[int(rows)] if rows.dim() == 0 else self.objects().tolist()
 
     def item(self) -> Any:
-        """The only object of a column with one element."""
+        """Return the only object of a column with one element."""
         return self._table[int(self.rows.item())]
 
     def numpy(self, *, force: bool = False) -> np.ndarray:
-        """The objects as a read-only object array; ``force`` is accepted and changes nothing."""
+        """Return the objects as a read-only object array; ``force`` has no effect."""
         return self.objects()
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
@@ -205,7 +169,7 @@ def _carry(found: Any, table: np.ndarray) -> Any:
 
 
 def join_tables(columns: Sequence[ObjectColumn]) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Positions of each column in one common table, and that table."""
+    """Return the positions of each column in one common table, and that table."""
     first = columns[0].table
     if all(column.table is first for column in columns):
         return [column.rows for column in columns], first

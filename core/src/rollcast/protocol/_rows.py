@@ -1,4 +1,4 @@
-"""Which rows an operation takes: selectors of all kinds become a slice or an index tensor."""
+"""Row selection: selectors of all kinds become a slice or an index tensor, and counts are checked."""
 
 from __future__ import annotations
 
@@ -11,23 +11,24 @@ import torch
 
 from rollcast.errors import DataProtoError
 
-RowSelector: TypeAlias = "int | slice | Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray"
+Rows: TypeAlias = "Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray"
+RowSelector: TypeAlias = "int | slice | Rows"
+CPU = torch.device("cpu")
 
 
 class RowIndexError(DataProtoError, IndexError):
-    """A row that was asked for is not in the DataProto."""
+    """A requested row is out of range."""
 
 
 class Pick:
-    """A resolved choice of rows, applied to every column of one DataProto.
+    """A resolved choice of rows, applied to every column of one batch.
 
     Attributes:
         span: ``slice`` with a start, a stop and a positive step, or ``None``.
         index: int64 CPU tensor ``[rows]``, all values in range; ``None`` where ``span`` is set.
-        rows: how many rows are taken.
-        ragged: what jagged columns have worked out for their offsets, by ``id`` of the offsets.
-            Columns that share offsets before an operation share them after it, because torch
-            computes across two jagged tensors only if they do.
+        rows: Number of chosen rows.
+        ragged: Results per jagged offsets tensor, by its ``id``. Columns that share offsets before an
+            operation share them after it, because torch computes across two jagged tensors only if they do.
     """
 
     __slots__ = ("_moved", "index", "ragged", "rows", "span")
@@ -39,8 +40,8 @@ class Pick:
         self.ragged: dict[int, tuple[torch.Tensor, ...]] = {}
         self._moved: dict[torch.device, torch.Tensor] = {}
 
-    def as_index(self, device: torch.device) -> torch.Tensor:
-        """The rows as an int64 tensor ``[rows]`` on ``device``."""
+    def as_index(self, device: torch.device = CPU) -> torch.Tensor:
+        """Return the row numbers as an int64 tensor ``[rows]`` on ``device``."""
         if self.index is None:
             span = self.span or slice(0, 0, 1)
             self.index = torch.arange(span.start, span.stop, span.step)
@@ -64,17 +65,7 @@ def pick_slice(selector: slice, length: int) -> Pick:
     return Pick(slice(start, max(start, stop), step), None, rows)
 
 
-def _mask_to_index(mask: torch.Tensor, length: int) -> torch.Tensor:
-    if mask.numel() != length:
-        raise DataProtoError(
-            f"the boolean mask has {mask.numel()} values but the DataProto has {length} rows; give one value per row"
-        )
-    return mask.nonzero().flatten()
-
-
-def _to_tensor(
-    selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray,
-) -> torch.Tensor:
+def _to_tensor(selector: Rows) -> torch.Tensor:
     if isinstance(selector, torch.Tensor):
         return selector.detach().cpu()
     array = np.asarray(selector)
@@ -88,8 +79,8 @@ def _to_tensor(
     return torch.from_numpy(array.astype(bool if array.dtype.kind == "b" else np.int64))
 
 
-def pick_index(selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndarray, length: int) -> Pick:
-    """Resolve a list, array or tensor of row numbers or booleans against ``length`` rows.
+def pick_index(selector: Rows, length: int) -> Pick:
+    """Resolve row numbers or a boolean mask against ``length`` rows.
 
     Raises:
         DataProtoError: not one-dimensional, not integer or boolean, or a mask of another length.
@@ -99,7 +90,12 @@ def pick_index(selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndar
     if index.dim() != 1:
         raise DataProtoError(f"rows are chosen by one dimension, got shape {tuple(index.shape)}")
     if index.dtype == torch.bool:
-        index = _mask_to_index(index, length)
+        if index.numel() != length:
+            raise DataProtoError(
+                f"the boolean mask has {index.numel()} values but the DataProto has {length} rows;"
+                " give one value per row"
+            )
+        index = index.nonzero().flatten()
     elif index.is_floating_point() or index.is_complex():
         raise DataProtoError(f"rows are chosen by integers or booleans, not by {index.dtype}")
     index = index.to(torch.int64)
@@ -113,7 +109,7 @@ def pick_index(selector: Sequence[int] | Sequence[bool] | torch.Tensor | np.ndar
 
 
 def pick_rows(selector: RowSelector, length: int) -> Pick:
-    """Resolve any selector against ``length`` rows; an ``int`` takes one row."""
+    """Resolve any selector against ``length`` rows; an ``int`` picks one row."""
     if isinstance(selector, slice):
         return pick_slice(selector, length)
     if isinstance(selector, torch.Tensor | np.ndarray) and selector.ndim:
@@ -131,3 +127,58 @@ def pick_rows(selector: RowSelector, length: int) -> Pick:
         raise RowIndexError(f"row {row} is out of range for {length} rows")
     row %= length
     return Pick(slice(row, row + 1, 1), None, 1)
+
+
+def pick_permutation(indices: Rows, length: int) -> Pick:
+    """Resolve a permutation of ``length`` rows; any other index raises ``DataProtoError``."""
+    pick = pick_index(indices, length)
+    if pick.rows != length or not bool((torch.bincount(pick.as_index(), minlength=length) == 1).all()):
+        raise DataProtoError(
+            f"reordered: {pick.rows} indices are no permutation of {length} rows;"
+            " use select_idxs() to repeat or leave out rows"
+        )
+    return pick
+
+
+def pick_repeated(length: int, times: int, interleave: bool) -> Pick:
+    """Pick every row ``times`` times: ``aabb`` if interleaved, else ``abab``."""
+    rows = torch.arange(length)
+    index = rows.repeat_interleave(times) if interleave else rows.repeat(times)
+    return Pick(None, index, index.numel())
+
+
+def pick_padded(length: int, divisor: int, mode: str) -> tuple[Pick, int]:
+    """Return the pick that pads ``length`` rows to a multiple of ``divisor``, and the number of added rows."""
+    pad_size = -length % divisor if length else 0
+    rows = torch.arange(length)
+    if mode not in ("last", "first", "cycle"):
+        raise DataProtoError(f"pad: mode is 'last', 'first' or 'cycle', not {mode!r}")
+    if not pad_size:
+        return pick_slice(slice(None), length), 0
+    if mode == "cycle":
+        added = torch.arange(pad_size) % length
+    else:
+        added = (rows[-1:] if mode == "last" else rows[:1]).expand(pad_size)
+    return Pick(None, torch.cat([rows, added]), length + pad_size), pad_size
+
+
+def check_count(what: str, value: int, minimum: int = 1) -> int:
+    """Return ``value`` if it is an int of at least ``minimum``; else raise ``DataProtoError``."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
+        raise DataProtoError(f"{what} must be an int of at least {minimum}, not {value!r}")
+    return value
+
+
+def require_divisible(operation: str, length: int, value: int, unit: str) -> None:
+    """Raise a ``DataProtoError`` that names the nearest sizes that fit, unless ``value`` divides ``length``."""
+    if length % value == 0:
+        return
+    divisors = [n for n in range(1, length + 1) if length % n == 0]
+    fitting = [n for n in divisors if n < value][-1:] + [n for n in divisors if n > value][:1]
+    below = length // value * value
+    lengths = [str(n) for n in (below, below + value) if n]
+    raise DataProtoError(
+        f"{operation}: {length} rows cannot be cut in {value} {unit}; the nearest that fit are"
+        f" {' and '.join(map(str, fitting))} {unit}, or"
+        f" {' and '.join(lengths)} rows (pad_to_divisor({value}) makes {below + value})"
+    )

@@ -1,9 +1,9 @@
 """A DataProto as a file that is read without running any code from it.
 
 Layout: magic (8 bytes), header length (uint64, little endian), CRC-32 of the header (uint32), the
-header as JSON, then the buffers of :mod:`rollcast.protocol.wire`, each at a multiple of 64 bytes
-with zeros between. The header gives offset, size and CRC-32 of each buffer. Tensors are stored in
-the byte order of the machine, which is named in the header.
+header as JSON, then the buffers of :mod:`rollcast.protocol._wire`, each at a multiple of 64 bytes
+with zeros between. The header has offset, size and CRC-32 of each buffer, and the byte order of the machine,
+in which tensors are stored.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ import numpy as np
 import torch
 
 from rollcast.errors import DataProtoError
-from rollcast.protocol import wire
-from rollcast.protocol.columns import Columns, common_length
+from rollcast.protocol import _wire as wire
+from rollcast.protocol._columns import Columns, common_length
 
 _MAGIC = b"ROLLDP\x00\x01"
 _PREFIX = struct.Struct("<8sQI")
@@ -31,7 +31,7 @@ _ALIGN = 64
 
 
 def _jsonable(value: Any, where: str) -> Any:
-    """``value`` with numpy scalars as Python's; refuses what JSON would change or lose."""
+    """Return ``value`` with numpy scalars as Python's; refuse values that JSON would change."""
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
@@ -52,48 +52,42 @@ def _aligned(size: int) -> int:
     return -(-size // _ALIGN) * _ALIGN
 
 
-def _header(packed: wire.Packed, length: int, meta_info: Mapping[str, Any]) -> bytes:
+def _encoded(header: wire.Header, buffers: list[torch.Tensor]) -> bytes:
     places = []
     offset = 0
-    for buffer in packed.buffers:
+    for buffer in buffers:
         places.append([offset, buffer.numel(), zlib.crc32(buffer.numpy().data)])
         offset += _aligned(buffer.numel())
-    objects = {
-        name: [_jsonable(item, f"object column {name!r}") for item in items] for name, items in packed.objects.items()
-    }
-    meta = {key: _jsonable(item, f"meta_info key {key!r}") for key, item in meta_info.items()}
+    meta = {key: _jsonable(item, f"meta_info key {key!r}") for key, item in header.meta_info.items()}
     content = {
-        "length": length,
+        "length": header.length,
         "byteorder": sys.byteorder,
-        "columns": packed.specs,
+        "columns": header.specs,
         "buffers": places,
-        "objects": objects,
+        "objects": {name: _jsonable(items, f"object column {name!r}") for name, items in header.objects.items()},
         "meta_info": _jsonable(meta, "meta_info"),
     }
     return json.dumps(content, separators=(",", ":")).encode()
 
 
 def save(
-    path: str | os.PathLike[str],
-    columns: Mapping[str, torch.Tensor],
-    length: int,
-    meta_info: Mapping[str, Any],
+    path: str | os.PathLike[str], length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
 ) -> None:
-    """Write the file; a file of that name is replaced only when the new one is complete.
+    """Write the file; replace an existing one only when the new one is complete.
 
     Raises:
         DataProtoError: an object or meta entry is not JSON; names the column or key.
         OSError: the folder is missing, or the file cannot be written.
     """
-    packed = wire.pack(columns)
-    header = _header(packed, length, meta_info)
+    unsaved, buffers = wire.pack(length, columns, meta_info)
+    header = _encoded(unsaved, buffers)
     target = Path(path)
     temporary = target.with_name(f".{target.name}.{uuid.uuid4().hex}.tmp")
     try:
         with temporary.open("xb") as file:
             file.write(_PREFIX.pack(_MAGIC, len(header), zlib.crc32(header)))
             file.write(header)
-            for buffer in packed.buffers:
+            for buffer in buffers:
                 file.write(bytes(-file.tell() % _ALIGN))
                 file.write(buffer.numpy().data)
             file.flush()
@@ -104,12 +98,12 @@ def save(
         raise
 
 
-def load(path: str | os.PathLike[str]) -> tuple[Columns, int, dict[str, Any]]:
-    """``(columns, length, meta_info)`` of a file; the tensors own their memory and are writable.
+def load(path: str | os.PathLike[str]) -> tuple[int, Columns, dict[str, Any]]:
+    """Return ``(length, columns, meta_info)`` of a file; the tensors own their memory and are writable.
 
     Raises:
-        DataProtoError: the file is no such file, was cut short or was changed.
-        OSError: it cannot be opened or read.
+        DataProtoError: the file is of another kind, cut short or damaged.
+        OSError: the file cannot be opened or read.
     """
     with Path(path).open("rb") as file:
         try:
@@ -133,7 +127,7 @@ def _read_exactly(file: BinaryIO, size: int, what: str) -> bytearray:
     return content
 
 
-def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
+def _read(file: BinaryIO) -> tuple[int, Columns, dict[str, Any]]:
     magic, size, checksum = _PREFIX.unpack(_read_exactly(file, _PREFIX.size, "its first bytes"))
     if magic != _MAGIC:
         raise DataProtoError("this is no saved DataProto (other first bytes, or another version)")
@@ -155,5 +149,6 @@ def _read(file: BinaryIO) -> tuple[Columns, int, dict[str, Any]]:
         if zlib.crc32(buffer) != checksum:
             raise DataProtoError(f"buffer {number} does not match its checksum; the file is damaged")
         buffers.append(buffer)
-    columns = wire.unpack(specs, buffers, content["objects"])
-    return columns, common_length(columns, content["length"]), content["meta_info"]
+    rows, meta_info = content["length"], content["meta_info"]
+    columns = wire.unpack(wire.Header(wire.WIRE_VERSION, rows, specs, content["objects"], meta_info), buffers)
+    return common_length(columns, rows), columns, meta_info

@@ -1,0 +1,373 @@
+"""DataProto: the batch that every stage of training reads and returns."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from copy import deepcopy
+from pickle import PickleBuffer
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+
+from rollcast.errors import DataProtoError
+from rollcast.protocol import _columns as ops
+from rollcast.protocol import _rows, _storage, _wire
+from rollcast.protocol._objects import ObjectColumn
+from rollcast.protocol._rows import Pick
+from rollcast.protocol._table import Content, Table, missing
+from rollcast.protocol._values import copy_meta, same_value
+
+if TYPE_CHECKING:
+    from tensordict import TensorDict, TensorDictBase
+
+
+class DataProto(Table[torch.Tensor]):
+    """Rows of tensors, jagged tensors and Python objects, and a small dict about all of them.
+
+    **Names are columns, lengths are rows.** ``"x" in batch``, ``batch["x"]``, ``batch.keys()``, ``dict(batch)`` and
+    ``**batch`` see columns, as for a dict of columns. ``len(batch)`` counts rows, and ``batch[3]``,
+    ``batch[2:5]`` and ``batch[[4, 0]]`` choose rows, as for a tensor. Iterating a DataProto raises ``TypeError``,
+    because it could mean either: iterate over ``keys()`` or ``split(1)``.
+
+    **No operation changes a DataProto.** Each returns a new one, which may share tensor storage and never shares
+    ``meta_info`` or a container in it. ``union``, ``reorder`` and ``pop``, which change a batch in place in verl,
+    raise and name the operation to use: ``joined``, ``reordered``, ``select`` and ``drop``. Two ways to change a
+    DataProto exist: assigning to ``.batch[key]`` or ``.non_tensor_batch[key]``, and editing its own ``.meta_info``.
+
+    Columns that came over the wire may lie in shared read-only memory: ``clone()`` before writing
+    into a tensor in place. Gradients do not travel.
+
+    Args:
+        batch: Tensor columns, or a TensorDict with columns of any kind; its nested tensors must be
+            jagged in dimension 1, its batch size is cut to the first dimension.
+        non_tensor_batch: Object columns: arrays or lists with one object per row.
+        meta_info: Copied, including the containers in it.
+        length: Number of rows, needed only if there are no columns.
+
+    Raises:
+        DataProtoError: columns differ in length or have none; names the column and the lengths.
+    """
+
+    # The columns lie in a TensorDict from the first look at `batch` on, and in a dict before that: most batches go
+    # from process to process without one.
+    __slots__ = ("__weakref__", "_held", "_length", "_tensordict", "meta_info")
+
+    meta_info: dict[str, Any]
+    _length: int
+    _held: ops.Columns
+    _tensordict: TensorDict | None
+
+    def __init__(
+        self,
+        batch: TensorDictBase | Mapping[str, Any] | None = None,
+        non_tensor_batch: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        *,
+        length: int | None = None,
+    ) -> None:
+        if ops.is_tensordict(batch):
+            columns = ops.from_tensordict(batch)
+            if not columns and length is None and batch.batch_dims:
+                length = batch.batch_size[0]
+        else:
+            columns = {name: ops.as_column(name, value) for name, value in (batch or {}).items()}
+        for name, value in (non_tensor_batch or {}).items():
+            if name in columns:
+                raise DataProtoError(f"column {name!r} is given as a tensor and as objects")
+            columns[name] = ops.as_object_column(name, value)
+        self._fill(ops.common_length(columns, length), columns, meta_info)
+
+    def _fill(self, length: int, columns: Mapping[str, torch.Tensor], meta_info: Mapping[str, Any] | None) -> None:
+        self._held = dict(columns)
+        self._length = length
+        self._tensordict = None
+        self.meta_info = copy_meta(meta_info)
+
+    @classmethod
+    def _of(cls, length: int, columns: Mapping[str, torch.Tensor], meta_info: Mapping[str, Any] | None) -> Self:
+        """Return a DataProto from columns that are known to fit."""
+        made = cls.__new__(cls)
+        made._fill(length, columns, meta_info)
+        return made
+
+    @classmethod
+    def from_dict(
+        cls,
+        tensors: Mapping[str, torch.Tensor | np.ndarray] | None = None,
+        non_tensors: Mapping[str, Any] | None = None,
+        meta_info: Mapping[str, Any] | None = None,
+        *,
+        length: int | None = None,
+    ) -> Self:
+        """Return a DataProto from tensor columns (numeric arrays too) and object columns (arrays or lists).
+
+        Raises:
+            DataProtoError: lengths differ, or a tensor column is neither tensor nor numeric array.
+        """
+        for name, value in (tensors or {}).items():
+            if isinstance(ops.as_column(name, value), ObjectColumn):
+                raise DataProtoError(
+                    f"column {name!r} is a {type(value).__name__}, not a tensor; give it as non_tensors"
+                )
+        return cls(tensors, non_tensors, meta_info, length=length)
+
+    @classmethod
+    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Return a DataProto from columns of any kind: tensors and numeric arrays become tensors, others objects."""
+        return cls(data, None, meta_info)
+
+    @classmethod
+    def from_tensordict(cls, td: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> Self:
+        """Return a DataProto that shares the tensors of a TensorDict, but not its structure."""
+        return cls(td, None, meta_info)
+
+    # ---- reading ----
+
+    @property
+    def batch(self) -> TensorDict:
+        """The live TensorDict ``[len]``; ``dp.batch["x"] = tensor`` changes this DataProto only."""
+        if self._tensordict is None:
+            from tensordict import TensorDict
+
+            self._tensordict = TensorDict(self._held, batch_size=[self._length])
+            self._held = {}
+        return self._tensordict
+
+    @property
+    def non_tensor_batch(self) -> MutableMapping[str, Any]:
+        """The object columns, as a live mapping of read-only object arrays ``[len]``."""
+        return ObjectColumnsView(self)
+
+    def _columns(self) -> ops.Columns:
+        return self._held if self._tensordict is None else ops.from_tensordict(self._tensordict)
+
+    def _column(self, name: str) -> torch.Tensor | None:
+        if self._tensordict is None:
+            return self._held.get(name)
+        value = self._tensordict.get(name, None)
+        return None if value is None else ops.as_column(name, value)
+
+    def __len__(self) -> int:
+        return self._length
+
+    def keys(self) -> list[str]:
+        """Return the names of all columns, in the order in which they were added."""
+        return list(self._held) if self._tensordict is None else [str(key) for key in self._tensordict.keys()]  # noqa: SIM118
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and key in self.keys()
+
+    def _read(self, name: str) -> Any:
+        column = self._column(name)
+        if column is None:
+            raise missing(name, self.keys())
+        return column.objects() if isinstance(column, ObjectColumn) else column
+
+    def dtypes(self) -> dict[str, torch.dtype | type[object]]:
+        """Return the dtype of each tensor column; ``object`` for object columns."""
+        return {
+            name: object if isinstance(column, ObjectColumn) else column.dtype
+            for name, column in self._columns().items()
+        }
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors' rows; of object columns only the 8 bytes per row of positions."""
+        return sum(map(ops.column_nbytes, self._columns().values()))
+
+    def check_consistency(self) -> None:
+        """Check names, kinds and lengths again; raises ``DataProtoError`` that names the column."""
+        ops.common_length(self._columns(), len(self))
+
+    def __repr__(self) -> str:
+        lines = [f"DataProto(rows={len(self)}, {self.nbytes / 1e6:.3g} MB"]
+        for name, column in self._columns().items():
+            if isinstance(column, ObjectColumn):
+                first = f", first: {column[0].item()!r:.40}" if len(self) else ""
+                lines.append(f"  {name}: objects{first}")
+            else:
+                sizes = [str(n) if isinstance(n, int) else "ragged" for n in column.shape[1:]]
+                dtype = str(column.dtype).removeprefix("torch.")
+                lines.append(f"  {name}: {dtype}[{', '.join(['rows', *sizes])}] {column.device}")
+        if self.meta_info:
+            lines.append(f"  meta_info: {sorted(map(str, self.meta_info))}")
+        return "\n".join(lines) + ")"
+
+    def equal(self, other: DataProto) -> bool:
+        """Return True for the same keys, lengths, dtypes, values (NaN equals NaN) and meta; any order of keys."""
+        mine, theirs = self._columns(), other._columns()
+        return (
+            len(self) == len(other)
+            and mine.keys() == theirs.keys()
+            and all(ops.same_column(mine[name], theirs[name]) for name in mine)
+            and same_value(self.meta_info, other.meta_info)
+        )
+
+    # ---- operations ----
+
+    _precedence = 0
+
+    def _content(self) -> Content[torch.Tensor]:
+        return Content(self._length, self._columns(), self.meta_info)
+
+    def _like(self, length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]) -> Self:
+        return self._of(length, columns, meta_info)
+
+    def _accept(self, operation: str, other: object) -> DataProto:
+        if not isinstance(other, DataProto):
+            raise DataProtoError(
+                f"{operation}: a {type(other).__name__} is no DataProto; fetch a handle with get(), or start from it"
+            )
+        return other
+
+    @staticmethod
+    def _pick(columns: Mapping[str, torch.Tensor], pick: Pick) -> ops.Columns:
+        return {name: ops.take(column, pick) for name, column in columns.items()}
+
+    @staticmethod
+    def _clash(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
+        return None if ops.same_column(mine, theirs) else f"column {name!r} is in both with different values"
+
+    @staticmethod
+    def _concat(members: Sequence[Mapping[str, torch.Tensor]]) -> ops.Columns:
+        return ops.concat_columns(members)
+
+    def with_columns(self, mapping: Mapping[str, Any] | None = None, /, **columns: Any) -> Self:
+        """Return these columns added or replaced; values as in :meth:`from_single_dict`.
+
+        A DataProto without columns and rows takes the length of the new columns.
+        """
+        given = {**(mapping or {}), **columns}
+        added = {name: ops.as_column(name, value) for name, value in given.items()}
+        unset = not self.keys() and not len(self)
+        length = ops.common_length(added, None if unset else len(self))
+        return self._of(length, {**self._columns(), **added}, self.meta_info)
+
+    def make_iterator(
+        self,
+        mini_batch_size: int,
+        epochs: int = 1,
+        generator: torch.Generator | None = None,
+        shuffle: bool = False,
+    ) -> Iterator[Self]:
+        """Yield mini-batches of ``mini_batch_size`` rows; each epoch has every row once.
+
+        Args:
+            generator: CPU generator of the order; without it torch's global one.
+            shuffle: True for a new order in each epoch.
+
+        Raises:
+            DataProtoError: at the call, if the size does not divide the length.
+        """
+        _rows.check_count("make_iterator: mini_batch_size", mini_batch_size)
+        _rows.check_count("make_iterator: epochs", epochs, minimum=0)
+        _rows.require_divisible("make_iterator", len(self), mini_batch_size, "rows each")
+        if generator is not None and not shuffle:
+            raise DataProtoError("make_iterator: a generator without shuffle=True has no effect")
+
+        def iterate(rows: Self) -> Iterator[Self]:
+            for _ in range(epochs if len(rows) else 0):
+                if not shuffle:
+                    yield from rows.split(mini_batch_size)
+                    continue
+                order = torch.randperm(len(rows), generator=generator)
+                yield from (rows[index] for index in torch.split(order, mini_batch_size))
+
+        # A copy, so that columns assigned to this one between two steps do not appear halfway.
+        return iterate(self.slice())
+
+    # ---- storage and the wire ----
+
+    def to(self, device: torch.device | str) -> Self:
+        """Return all tensors on ``device`` (shared if they are there already); objects stay on the CPU."""
+        return self._like(self._length, ops.map_tensors(self._columns(), lambda x: x.to(device)), self.meta_info)
+
+    def clone(self) -> Self:
+        """Return tensors with their own, writable storage; the objects in object columns are shared."""
+        return self._like(self._length, ops.map_tensors(self._columns(), torch.clone), self.meta_info)
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write to a file, without pickle; an existing file is replaced in one step.
+
+        Tuples and other objects that JSON would change are refused; numpy scalars in object
+        columns and meta come back as Python's.
+
+        Raises:
+            DataProtoError: an object column or meta key is not JSON; names it.
+        """
+        _storage.save(path, *self._content())
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> Self:
+        """Read a file of :meth:`save`; all tensors are on the CPU.
+
+        Raises:
+            DataProtoError: the file is of another kind, cut short or damaged.
+        """
+        return cls._of(*_storage.load(path))
+
+    def __copy__(self) -> Self:
+        return self._like(*self._content())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        columns = ops.map_tensors(self._columns(), lambda x: x.detach().clone(), lambda column: deepcopy(column, memo))
+        return self._like(len(self), columns, deepcopy(self.meta_info, memo))
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        header, buffers = _wire.pack(*self._content())
+        arrays = [buffer.numpy() for buffer in buffers]
+        sent = [PickleBuffer(array.data) if protocol >= 5 else array.tobytes() for array in arrays]
+        return _from_wire, (type(self), header, sent)
+
+
+def _from_wire(cls: type[DataProto], header: _wire.Header, buffers: list[Any]) -> DataProto:
+    return cls._of(header.length, _wire.unpack(header, buffers), header.meta_info)
+
+
+class ObjectColumnsView(MutableMapping[str, Any]):
+    """A live view of the object columns of a DataProto.
+
+    Reading a key returns a read-only object array ``[B]``. To change a column, assign a whole list
+    or array to its key: writing into the array would reach other DataProtos, so it raises.
+    """
+
+    def __init__(self, owner: DataProto) -> None:
+        self._owner = owner
+
+    def __getitem__(self, key: str) -> np.ndarray:
+        column = self._owner._column(key) if isinstance(key, str) else None
+        if not isinstance(column, ObjectColumn):
+            raise missing(key, self, "object column")
+        return column.objects()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        column = ops.as_object_column(key, value)
+        ops.common_length({key: column}, len(self._owner))
+        if key in self._owner and key not in self:
+            raise DataProtoError(f"column {key!r} is a tensor; drop it before objects take its name")
+        if self._owner._tensordict is None:
+            self._owner._held[key] = column
+        else:
+            self._owner._tensordict.set(key, column)
+
+    def __delitem__(self, key: str) -> None:
+        if key not in self:
+            raise missing(key, self, "object column")
+        if self._owner._tensordict is None:
+            del self._owner._held[key]
+        else:
+            self._owner._tensordict.del_(key)
+
+    def __contains__(self, key: object) -> bool:
+        return isinstance(key, str) and isinstance(self._owner._column(key), ObjectColumn)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([key for key in self._owner.keys() if key in self])  # noqa: SIM118
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __repr__(self) -> str:
+        return f"ObjectColumnsView({list(self)})"
