@@ -10,31 +10,33 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from rollcast.controller.decorator import register
-    from rollcast.controller.dispatch import Dispatch, DispatchMode, Execute, register_dispatch_mode
-    from rollcast.controller.resource_pool import ResourcePool, ResourcePoolManager
-    from rollcast.controller.worker import ClassWithInitArgs, Worker
+    from rollcast.contracts.dispatch import DispatchMode
+    from rollcast.contracts.pools import ResourcePool
+    from rollcast.contracts.worker import ClassWithInitArgs
+    from rollcast.controller.dispatch import Dispatch, Execute, register, register_dispatch_mode
+    from rollcast.controller.hosting import WorkerHost
+    from rollcast.controller.placement import ResourcePoolManager, start_groups
+    from rollcast.controller.worker import Worker
     from rollcast.controller.worker_group import WorkerGroup
     from rollcast.errors import RollcastError
     from rollcast.protocol import DataProto, DataProtoFuture
-    from rollcast.runtime.ray import RayResourcePool, RayWorkerGroup
 
 _EXPORTS = {
-    "ClassWithInitArgs": "rollcast.controller.worker",
+    "ClassWithInitArgs": "rollcast.contracts.worker",
     "DataProto": "rollcast.protocol",
     "DataProtoFuture": "rollcast.protocol",
     "Dispatch": "rollcast.controller.dispatch",
-    "DispatchMode": "rollcast.controller.dispatch",
+    "DispatchMode": "rollcast.contracts.dispatch",
     "Execute": "rollcast.controller.dispatch",
-    "RayResourcePool": "rollcast.runtime.ray",
-    "RayWorkerGroup": "rollcast.runtime.ray",
-    "ResourcePool": "rollcast.controller.resource_pool",
-    "ResourcePoolManager": "rollcast.controller.resource_pool",
+    "ResourcePool": "rollcast.contracts.pools",
+    "ResourcePoolManager": "rollcast.controller.placement",
     "RollcastError": "rollcast.errors",
     "Worker": "rollcast.controller.worker",
     "WorkerGroup": "rollcast.controller.worker_group",
-    "register": "rollcast.controller.decorator",
+    "WorkerHost": "rollcast.controller.hosting",
+    "register": "rollcast.controller.dispatch",
     "register_dispatch_mode": "rollcast.controller.dispatch",
+    "start_groups": "rollcast.controller.placement",
 }
 
 __all__ = [
@@ -44,16 +46,16 @@ __all__ = [
     "Dispatch",
     "DispatchMode",
     "Execute",
-    "RayResourcePool",
-    "RayWorkerGroup",
     "ResourcePool",
     "ResourcePoolManager",
     "RollcastError",
     "Worker",
     "WorkerGroup",
+    "WorkerHost",
     "__version__",
     "register",
     "register_dispatch_mode",
+    "start_groups",
 ]
 
 

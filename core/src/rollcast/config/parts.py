@@ -24,7 +24,7 @@ def _contract_modules() -> tuple[str, ...]:
 
 def registry_modules() -> tuple[str, ...]:
     """The core's modules that declare registries; importing them imports no part."""
-    return (*_contract_modules(), "rollcast.controller.dispatch", "rollcast.controller.runtime")
+    return _contract_modules()
 
 
 def find_named_parts(config: DictConfig) -> Iterator[tuple[Registry[Any], str, str]]:

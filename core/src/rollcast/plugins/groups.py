@@ -34,6 +34,7 @@ class Group:
 
 _ALL = (
     Group("rollcast.runtimes", "class", "what hosts workers: Ray, or this process"),
+    Group("rollcast.devices", "object", "kinds of devices: variables, collective backend, torch module"),
     Group("rollcast.dispatch_modes", "class", "how a call is split over ranks and collected"),
     Group("rollcast.execute_modes", "class", "which ranks a call runs on"),
     Group("rollcast.engines", "class", "training engines: model, optimizer and their parallelism"),
@@ -73,7 +74,8 @@ def _names(distribution: str, *names: str) -> dict[str, str]:
 # Only what a pip hint needs: a name that is missing here merely loses its hint.
 FIRST_PARTY: Mapping[str, Mapping[str, str]] = MappingProxyType(
     {
-        "rollcast.runtimes": _names(CORE_DISTRIBUTION, "ray", "local"),
+        "rollcast.runtimes": {"ray": "rollcast-ray", "local": CORE_DISTRIBUTION},
+        "rollcast.devices": _names(CORE_DISTRIBUTION, "cpu", "cuda", "npu", "xpu"),
         "rollcast.dispatch_modes": {
             **_names(CORE_DISTRIBUTION, "one_to_all", "all_to_all", "rank_zero"),
             **_names(

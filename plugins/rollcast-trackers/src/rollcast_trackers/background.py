@@ -12,9 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollcast.contracts.files import replace_file
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast.files import replace_file
 from rollcast.plugins.hookspecs import hookimpl
 
 __all__ = ["BackgroundTracker"]

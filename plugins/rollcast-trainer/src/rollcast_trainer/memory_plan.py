@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
-from rollcast.controller.resource_pool import ResourcePool
+from rollcast.contracts.pools import ResourcePool
 from rollcast_trainer.adapters import count_adapter
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.engine_layout import EngineLayout

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast import WorkerGroup
 from rollcast.errors import ConfigError
 from rollcast_trainer.profiling.devices import DeviceInfo, describe_device
 from rollcast_trainer.profiling.flops import ModelFlops, Pass, read_model_flops
