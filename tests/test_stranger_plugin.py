@@ -68,7 +68,7 @@ def test_suites_fail_a_wrong_part(stranger: PagePackage) -> None:
     (wrong / "test_wrong.py").write_text(
         "import pytest\n"
         "from rollcast.protocol import DataProto\n"
-        "from rollcast.controller.dispatch import dispatch_modes\n"
+        "from rollcast.contracts.dispatch import dispatch_modes\n"
         "from rollcast_testing import DispatchSuite\n"
         "from rollcast_stripes import Striped\n"
         "class Forgets(Striped):\n"

@@ -20,7 +20,7 @@ from _report import Comparison, write_report
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig, engines
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto
 from rollcast_testing.tiny import nll_loss, random_batch
 

@@ -24,13 +24,11 @@ from _plain_workers import OnPairs, Plain
 from _report import Comparison, write_report
 
 from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
-from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import HostInfo
-from rollcast.controller.mesh import MeshInfo
-from rollcast.controller.resource_pool import NodeResources
-from rollcast.controller.runtime import Host, LaunchSpec, Runtime
-from rollcast.controller.worker import WorkerContext
-from rollcast.runtime.ray import RayRuntime
+from rollcast.contracts.dispatch import MeshInfo, RankCall
+from rollcast.contracts.pools import NodeResources
+from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Runtime
+from rollcast.contracts.worker import WorkerContext
+from rollcast_ray.runtime import RayRuntime
 
 WORKERS = 4
 #: Clones at one time; 1.4 GB.

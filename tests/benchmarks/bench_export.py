@@ -24,7 +24,7 @@ import torch
 from _report import Comparison, write_report
 
 from rollcast.contracts.engine import EngineSetup, ModelConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_testing.tiny import tiny_model_folder

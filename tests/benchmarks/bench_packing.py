@@ -19,7 +19,7 @@ from _report import Comparison, write_report
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, OptimConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig

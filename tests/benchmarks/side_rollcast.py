@@ -6,8 +6,9 @@ from _large_batch import columns, uids
 from _plain_workers import Plain
 from _side import serve
 
-from rollcast import ClassWithInitArgs, DataProto, RayWorkerGroup, ResourcePool
-from rollcast.runtime.ray import RayRuntime
+from rollcast import ClassWithInitArgs, DataProto, ResourcePool
+from rollcast_ray import RayWorkerGroup
+from rollcast_ray.runtime import RayRuntime
 
 WORKERS = 4
 

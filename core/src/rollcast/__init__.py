@@ -12,34 +12,36 @@ from rollcast._lazy import lazy_exports as lazy_exports
 
 if TYPE_CHECKING:
     from rollcast._version import __version__ as __version__
-    from rollcast.controller.decorator import register as register
+    from rollcast.contracts.dispatch import DispatchMode as DispatchMode
+    from rollcast.contracts.pools import ResourcePool as ResourcePool
+    from rollcast.contracts.worker import ClassWithInitArgs as ClassWithInitArgs
     from rollcast.controller.dispatch import Dispatch as Dispatch
-    from rollcast.controller.dispatch import DispatchMode as DispatchMode
     from rollcast.controller.dispatch import Execute as Execute
+    from rollcast.controller.dispatch import register as register
     from rollcast.controller.dispatch import register_dispatch_mode as register_dispatch_mode
-    from rollcast.controller.resource_pool import ResourcePool as ResourcePool
-    from rollcast.controller.resource_pool import ResourcePoolManager as ResourcePoolManager
-    from rollcast.controller.worker import ClassWithInitArgs as ClassWithInitArgs
+    from rollcast.controller.hosting import WorkerHost as WorkerHost
+    from rollcast.controller.placement import ResourcePoolManager as ResourcePoolManager
+    from rollcast.controller.placement import start_groups as start_groups
     from rollcast.controller.worker import Worker as Worker
     from rollcast.controller.worker_group import WorkerGroup as WorkerGroup
     from rollcast.errors import RollcastError as RollcastError
     from rollcast.protocol import DataProto as DataProto
     from rollcast.protocol import DataProtoFuture as DataProtoFuture
-    from rollcast.runtime.ray import RayResourcePool as RayResourcePool
-    from rollcast.runtime.ray import RayWorkerGroup as RayWorkerGroup
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "rollcast._lazy": ["lazy_exports"],
         "rollcast._version": ["__version__"],
-        "rollcast.controller.decorator": ["register"],
-        "rollcast.controller.dispatch": ["Dispatch", "DispatchMode", "Execute", "register_dispatch_mode"],
-        "rollcast.controller.resource_pool": ["ResourcePool", "ResourcePoolManager"],
-        "rollcast.controller.worker": ["ClassWithInitArgs", "Worker"],
+        "rollcast.contracts.dispatch": ["DispatchMode"],
+        "rollcast.contracts.pools": ["ResourcePool"],
+        "rollcast.contracts.worker": ["ClassWithInitArgs"],
+        "rollcast.controller.dispatch": ["Dispatch", "Execute", "register", "register_dispatch_mode"],
+        "rollcast.controller.hosting": ["WorkerHost"],
+        "rollcast.controller.placement": ["ResourcePoolManager", "start_groups"],
+        "rollcast.controller.worker": ["Worker"],
         "rollcast.controller.worker_group": ["WorkerGroup"],
         "rollcast.errors": ["RollcastError"],
         "rollcast.protocol": ["DataProto", "DataProtoFuture"],
-        "rollcast.runtime.ray": ["RayResourcePool", "RayWorkerGroup"],
     },
 )

@@ -145,7 +145,7 @@ def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
     assert re.fullmatch(r"tp_cli +# tp-cli: trainer/tp_cli.yaml", shown["trainer.name"])
     assert re.fullmatch(r'"" +# tp-cli: trainer/tp_cli.yaml', shown["trainer.what"])
     assert shown["run_dir"].startswith('"null" ')
-    assert re.fullmatch(r"null +# rollcast: runtime/ray.yaml", shown["runtime.address"])
+    assert re.fullmatch(r"null +# default of rollcast_ray.schemas.RayRuntimeConfig", shown["runtime.address"])
     # Aligned: every equals sign and every origin stands in one column.
     assert len({line.index(" = ") for line in lines}) == 1
     assert len({line.index("  # ") for line in lines}) == 1
@@ -155,7 +155,7 @@ def test_config_as_json(run: Run, cli_plugin: Path) -> None:
     shown = json.loads(run("config", "trainer=tp_cli", "trackers=[jsonl]", "--json").out)
     assert shown["choices"]["trainer"] == "tp_cli"
     assert shown["keys"]["trackers"] == {"value": ["jsonl"], "origin": "override 'trackers=[jsonl]'"}
-    assert shown["keys"]["runtime.num_cpus"] == {"value": None, "origin": "rollcast: runtime/ray.yaml"}
+    assert shown["keys"]["runtime.num_cpus"] == {"value": None, "origin": "default of rollcast_ray.schemas.RayRuntimeConfig"}
 
 
 def test_config_shows_what_must_be_set(run: Run, cli_plugin: Path) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast import Dispatch, DispatchMode, Execute, Worker, register
-from rollcast.controller.dispatch import Calls
+from rollcast.contracts.dispatch import Calls
 
 if TYPE_CHECKING:
     from rollcast import DataProto  # most workers here start without torch, which takes them longest
@@ -231,6 +231,6 @@ class UsesMode(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def find_mode(self, name: str) -> str | None:
-        from rollcast.controller.dispatch import dispatch_modes
+        from rollcast.contracts.dispatch import dispatch_modes
 
         return type(dispatch_modes.get(name)).__name__ if name in dispatch_modes else None

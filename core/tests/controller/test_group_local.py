@@ -12,7 +12,7 @@ import torch
 from controller_workers import PLACE, Closing, Counter, Fussy, Neighbour, NotAWorker, OnMesh, Probe, Refusal
 
 from rollcast import ClassWithInitArgs, DataProto, ResourcePool, Worker, WorkerGroup, register
-from rollcast.controller.runtime import runtimes
+from rollcast.contracts.runtime import runtimes
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 from rollcast.runtime.local import LocalRuntime
 
@@ -172,7 +172,7 @@ def test_what_is_no_worker_is_refused(runtime) -> None:
 
 
 def test_more_than_one_rank_is_refused(runtime) -> None:
-    with pytest.raises(ResourceError, match=r"one process, pool 'p' asks for 4; use runtime=ray"):
+    with pytest.raises(ResourceError, match=r"one process, pool 'p' asks for 4; use another runtime; installed: "):
         make(runtime, Probe, pool=ResourcePool([2, 2], name="p"))
 
 

@@ -9,7 +9,7 @@ import pytest
 from controller_workers import Counter, Neighbour, Probe, Refusal
 
 from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
-from rollcast.controller.runtime import LaunchSpec
+from rollcast.contracts.runtime import LaunchSpec
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 from rollcast.runtime.local import LocalRuntime
 
@@ -95,37 +95,49 @@ def test_functions_run_with_the_worker_or_with_its_neighbours(three) -> None:
 # -- wishes of roles --------------------------------------------------------------------------------
 
 
+class Refusing(LocalRuntime):
+    """Keeps the specification of the group and starts nothing."""
+
+    spec: LaunchSpec
+
+    def launch(self, pool, spec, timeout):
+        self.spec = spec
+        return []
+
+
 def spec(*wishes, env=None, runtime_env=None) -> LaunchSpec:
     roles = {f"role{i}": ClassWithInitArgs(Probe).with_options(**wish) for i, wish in enumerate(wishes)}
-    return LaunchSpec("g", roles, env or {}, runtime_env=runtime_env or {})
+    runtime = Refusing()
+    WorkerGroup(ResourcePool([1]), roles, runtime=runtime, name="g", env=env, runtime_env=runtime_env)
+    return runtime.spec
 
 
 def test_wishes_of_roles_come_before_those_of_the_group() -> None:
     found = spec({"env": {"A": "1"}}, {"env": {"B": "2", "A": "1"}}, env={"A": "0", "C": "3"})
-    assert found.merged_env() == {"A": "1", "B": "2", "C": "3"}
+    assert found.env == {"A": "1", "B": "2", "C": "3"}
     found = spec(
         {"runtime_env": {"env_vars": {"A": "1"}, "pip": ["x"]}},
         {"runtime_env": {"env_vars": {"B": "2"}, "pip": ["x"]}},
         runtime_env={"env_vars": {"A": "0", "C": "3"}, "working_dir": "w"},
     )
-    assert found.merged_runtime_env() == {
+    assert found.runtime_env == {
         "working_dir": "w",
         "pip": ["x"],
         "env_vars": {"A": "1", "B": "2", "C": "3"},
     }
-    assert spec({}).merged_runtime_env() == {}
-    assert spec({}).merged_env() == {}
+    assert spec({}).runtime_env == {}
+    assert spec({}).env == {}
 
 
 def test_roles_of_one_process_have_to_agree() -> None:
     with pytest.raises(
         ResourceError, match=r"'role0' and 'role1' of g share a process, but want env A to be '1' and '2'"
     ):
-        spec({"env": {"A": "1"}}, {"env": {"A": "2"}}).merged_env()
+        spec({"env": {"A": "1"}}, {"env": {"A": "2"}})
     with pytest.raises(ResourceError, match=r"want runtime_env pip to be \['x'\] and \['y'\]"):
-        spec({"runtime_env": {"pip": ["x"]}}, {"runtime_env": {"pip": ["y"]}}).merged_runtime_env()
+        spec({"runtime_env": {"pip": ["x"]}}, {"runtime_env": {"pip": ["y"]}})
     with pytest.raises(ResourceError, match="want env_vars A"):
-        spec({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"A": "2"}}}).merged_runtime_env()
+        spec({"runtime_env": {"env_vars": {"A": "1"}}}, {"runtime_env": {"env_vars": {"A": "2"}}})
 
 
 def test_wishes_add_up_and_leave_the_original_alone() -> None:

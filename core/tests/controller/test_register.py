@@ -9,24 +9,17 @@ import pickle
 import pytest
 
 from rollcast import Dispatch, DispatchMode, Execute, Worker, WorkerGroup, register, register_dispatch_mode
-from rollcast.controller import decorator
-from rollcast.controller.decorator import iter_registered, registered
+from rollcast.contracts.dispatch import Calls, MeshInfo, RankCall, RankOutputs, dispatch_modes
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.controller.dispatch import (
+    RESERVED_NAMES,
     AllToAll,
-    Calls,
     ExecuteRankZero,
     OneToAll,
-    RankCall,
-    RankOutputs,
     RankZero,
-    dispatch_modes,
-    distribute,
-    join,
-    resolve_dispatch_mode,
-    resolve_execute_mode,
+    iter_registered,
+    registered,
 )
-from rollcast.controller.mesh import MeshInfo
-from rollcast.controller.worker import ClassWithInitArgs
 from rollcast.errors import (
     DispatchError,
     PluginConflictError,
@@ -182,7 +175,7 @@ def test_methods_that_cannot_be_called_on_a_group_are_refused() -> None:
 
 def test_names_of_the_groups_own_are_refused() -> None:
     own = {name for cls in WorkerGroup.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
-    assert own == decorator.RESERVED_NAMES
+    assert own == RESERVED_NAMES
     for name in own:
         with pytest.raises(DispatchError, match=f"WorkerGroup has a {name!r} of its own"):
             type("Taken", (Worker,), {name: register()(lambda self: None)})
@@ -240,10 +233,16 @@ def test_a_first_party_mode_that_is_not_installed_comes_with_the_command(monkeyp
 
 
 def test_a_mode_may_be_an_object_or_a_class() -> None:
+    def method(self) -> None: ...
+
     mode = OneToAll()
-    assert resolve_dispatch_mode(mode) is mode
-    assert isinstance(resolve_dispatch_mode(OneToAll), OneToAll)
-    assert isinstance(resolve_execute_mode(ExecuteRankZero), ExecuteRankZero)
+    entry = registered(register(mode)(method))
+    assert entry is not None
+    assert entry.dispatch_mode is mode
+    entry = registered(register(OneToAll, ExecuteRankZero)(method))
+    assert entry is not None
+    assert isinstance(entry.dispatch_mode, OneToAll)
+    assert isinstance(entry.execute_mode, ExecuteRankZero)
 
 
 def test_a_class_that_needs_arguments_is_refused_with_advice() -> None:
@@ -266,9 +265,9 @@ def doubled():
 
 def test_a_mode_of_two_functions_is_there_at_once(doubled) -> None:
     assert Dispatch.TWICE is doubled
-    calls = distribute(doubled, group_of(2), (7,), {})
+    calls = doubled.distribute(group_of(2), (7,), {})
     assert calls.per_rank == [RankCall((7,), {}), RankCall((7,), {})]
-    assert join(doubled, group_of(2), RankOutputs([1, 2], [0, 1])) == [1, 2, 1, 2]
+    assert doubled.join(group_of(2), RankOutputs([1, 2], [0, 1])) == [1, 2, 1, 2]
 
 
 def test_a_taken_name_is_refused(doubled) -> None:
@@ -289,12 +288,11 @@ def test_what_is_no_mode_is_refused() -> None:
     ids=["None", "int", "flat", "short", "short-key"],
 )
 def test_a_function_that_gives_something_else_is_named(result) -> None:
-    mode = resolve_dispatch_mode(dispatch_modes.get("one_to_all"))
     from rollcast.controller.dispatch import FunctionMode
 
     mode = FunctionMode("odd", lambda group, *args: result, lambda group, out: out)
     with pytest.raises(DispatchError, match=r"dispatch function of 'odd' must return .* with 2 values each"):
-        distribute(mode, group_of(2), (), {})
+        mode.distribute(group_of(2), (), {})
 
 
 # -- what the core adds to every mode -------------------------------------------------------------------
@@ -314,12 +312,12 @@ def test_a_mode_that_fails_is_named_and_its_cause_is_kept() -> None:
     with pytest.raises(
         DispatchError, match=r"'careless' cannot distribute the arguments \(int\): AttributeError"
     ) as caught:
-        distribute(Careless(), group_of(2), (3,), {})
+        Careless().distribute(group_of(2), (3,), {})
     assert isinstance(caught.value.__cause__, AttributeError)
     with pytest.raises(DispatchError, match=r"\(x=int\): TypeError"):
-        distribute(Careless(), group_of(2), (), {"x": 3})
+        Careless().distribute(group_of(2), (), {"x": 3})
     with pytest.raises(DispatchError, match=r"'careless' cannot collect the outputs \(int\): AttributeError"):
-        join(Careless(), group_of(2), RankOutputs([1], [0]))
+        Careless().join(group_of(2), RankOutputs([1], [0]))
 
 
 def test_a_mode_must_give_a_call_for_each_rank() -> None:
@@ -331,17 +329,17 @@ def test_a_mode_must_give_a_call_for_each_rank() -> None:
         def dispatch(self, worker_group):
             return [1, 2]
 
-    with pytest.raises(DispatchError, match="each of the 2 ranks, it gave 1 calls"):
-        distribute(Short(), group_of(2), (), {})
-    with pytest.raises(DispatchError, match="it gave list"):
-        distribute(Other(), group_of(2), (), {})
+    with pytest.raises(DispatchError, match="each of the 2 ranks, got 1 calls"):
+        Short().distribute(group_of(2), (), {})
+    with pytest.raises(DispatchError, match="got list"):
+        Other().distribute(group_of(2), (), {})
 
 
 def test_all_to_all_names_the_argument_that_does_not_fit() -> None:
     with pytest.raises(DispatchError, match=r"argument 1 must .* each of the 2 ranks, got list of length 3"):
-        distribute(AllToAll(), group_of(2), ([1, 2], [1, 2, 3]), {})
+        AllToAll().distribute(group_of(2), ([1, 2], [1, 2, 3]), {})
     with pytest.raises(DispatchError, match=r"argument 'x' must .* got 3; use Dispatch.ONE_TO_ALL"):
-        distribute(AllToAll(), group_of(2), (), {"x": 3})
+        AllToAll().distribute(group_of(2), (), {"x": 3})
 
 
 def test_constructor_arguments_are_checked_at_once() -> None:

@@ -9,9 +9,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast import ResourcePool, ResourcePoolManager
-from rollcast.controller.capacity import Share, plan_nodes
-from rollcast.controller.resource_pool import NodeResources, check_resources
+from rollcast.contracts.pools import NodeResources
+from rollcast.controller.placement import Share, plan_nodes
 from rollcast.errors import ResourceError
+
+
+def check_resources(pools, nodes) -> None:
+    ResourcePoolManager({f"pool{number}": pool for number, pool in enumerate(pools)}, {}).check(nodes)
 
 
 def test_ranks_of_a_pool() -> None:

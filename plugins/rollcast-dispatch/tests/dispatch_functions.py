@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from rollcast import DataProto
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import MeshInfo
 
 
 def doubled(worker, data: DataProto) -> DataProto:

@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast import DataProto, Dispatch
-from rollcast.controller.dispatch import RankOutputs, distribute, join
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture
 from rollcast.protocol.future import store_batch
@@ -42,7 +41,7 @@ def rows_of_lengths(lengths, uids=None) -> DataProto:
 
 
 def shards_of(mode, batch, ranks) -> list[DataProto]:
-    return [call.args[0] for call in distribute(mode, data_parallel(ranks), (batch,), {}).per_rank]
+    return [call.args[0] for call in mode.distribute(data_parallel(ranks), (batch,), {}).per_rank]
 
 
 def load(lengths, rows) -> int:
@@ -180,7 +179,7 @@ def test_no_shard_exceeds_the_mean_by_more_than_one_item(found, shards, equal) -
 def test_no_shard_is_heavier_than_the_heaviest_of_dp_compute_proto(lengths, shards) -> None:
     batch = rows_of_lengths([min(length, 60) for length in lengths])
     mode = TokenBalanced()
-    calls = distribute(Dispatch.DP_COMPUTE_PROTO, data_parallel(shards), (batch,), {}).per_rank
+    calls = Dispatch.DP_COMPUTE_PROTO.distribute(data_parallel(shards), (batch,), {}).per_rank
     heaviest = max(tokens(call.args[0]) for call in calls)
     assert max(tokens(shard) for shard in shards_of(mode, batch, shards)) <= heaviest
 
@@ -221,18 +220,18 @@ def test_lengths_from_columns_of_every_kind(lengths, ranks, group_key) -> None:
 def test_a_group_is_computed_on_one_rank_and_its_rows_come_back_to_their_places(lengths, ranks, equal) -> None:
     uids = [f"u{row * 5 % 4}" for row in range(len(lengths))]
     mode, group = TokenBalanced(group_key="uid", equal_size=equal), data_parallel(ranks)
-    calls = distribute(mode, group, (rows_of_lengths(lengths, uids),), {})
+    calls = mode.distribute(group, (rows_of_lengths(lengths, uids),), {})
     marked = [
         call.args[0].with_columns(rank=torch.full((len(call.args[0]),), rank))
         for rank, call in enumerate(calls.per_rank)
     ]
-    out = join(mode, group, RankOutputs(marked, range(ranks), calls.state))
+    out = mode.join(group, RankOutputs(marked, range(ranks), calls.state))
     assert out["row"].tolist() == list(range(len(lengths)))
     assert out["uid"].tolist() == uids
     for uid in set(uids):
         computed_on = {rank for rank, each in zip(out["rank"].tolist(), uids, strict=True) if each == uid}
         assert len(computed_on) == 1
-    lists = join(mode, group, RankOutputs([shard["row"].tolist() for shard in marked], range(ranks), calls.state))
+    lists = mode.join(group, RankOutputs([shard["row"].tolist() for shard in marked], range(ranks), calls.state))
     assert lists == list(range(len(lengths)))
 
 
@@ -272,19 +271,19 @@ def test_on_a_mesh_ranks_of_a_model_share_the_shard() -> None:
     group = FakeGroup([MeshInfo(0, True), MeshInfo(0, False), MeshInfo(1, False), MeshInfo(1, True)])
     mode = make_token_balanced_dispatch_fn("actor", length_key="length", group_key="uid", equal_size=False)
     assert (mode.length_key, mode.group_key, mode.equal_size) == ("length", "uid", False)
-    calls = distribute(mode, group, (rows_of_lengths([1, 1, 6]),), {})
+    calls = mode.distribute(group, (rows_of_lengths([1, 1, 6]),), {})
     assert group.asked == ["actor"]
     shards = [call.args[0] for call in calls.per_rank]
     assert shards[0] is shards[1]
     assert shards[2] is shards[3]
     assert [shard["row"].tolist() for shard in shards[::2]] == [[0, 1], [2]]
     outputs = RankOutputs([shards[0], "not this", "nor this", shards[3]], range(4), calls.state)
-    assert join(mode, group, outputs)["row"].tolist() == [0, 1, 2]
+    assert mode.join(group, outputs)["row"].tolist() == [0, 1, 2]
 
 
 def test_every_batch_is_dealt_alike_and_other_values_go_to_all() -> None:
     rows = rows_of_lengths([9, 8, 1])
-    calls = distribute(TokenBalanced(), data_parallel(2), (numbered(3), "plan"), {"data": rows})
+    calls = TokenBalanced().distribute(data_parallel(2), (numbered(3), "plan"), {"data": rows})
     for call in calls.per_rank:
         assert call.args[0]["x"].tolist() == call.kwargs["data"]["row"].tolist()
         assert call.args[1] == "plan"
@@ -306,10 +305,10 @@ def test_of_a_handle_only_the_lengths_are_fetched() -> None:
 
     mode, group = TokenBalanced(), data_parallel(2)
     handle = DataProtoFuture.of_shard(store_batch(batch, put), fetch)
-    calls = distribute(mode, group, (handle,), {})
+    calls = mode.distribute(group, (handle,), {})
     assert fetched == ["attention_mask"]
     shards = [call.args[0] for call in calls.per_rank]
-    out = join(mode, group, RankOutputs(shards, (0, 1), calls.state))
+    out = mode.join(group, RankOutputs(shards, (0, 1), calls.state))
     assert fetched == ["attention_mask"]
     assert isinstance(out, DataProtoFuture)
     assert out.get().equal(batch)
@@ -321,8 +320,8 @@ def test_of_a_handle_only_the_lengths_are_fetched() -> None:
 @pytest.fixture
 def called():
     mode, group = TokenBalanced(), data_parallel(2)
-    calls = distribute(mode, group, (rows_of_lengths([1, 2, 3]),), {})
-    return lambda *outputs: join(mode, group, RankOutputs(outputs, (0, 1), calls.state))
+    calls = mode.distribute(group, (rows_of_lengths([1, 2, 3]),), {})
+    return lambda *outputs: mode.join(group, RankOutputs(outputs, (0, 1), calls.state))
 
 
 def test_results_of_other_kinds(called) -> None:
@@ -353,4 +352,4 @@ def test_columns_that_tell_nothing_are_refused(options, complaint) -> None:
         score=torch.ones(3), negative=torch.tensor([1, -2, 0]), info=[{}, {}, {}]
     )
     with pytest.raises(DispatchError, match=f"token_balanced.*{complaint}"):
-        distribute(TokenBalanced(**options), data_parallel(2), (batch,), {})
+        TokenBalanced(**options).distribute(data_parallel(2), (batch,), {})

@@ -7,8 +7,7 @@ from dispatch_functions import grid, numbered
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.controller.dispatch import RankOutputs, distribute, join
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch import (
     MegatronCompute,
@@ -45,37 +44,37 @@ EIGHT = grid(dp=2, pp=2, tp=2)
 
 
 def test_lists_by_data_parallel_rank() -> None:
-    calls = distribute(MegatronCompute(), FakeGroup(EIGHT), (["A", "B"],), {})
+    calls = MegatronCompute().distribute(FakeGroup(EIGHT), (["A", "B"],), {})
     assert sent(calls) == ["A", "A", "B", "B", "A", "A", "B", "B"]
     outputs = RankOutputs([f"of rank {rank}" for rank in range(8)], range(8), calls.state)
-    assert join(MegatronCompute(), FakeGroup(EIGHT), outputs) == ["of rank 4", "of rank 6"]
+    assert MegatronCompute().join(FakeGroup(EIGHT), outputs) == ["of rank 4", "of rank 6"]
 
 
 def test_lists_by_data_parallel_rank_and_stage() -> None:
-    calls = distribute(MegatronPpAsDp(), FakeGroup(EIGHT), (["A", "B", "C", "D"],), {})
+    calls = MegatronPpAsDp().distribute(FakeGroup(EIGHT), (["A", "B", "C", "D"],), {})
     assert sent(calls) == ["A", "A", "C", "C", "B", "B", "D", "D"]
     outputs = RankOutputs([f"of rank {rank}" for rank in range(8)], range(8), calls.state)
-    found = join(MegatronPpAsDp(), FakeGroup(EIGHT), outputs)
+    found = MegatronPpAsDp().join(FakeGroup(EIGHT), outputs)
     assert found == ["of rank 0", "of rank 4", "of rank 2", "of rank 6"]
 
 
 def test_outputs_by_stage() -> None:
-    calls = distribute(MegatronPpOnly(), FakeGroup(EIGHT), ("names",), {"prefix": "p"})
+    calls = MegatronPpOnly().distribute(FakeGroup(EIGHT), ("names",), {"prefix": "p"})
     assert [(call.args, call.kwargs) for call in calls.per_rank] == [(("names",), {"prefix": "p"})] * 8
     outputs = RankOutputs([f"of rank {rank}" for rank in range(8)], range(8), calls.state)
-    assert join(MegatronPpOnly(), FakeGroup(EIGHT), outputs) == ["of rank 0", "of rank 4"]
+    assert MegatronPpOnly().join(FakeGroup(EIGHT), outputs) == ["of rank 0", "of rank 4"]
 
 
 @pytest.mark.parametrize(("mode", "shards"), [(MegatronComputeProto(), 2), (MegatronPpAsDpProto(), 4)])
 def test_batches(mode, shards) -> None:
     group = FakeGroup(EIGHT)
-    calls = distribute(mode, group, (numbered(7), "flag"), {})
+    calls = mode.distribute(group, (numbered(7), "flag"), {})
     expected = {2: [[0, 1, 2, 3], [4, 5, 6, 6]], 4: [[0, 1], [2, 3], [4, 5], [6, 6]]}[shards]
     by_rank = {2: [0, 0, 1, 1, 0, 0, 1, 1], 4: [0, 0, 2, 2, 1, 1, 3, 3]}[shards]
     assert [shard["x"].tolist() for shard in sent(calls)] == [expected[shard] for shard in by_rank]
     answering = {2: {4, 6}, 4: {0, 2, 4, 6}}[shards]
     outputs = [call.args[0] if rank in answering else "not this" for rank, call in enumerate(calls.per_rank)]
-    assert join(mode, group, RankOutputs(outputs, range(8), calls.state)).equal(numbered(7))
+    assert mode.join(group, RankOutputs(outputs, range(8), calls.state)).equal(numbered(7))
 
 
 # -- laws -----------------------------------------------------------------------------------------------
@@ -90,8 +89,8 @@ def test_where_values_go_and_come_from(found) -> None:
     rank_at = {at(place): f"rank {rank}" for rank, place in enumerate(places)}
 
     def result(mode, *args):
-        calls = distribute(mode, group, args, {})
-        return calls, join(mode, group, RankOutputs(own_output, ranks, calls.state))
+        calls = mode.distribute(group, args, {})
+        return calls, mode.join(group, RankOutputs(own_output, ranks, calls.state))
 
     calls, outputs = result(MegatronCompute(), list(range(dp)))
     assert sent(calls) == [place.dp_rank for place in places]
@@ -107,7 +106,7 @@ def test_where_values_go_and_come_from(found) -> None:
 @given(found=grids(), rows=st.integers(0, 20))
 def test_stages_of_a_data_parallel_rank_get_neighbouring_shards(found, rows) -> None:
     (dp, pp, tp), places = found
-    calls = distribute(MegatronPpAsDpProto(), FakeGroup(places), (numbered(rows),), {})
+    calls = MegatronPpAsDpProto().distribute(FakeGroup(places), (numbered(rows),), {})
     rank_at = {at(place): rank for rank, place in enumerate(places)}
     together = [sent(calls)[rank_at[shard, stage, tp - 1]]["x"] for shard in range(dp) for stage in range(pp)]
     assert [x for shard in together for x in shard.tolist()][:rows] == list(range(rows))
@@ -120,18 +119,18 @@ def test_stages_of_a_data_parallel_rank_get_neighbouring_shards(found, rows) -> 
 def test_further_dimensions_share_the_rows() -> None:
     """Context-parallel ranks get the same value, and the first of them answers."""
     places = [MeshInfo(dp, True, {"cp": cp}) for dp in range(2) for cp in (1, 0)]
-    calls = distribute(MegatronCompute(), FakeGroup(places), (["A", "B"],), {})
+    calls = MegatronCompute().distribute(FakeGroup(places), (["A", "B"],), {})
     assert sent(calls) == ["A", "A", "B", "B"]
-    assert join(MegatronCompute(), FakeGroup(places), RankOutputs(list("wxyz"), range(4), calls.state)) == ["x", "z"]
+    assert MegatronCompute().join(FakeGroup(places), RankOutputs(list("wxyz"), range(4), calls.state)) == ["x", "z"]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mesh_of_data_parallel_ranks_only_is_a_grid_too(mode) -> None:
     group = FakeGroup([MeshInfo(rank, True) for rank in (1, 0)])
     argument = numbered(2) if mode in (MegatronComputeProto, MegatronPpAsDpProto) else [0, 1]
-    calls = distribute(mode("m"), group, (argument,), {})
+    calls = mode("m").distribute(group, (argument,), {})
     assert group.asked == ["m"]
-    outputs = join(mode("m"), group, RankOutputs([["rank 0"], ["rank 1"]], (0, 1), calls.state))
+    outputs = mode("m").join(group, RankOutputs([["rank 0"], ["rank 1"]], (0, 1), calls.state))
     assert outputs == {
         MegatronPpOnly: [["rank 1"]],
         MegatronComputeProto: ["rank 1", "rank 0"],
@@ -157,11 +156,11 @@ def test_a_mesh_of_data_parallel_ranks_only_is_a_grid_too(mode) -> None:
 )
 def test_a_mesh_that_is_no_grid_is_refused(mode, places, complaint) -> None:
     with pytest.raises(DispatchError, match=rf"mesh 'm': {complaint}.*coords=\{{'tp': tp_rank, 'pp': pp_rank\}}"):
-        distribute(mode("m"), FakeGroup(places), (numbered(2),), {})
+        mode("m").distribute(FakeGroup(places), (numbered(2),), {})
 
 
 @pytest.mark.parametrize(("mode", "values"), [(MegatronCompute, 4), (MegatronPpAsDp, 2)])
 def test_lists_of_another_length_are_refused(mode, values) -> None:
     needed = {MegatronCompute: "2 data-parallel ranks", MegatronPpAsDp: "4 pipeline stages of all data-parallel ranks"}
     with pytest.raises(DispatchError, match=rf"{mode.name}\('default'\): .*each of the {needed[mode]}, got a list of"):
-        distribute(mode(), FakeGroup(EIGHT), (list(range(values)),), {})
+        mode().distribute(FakeGroup(EIGHT), (list(range(values)),), {})

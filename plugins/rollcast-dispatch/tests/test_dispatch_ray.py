@@ -10,9 +10,17 @@ from dispatch_functions import numbered
 from dispatch_mesh_workers import Sharded
 from dispatch_mode_workers import Modes
 
-from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, Dispatch, ResourcePool, WorkerGroup
-from rollcast.controller.dispatch import dispatch_modes, register_dispatch_mode
-from rollcast.runtime.ray import RayRuntime
+from rollcast import (
+    ClassWithInitArgs,
+    DataProto,
+    DataProtoFuture,
+    Dispatch,
+    ResourcePool,
+    WorkerGroup,
+    register_dispatch_mode,
+)
+from rollcast.contracts.dispatch import dispatch_modes
+from rollcast_ray.runtime import RayRuntime
 
 
 @pytest.fixture(scope="module")

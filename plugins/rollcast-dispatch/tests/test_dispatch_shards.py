@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast import DataProto, Dispatch
-from rollcast.controller.dispatch import DispatchMode, RankOutputs, distribute, join
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import DispatchMode, MeshInfo, RankOutputs
 from rollcast.errors import DataProtoError, DispatchError
 from rollcast_dispatch import DpComputeProto, NdMesh
 from rollcast_testing.dispatch import FakeGroup
@@ -38,7 +37,7 @@ def mode(request) -> DispatchMode:
 @law
 @given(**rows_and_ranks)
 def test_shards_are_equal_contiguous_and_as_small_as_can_be(rows, ranks) -> None:
-    calls = distribute(DpComputeProto(), data_parallel(ranks), (numbered(rows),), {})
+    calls = DpComputeProto().distribute(data_parallel(ranks), (numbered(rows),), {})
     shards = shards_of(calls)
     assert [len(shard) for shard in shards] == [-(-rows // ranks)] * ranks
     sent = [x for shard in shards for x in shard["x"].tolist()]
@@ -51,63 +50,63 @@ def test_shards_are_equal_contiguous_and_as_small_as_can_be(rows, ranks) -> None
 def test_padded_rows_are_never_seen(rows, ranks) -> None:
     """Workers that mark the rows they were sent: the marks of repeated rows are gone."""
     group = data_parallel(ranks)
-    calls = distribute(DpComputeProto(), group, (numbered(rows),), {})
+    calls = DpComputeProto().distribute(group, (numbered(rows),), {})
     count = iter(range(1000))
     marked = [
         shard.with_columns({"mark": torch.tensor([next(count) for _ in range(len(shard))])})
         for shard in shards_of(calls)
     ]
-    out = join(DpComputeProto(), group, RankOutputs(marked, range(ranks), calls.state))
+    out = DpComputeProto().join(group, RankOutputs(marked, range(ranks), calls.state))
     assert out["mark"].tolist() == list(range(rows))
-    lists = join(DpComputeProto(), group, RankOutputs([m["mark"].tolist() for m in marked], range(ranks), calls.state))
+    lists = DpComputeProto().join(group, RankOutputs([m["mark"].tolist() for m in marked], range(ranks), calls.state))
     assert lists == list(range(rows))
 
 
 def test_rows_that_divide_are_sent_as_views(mode) -> None:
     batch = numbered(6)
-    shards = shards_of(distribute(mode, data_parallel(3), (batch,), {}))
+    shards = shards_of(mode.distribute(data_parallel(3), (batch,), {}))
     assert [shard["x"].data_ptr() for shard in shards] == [batch["x"][i:].data_ptr() for i in (0, 2, 4)]
 
 
 def test_padding_that_cannot_be_told_from_the_rest_is_an_error(mode) -> None:
     group = data_parallel(2)
-    calls = distribute(mode, group, (numbered(3),), {})
+    calls = mode.distribute(group, (numbered(3),), {})
     doubled = [shard.repeat(2) for shard in shards_of(calls)]
     with pytest.raises(
         DispatchError, match=r"3 rows were padded to 4, 2 for each of 2 shards, which returned \[4, 4\]"
     ):
-        join(mode, group, RankOutputs(doubled, (0, 1), calls.state))
+        mode.join(group, RankOutputs(doubled, (0, 1), calls.state))
     with pytest.raises(DispatchError, match=r"returned \[3, 1\]"):
-        join(mode, group, RankOutputs([numbered(3), numbered(1)], (0, 1), calls.state))
+        mode.join(group, RankOutputs([numbered(3), numbered(1)], (0, 1), calls.state))
     with pytest.raises(DispatchError, match=r"returned \[1, 1\].*a number of rows that 2 divides"):
-        join(mode, group, RankOutputs([["metrics"], ["metrics"]], (0, 1), calls.state))
+        mode.join(group, RankOutputs([["metrics"], ["metrics"]], (0, 1), calls.state))
 
 
 def test_without_padding_any_number_of_rows_may_come_back(mode) -> None:
     group = data_parallel(2)
-    calls = distribute(mode, group, (numbered(4),), {})
-    out = join(mode, group, RankOutputs([shard.repeat(3) for shard in shards_of(calls)], (0, 1), calls.state))
+    calls = mode.distribute(group, (numbered(4),), {})
+    out = mode.join(group, RankOutputs([shard.repeat(3) for shard in shards_of(calls)], (0, 1), calls.state))
     assert out["x"].tolist() == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
-    assert join(mode, group, RankOutputs([[1], [2, 3]], (0, 1), calls.state)) == [1, 2, 3]
+    assert mode.join(group, RankOutputs([[1], [2, 3]], (0, 1), calls.state)) == [1, 2, 3]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_no_rows_go_to_every_rank_and_all_come_back(mode, ranks) -> None:
     group = data_parallel(ranks)
-    calls = distribute(mode, group, (numbered(0),), {})
+    calls = mode.distribute(group, (numbered(0),), {})
     shards = shards_of(calls)
     assert [len(shard) for shard in shards] == [0] * ranks
     assert [shard.keys() for shard in shards] == [["x", "id"]] * ranks
-    out = join(mode, group, RankOutputs(shards, range(ranks), calls.state))
+    out = mode.join(group, RankOutputs(shards, range(ranks), calls.state))
     assert (len(out), out["x"].dtype, out.meta_info) == (0, torch.int64, {"t": [1]})
-    assert join(mode, group, RankOutputs([[rank] for rank in range(ranks)], range(ranks), calls.state)) == [
+    assert mode.join(group, RankOutputs([[rank] for rank in range(ranks)], range(ranks), calls.state)) == [
         *range(ranks)
     ]
 
 
 def test_every_batch_is_split_alike_and_other_values_go_to_all(mode) -> None:
     plan = {"anything": 1}
-    calls = distribute(mode, data_parallel(2), (numbered(3), plan), {"more": numbered(3), "flag": True})
+    calls = mode.distribute(data_parallel(2), (numbered(3), plan), {"more": numbered(3), "flag": True})
     for rank, call in enumerate(calls.per_rank):
         assert call.args[0]["x"].tolist() == call.kwargs["more"]["x"].tolist() == [[0, 1], [2, 2]][rank]
         assert call.args[1] is plan
@@ -119,22 +118,22 @@ def test_every_batch_is_split_alike_and_other_values_go_to_all(mode) -> None:
 
 def test_results_of_other_kinds(mode) -> None:
     group = data_parallel(2)
-    state = distribute(mode, group, (numbered(2),), {}).state
-    assert join(mode, group, RankOutputs([None, None], (0, 1), state)) is None
+    state = mode.distribute(group, (numbered(2),), {}).state
+    assert mode.join(group, RankOutputs([None, None], (0, 1), state)) is None
     with pytest.raises(DispatchError, match="joins DataProtos or lists, the workers returned NoneType, list"):
-        join(mode, group, RankOutputs([None, []], (0, 1), state))
+        mode.join(group, RankOutputs([None, []], (0, 1), state))
     with pytest.raises(DispatchError, match="the workers returned dict"):
-        join(mode, group, RankOutputs([{}, {}], (0, 1), state))
+        mode.join(group, RankOutputs([{}, {}], (0, 1), state))
     with pytest.raises(DataProtoError, match="meta"):
         odd = [numbered(1), DataProto.from_dict({"x": torch.arange(1)}, {"id": ["r"]}, {"t": 2})]
-        join(mode, group, RankOutputs(odd, (0, 1), state))
+        mode.join(group, RankOutputs(odd, (0, 1), state))
 
 
 def test_errors_say_what_to_do(mode) -> None:
     with pytest.raises(DispatchError, match=r"has none \(it has: int, str\); use Dispatch.ONE_TO_ALL"):
-        distribute(mode, data_parallel(2), (1,), {"a": "b"})
+        mode.distribute(data_parallel(2), (1,), {"a": "b"})
     with pytest.raises(DispatchError, match=r"differ in length: \{'argument 0': 3, \"argument 'b'\": 5\}"):
-        distribute(mode, data_parallel(2), (numbered(3),), {"b": numbered(5)})
+        mode.distribute(data_parallel(2), (numbered(3),), {"b": numbered(5)})
 
 
 def test_they_are_attributes_of_dispatch() -> None:
@@ -161,7 +160,7 @@ LAYOUTS = {
 def test_ranks_of_one_shard_share_it_and_one_of_them_collects(layout, rows) -> None:
     dp_ranks, collecting = LAYOUTS[layout]
     group = FakeGroup([MeshInfo(dp_rank, rank in collecting) for rank, dp_rank in enumerate(dp_ranks)])
-    calls = distribute(NdMesh("m"), group, (numbered(rows),), {})
+    calls = NdMesh("m").distribute(group, (numbered(rows),), {})
     assert group.asked == ["m"]
     shards = shards_of(calls)
     size = -(-rows // len(set(dp_ranks)))
@@ -175,7 +174,7 @@ def test_ranks_of_one_shard_share_it_and_one_of_them_collects(layout, rows) -> N
         shard.with_columns({"rank": torch.full((len(shard),), rank)}) if rank in collecting else f"garbage of {rank}"
         for rank, shard in enumerate(shards)
     ]
-    out = join(NdMesh("m"), group, RankOutputs(outputs, range(len(dp_ranks)), calls.state))
+    out = NdMesh("m").join(group, RankOutputs(outputs, range(len(dp_ranks)), calls.state))
     assert out["x"].tolist() == list(range(rows))
     collector = {dp_ranks[rank]: rank for rank in collecting}
     assert out["rank"].tolist() == [collector[row // size] for row in range(rows)]
@@ -193,4 +192,4 @@ def test_ranks_of_one_shard_share_it_and_one_of_them_collects(layout, rows) -> N
 def test_a_mesh_that_makes_no_sense_is_refused(places, complaint) -> None:
     group = FakeGroup([MeshInfo(*place) for place in places])
     with pytest.raises(DispatchError, match=rf"mesh 'm': .*{complaint}"):
-        distribute(NdMesh("m"), group, (numbered(4),), {})
+        NdMesh("m").distribute(group, (numbered(4),), {})

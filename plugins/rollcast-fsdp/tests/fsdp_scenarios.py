@@ -18,7 +18,7 @@ from rollcast.contracts.engine import (
     ModelType,
     OptimConfig,
 )
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto
 from rollcast_engine.rng import capture_rng
 from rollcast_fsdp.engine import FsdpEngine

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from rollcast.contracts.engine import ForwardSettings, OptimConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast_engine.weights import WeightFolder
 from rollcast_fsdp.engine import FsdpEngine
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from rollcast.contracts.algorithm import kl_penalties
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig, ModelType, OptimConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
 

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, LossOutput, ModelConfig, OptimConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_fsdp.conf import SCHEMAS
 from rollcast_fsdp.engine import FsdpEngine

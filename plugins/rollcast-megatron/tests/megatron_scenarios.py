@@ -19,7 +19,7 @@ from rollcast.contracts.engine import (
     ModelType,
 )
 from rollcast.contracts.optim import OptimConfig
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast_megatron.engine import MegatronEngine

@@ -9,9 +9,9 @@ import pytest
 import torch
 from trainer_tools import SmallTask, launch, read_metrics
 
-from rollcast.controller import marks
-from rollcast.controller.marks import mark
-from rollcast.controller.worker import Worker
+from rollcast import Worker
+from rollcast.contracts import profiler as marks
+from rollcast.contracts.profiler import mark
 from rollcast.errors import WorkerError
 from rollcast_profiling.memory_watch import Peak, start_watch, stop_watch, take_peaks
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from trainer_tools import SmallTask, launch, read_metrics, without_times
 
+from rollcast import Worker
 from rollcast.config import compose
 from rollcast.contracts.profiler import BaseProfiler, profilers
 from rollcast.contracts.trainer import trainers
-from rollcast.controller.worker import ClassWithInitArgs, Worker
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast_profiling.schemas import NsysConfig
 from rollcast_profiling.stepper import StepProfiler

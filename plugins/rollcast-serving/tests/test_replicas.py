@@ -14,10 +14,10 @@ import pytest
 import torch
 from serving_tools import EOS, PAD, greedy, load_model, make_requests
 
+from rollcast import WorkerGroup
+from rollcast.contracts.pools import ResourcePool
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.controller.resource_pool import ResourcePool
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import WorkerError
 from rollcast.protocol import DataProto
 from rollcast.runtime.local import LocalRuntime

@@ -8,7 +8,7 @@ import pytest
 import torch
 from _pytest.outcomes import Skipped
 
-from rollcast.controller.dispatch import Calls, DispatchMode, RankCall
+from rollcast.contracts.dispatch import Calls, DispatchMode, RankCall
 from rollcast.protocol import DataProto
 from rollcast_testing import DispatchSuite
 
@@ -241,7 +241,7 @@ def test_a_suite_without_a_mode_says_so() -> None:
 
 
 def _two_ranks() -> Any:
-    from rollcast.controller.mesh import MeshInfo
+    from rollcast.contracts.dispatch import MeshInfo
     from rollcast_testing.dispatch import FakeGroup
 
     return FakeGroup([MeshInfo(0, True), MeshInfo(1, True)])

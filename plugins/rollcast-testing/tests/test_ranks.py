@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast_testing.ranks import Ranks
 
 

@@ -13,8 +13,8 @@ import torch
 from trainer_tools import SmallTask, global_norm, launch, read_checkpoint, read_metrics, without_times
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
+from rollcast.contracts.runtime import runtimes
 from rollcast.contracts.trainer import trainers
-from rollcast.controller.runtime import runtimes
 from rollcast.protocol import DataProto
 from rollcast_testing.tiny import plain_log_probs, plain_model
 from rollcast_trainer.ppo import PpoTrainer, StepState

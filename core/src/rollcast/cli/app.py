@@ -14,14 +14,13 @@ from rollcast.cli.failures import readable_errors
 from rollcast.cli.options import Traceback, wants_traceback
 from rollcast.cli.plugins import plugins
 from rollcast.cli.preprocess import preprocess
-from rollcast.cli.replay import replay
 from rollcast.cli.signals import stoppable
 from rollcast.cli.train import train
 from rollcast.cli.version import version
 
 __all__ = ["build_app", "main"]
 
-_BUILT_IN = (train, preprocess, config, plugins, export, replay, version)
+_BUILT_IN = (train, preprocess, config, plugins, export, version)
 
 
 class _Group(TyperGroup):

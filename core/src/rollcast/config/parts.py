@@ -24,12 +24,7 @@ def _contract_modules() -> tuple[str, ...]:
 
 def registry_modules() -> tuple[str, ...]:
     """The core's modules that declare registries; importing them imports no part."""
-    return (
-        *_contract_modules(),
-        "rollcast.controller.dispatch",
-        "rollcast.controller.runtime",
-        "rollcast.config.sources",
-    )
+    return (*_contract_modules(), "rollcast.config.sources")
 
 
 def find_named_parts(config: DictConfig) -> Iterator[tuple[Registry[Any], str, str]]:

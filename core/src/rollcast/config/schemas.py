@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-__all__ = ["ConfigSchema", "PlacementConfig", "RuntimeConfig"]
+__all__ = ["ConfigSchema", "PlacementConfig", "PoolConfig"]
 
 
 @dataclass(frozen=True)
@@ -31,30 +31,24 @@ class ConfigSchema:
 
 
 @dataclass
-class RuntimeConfig:
-    """What hosts the workers.
+class PoolConfig:
+    """A pool with options, in ``placement.pools``.
 
     Attributes:
-        name: ``ray`` or ``local``, or what a plugin registers in ``rollcast.runtimes``.
-        address: of a Ray cluster to join; empty for ``RAY_ADDRESS`` or a Ray of our own.
-        num_cpus: logical CPUs of an embedded Ray; empty for all cores.
-        object_store_memory: bytes of an embedded Ray's object store.
-        log_to_driver: show what workers print.
-        call_timeout_s: deadline of every blocking call.
-        launch_timeout_s: deadline for placing and starting a worker group.
-        threads_per_worker: CPU threads a worker; empty shares a node's cores evenly.
-        record: a method (``role.method:2`` for its second call) to record in RUN_DIR/records.
+        processes: processes on each node, such as ``[8, 8]``.
+        max_colocate_count: worker groups that may share the pool's devices.
+        cpus_per_process: CPU cores that a process reserves in the cluster's book-keeping.
+        accelerator_type: take only nodes with this type of device, such as ``H100``.
+        strategy: ``STRICT_PACK`` keeps the processes of one entry on one node; ``PACK`` does so where it can.
+        resources: custom resources that each process reserves, by name.
     """
 
-    name: str = "ray"
-    address: str | None = None
-    num_cpus: int | None = None
-    object_store_memory: int | None = None
-    log_to_driver: bool = False
-    call_timeout_s: float = 3600.0
-    launch_timeout_s: float = 300.0
-    threads_per_worker: int | None = None
-    record: str | None = None
+    processes: list[int] = field(default_factory=list)
+    max_colocate_count: int = 1
+    cpus_per_process: float = 1.0
+    accelerator_type: str | None = None
+    strategy: str = "STRICT_PACK"
+    resources: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -64,15 +58,16 @@ class PlacementConfig:
     Attributes:
         nnodes: number of nodes.
         n_gpus_per_node: processes a node (verl's name; without a GPU they are CPU processes).
-        device: ``auto`` takes GPUs where the machine has them, ``cpu`` or ``cuda`` insist.
-        pools: further pools: name → processes on each node, as in ``{critic_pool: [8, 8]}``.
+        device: a registered device (``cuda``, ``npu``, ``xpu``, ``cpu``), or ``auto`` for the machine's accelerator.
+        pools: further pools: name → processes on each node, as in ``{critic_pool: [8, 8]}``, or the keys of
+            :class:`PoolConfig`, as in ``{critic_pool: {processes: [8, 8], accelerator_type: H100}}``.
         mapping: role → pool; roles that are not in it share the pool of the numbers above.
     """
 
     nnodes: int = 1
     n_gpus_per_node: int = 1
     device: str = "auto"
-    pools: dict[str, list[int]] = field(default_factory=dict)
+    pools: dict[str, Any] = field(default_factory=dict)
     mapping: dict[str, str] = field(default_factory=dict)
 
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.weights import AdapterWeights
-    from rollcast.controller.worker import WorkerContext
+    from rollcast.contracts.worker import WorkerContext
     from rollcast.protocol import DataProto
 
 __all__ = [

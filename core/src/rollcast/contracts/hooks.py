@@ -57,12 +57,12 @@ def on_configure(config: Config) -> None:
 
 
 @hookspec
-def on_start_workers(workers: MutableMapping[Any, Any], runtime: str) -> None:
+def on_start_workers(workers: MutableMapping[Any, Any], runtime: Any) -> None:
     """The worker classes of a run are chosen, and start next.
 
     Args:
         workers: role to ``ClassWithInitArgs``; a listener may replace a class by one with further options.
-        runtime: name of the runtime that starts the processes.
+        runtime: the ``Runtime`` that starts the processes.
     """
 
 

@@ -1,143 +1,35 @@
-"""Dispatch and execute modes: how one call becomes a call per rank, and many outputs one result.
-
-Example of a mode of one's own, announced in the group ``rollcast.dispatch_modes``::
-
-    class EveryOther(DispatchMode):
-        name = "every_other"
-
-        def dispatch(self, worker_group, data):
-            size = worker_group.world_size
-            return Calls.each([data[rank::size] for rank in range(size)])
-
-        def collect(self, worker_group, outputs):
-            return list(outputs)
-"""
+"""The core's dispatch and execute modes, ``Dispatch.NAME``, and ``@register``."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, ClassVar, Protocol, TypeVar
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
-from rollcast.controller.mesh import MeshInfo
-from rollcast.errors import DispatchError, PluginNotFoundError, RollcastError, UnknownDispatchModeError
-from rollcast.plugins import Registry, any_of, instance_of, subclass_of
+from rollcast.contracts.dispatch import (
+    Calls,
+    DispatchMode,
+    DispatchTarget,
+    ExecuteMode,
+    RankCall,
+    RankOutputs,
+    dispatch_modes,
+    execute_modes,
+)
+from rollcast.errors import DispatchError, PluginNotFoundError, UnknownDispatchModeError
+from rollcast.plugins import Registry
 
 __all__ = [
-    "Calls",
     "Dispatch",
-    "DispatchMode",
-    "DispatchTarget",
     "Execute",
-    "ExecuteMode",
-    "RankCall",
-    "RankOutputs",
-    "dispatch_modes",
-    "distribute",
-    "execute_modes",
-    "join",
+    "Registered",
+    "check_registered_methods",
+    "iter_registered",
+    "register",
     "register_dispatch_mode",
-    "resolve_dispatch_mode",
-    "resolve_execute_mode",
+    "registered",
 ]
-
-
-class DispatchTarget(Protocol):
-    """What a dispatch mode sees of a worker group."""
-
-    @property
-    def world_size(self) -> int:
-        """Number of ranks."""
-        ...
-
-    def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
-        """Each rank's place in a mesh, by rank; asked of the workers once, then remembered."""
-        ...
-
-
-@dataclass(frozen=True)
-class RankCall:
-    """The arguments of one rank's call."""
-
-    args: tuple[Any, ...] = ()
-    kwargs: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Calls:
-    """A call for each rank (None for a rank that is left out), and what ``collect`` must know.
-
-    Ranks that get the same object share one stored copy of it.
-
-    Attributes:
-        per_rank: the calls, by rank.
-        state: handed to ``collect`` as it is.
-        answering: ranks whose outputs ``collect`` reads, all by default. The others' outputs do not
-            travel; ``collect`` finds None in their place.
-    """
-
-    per_rank: Sequence[RankCall | None]
-    state: Any = None
-    answering: Collection[int] | None = None
-
-    @classmethod
-    def each(cls, values: Sequence[Any], state: Any = None) -> Calls:
-        """One positional argument a rank."""
-        return cls([RankCall((value,)) for value in values], state)
-
-
-class RankOutputs(list[Any]):
-    """Outputs of the ranks that were called, in rank order.
-
-    Attributes:
-        ranks: the rank of each output.
-        state: what ``dispatch`` left for ``collect``.
-        execute_mode: name of the execute mode that chose the ranks.
-    """
-
-    def __init__(
-        self, outputs: Sequence[Any], ranks: Sequence[int], state: Any = None, execute_mode: str = "all"
-    ) -> None:
-        super().__init__(outputs)
-        self.ranks = tuple(ranks)
-        self.state = state
-        self.execute_mode = execute_mode
-
-
-class DispatchMode(ABC):
-    """Splits the arguments of a call over the ranks and joins their outputs.
-
-    A mode holds no state of a call: padding and the like go from ``dispatch`` to ``collect`` by
-    ``Calls.state``. The caller's arguments are never changed.
-    """
-
-    name: ClassVar[str] = ""
-    #: Names of the execute modes that make sense with this mode.
-    execute_modes: ClassVar[frozenset[str]] = frozenset({"all"})
-    default_execute_mode: ClassVar[str] = "all"
-
-    @abstractmethod
-    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
-        """One call for each rank.
-
-        Raises:
-            DispatchError: the arguments do not fit this mode.
-        """
-
-    @abstractmethod
-    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        """The result of the whole call."""
-
-
-class ExecuteMode(ABC):
-    """Chooses the ranks that run a call."""
-
-    name: ClassVar[str] = ""
-
-    @abstractmethod
-    def ranks(self, world_size: int) -> Sequence[int]:
-        """The ranks that run, in order."""
 
 
 class ExecuteAll(ExecuteMode):
@@ -215,52 +107,6 @@ class RankZero(DispatchMode):
         return outputs[0]
 
 
-def distribute(
-    mode: DispatchMode, worker_group: DispatchTarget, args: Sequence[Any], kwargs: Mapping[str, Any]
-) -> Calls:
-    """The calls that ``mode`` makes of a call's arguments, one entry for each rank.
-
-    Raises:
-        DispatchError: the mode refuses the arguments or fails on them (the cause is chained), or what
-            it gives is not a call for each rank.
-    """
-    try:
-        calls = mode.dispatch(worker_group, *args, **kwargs)
-    except RollcastError:
-        raise
-    except Exception as error:
-        kinds = [type(value).__name__ for value in args]
-        kinds += [f"{key}={type(value).__name__}" for key, value in kwargs.items()]
-        raise DispatchError(
-            f"dispatch mode {mode.name!r} cannot distribute the arguments ({', '.join(kinds)}): "
-            f"{type(error).__name__}: {error}"
-        ) from error
-    size = worker_group.world_size
-    if not isinstance(calls, Calls) or len(calls.per_rank) != size:
-        got = f"{len(calls.per_rank)} calls" if isinstance(calls, Calls) else type(calls).__name__
-        raise DispatchError(
-            f"dispatch mode {mode.name!r} must give Calls with one entry for each of the {size} ranks, it gave {got}"
-        )
-    return calls
-
-
-def join(mode: DispatchMode, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-    """The result that ``mode`` makes of the outputs.
-
-    Raises:
-        DispatchError: the mode fails on them; the cause is chained.
-    """
-    try:
-        return mode.collect(worker_group, outputs)
-    except RollcastError:
-        raise
-    except Exception as error:
-        kinds = ", ".join(type(output).__name__ for output in outputs)
-        raise DispatchError(
-            f"dispatch mode {mode.name!r} cannot collect the outputs ({kinds}): {type(error).__name__}: {error}"
-        ) from error
-
-
 DispatchFn = Callable[..., Any]
 CollectFn = Callable[[DispatchTarget, list[Any]], Any]
 
@@ -294,92 +140,57 @@ class FunctionMode(DispatchMode):
         return self._collect_fn(worker_group, outputs)
 
 
-dispatch_modes: Registry[DispatchMode | type[DispatchMode]] = Registry(
-    "rollcast.dispatch_modes",
-    any_of(instance_of(DispatchMode), subclass_of(DispatchMode)),
-    "dispatch_mode",
-    description="how a call is split over ranks, and its results are collected",
-)
-execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
-    "rollcast.execute_modes",
-    any_of(instance_of(ExecuteMode), subclass_of(ExecuteMode)),
-    "execute_mode",
-    description="the ranks that a call runs on",
-)
-
 _Mode = TypeVar("_Mode", DispatchMode, ExecuteMode)
 
 
-def _build(cls: type[_Mode]) -> _Mode:
-    try:
-        return cls()
-    except TypeError as error:
-        raise DispatchError(
-            f"mode {cls.__name__} cannot be built without arguments ({error}); give @register an object of it"
-        ) from error
-
-
-def resolve_dispatch_mode(mode: DispatchMode | type[DispatchMode] | str) -> DispatchMode:
-    """The mode object behind a name, a class or an object."""
-    part = dispatch_modes.get(mode.lower(), requested_by="dispatch_mode") if isinstance(mode, str) else mode
-    if isinstance(part, type) and issubclass(part, DispatchMode):
-        return _build(part)
-    if isinstance(part, DispatchMode):
+def _resolve(mode: Any, base: type[_Mode], registry: Registry[_Mode | type[_Mode]], key: str) -> _Mode:
+    """Return the mode object behind a name, a class or an object."""
+    part = registry.get(mode.lower(), requested_by=key) if isinstance(mode, str) else mode
+    if isinstance(part, type) and issubclass(part, base):
+        try:
+            return part()
+        except TypeError as error:
+            raise DispatchError(
+                f"mode {part.__name__} cannot be built without arguments ({error}); give @register an object of it"
+            ) from error
+    if isinstance(part, base):
         return part
     raise DispatchError(
-        f"dispatch_mode must be Dispatch.NAME, a DispatchMode or a registered name, got {mode!r}; "
-        f"registered: {', '.join(dispatch_modes.names())}"
+        f"{key} must be {key.partition('_')[0].title()}.NAME, a {base.__name__} or a registered name, got {mode!r}; "
+        f"registered: {', '.join(registry.names())}"
     )
 
 
-def resolve_execute_mode(mode: ExecuteMode | type[ExecuteMode] | str) -> ExecuteMode:
-    """The mode object behind a name, a class or an object."""
-    part = execute_modes.get(mode.lower(), requested_by="execute_mode") if isinstance(mode, str) else mode
-    if isinstance(part, type) and issubclass(part, ExecuteMode):
-        return _build(part)
-    if isinstance(part, ExecuteMode):
-        return part
-    raise DispatchError(
-        f"execute_mode must be Execute.NAME, an ExecuteMode or a registered name, got {mode!r}; "
-        f"registered: {', '.join(execute_modes.names())}"
-    )
+class _Namespace(type):
+    _base: Any
+    _registry: Registry[Any]
+    _key: str
 
-
-class _DispatchNamespace(type):
-    def __getattr__(cls, name: str) -> DispatchMode:
+    def __getattr__(cls, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
         try:
-            return resolve_dispatch_mode(name)
+            return _resolve(name, cls._base, cls._registry, cls._key)
         except PluginNotFoundError as error:
-            raise UnknownDispatchModeError(f"Dispatch.{name}: {error}") from error
+            raise UnknownDispatchModeError(f"{cls.__name__}.{name}: {error}") from error
 
     def __dir__(cls) -> list[str]:
-        return [name.upper() for name in dispatch_modes.names()]
+        return [name.upper() for name in cls._registry.names()]
 
     def __iter__(cls) -> Iterator[str]:
         return iter(dir(cls))
 
 
-class Dispatch(metaclass=_DispatchNamespace):
+class Dispatch(metaclass=_Namespace):
     """``Dispatch.NAME``: every installed dispatch mode, by its name in upper case."""
 
-
-class _ExecuteNamespace(type):
-    def __getattr__(cls, name: str) -> ExecuteMode:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        try:
-            return resolve_execute_mode(name)
-        except PluginNotFoundError as error:
-            raise UnknownDispatchModeError(f"Execute.{name}: {error}") from error
-
-    def __dir__(cls) -> list[str]:
-        return [name.upper() for name in execute_modes.names()]
+    _base, _registry, _key = DispatchMode, dispatch_modes, "dispatch_mode"
 
 
-class Execute(metaclass=_ExecuteNamespace):
+class Execute(metaclass=_Namespace):
     """``Execute.NAME``: every installed execute mode, by its name in upper case."""
+
+    _base, _registry, _key = ExecuteMode, execute_modes, "execute_mode"
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
@@ -397,3 +208,115 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
     mode = FunctionMode(dispatch_mode_name.lower(), dispatch_fn, collect_fn)
     dispatch_modes.register(mode.name, mode)
     return mode
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+_ATTRIBUTE = "__rollcast_registered__"
+_OF_GROUPS = (
+    "attach contexts execute_all execute_all_async execute_all_sync execute_func execute_func_rank_zero "
+    "execute_rank_zero execute_rank_zero_async execute_rank_zero_sync fuse launch_spec lost_ranks mesh name receive "
+    "role roles runtime send shutdown spawn with_timeout workers world_size"
+)
+#: Attributes of a worker group itself, which no registered method may hide.
+RESERVED_NAMES = frozenset(_OF_GROUPS.split())
+
+
+@dataclass(frozen=True)
+class Registered:
+    """The arguments of ``@register`` for one method."""
+
+    dispatch_mode: DispatchMode
+    execute_mode: ExecuteMode
+    blocking: bool
+    materialize_futures: bool
+
+
+def register(
+    dispatch_mode: DispatchMode | type[DispatchMode] | str = "all_to_all",
+    execute_mode: ExecuteMode | type[ExecuteMode] | str | None = None,
+    blocking: bool = True,
+    materialize_futures: bool = True,
+) -> Callable[[F], F]:
+    """Return a decorator that makes a worker method callable on the whole group; the function is not wrapped.
+
+    Args:
+        dispatch_mode: ``Dispatch.NAME``, a mode object, or a registered name.
+        execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default the dispatch mode's own.
+        blocking: wait for the result; otherwise the call returns a handle at once, and the result
+            stays with the workers until it is read.
+        materialize_futures: each worker fetches its part of the handles among the arguments before
+            the method runs; otherwise the method gets the handles.
+
+    Raises:
+        PluginNotFoundError: no mode of that name is installed.
+        DispatchError: the two modes do not go together.
+    """
+    dispatch = _resolve(dispatch_mode, DispatchMode, dispatch_modes, "dispatch_mode")
+    chosen = dispatch.default_execute_mode if execute_mode is None else execute_mode
+    execute = _resolve(chosen, ExecuteMode, execute_modes, "execute_mode")
+    if execute.name not in dispatch.execute_modes:
+        raise DispatchError(
+            f"dispatch mode {dispatch.name!r} cannot run with execute mode {execute.name!r}; "
+            f"it goes with {', '.join(sorted(dispatch.execute_modes))}"
+        )
+    entry = Registered(dispatch, execute, blocking, materialize_futures)
+
+    def mark(function: F) -> F:
+        if not callable(function):
+            raise DispatchError(f"@register belongs on a method, not on {function!r}")
+        setattr(function, _ATTRIBUTE, entry)
+        return function
+
+    return mark
+
+
+def registered(function: object) -> Registered | None:
+    """Return the registration of ``function``, None if it has none."""
+    entry = getattr(function, _ATTRIBUTE, None)
+    return entry if isinstance(entry, Registered) else None
+
+
+def iter_registered(cls: type) -> Iterator[tuple[str, Callable[..., Any], Registered]]:
+    """Yield name, function and registration of each registered method. Properties are not evaluated."""
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name, None)
+        entry = registered(function)
+        if entry is not None and callable(function):
+            yield name, function, entry
+
+
+def check_registered_methods(cls: type) -> None:
+    """Refuse a class whose registered methods cannot be called on a group.
+
+    Raises:
+        DispatchError: a registered method takes no ``self``, is static, a class method, a generator
+            or called like something of the group's own, or an override has lost the registration of
+            the method that it replaces.
+    """
+    for name, value in vars(cls).items():
+        inner = getattr(value, "__func__", value)
+        if registered(value) is not None or registered(inner) is not None:
+            complaint = _complaint(name, value)
+            if complaint is not None:
+                raise DispatchError(f"{cls.__name__}.{name} is registered but {complaint}")
+        elif inspect.isfunction(value):
+            for base in cls.__mro__[1:]:
+                if registered(vars(base).get(name)) is not None:
+                    raise DispatchError(
+                        f"{cls.__name__}.{name} replaces {base.__name__}.{name}, which is registered, without "
+                        "@register; register it again so that the group still knows how to call it"
+                    )
+
+
+def _complaint(name: str, value: Any) -> str | None:
+    if isinstance(value, staticmethod | classmethod):
+        return "it is a static or class method; only instance methods run on a group"
+    if not inspect.signature(value).parameters:
+        return "it takes no self"
+    if inspect.isgeneratorfunction(value) or inspect.isasyncgenfunction(value):
+        return "it is a generator, which cannot leave its process; return a list"
+    if name.startswith("_"):
+        return "its name is private; a group offers public methods only"
+    if name in RESERVED_NAMES:
+        return f"WorkerGroup has a {name!r} of its own; choose another name"
+    return None

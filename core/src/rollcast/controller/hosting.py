@@ -15,73 +15,20 @@ import traceback
 from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from dataclasses import replace
+from typing import Any
 
-from rollcast.controller.decorator import registered
-from rollcast.controller.marks import mark
-from rollcast.controller.worker import ClassWithInitArgs, Worker, WorkerContext, hosting
-from rollcast.errors import DispatchError, RollcastError
+from rollcast.contracts.profiler import mark
+from rollcast.contracts.runtime import CallFailure, HostInfo, Outcome, Store, WorkerRaised
+from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
+from rollcast.controller.dispatch import registered
+from rollcast.controller.worker import Worker, hosting
+from rollcast.errors import DispatchError
+from rollcast.plugins.inprocess import install_snapshot
 
-__all__ = ["CallFailure", "ControlAddress", "HostInfo", "Outcome", "Store", "WorkerHost", "WorkerRaised", "is_handle"]
+__all__ = ["WorkerHost"]
 
 _LOG_LINES = 20
-#: What becomes of a call's result; see :meth:`WorkerHost.call`.
-Outcome = Literal["send", "keep", "drop"]
-
-
-class ControlAddress(NamedTuple):
-    """Where a process answers while it is busy with a call, and the key to be let in."""
-
-    host: str
-    port: int
-    key: bytes
-
-
-@dataclass(frozen=True)
-class HostInfo:
-    """Where a host runs: node address, process id, and a port that was free for a rendezvous.
-
-    Attributes:
-        control: where it answers while a call runs; None if it does not.
-    """
-
-    node: str
-    pid: int
-    free_port: int
-    control: ControlAddress | None = field(default=None, repr=False)
-
-
-@dataclass(frozen=True)
-class CallFailure:
-    """A failed call as it left the worker: all text, so that it always travels.
-
-    Attributes:
-        when: wall-clock seconds, to tell the first failure of a group from its consequences.
-        cause: the exception itself if it can be pickled, else None.
-    """
-
-    role: str
-    method: str
-    rank: int
-    node: str
-    when: float
-    cause_type: str
-    message: str
-    traceback: str
-    log_lines: tuple[str, ...]
-    cause: BaseException | None = None
-
-
-class WorkerRaised(RollcastError):
-    """Carries a :class:`CallFailure` from a worker's process to the controller."""
-
-    def __init__(self, failure: CallFailure) -> None:
-        super().__init__(failure)
-        self.failure = failure
-
-    def __str__(self) -> str:
-        return f"{self.failure.cause_type}: {self.failure.message}\n{self.failure.traceback}"
 
 
 class _RecentLog(logging.Handler):
@@ -103,32 +50,20 @@ def _picklable(error: BaseException) -> BaseException | None:
         return None
 
 
-class Store(Protocol):
-    """Where a process keeps what it does not send: a runtime's store of objects."""
-
-    def put(self, value: Any) -> Any:
-        """Keep a value; returns a reference that works in every process of the runtime."""
-        ...
-
-    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        """What the references stand for."""
-        ...
-
-
 class KeepHere:
     """The store of a runtime with one process: a value is its own reference."""
 
     def put(self, value: Any) -> Any:
-        """The value."""
+        """Return the value."""
         return value
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        """The values."""
+        """Return the values."""
         return list(refs)
 
 
-def is_handle(value: Any) -> bool:
-    """Whether it is a :class:`~rollcast.protocol.future.DataProtoFuture`."""
+def _is_handle(value: Any) -> bool:
+    """Return True for a :class:`~rollcast.protocol.future.DataProtoFuture`."""
     # Whoever has not imported the class has no instance; importing it here would cost torch.
     module = sys.modules.get("rollcast.protocol.future")
     return module is not None and isinstance(value, module.DataProtoFuture)
@@ -138,7 +73,7 @@ class WorkerHost:
     """Holds one process's workers and runs calls on them.
 
     Args:
-        store: where results stay that a call is asked to keep.
+        store: where results with outcome ``keep`` stay.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -149,8 +84,13 @@ class WorkerHost:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @staticmethod
+    def install(parts: bytes | None) -> None:
+        """Replace this process's in-process registrations by a snapshot of the driver's (:attr:`LaunchSpec.parts`)."""
+        install_snapshot(parts)
+
+    @staticmethod
     def describe(node: str) -> HostInfo:
-        """Node, process id and a free port of this process."""
+        """Return the address, process id and a free port of this process."""
         with socket.socket() as probe:
             probe.bind(("", 0))
             return HostInfo(node, os.getpid(), int(probe.getsockname()[1]))
@@ -183,9 +123,9 @@ class WorkerHost:
         are.
 
         Args:
-            role, method, args, kwargs: what is called.
-            outcome: what becomes of the result: ``send`` returns it; with ``keep`` a DataProto stays
-                here, and what describes it is returned; ``drop`` returns None.
+            role, method, args, kwargs: the call.
+            outcome: ``send`` returns the result; with ``keep`` a DataProto stays here, and its
+                description is returned; ``drop`` returns None.
 
         Raises:
             WorkerRaised: the method raised, or does not exist.
@@ -210,7 +150,7 @@ class WorkerHost:
             raise self._failure(role, method, error) from None
 
     def _arrived(self, value: Any, fetch: bool) -> Any:
-        if not is_handle(value):
+        if not _is_handle(value):
             return value
         handle = value.bind(self._store.fetch)
         return handle.get() if fetch else handle

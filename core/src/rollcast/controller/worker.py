@@ -3,97 +3,16 @@
 from __future__ import annotations
 
 import contextvars
-import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any
 
-from rollcast.controller.decorator import check_registered_methods, register
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import MeshInfo
+from rollcast.contracts.worker import WorkerContext
+from rollcast.controller.dispatch import check_registered_methods, register
 from rollcast.errors import DispatchError
 
-__all__ = ["ClassWithInitArgs", "Worker", "WorkerContext"]
-
-W = TypeVar("W")
-
-
-@dataclass(frozen=True)
-class WorkerContext:
-    """Where a worker stands in its group.
-
-    Attributes:
-        rank, world_size: in the whole group.
-        local_rank, local_world_size: among the group's ranks on the same node.
-        master_addr, master_port: rendezvous for ``torch.distributed``.
-        node: address of the node.
-        group, role: names, for messages.
-        threads: CPU threads that this process should use.
-        device_index: number of this process's accelerator among those that it sees; None without one.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    master_addr: str = "127.0.0.1"
-    master_port: int = 0
-    node: str = "localhost"
-    group: str = "group"
-    role: str = "worker"
-    threads: int = 1
-    device_index: int | None = None
-
-    def environment(self) -> dict[str, str]:
-        """The variables that ``torch.distributed`` and its users read."""
-        return {
-            "RANK": str(self.rank),
-            "WORLD_SIZE": str(self.world_size),
-            "LOCAL_RANK": str(self.local_rank),
-            "LOCAL_WORLD_SIZE": str(self.local_world_size),
-            "MASTER_ADDR": self.master_addr,
-            "MASTER_PORT": str(self.master_port),
-        }
-
-
-class ClassWithInitArgs(Generic[W]):
-    """A worker class with its constructor's arguments, to be built later in another process.
-
-    Raises:
-        TypeError: at once, if the arguments do not fit the constructor.
-    """
-
-    def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
-        try:
-            inspect.signature(cls).bind(*args, **kwargs)
-        except TypeError as error:
-            raise TypeError(f"{cls.__name__}{inspect.signature(cls)} cannot be built: {error}") from None
-        self.cls = cls
-        self.args = args
-        self.kwargs = kwargs
-        self.env: dict[str, str] = {}
-        self.runtime_env: dict[str, Any] = {}
-
-    def with_options(
-        self, *, env: Mapping[str, str] | None = None, runtime_env: Mapping[str, Any] | None = None
-    ) -> ClassWithInitArgs[W]:
-        """The same, with wishes for the process in which the worker lives.
-
-        Args:
-            env: environment variables, over those of the group.
-            runtime_env: Ray's runtime environment, over that of the group: ``env_vars``, ``pip``,
-                ``working_dir`` and the rest. Its ``env_vars`` are set before the process starts.
-        """
-        made = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
-        made.env = {**self.env, **(env or {})}
-        made.runtime_env = {**self.runtime_env, **(runtime_env or {})}
-        return made
-
-    def __call__(self) -> W:
-        return self.cls(*self.args, **self.kwargs)
-
-    def __repr__(self) -> str:
-        return f"ClassWithInitArgs({self.cls.__name__})"
+__all__ = ["Worker"]
 
 
 _NOWHERE = WorkerContext()
@@ -103,7 +22,7 @@ _siblings: contextvars.ContextVar[Mapping[str, Worker]] = contextvars.ContextVar
 
 @contextmanager
 def hosting(context: WorkerContext, siblings: Mapping[str, Worker]) -> Iterator[None]:
-    """Build workers inside this: they take their place from it."""
+    """Set the place of the workers that are built inside the block."""
     place, others = _current.set(context), _siblings.set(siblings)
     try:
         yield
@@ -143,7 +62,7 @@ class Worker:
 
     @property
     def context(self) -> WorkerContext:
-        """Where this worker stands in its group."""
+        """This worker's place in its group."""
         return self._context
 
     @property
@@ -164,12 +83,12 @@ class Worker:
     def register_mesh(
         self, mesh_name: str, dp_rank: int, is_collect: bool = True, coords: Mapping[str, int] | None = None
     ) -> None:
-        """Say which data-parallel shard this rank works on in the mesh ``mesh_name``.
+        """Register the data-parallel shard that this rank computes in the mesh ``mesh_name``.
 
         Args:
             mesh_name: as the dispatch modes of methods that run on the mesh name it.
             dp_rank: ranks of one model-parallel group share it.
-            is_collect: whether this rank's output counts; exactly one of a group's should.
+            is_collect: True if this rank's output counts; exactly one of a model-parallel group's should.
             coords: place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``, for
                 modes that tell those dimensions apart.
 
@@ -187,7 +106,7 @@ class Worker:
 
     @register(dispatch_mode="one_to_all")
     def query_mesh(self, mesh_name: str) -> MeshInfo:
-        """This rank's place in the mesh; the group asks once and remembers.
+        """Return this rank's place in the mesh; the group asks once.
 
         Raises:
             DispatchError: nothing was registered under that name.
@@ -202,7 +121,7 @@ class Worker:
         return self._meshes[mesh_name]
 
     def record_state(self, folder: str) -> None:
-        """Write what a record of a call has to keep of this worker's state; nothing by default.
+        """Write the state that a record of a call has to keep; nothing by default.
 
         Called on every rank before the call that is recorded.
 
@@ -211,13 +130,13 @@ class Worker:
         """
 
     def replay_state(self, folder: str) -> None:
-        """Make a worker that was just built ready for a recorded call; the inverse of :meth:`record_state`.
+        """Restore the state for a recorded call in a new worker; the inverse of :meth:`record_state`.
 
         Args:
-            folder: what was written there, perhaps by another number of ranks.
+            folder: as :meth:`record_state` wrote it, possibly with another number of ranks.
         """
 
     def run_function(self, function: Callable[..., Any], roles: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function with this worker first, or with a dict of its neighbours if there are several roles."""
+        """Call a function with this worker, or with a dict of role → worker if there are several roles."""
         subject: Any = self if len(roles) == 1 else {role: self._colocated[role] for role in roles}
         return function(subject, *args, **kwargs)

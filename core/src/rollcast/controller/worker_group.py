@@ -2,50 +2,51 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import textwrap
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any, Self
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from typing import TYPE_CHECKING, Any, Self
 
-from rollcast.controller.calls_by_name import CallsByName
-from rollcast.controller.decorator import iter_registered
-from rollcast.controller.dispatch import RankCall
-from rollcast.controller.group_hosts import GroupHosts, explain_failure
-from rollcast.controller.group_method import GroupMethod
-from rollcast.controller.hosting import Outcome
-from rollcast.controller.mesh import MeshInfo
-from rollcast.controller.resource_pool import ResourcePool
-from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
-from rollcast.controller.sharing import SharedValues
-from rollcast.controller.worker import ClassWithInitArgs, WorkerContext
-from rollcast.errors import DispatchError, ResourceError, WorkerError
+from rollcast.contracts.dispatch import MeshInfo, RankCall, RankOutputs
+from rollcast.contracts.pools import ResourcePool
+from rollcast.contracts.runtime import CallFailed, Host, LaunchSpec, Outcome, Runtime
+from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
+from rollcast.controller.dispatch import Registered, iter_registered
+from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
+from rollcast.plugins.inprocess import generation, snapshot
+
+if TYPE_CHECKING:
+    from rollcast.protocol.future import DataProtoFuture
 
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 
-#: Deadline of a blocking call where nothing else is said, in seconds.
+#: Default deadline of a blocking call, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
-#: Of how many late ranks an error shows where they are.
+#: Number of late ranks whose stacks an error shows.
 _STACKS = 4
 _counter = itertools.count()
 
 
-class WorkerGroup(CallsByName):
+class WorkerGroup:
     """One role's workers on all ranks of a pool; registered methods are called on the group.
 
     Args:
         resource_pool: how many processes, where.
-        roles: what lives in each process: one class, or role → class for colocated workers.
-        runtime: what starts the processes.
-        name: for messages; made up if empty.
+        roles: one class, or role → class for workers that share each process.
+        runtime: starts the processes.
+        name: for messages; generated if empty.
         timeout: deadline of each blocking call, in seconds.
         launch_timeout: deadline of the start, in seconds.
         env: environment variables of the processes; a role's own are given with
             :meth:`ClassWithInitArgs.with_options`.
         threads: CPU threads a process; by default the node's cores are shared evenly.
-        runtime_env: Ray's runtime environment of the processes.
+        runtime_env: runtime environment of the processes, as Ray defines it; not every runtime has one.
         detached: the group and its reservation outlive this process; :meth:`attach` finds it again.
 
-    A group of several roles is called through the views that :meth:`spawn` gives, or by role:
+    A group of several roles is called through the views of :meth:`spawn`, or by role:
     ``group.actor.update_actor(batch)``.
 
     Raises:
@@ -72,10 +73,10 @@ class WorkerGroup(CallsByName):
             raise ResourceError("a worker group needs at least one role")
         if detached and not name:
             raise ResourceError("a detached group needs a name, by which it is found again")
-        spec = LaunchSpec(
-            name or f"group{next(_counter)}", by_role, dict(env or {}), threads, dict(runtime_env or {}), detached
-        )
-        self._see(GroupHosts.launch(runtime, resource_pool, spec, launch_timeout), tuple(by_role), timeout)
+        name = name or f"group{next(_counter)}"
+        variables, process_env = _merged(name, by_role, env or {}, runtime_env or {})
+        spec = LaunchSpec(name, by_role, variables, threads, process_env, detached, snapshot)
+        self._see(_GroupHosts.launch(runtime, resource_pool, spec, launch_timeout), tuple(by_role), timeout)
 
     @classmethod
     def attach(
@@ -87,10 +88,10 @@ class WorkerGroup(CallsByName):
         timeout: float = DEFAULT_TIMEOUT_S,
         attach_timeout: float = 60.0,
     ) -> Self:
-        """A group that was started with ``detached=True``, perhaps by another process; ranks are the same.
+        """Return a group that was started with ``detached=True``, possibly by another process.
 
         Args:
-            name: as it was given there.
+            name: of the group.
             runtime: of the same kind, joined to the same cluster.
             roles: its classes, where they cannot be imported here under the names they had there.
             timeout: deadline of each blocking call, in seconds.
@@ -100,19 +101,19 @@ class WorkerGroup(CallsByName):
             ResourceError: there is no such group, it has lost a rank, or its classes cannot be imported.
             WorkerError: a rank does not answer.
         """
-        shared = GroupHosts.attach(runtime, name, attach_timeout, roles)
+        shared = _GroupHosts.attach(runtime, name, attach_timeout, roles)
         group = object.__new__(cls)
         group._see(shared, tuple(shared.roles), timeout)
         return group
 
-    def _see(self, shared: GroupHosts, roles: tuple[str, ...], timeout: float) -> None:
+    def _see(self, shared: _GroupHosts, roles: tuple[str, ...], timeout: float) -> None:
         self._shared = shared
         self._roles = roles
         self._role = roles[0] if len(roles) == 1 else None
         self._timeout = timeout
         self._methods = self._bind()
 
-    # -- what it is ---------------------------------------------------------------------------
+    # -- properties ---------------------------------------------------------------------------
 
     @property
     def world_size(self) -> int:
@@ -149,11 +150,11 @@ class WorkerGroup(CallsByName):
 
     @property
     def contexts(self) -> Sequence[WorkerContext]:
-        """Where each rank stands."""
+        """Each rank's place in the group."""
         return tuple(host.context for host in self._shared.hosts)
 
     def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
-        """Each rank's place in the mesh, asked of the workers once.
+        """Return each rank's place in the mesh; the workers are asked once.
 
         Raises:
             WorkerError: a worker has registered no such mesh.
@@ -170,7 +171,7 @@ class WorkerGroup(CallsByName):
     # -- views --------------------------------------------------------------------------------
 
     def spawn(self, roles: Iterable[str] | None = None) -> dict[str, WorkerGroup]:
-        """A view for each role (all by default); the processes stay the same.
+        """Return a view for each role (all by default); the processes stay the same.
 
         Raises:
             DispatchError: the group does not host such a role.
@@ -178,7 +179,7 @@ class WorkerGroup(CallsByName):
         return {role: self._view((role,), self._timeout) for role in self._hosted(roles)}
 
     def fuse(self, roles: Iterable[str] | None = None) -> Self:
-        """One view of several roles (all by default), from any view of them: the inverse of :meth:`spawn`.
+        """Return one view of several roles (all by default): the inverse of :meth:`spawn`.
 
         Raises:
             DispatchError: the group does not host such a role.
@@ -186,7 +187,7 @@ class WorkerGroup(CallsByName):
         return self._view(self._hosted(roles), self._timeout)
 
     def with_timeout(self, seconds: float) -> Self:
-        """The same group with another deadline for blocking calls."""
+        """Return a view with another deadline for blocking calls."""
         return self._view(self._roles, seconds)
 
     def _hosted(self, roles: Iterable[str] | None) -> tuple[str, ...]:
@@ -235,12 +236,12 @@ class WorkerGroup(CallsByName):
 
     @property
     def launch_spec(self) -> LaunchSpec | None:
-        """What the group was started with; None if it was attached to."""
+        """The specification of the group; None if it was attached to."""
         return self._shared.spec
 
     @property
     def runtime(self) -> Runtime:
-        """What carries the group's calls."""
+        """The runtime that carries the group's calls."""
         return self._shared.runtime
 
     def send(
@@ -255,8 +256,8 @@ class WorkerGroup(CallsByName):
         Args:
             method: of the role that this view calls.
             calls: rank and call; None is left out.
-            keep: the workers keep the DataProtos that they return, and describe them.
-            answering: ranks whose results are wanted, all by default; the others give None.
+            keep: the workers keep the DataProtos that they return, and return descriptions.
+            answering: ranks whose results are wanted, all by default; the others return None.
         """
         shared = self._shared
         if shared.closed:
@@ -268,7 +269,7 @@ class WorkerGroup(CallsByName):
         except CallFailed as failed:
             raise self._explained(failed, "install_plugins", range(self.world_size)) from failed.cause
         present = [(rank, call) for rank, call in calls if call is not None]
-        values = SharedValues([call for _, call in present], shared.runtime.put)
+        values = _SharedValues([call for _, call in present], shared.runtime.put)
         refs: list[Any] = []
         try:
             for rank, call in present:
@@ -299,7 +300,7 @@ class WorkerGroup(CallsByName):
             raise self._explained(failed, method, ranks) from failed.cause
 
     def _where_they_are(self, late: Sequence[int]) -> str:
-        """Where the calls of the first of these ranks are."""
+        """Return the stacks of the first of these ranks."""
         some = late[:_STACKS]
         stacks = self._shared.runtime.stacks([self._shared.hosts[rank] for rank in some])
         return "".join(
@@ -320,7 +321,57 @@ class WorkerGroup(CallsByName):
 
     def _explained(self, failed: CallFailed, method: str, ranks: Sequence[int]) -> WorkerError:
         rank = ranks[failed.index]
-        return explain_failure(failed, self.name, self.role, method, rank, self._shared.hosts[rank])
+        return _explain_failure(failed, self.name, self.role, method, rank, self._shared.hosts[rank])
+
+    # -- calls by name -----------------------------------------------------------------------
+
+    def execute_all(self, method: str, /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call any method (registered or not) with the same arguments on all ranks; return the outputs by rank."""
+        ranks = range(self.world_size)
+        return self.receive(method, ranks, self.send(method, [(rank, RankCall(args, kwargs)) for rank in ranks]))
+
+    execute_all_sync = execute_all
+
+    def execute_all_async(self, method: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Start :meth:`execute_all` and return a future of its outputs."""
+        return self._execute_later(method, range(self.world_size), RankCall(args, kwargs), list)
+
+    def execute_rank_zero(self, method: str, /, *args: Any, **kwargs: Any) -> Any:
+        """Call any method on rank 0 and return its output."""
+        return self.receive(method, [0], self.send(method, [(0, RankCall(args, kwargs))]))[0]
+
+    execute_rank_zero_sync = execute_rank_zero
+
+    def execute_rank_zero_async(self, method: str, /, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Start :meth:`execute_rank_zero` and return a future of its output."""
+        return self._execute_later(method, [0], RankCall(args, kwargs), lambda outputs: outputs[0])
+
+    def _execute_later(
+        self, method: str, ranks: Sequence[int], call: RankCall, collect: Callable[[list[Any]], Any]
+    ) -> DataProtoFuture:
+        from rollcast.protocol.future import DataProtoFuture
+
+        refs = self.send(method, [(rank, call) for rank in ranks])
+        return DataProtoFuture(
+            lambda timeout: collect(self.receive(method, ranks, refs, timeout)),
+            self.runtime.fetch,
+            functools.partial(self.runtime.ready, refs),
+        )
+
+    def execute_func(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
+        """Run ``function(worker, *args, **kwargs)`` on all ranks; return the outputs by rank.
+
+        On a view of several roles the function gets a dict of role → worker in place of the worker. It
+        may be a coroutine function, a lambda or a closure: it travels by cloudpickle.
+
+        Raises:
+            WorkerError: the function raised.
+        """
+        return self._first_role().execute_all("run_function", function, self.roles, *args, **kwargs)
+
+    def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        """:meth:`execute_func` on rank 0 alone."""
+        return self._first_role().execute_rank_zero("run_function", function, self.roles, *args, **kwargs)
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -329,3 +380,221 @@ class WorkerGroup(CallsByName):
         if not self._shared.closed:
             self._shared.closed = True
             self._shared.runtime.stop(self._shared.hosts)
+
+
+class GroupMethod:
+    """A registered method, called on a group: dispatch, execute, collect.
+
+    ``group.method(...)`` returns the result, ``group.method.remote(...)`` a handle to it at once.
+    """
+
+    def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
+        self._group = group
+        self._entry = entry
+        functools.update_wrapper(self, function, updated=())
+        self.__name__ = name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self._entry.blocking:
+            return self.remote(*args, **kwargs)
+        finish, _ = self._start(args, kwargs, keep=False)
+        return finish(None)
+
+    def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
+        """Start the call and return a handle; the result stays with the workers until it is read."""
+        from rollcast.protocol.future import DataProtoFuture
+
+        finish, refs = self._start(args, kwargs, keep=True)
+        runtime = self._group.runtime
+        return DataProtoFuture(finish, runtime.fetch, functools.partial(runtime.ready, refs))
+
+    def _start(
+        self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
+    ) -> tuple[Callable[[float | None], Any], list[Any]]:
+        """Send the calls; return a function that waits for the result, and the references that it waits for."""
+        entry, group = self._entry, self._group
+        recorder = group.runtime.recorder
+        recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
+        with recording or nullcontext(), self._named_in_errors():
+            calls = entry.dispatch_mode.distribute(group, args, kwargs)
+            ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
+            refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)
+
+        def finish(timeout: float | None) -> Any:
+            with recording or nullcontext():
+                outputs = group.receive(self.__name__, ranks, refs, timeout)
+                if keep:
+                    outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
+                with self._named_in_errors():
+                    found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
+                    result = entry.dispatch_mode.join(group, found)
+                if recording is not None:
+                    recording.end(result)
+            return result
+
+        return finish, refs
+
+    @contextmanager
+    def _named_in_errors(self) -> Iterator[None]:
+        """Add the method's name to a mode's error; a mode does not know the method that it serves."""
+        try:
+            yield
+        except DispatchError as error:
+            error.add_note(f"in a call of {self!r}")
+            raise
+
+    def __repr__(self) -> str:
+        return f"<method {self.__name__} of {self._group!r}>"
+
+
+def _as_handle(output: Any, fetch: Any) -> Any:
+    from rollcast.protocol.future import DataProtoFuture, StoredShard
+
+    return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
+
+
+class _SharedValues:
+    """Puts references in place of the values that several calls share.
+
+    A value is stored when the first call that has it is sent, so that this rank works while the next
+    value is stored.
+    """
+
+    def __init__(self, calls: Sequence[RankCall], put: Callable[[Any], Any]) -> None:
+        large = [id(value) for call in calls for value in _values(call) if getattr(value, "nbytes", 0)]
+        self._shared = {key for key, count in Counter(large).items() if count > 1}
+        self._put = put
+        self._stored: dict[int, Any] = {}
+
+    def replace(self, call: RankCall) -> RankCall:
+        """Return the call with references in place of shared values."""
+        if not any(id(value) in self._shared for value in _values(call)):
+            return call
+        return RankCall(
+            tuple(self._reference(value) for value in call.args),
+            {key: self._reference(value) for key, value in call.kwargs.items()},
+        )
+
+    def _reference(self, value: Any) -> Any:
+        if id(value) not in self._shared:
+            return value
+        if id(value) not in self._stored:
+            self._stored[id(value)] = self._put(value)
+        return self._stored[id(value)]
+
+
+def _values(call: RankCall) -> tuple[Any, ...]:
+    return (*call.args, *call.kwargs.values())
+
+
+class _GroupHosts:
+    """The processes that all views of one group share.
+
+    Args:
+        runtime: carries calls to the hosts.
+        name: of the group.
+        roles: role → class.
+        hosts: by rank.
+        parts_generation: generation of this process's registrations that the hosts know.
+    """
+
+    def __init__(
+        self, runtime: Runtime, name: str, roles: Mapping[str, type], hosts: Sequence[Host], parts_generation: int
+    ) -> None:
+        self.runtime = runtime
+        self.name = name
+        self.roles = dict(roles)
+        self.hosts = list(hosts)
+        self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
+        self.closed = False
+        self.spec: LaunchSpec | None = None
+        self.parts_generation = parts_generation
+
+    @classmethod
+    def launch(cls, runtime: Runtime, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _GroupHosts:
+        """Start a group; see :class:`WorkerGroup`."""
+        known = generation()
+        try:
+            hosts = runtime.launch(pool, spec, timeout)
+        except CallFailed as failed:
+            raise _explain_failure(
+                failed, spec.name, "+".join(spec.roles), "__init__", failed.index, None
+            ) from failed.cause
+        made = cls(runtime, spec.name, {role: wrapped.cls for role, wrapped in spec.roles.items()}, hosts, known)
+        made.spec = spec
+        return made
+
+    @classmethod
+    def attach(cls, runtime: Runtime, name: str, timeout: float, roles: Mapping[str, type] | None) -> _GroupHosts:
+        """Find a detached group; see :meth:`WorkerGroup.attach`."""
+        try:
+            found = runtime.attach(name, timeout, roles)
+        except CallFailed as failed:
+            raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
+        # Registrations of this process are sent with the first call; without any, the hosts keep theirs.
+        return cls(runtime, name, found.roles, found.hosts, parts_generation=0)
+
+    def install_new_parts(self, timeout: float) -> None:
+        """Send registrations that are newer than the last call."""
+        now = generation()
+        if self.parts_generation != now:
+            self.runtime.install_plugins(self.hosts, snapshot(), timeout)
+            self.parts_generation = now
+
+
+def _explain_failure(
+    failed: CallFailed, group: str, role: str, method: str, rank: int, host: Host | None
+) -> WorkerError:
+    """Return the error for a failed group call: where it failed first, why, and the last log lines."""
+    failure = failed.failure
+    node = failure.node if failure else (host.info.node if host else "unknown node")
+    rank = failure.rank if failure else rank
+    role = failure.role if failure else role
+    where = f"{group}.{role}.{method} failed on rank {rank} (node {node})"
+    if failed.timed_out:
+        error: WorkerError = WorkerTimeoutError(f"{where}: {failed.detail}")
+    elif failure is not None:
+        lines = "".join(f"\n    {line}" for line in failure.log_lines)
+        log = f"\n  last log lines of the worker:{lines}" if lines else ""
+        error = WorkerError(f"{where}: {failure.cause_type}: {failure.message}{log}")
+        error.cause_type = failure.cause_type
+        error.remote_traceback = failure.traceback
+        error.add_note(f"Traceback on rank {rank}:\n{failure.traceback.rstrip()}")
+    else:
+        error = WorkerError(f"{where}: {failed.detail}")
+        error.cause_type = failed.cause_type
+    error.group, error.role, error.method, error.rank, error.node = group, role, method, rank, node
+    return error
+
+
+def _merged(
+    name: str,
+    roles: Mapping[str, ClassWithInitArgs[Any]],
+    env: Mapping[str, str],
+    runtime_env: Mapping[str, Any],
+) -> tuple[dict[str, str], dict[str, Any]]:
+    """Return the environment variables and the runtime environment of processes that host these roles.
+
+    Raises:
+        ResourceError: two roles, which share a process, want different values.
+    """
+
+    def of_roles(kind: str, wishes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+        merged: dict[str, Any] = {}
+        source: dict[str, str] = {}
+        for role, wish in wishes.items():
+            for key, value in wish.items():
+                if key in merged and merged[key] != value:
+                    raise ResourceError(
+                        f"roles {source[key]!r} and {role!r} of {name} share a process, but want {kind} {key} to "
+                        f"be {merged[key]!r} and {value!r}; place them in different pools, or let them agree"
+                    )
+                merged[key], source[key] = value, role
+        return merged
+
+    wishes = {role: dict(cls.runtime_env) for role, cls in roles.items()}
+    variables = {role: wish.pop("env_vars", {}) for role, wish in wishes.items()}
+    merged = {**runtime_env, **of_roles("runtime_env", wishes)}
+    env_vars = {**runtime_env.get("env_vars", {}), **of_roles("env_vars", variables)}
+    process_env = {**merged, "env_vars": env_vars} if env_vars else merged
+    return {**env, **of_roles("env", {role: cls.env for role, cls in roles.items()})}, process_env

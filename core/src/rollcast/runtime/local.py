@@ -1,26 +1,46 @@
-"""Runtime ``local``: the group in this process, one rank, without Ray.
-
-A breakpoint in a worker's method stops right there, and a machine without Ray can run a job.
-"""
+"""Runtime ``local``: a group of one rank in this process; a breakpoint in a worker's method stops right there."""
 
 from __future__ import annotations
 
 import logging
 import os
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, Self
 
-from rollcast.controller.dispatch import RankCall
-from rollcast.controller.hosting import Outcome, WorkerHost, WorkerRaised
-from rollcast.controller.resource_pool import NodeResources, ResourcePool
-from rollcast.controller.runtime import CallFailed, Host, LaunchSpec, Runtime
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.device import device_count
+from rollcast.contracts.dispatch import RankCall
+from rollcast.contracts.pools import NodeResources, ResourcePool
+from rollcast.contracts.runtime import (
+    CallFailed,
+    Host,
+    LaunchSpec,
+    Outcome,
+    Runtime,
+    RuntimeConfig,
+    WorkerRaised,
+    runtimes,
+)
+from rollcast.contracts.worker import WorkerContext
+from rollcast.controller.hosting import WorkerHost
 from rollcast.errors import ResourceError
-from rollcast.runtime.device import device_count
 
-__all__ = ["LocalRuntime"]
+__all__ = ["LocalRuntime", "LocalRuntimeConfig"]
 
 logger = logging.getLogger(__name__)
+
+
+@dataclass
+class LocalRuntimeConfig(RuntimeConfig):
+    """Workers in the driver's own process.
+
+    Attributes:
+        num_cpus: CPU threads for torch; empty leaves them alone.
+    """
+
+    name: str = "local"
+    num_cpus: int | None = None
 
 
 class LocalRuntime(Runtime):
@@ -30,10 +50,16 @@ class LocalRuntime(Runtime):
         num_cpus: CPU threads for torch in this process; None leaves them alone.
     """
 
+    config_schema: ClassVar[type[RuntimeConfig]] = LocalRuntimeConfig
+
     def __init__(self, num_cpus: int | None = None) -> None:
         self._num_cpus = num_cpus
         self._hosts: list[Host] = []
         self._saved_env: dict[str, str | None] = {}
+
+    @classmethod
+    def from_config(cls, config: LocalRuntimeConfig, *, processes: int, run_dir: Path | None = None) -> Self:  # noqa: ARG003
+        return cls(config.num_cpus)
 
     def nodes(self) -> list[NodeResources]:
         return [NodeResources("localhost", float(os.cpu_count() or 1), float(device_count()))]
@@ -42,18 +68,17 @@ class LocalRuntime(Runtime):
         if pool.world_size != 1:
             raise ResourceError(
                 f"runtime 'local' runs one process, pool {pool.name!r} asks for {pool.world_size}; "
-                "use runtime=ray, or placement.n_gpus_per_node=1 and placement.nnodes=1"
+                f"{_name_others()}, or set placement.n_gpus_per_node=1 and placement.nnodes=1"
             )
         if spec.detached:
             raise ResourceError(f"group {spec.name!r} cannot be detached: runtime 'local' ends with this process")
-        runtime_env = spec.merged_runtime_env()
+        runtime_env = dict(spec.runtime_env)
         variables = runtime_env.pop("env_vars", {})
         if runtime_env:
             raise ResourceError(
                 f"group {spec.name!r} asks for a runtime_env with {', '.join(runtime_env)}, but runtime 'local' runs "
-                "in this process as it is; use runtime=ray"
+                f"in this process as it is; {_name_others()}"
             )
-        env = spec.merged_env()
         threads = spec.threads or self._num_cpus
         if threads is not None:
             import torch
@@ -63,7 +88,7 @@ class LocalRuntime(Runtime):
         context = WorkerContext(
             master_port=info.free_port, node="localhost", group=spec.name, threads=threads or os.cpu_count() or 1
         )
-        self._set_env({**context.environment(), **variables, **env})
+        self._set_env({**context.environment(), **variables, **spec.env})
         worker_host = WorkerHost()
         try:
             worker_host.build(context, spec.roles)
@@ -93,10 +118,10 @@ class LocalRuntime(Runtime):
         return list(refs)
 
     def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
-        """Nothing to do: the workers share this process's registries."""
+        """Do nothing: the workers share this process's registries."""
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
-        """Nothing to do: every call has ended."""
+        """Do nothing: every call has ended."""
 
     def stop(self, hosts: Sequence[Host]) -> None:
         for host in hosts:
@@ -127,3 +152,8 @@ class LocalRuntime(Runtime):
             else:
                 os.environ[key] = value
         self._saved_env.clear()
+
+
+def _name_others() -> str:
+    others = [name for name in runtimes.names() if name != LocalRuntimeConfig.name]
+    return f"use another runtime; installed: {', '.join(others) or 'none'}"

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
-from rollcast.controller.resource_pool import ResourcePool
+from rollcast.contracts.pools import ResourcePool
 from rollcast_automap.engine_layout import EngineLayout
 from rollcast_automap.memory_model import (
     KL_LOGIT_COPIES,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from rollcast.contracts.engine import EngineSetup
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast_automap.memory_model import ModelSize
 from rollcast_trainer.loop import LoopTrainer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
 from rollcast_dispatch.layout import Layout, mesh_layout
 
 __all__ = ["DirectRolloutMethod"]

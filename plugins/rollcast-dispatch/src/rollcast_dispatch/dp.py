@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch.splitting import join_shards, split_call, split_lists
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.controller.dispatch import DispatchTarget, RankCall, RankOutputs
+from rollcast.contracts.dispatch import DispatchTarget, RankCall, RankOutputs
 from rollcast.errors import DispatchError
 
 __all__ = ["Layout", "flat_layout", "mesh_layout"]

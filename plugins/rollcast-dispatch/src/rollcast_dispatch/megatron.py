@@ -16,8 +16,7 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
-from rollcast.controller.mesh import MeshInfo
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, MeshInfo, RankCall, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch.layout import Layout
 from rollcast_dispatch.splitting import join_shards, split_call, split_lists

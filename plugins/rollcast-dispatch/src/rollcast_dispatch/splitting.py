@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.controller.dispatch import RankCall
+from rollcast.contracts.dispatch import RankCall
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from rollcast.controller.dispatch import Calls, DispatchMode, DispatchTarget, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch.balance import Shard, plan_shards
 from rollcast_dispatch.layout import Layout, flat_layout, mesh_layout

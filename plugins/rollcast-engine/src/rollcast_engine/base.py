@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from rollcast.contracts.device import local_device
 from rollcast.contracts.engine import BaseEngine, EngineSetup
 from rollcast.errors import CheckpointError
-from rollcast.runtime.device import local_device
 from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.process_group import agree
 

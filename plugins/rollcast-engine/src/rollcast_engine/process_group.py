@@ -6,11 +6,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
+from rollcast.contracts.device import collective_backend
 from rollcast.errors import CheckpointError, ConfigError
-from rollcast.runtime.device import collective_backend
 
 if TYPE_CHECKING:
-    from rollcast.controller.worker import WorkerContext
+    from rollcast.contracts.worker import WorkerContext
 
 __all__ = ["agree", "join_process_group"]
 

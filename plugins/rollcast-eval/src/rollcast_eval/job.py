@@ -13,18 +13,18 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast.config.schemas import PlacementConfig, RuntimeConfig
+from rollcast import start_groups
+from rollcast.config.schemas import PlacementConfig
 from rollcast.config.validation import build_section
 from rollcast.contracts.dataset import BaseDataset, datasets
+from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
-from rollcast.controller.placement import start_groups
-from rollcast.controller.runtime import Runtime, runtimes
-from rollcast.controller.worker import ClassWithInitArgs
+from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import HIDE_ACCELERATORS
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_eval.samples_file import SamplesFile
@@ -136,14 +136,12 @@ class SampleJob:
 
     @contextmanager
     def _replicas(self) -> Iterator[Replicas]:
-        settings: RuntimeConfig = self._section("runtime", RuntimeConfig)
-        runtime_class = cast("Any", runtimes.get(settings.name, requested_by="runtime.name"))
-        options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-        if settings.name != "local":
-            options |= {"address": settings.address, "log_to_driver": settings.log_to_driver}
-        runtime: Runtime = runtime_class(**options)
+        runtime_class = runtimes.get(self._config.runtime.name, requested_by="runtime.name")
+        settings = self._section("runtime", runtime_class.config_schema)
         replica, pool = self._rollout.replica, self._pools
-        hidden = HIDE_ACCELERATORS if self._placement.device == "cpu" else {}
+        processes = sum(each.world_size for each in pool.resource_pool_dict.values())
+        runtime: Runtime = runtime_class.from_config(settings, processes=processes)
+        hidden = hide_accelerators() if self._placement.device == "cpu" else {}
         spec = ReplicaSpec(
             rollout=asdict(self._rollout),
             model_path=self._model.path,

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.files import replace_file
 from rollcast.errors import ConfigError, DataError
-from rollcast.files import replace_file
 
 __all__ = ["SamplesFile"]
 

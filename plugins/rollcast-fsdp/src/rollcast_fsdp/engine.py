@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
+from rollcast.contracts.device import empty_cache
 from rollcast.contracts.engine import EngineCapabilities, EngineSetup
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import empty_cache
 from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer

@@ -22,7 +22,7 @@ from rollcast_engine.hf import DTYPES
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from rollcast.controller.worker import WorkerContext
+    from rollcast.contracts.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
 __all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "shard_module"]

@@ -8,10 +8,10 @@ import torch
 import transformers
 from torch import nn
 
+from rollcast.contracts.device import local_device
 from rollcast.contracts.model_weights import read_model_config
 from rollcast.contracts.requests import ModelLimits
 from rollcast.errors import CheckpointError
-from rollcast.runtime.device import local_device
 
 __all__ = ["build_model", "load_model", "read_limits"]
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from rollcast.contracts.engine import EngineCapabilities, EngineSetup
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine

@@ -15,7 +15,7 @@ from rollcast_engine.process_group import join_process_group
 from rollcast_megatron import cpu
 
 if TYPE_CHECKING:
-    from rollcast.controller.worker import WorkerContext
+    from rollcast.contracts.worker import WorkerContext
     from rollcast_megatron.schemas import MegatronConfig
 
 __all__ = ["Mesh", "join_mesh"]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from rollcast.runtime.device import empty_cache
+from rollcast.contracts.device import empty_cache
 
 __all__ = ["move_stage"]
 

@@ -22,8 +22,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, get_args
 
+from rollcast.contracts.files import replace_file
 from rollcast.errors import ConfigError, DataError
-from rollcast.files import replace_file
 from rollcast_profiling.devices import DeviceInfo
 
 __all__ = ["PHASES", "SCHEMA", "VERSION", "CostTable", "Measurement", "Phase", "RoleLayout", "read_costs"]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollcast.controller.worker import Worker
+from rollcast import Worker
 
 __all__ = ["PEAK_TFLOPS", "DeviceInfo", "describe_device", "find_peak"]
 
@@ -56,7 +56,7 @@ def describe_device(worker: Worker) -> DeviceInfo:
 
     import torch
 
-    from rollcast.runtime.device import device_name, local_device
+    from rollcast.contracts.device import device_name, local_device
 
     if device_name() != "cuda":
         return DeviceInfo(device_name(), os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))

@@ -9,8 +9,8 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
-from rollcast.controller.marks import add_listener, remove_listener
-from rollcast.controller.worker import Worker
+from rollcast import Worker
+from rollcast.contracts.profiler import add_listener, remove_listener
 
 __all__ = ["MemoryWatch", "Peak", "read_peak", "reset_peak", "start_watch", "stop_watch", "take_peaks"]
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast import WorkerGroup
 from rollcast.errors import ConfigError
 from rollcast_profiling.devices import DeviceInfo, describe_device
 from rollcast_profiling.flops import ModelFlops, Pass, read_model_flops

@@ -7,8 +7,8 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcast import Worker
 from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
-from rollcast.controller.worker import Worker
 
 __all__ = ["ProfilerSpec", "check_process", "start_profiler", "stop_profiler"]
 

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from rollcast import Worker
+from rollcast.contracts.device import empty_cache, synchronize
 from rollcast.contracts.engine import LossInputs, LossOutput
-from rollcast.controller.worker import Worker
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import empty_cache, synchronize
 from rollcast_profiling.memory_watch import read_peak, reset_peak
 from rollcast_trainer.workers import TrainingWorker
 

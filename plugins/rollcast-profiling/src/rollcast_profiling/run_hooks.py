@@ -9,7 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rollcast.contracts.hooks import hookimpl
-from rollcast.controller.worker import ClassWithInitArgs
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast_profiling.memory_watch import stop_watch
 from rollcast_profiling.meter import StepMeter
 from rollcast_profiling.stepper import StepProfiler, find_step_profiler

@@ -9,10 +9,11 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rollcast import WorkerGroup
 from rollcast.config.validation import build_section
 from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast.contracts.runtime import Runtime
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RollcastError
 from rollcast_profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
 from rollcast_trainer.roles import Role
@@ -48,22 +49,23 @@ class StepProfiler:
         self._ends_at: int | None = None
         self._failed = False
 
-    def equip(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: str) -> None:
+    def equip(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
         """Give worker classes the options that the tool needs their processes to be started with.
 
         Args:
             workers: worker classes by role, changed in place; replicas of a rollout stay as they are.
-            runtime: name of the runtime.
+            runtime: starts the workers.
 
         Raises:
-            ConfigError: the tool needs processes of Ray.
+            ConfigError: the tool needs a runtime environment, and the runtime has none.
         """
         if not self._tool.runtime_env(self.config, self._folder, len(self._last)):
             return
-        if runtime != "ray":
+        if not runtime.capabilities.runtime_env:
             raise ConfigError(
-                f"profiler.tool={self.config.tool} needs processes that Ray starts for it, but runtime.name={runtime}; "
-                "take runtime=ray, or profiler=torch"
+                f"profiler.tool={self.config.tool} needs a runtime that starts processes in an environment of its own "
+                f"(capability runtime_env), which {type(runtime).__name__} does not; choose another runtime, such as "
+                "runtime=ray, or profiler=torch"
             )
         self._folder.mkdir(parents=True, exist_ok=True)
         wanted = self._tool.runtime_env(self.config, self._folder, len(self._last))

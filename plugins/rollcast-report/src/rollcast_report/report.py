@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.files import replace_file
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import DataError
-from rollcast.files import replace_file
 from rollcast_report.page import render_page
 from rollcast_report.run_data import Status, read_run, read_status, write_status
 

@@ -15,8 +15,8 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.files import replace_file
 from rollcast.errors import DataError
-from rollcast.files import replace_file
 from rollcast_report.records import Unreadable, read_records
 
 __all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]

@@ -9,8 +9,8 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
+from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
-from rollcast.controller.worker_group import WorkerGroup
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast_serving.generation import assemble_sequences, build_requests

@@ -6,9 +6,8 @@ import os
 from collections.abc import Collection
 from dataclasses import replace
 
-from rollcast.controller.decorator import register
-from rollcast.controller.worker import Worker
-from rollcast.runtime.visible_devices import visible_devices
+from rollcast import Worker, register
+from rollcast.contracts.device import CUDA, current_device, visible_devices
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
 
 __all__ = ["ReplicaWorker"]
@@ -65,7 +64,8 @@ class ReplicaWorker(Worker):
         if self._process is None:
             node = self.context.node
             own = ",".join(filter(None, devices[self.rank : self.rank + self._tensor_parallel]))
-            env = {**({"CUDA_VISIBLE_DEVICES": own} if own else {}), **self._spec.env}
+            variable = (current_device().visibility or CUDA.visibility)[0] if own else ""
+            env = {**({variable: own} if own else {}), **self._spec.env}
             spec = replace(self._spec, seed=self._spec.seed + index, env=env, host=hosts[node])
             self._process = ReplicaProcess(spec, index, node, self._generation)
             self._address = self._process.wait_ready()

@@ -7,31 +7,18 @@ import itertools
 import pickle
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollcast.controller.decorator import register
-from rollcast.controller.dispatch import (
-    Calls,
-    Dispatch,
-    DispatchMode,
-    RankOutputs,
-    distribute,
-    join,
-    resolve_dispatch_mode,
-    resolve_execute_mode,
-)
-from rollcast.controller.mesh import MeshInfo
-from rollcast.controller.resource_pool import ResourcePool
-from rollcast.controller.worker import ClassWithInitArgs, Worker
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast import ClassWithInitArgs, Dispatch, Execute, ResourcePool, Worker, WorkerGroup, register
+from rollcast.contracts.dispatch import Calls, DispatchMode, MeshInfo, RankOutputs
+from rollcast.contracts.runtime import runtimes
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture
-from rollcast.runtime.local import LocalRuntime
 from rollcast_testing.batches import batches, find_difference, sample_batch
 
 __all__ = ["DispatchSuite", "FakeGroup"]
@@ -113,7 +100,7 @@ class DispatchSuite:
         """The mode under test; by default the part that :attr:`name` names."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `mode`")
-        return resolve_dispatch_mode(self.name)
+        return cast("DispatchMode", getattr(Dispatch, self.name.upper()))
 
     def arguments(self, batch: DataProto, world_size: int) -> tuple[Any, ...]:
         """The positional arguments of a call with ``batch`` on ``world_size`` ranks."""
@@ -165,8 +152,8 @@ class DispatchSuite:
         for group in self._groups(mode):
             for rows in (0, 1, 7):
                 batch = sample_batch(rows)
-                calls = distribute(mode, group, self.arguments_on(batch, group), {})
-                actual = join(mode, group, _outputs(mode, group, calls, _triple))
+                calls = mode.distribute(group, self.arguments_on(batch, group), {})
+                actual = mode.join(group, _outputs(mode, group, calls, _triple))
                 wanted = self.expected_on(_triple(batch), group)
                 _require_same(actual, wanted, f"workers' columns come back at their rows, on {_describe(group)}")
 
@@ -177,8 +164,8 @@ class DispatchSuite:
         for group in self._groups(mode):
             batch = sample_batch(5)
             (value,) = self.arguments_on(batch, group)
-            calls = distribute(mode, group, (), {"data": value})
-            actual = join(mode, group, _outputs(mode, group, calls))
+            calls = mode.distribute(group, (), {"data": value})
+            actual = mode.join(group, _outputs(mode, group, calls))
             wanted = self.expected_on(batch, group)
             _require_same(actual, wanted, f"a batch given as data=... comes back, on {_describe(group)}")
 
@@ -189,11 +176,11 @@ class DispatchSuite:
         for group in self._groups(mode):
             for rows in (0, 1, 7):
                 batch = sample_batch(rows)
-                calls = distribute(mode, group, _as_handles(self.arguments_on(batch, group)), {})
+                calls = mode.distribute(group, _as_handles(self.arguments_on(batch, group)), {})
                 outputs = _outputs(mode, group, calls)
                 outputs[:] = _as_handles(list(outputs))
                 law = f"a handle to {rows} rows is dispatched like the rows, on {_describe(group)}"
-                _require_same(_fetched(join(mode, group, outputs)), self.expected_on(batch, group), law)
+                _require_same(_fetched(mode.join(group, outputs)), self.expected_on(batch, group), law)
 
     @_law
     @given(data=st.data())
@@ -202,9 +189,9 @@ class DispatchSuite:
         group, batch = self._draw_group(mode, data), data.draw(batches())
         given_args = self.arguments_on(batch, group)
         before = copy.deepcopy(given_args)
-        calls = distribute(mode, group, given_args, {})
+        calls = mode.distribute(group, given_args, {})
         _require_same(given_args, before, "dispatch does not change its arguments")
-        join(mode, group, _outputs(mode, group, calls))
+        mode.join(group, _outputs(mode, group, calls))
         _require_same(given_args, before, "collect does not change the arguments of the call")
 
     def test_keeps_nothing_between_calls(self, mode: DispatchMode) -> None:
@@ -213,19 +200,19 @@ class DispatchSuite:
         for first, second in [*itertools.pairwise(groups), *zip(groups, groups, strict=True)]:
             pair = (sample_batch(5), sample_batch(first.world_size))
             calls = [
-                distribute(mode, group, self.arguments_on(batch, group), {})
+                mode.distribute(group, self.arguments_on(batch, group), {})
                 for group, batch in zip((first, second), pair, strict=True)
             ]
             for i in (1, 0):
                 group = (first, second)[i]
-                actual = join(mode, group, _outputs(mode, group, calls[i]))
+                actual = mode.join(group, _outputs(mode, group, calls[i]))
                 law = f"a call is not disturbed by another that is under way, on {_describe(group)}"
                 _require_same(actual, self.expected_on(pair[i], group), law)
 
     def test_ranks_that_share_a_shard_share_one_object(self, mode: DispatchMode) -> None:
         """A shard for several ranks is one object, which is stored once."""
         for group in self._groups(mode):
-            calls = distribute(mode, group, self.arguments_on(sample_batch(8), group), {})
+            calls = mode.distribute(group, self.arguments_on(sample_batch(8), group), {})
             if not group.asked:
                 pytest.skip("the mode asks for no mesh")
             shards: dict[Hashable, Any] = {}
@@ -238,7 +225,7 @@ class DispatchSuite:
         """Only the outputs of ranks that are there to collect make up the result."""
         for group in self._groups(mode):
             batch = sample_batch(7)
-            calls = distribute(mode, group, self.arguments_on(batch, group), {})
+            calls = mode.distribute(group, self.arguments_on(batch, group), {})
             if not group.asked:
                 pytest.skip("the mode asks for no mesh")
             outputs = _outputs(mode, group, calls)
@@ -247,7 +234,7 @@ class DispatchSuite:
                 for rank, output in zip(outputs.ranks, outputs, strict=True)
             ]
             law = f"outputs of ranks that do not collect are left out, on {_describe(group)}"
-            _require_same(join(mode, group, outputs), self.expected_on(batch, group), law)
+            _require_same(mode.join(group, outputs), self.expected_on(batch, group), law)
 
     def test_refuses_bad_arguments(self, mode: DispatchMode) -> None:
         """A call that makes no sense is refused with a reason, and the next one works."""
@@ -255,7 +242,7 @@ class DispatchSuite:
             for args in self.bad_arguments:
                 kinds = ", ".join(type(value).__name__ for value in args) or "no arguments"
                 try:
-                    distribute(mode, group, args, {})
+                    mode.distribute(group, args, {})
                 except DispatchError as error:
                     _require(mode.name in str(error), f"the error names the mode {mode.name!r}: {error}")
                 else:
@@ -272,7 +259,7 @@ class DispatchSuite:
     def test_is_used_by_name(self, mode: DispatchMode) -> None:
         """``Dispatch.NAME`` and ``@register`` find it, and it runs with its own execute mode."""
         _require(bool(mode.name), "the class has a `name`, which errors show")
-        execute = resolve_execute_mode(mode.default_execute_mode)
+        execute = getattr(Execute, mode.default_execute_mode.upper())
         _require(execute.name in mode.execute_modes, "default_execute_mode is one of execute_modes")
         if not self.name:
             pytest.skip("the mode is not announced: name is not set")
@@ -284,7 +271,8 @@ class DispatchSuite:
         """The same on a worker group in this process."""
         (place, *_), *_ = self.layouts(1)
         alone = FakeGroup([place])
-        with LocalRuntime() as runtime:
+        local = runtimes.get("local")
+        with local.from_config(local.config_schema(), processes=1) as runtime:
             roles = ClassWithInitArgs(_echo_class(mode), place)
             group: Any = WorkerGroup(ResourcePool([1]), roles, runtime=runtime)
             for rows in (0, 1, 5):
@@ -299,7 +287,7 @@ class DispatchSuite:
         """Meshes to try; one is enough for a mode that asks for none."""
         places = list(self.layouts(size))
         group = FakeGroup(places[0])
-        distribute(mode, group, self.arguments_on(sample_batch(size), group), {})
+        mode.distribute(group, self.arguments_on(sample_batch(size), group), {})
         return places if group.asked else places[:1]
 
     def _groups(self, mode: DispatchMode) -> list[FakeGroup]:
@@ -311,8 +299,8 @@ class DispatchSuite:
 
     def _require_call(self, mode: DispatchMode, group: FakeGroup, batch: DataProto) -> None:
         __tracebackhide__ = True
-        calls = distribute(mode, group, self.arguments_on(batch, group), {})
-        actual = join(mode, group, _outputs(mode, group, calls))
+        calls = mode.distribute(group, self.arguments_on(batch, group), {})
+        actual = mode.join(group, _outputs(mode, group, calls))
         law = f"{len(batch)} rows that workers return as they are come back as they were, on {_describe(group)}"
         _require_same(actual, self.expected_on(batch, group), law)
 
@@ -324,7 +312,7 @@ def _triple(batch: DataProto) -> DataProto:
 
 def _outputs(mode: DispatchMode, group: FakeGroup, calls: Calls, work: Any = None) -> RankOutputs:
     """What the ranks return, after their arguments and it have gone to another process and back."""
-    execute = resolve_execute_mode(mode.default_execute_mode)
+    execute = getattr(Execute, mode.default_execute_mode.upper())
     outputs: list[Any] = []
     ranks: list[int] = []
     for rank in execute.ranks(group.world_size):

@@ -31,7 +31,7 @@ from rollcast.contracts.engine import (
     OptimConfig,
     engines,
 )
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_testing import tiny

@@ -21,7 +21,7 @@ from rollcast.contracts.engine import (
     ModelType,
     TrainOutput,
 )
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_testing.engine_tools import OPTIM, infer, require, require_equal, train, weights

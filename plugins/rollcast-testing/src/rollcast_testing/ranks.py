@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from rollcast.controller.worker import WorkerContext
+from rollcast.contracts.worker import WorkerContext
 
 __all__ = ["Ranks", "shared_ranks"]
 

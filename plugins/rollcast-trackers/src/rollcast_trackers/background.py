@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollcast.contracts.files import replace_file
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import ConfigError, PluginLoadError
-from rollcast.files import replace_file
 
 __all__ = ["BackgroundTracker"]
 

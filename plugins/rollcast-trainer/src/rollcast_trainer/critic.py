@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollcast.controller.decorator import register
-from rollcast.controller.worker import Worker
+from rollcast import Worker, register
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import torch
 from omegaconf import DictConfig
 
+from rollcast import WorkerGroup
 from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.profiler import mark
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.trainer import BaseTrainer, RunResult
-from rollcast.controller.marks import mark
-from rollcast.controller.worker_group import WorkerGroup
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_serving.generation import trim_responses

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
 
-from rollcast.config.schemas import PlacementConfig
-from rollcast.controller.resource_pool import ResourcePoolManager
-from rollcast.errors import ConfigError
-from rollcast.runtime.device import device_count
+from rollcast import ResourcePool, ResourcePoolManager
+from rollcast.config.schemas import PlacementConfig, PoolConfig
+from rollcast.config.validation import build_section
+from rollcast.contracts.device import CUDA, Device, find_device
+from rollcast.errors import ConfigError, ResourceError
 from rollcast_trainer.roles import Role
 
 __all__ = ["GLOBAL_POOL", "build_pools"]
 
 #: The pool of ``placement.nnodes`` and ``placement.n_gpus_per_node``.
 GLOBAL_POOL = "global_pool"
-_DEVICES = ("auto", "cpu", "cuda")
 
 
 def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
@@ -23,22 +25,53 @@ def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
     Raises:
         ConfigError: a number, a device, a role or a pool is not valid; names the key and what is.
     """
-    device = placement.device
-    if device not in _DEVICES:
-        raise ConfigError(f"placement.device is {device!r}; valid: {', '.join(_DEVICES)}")
+    device = find_device(placement.device)
     for key in ("nnodes", "n_gpus_per_node"):
         if getattr(placement, key) < 1:
             raise ConfigError(f"placement.{key} is {getattr(placement, key)}; it must be at least 1")
-    for name, counts in placement.pools.items():
-        if name == GLOBAL_POOL:
-            raise ConfigError(f"placement.pools names {name!r}; its size is placement.nnodes and n_gpus_per_node")
-        if not counts or min(counts) < 1:
-            raise ConfigError(f"placement.pools.{name} is {counts}; give the processes on each node, as in [8, 8]")
-    pools = {GLOBAL_POOL: [placement.n_gpus_per_node] * placement.nnodes, **placement.pools}
+    if GLOBAL_POOL in placement.pools:
+        raise ConfigError(f"placement.pools names {GLOBAL_POOL!r}; its size is placement.nnodes and n_gpus_per_node")
+    pools = {GLOBAL_POOL: PoolConfig([placement.n_gpus_per_node] * placement.nnodes)}
+    pools |= {name: _read_pool(name, value) for name, value in placement.pools.items()}
     _check_mapping(placement, pools)
     mapping: dict[Hashable, str] = {role: placement.mapping.get(role.placed_as, GLOBAL_POOL) for role in Role}
-    used = {name: counts for name, counts in pools.items() if name in mapping.values()}
-    return ResourcePoolManager(used, mapping, device == "cuda" or (device == "auto" and device_count() > 0))
+    used = {name: _build_pool(name, pool, device) for name, pool in pools.items() if name in mapping.values()}
+    return ResourcePoolManager(used, mapping)
+
+
+def _read_pool(name: str, value: Any) -> PoolConfig:
+    """Return a pool of ``placement.pools``, given as a list of counts or as a mapping with options."""
+    key = f"placement.pools.{name}"
+    if isinstance(value, Mapping):
+        known = [entry.name for entry in dataclasses.fields(PoolConfig)]
+        unknown = sorted(set(map(str, value)) - set(known))
+        if unknown:
+            raise ConfigError(f"there is no key {key}.{unknown[0]}; keys of a pool: {', '.join(known)}")
+        pool: PoolConfig = build_section(PoolConfig, value, key)
+        key = f"{key}.processes"
+    else:
+        pool = build_section(PoolConfig, {"processes": value}, key)
+    if not pool.processes or min(pool.processes) < 1:
+        raise ConfigError(f"{key} is {pool.processes}; give the processes on each node, as in [8, 8]")
+    return pool
+
+
+def _build_pool(name: str, pool: PoolConfig, device: Device) -> ResourcePool:
+    uses_device = bool(device.resource)
+    try:
+        return ResourcePool(
+            pool.processes,
+            use_gpu=uses_device,
+            max_colocate_count=pool.max_colocate_count,
+            name=name,
+            cpus_per_process=pool.cpus_per_process,
+            accelerator=device.resource or CUDA.resource,
+            accelerator_type=pool.accelerator_type,
+            resources=pool.resources,
+            strategy=pool.strategy,
+        )
+    except ResourceError as error:
+        raise ConfigError(f"placement.pools.{name}: {error}") from error
 
 
 def _check_mapping(placement: PlacementConfig, pools: Collection[str]) -> None:

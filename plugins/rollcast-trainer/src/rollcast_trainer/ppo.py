@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import torch
 
+from rollcast import WorkerGroup
 from rollcast.contracts.algorithm import AdvantageInputs, advantage_needs, advantages, loss_aggregations
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import RewardError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig

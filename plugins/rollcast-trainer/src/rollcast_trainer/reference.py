@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from rollcast.controller.decorator import register
-from rollcast.controller.worker import Worker
+from rollcast import Worker, register
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.workers import TrainingWorker, WorkerSetup, leave_process_group

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import torch
 
-from rollcast.controller.decorator import register
-from rollcast.controller.worker import Worker
+from rollcast import Worker, register
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn

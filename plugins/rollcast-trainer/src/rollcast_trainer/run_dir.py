@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.config.sources import flatten
+from rollcast.contracts.files import replace_file
 from rollcast.errors import CheckpointError, ConfigError, WorkerError
-from rollcast.files import replace_file
 
 __all__ = ["CONFIG_FILE", "Checkpoints", "check_same_run", "prepare_run_dir", "replacing_folder", "write_config"]
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast import WorkerGroup
 from rollcast.errors import RollcastError
 from rollcast_trainer.run_dir import Checkpoints
 

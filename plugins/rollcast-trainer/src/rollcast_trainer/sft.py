@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast import WorkerGroup
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import SftLoss
 from rollcast_trainer.loop import LoopTrainer, Timer

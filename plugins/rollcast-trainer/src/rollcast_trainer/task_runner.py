@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import os
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
@@ -14,25 +13,24 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast.config.schemas import PlacementConfig, RuntimeConfig
+from rollcast import WorkerGroup, start_groups
+from rollcast.config.schemas import PlacementConfig
 from rollcast.config.validation import build_section
 from rollcast.contracts.dataset import BaseDataset, datasets
+from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
 from rollcast.contracts.hooks import build_hook_manager
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
+from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
-from rollcast.controller.placement import start_groups
-from rollcast.controller.recording import CallRecorder
-from rollcast.controller.runtime import Runtime, runtimes
-from rollcast.controller.worker import ClassWithInitArgs
-from rollcast.controller.worker_group import WorkerGroup
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
-from rollcast.runtime.device import HIDE_ACCELERATORS
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
+from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.launcher import ReplicaSpec
@@ -83,7 +81,8 @@ class TaskRunner:
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
         self.trainer = self.section("trainer", trainer_schema)
-        self.runtime_config = self.section("runtime", RuntimeConfig)
+        self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
+        self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
         self.placement = self.section("placement", PlacementConfig)
         self.model = self.section("model", ModelConfig)
         self.actor: Any = self.section("actor", trainer_schema.actor_schema)
@@ -96,7 +95,6 @@ class TaskRunner:
         take_adapters(self.rollout, self.model)
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
-        self._runtime_class: Any = runtimes.get(self.runtime_config.name)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
         self.pools = build_pools(self.placement)
         places = self.pools.get_resource_pool(Role.ROLLOUT).world_size
@@ -172,15 +170,7 @@ class TaskRunner:
 
     def _build_runtime(self) -> Runtime:
         settings = self.runtime_config
-        options: dict[str, Any] = {"num_cpus": settings.num_cpus}
-        if settings.name != "local":
-            options = {
-                "address": settings.address,
-                "num_cpus": settings.num_cpus or max(os.cpu_count() or 1, self.processes),
-                "object_store_memory": settings.object_store_memory,
-                "log_to_driver": settings.log_to_driver,
-            }
-        made = cast("Runtime", self._runtime_class(**options))
+        made = self._runtime_class.from_config(settings, processes=self.processes, run_dir=self.run_dir)
         if settings.record is not None:
             made.recorder = CallRecorder(settings.record, self.run_dir / "records")
         return made
@@ -284,7 +274,7 @@ class TaskRunner:
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
         chosen = dict(workers)
-        self.emit("on_start_workers", workers=chosen, runtime=self.runtime_config.name)
+        self.emit("on_start_workers", workers=chosen, runtime=self._runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
         if self.uses_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
@@ -295,7 +285,7 @@ class TaskRunner:
             runtime=self._runtime,
             timeout=self.runtime_config.call_timeout_s,
             launch_timeout=self.runtime_config.launch_timeout_s,
-            env=HIDE_ACCELERATORS if self.placement.device == "cpu" else None,
+            env=hide_accelerators() if self.placement.device == "cpu" else None,
             threads=self.runtime_config.threads_per_worker,
         )
         for role, group in groups.items():
@@ -311,7 +301,7 @@ class TaskRunner:
 
     def _replica_spec(self) -> ReplicaSpec:
         replica, tokenizer = self.rollout.replica, self.tokenizer
-        hidden = HIDE_ACCELERATORS if self.placement.device == "cpu" else {}
+        hidden = hide_accelerators() if self.placement.device == "cpu" else {}
         return ReplicaSpec(
             rollout=asdict(self.rollout),
             model_path=self.model.path,

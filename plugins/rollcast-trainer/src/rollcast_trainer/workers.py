@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from rollcast import Worker, register
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.engine import (
     BaseEngine,
@@ -28,8 +29,6 @@ from rollcast.contracts.engine import (
 )
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
-from rollcast.controller.decorator import register
-from rollcast.controller.worker import Worker
 from rollcast.errors import CapabilityError, CheckpointError, WeightSyncError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn

@@ -1,0 +1,205 @@
+"""Devices that torch computes on, and the one of this process."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollcast.errors import ConfigError, ResourceError
+from rollcast.plugins import Registry, instance_of
+
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "CPU",
+    "CUDA",
+    "NPU",
+    "XPU",
+    "Device",
+    "collective_backend",
+    "current_device",
+    "device_count",
+    "device_name",
+    "devices",
+    "empty_cache",
+    "find_device",
+    "hide_accelerators",
+    "local_device",
+    "synchronize",
+    "use_device",
+    "visible_devices",
+]
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of device.
+
+    Attributes:
+        name: torch's name of the device type, and its name in ``placement.device``.
+        module: module with ``is_available``, ``device_count``, ``synchronize`` and ``empty_cache``; may be missing.
+        collective: backend of ``torch.distributed`` for tensors on the device.
+        resource: name under which a cluster counts these devices; empty for the CPU.
+        visibility: environment variables that choose among the devices. The first is set for a process that is
+            given devices by number.
+        hidden: environment of a process that sees none of these devices.
+    """
+
+    name: str
+    module: str
+    collective: str = "gloo"
+    resource: str = ""
+    visibility: tuple[str, ...] = ()
+    hidden: Mapping[str, str] = field(default_factory=dict, hash=False)
+
+    def torch_module(self) -> Any:
+        """Return the device's module of torch, None if there is none or no such device is visible."""
+        package, _, attribute = self.module.rpartition(".")
+        module = getattr(importlib.import_module(package), attribute, None)
+        return module if module is not None and module.is_available() else None
+
+
+CPU = Device("cpu", "torch.cpu")
+CUDA = Device(  # ROCm too
+    "cuda",
+    "torch.cuda",
+    "nccl",
+    "GPU",
+    ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"),
+    {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""},
+)
+NPU = Device("npu", "torch.npu", "hccl", "NPU", ("ASCEND_RT_VISIBLE_DEVICES",), {"ASCEND_RT_VISIBLE_DEVICES": ""})
+XPU = Device("xpu", "torch.xpu", "xccl", "GPU", ("ONEAPI_DEVICE_SELECTOR",), {"ONEAPI_DEVICE_SELECTOR": "*:cpu"})
+
+devices: Registry[Device] = Registry(
+    "rollcast.devices", instance_of(Device), description="kinds of accelerators, and the CPU"
+)
+_chosen: int | None = None
+
+
+def _accelerators() -> list[Device]:
+    return [devices.get(name) for name in devices.names() if name != CPU.name]
+
+
+def current_device() -> Device:
+    """Return the first accelerator of which this process sees a device, else the CPU."""
+    return next((device for device in _accelerators() if device.torch_module() is not None), CPU)
+
+
+def find_device(name: str) -> Device:
+    """Return the device of that name; ``auto`` stands for :func:`current_device`.
+
+    Raises:
+        ConfigError: no such device is registered; lists those that are.
+    """
+    if name == "auto":
+        return current_device()
+    if name not in devices:
+        raise ConfigError(f"placement.device is {name!r}; valid: auto, {', '.join(devices.names())}")
+    return devices.get(name)
+
+
+def hide_accelerators() -> dict[str, str]:
+    """Return the environment of a process that computes on the CPU whatever its machine has."""
+    return {key: value for device in _accelerators() for key, value in device.hidden.items()}
+
+
+def device_name() -> str:
+    """Return torch's name of :func:`current_device`, such as ``cuda`` (ROCm too) or ``cpu``."""
+    return current_device().name
+
+
+def device_count() -> int:
+    """Return the number of visible accelerators; 0 on a machine without."""
+    device = current_device()
+    return 0 if device is CPU else int(device.torch_module().device_count())
+
+
+def use_device(index: int | None) -> None:
+    """Make the visible device of that number this process's own; None leaves the choice to the local rank."""
+    global _chosen  # noqa: PLW0603  # one for the process, as the device is
+    _chosen = index
+
+
+def local_device(local_rank: int) -> torch.device:
+    """Return the device of the process with this rank on its node.
+
+    With one visible device (a cluster hides the others) that is device 0 whatever the rank; after
+    :func:`use_device` it is that one.
+    """
+    import torch
+
+    device = current_device()
+    if device is CPU:
+        return torch.device("cpu")
+    return torch.device(device.name, local_rank % device.torch_module().device_count() if _chosen is None else _chosen)
+
+
+def collective_backend() -> str:
+    """Return the backend string for ``torch.distributed.init_process_group``."""
+    device = current_device()
+    return "gloo" if device is CPU else f"cpu:gloo,{device.name}:{device.collective}"
+
+
+def synchronize() -> None:
+    """Wait for the accelerator; nothing on a CPU."""
+    device = current_device()
+    if device is not CPU:
+        device.torch_module().synchronize()
+
+
+def empty_cache() -> None:
+    """Return cached accelerator memory to the device; nothing on a CPU."""
+    device = current_device()
+    if device is not CPU:
+        device.torch_module().empty_cache()
+
+
+def visible_devices(env: Mapping[str, str], resource: str = "GPU") -> list[str] | None:
+    """Return the devices that an environment leaves visible, in the order in which libraries number them.
+
+    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` mean the same on ROCm and have to agree.
+    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers what they choose from, so it stands alone.
+
+    Args:
+        env: the environment.
+        resource: kind of device, as :attr:`Device.resource`.
+
+    Returns:
+        Ids as they are written; None where all devices are visible.
+
+    Raises:
+        ResourceError: the variables contradict each other.
+    """
+    if resource != CUDA.resource:
+        known = [name for device in _accelerators() if device.resource == resource for name in device.visibility]
+        values = [env[name] for name in known if name in env]
+        return _ids(values[0]) if values else None
+    chosen = {name: env[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in env}
+    if any(not _ids(value) for value in chosen.values()):
+        return []
+    if len(set(chosen.values())) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in chosen.items())
+        raise ResourceError(f"{both} contradict each other: ROCm takes them for the same; unset one")
+    if "ROCR_VISIBLE_DEVICES" in env:
+        if chosen:
+            name, value = next(iter(chosen.items()))
+            raise ResourceError(
+                f"ROCR_VISIBLE_DEVICES={env['ROCR_VISIBLE_DEVICES']} renumbers the devices among which {name}={value} "
+                "chooses; set only HIP_VISIBLE_DEVICES"
+            )
+        return _ids(env["ROCR_VISIBLE_DEVICES"])
+    return _ids(next(iter(chosen.values()))) if chosen else None
+
+
+def _ids(value: str) -> list[str]:
+    """Split a list of devices, up to the first that is invalid, as drivers do."""
+    found: list[str] = []
+    for part in (part.strip() for part in value.split(",")):
+        if part in ("", "NoDevFiles", "none") or part.startswith("-"):
+            break
+        found.append(part)
+    return found

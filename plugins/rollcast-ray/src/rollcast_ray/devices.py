@@ -1,0 +1,81 @@
+"""The number of a worker's device: from its environment, and from the ids that Ray gave it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from rollcast.contracts.device import CUDA, NPU, XPU, visible_devices
+from rollcast.errors import ResourceError
+
+__all__ = ["NOSET_SWITCHES", "local_device_index", "ray_noset_visible_devices"]
+
+_NOSET = "RAY_EXPERIMENTAL_NOSET_"
+#: Ray's name of an accelerator → the variables by which it hides devices of that kind.
+_VARIABLES = {
+    "GPU": (*CUDA.visibility, *XPU.visibility),
+    "NPU": NPU.visibility,
+    "HPU": ("HABANA_VISIBLE_MODULES",),
+    "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
+    "TPU": ("TPU_VISIBLE_CHIPS",),
+}
+#: Each tells Ray to leave the variable of its name alone; the process then sees all devices.
+NOSET_SWITCHES = tuple(_NOSET + name for names in _VARIABLES.values() for name in names)
+
+
+def ray_noset_visible_devices(env: Mapping[str, str], accelerator: str | None = None) -> bool:
+    """Return True if a switch keeps Ray from hiding the devices of other processes.
+
+    Args:
+        env: an environment.
+        accelerator: look only at the switches for this kind, by Ray's name; by default at all.
+    """
+    names = NOSET_SWITCHES if accelerator is None else [_NOSET + name for name in _VARIABLES.get(accelerator, ())]
+    return any(env.get(name, "").lower() in ("1", "true") for name in names)
+
+
+def _visible(env: Mapping[str, str], accelerator: str) -> list[str] | None:
+    """Return :func:`visible_devices`, also for accelerators that only Ray knows."""
+    own = [env[name] for name in _VARIABLES.get(accelerator, ()) if name in env]
+    if accelerator in (CUDA.resource, NPU.resource) or not own:
+        return visible_devices(env, accelerator)
+    return visible_devices({CUDA.visibility[0]: own[0]})  # all variables list ids in the same form
+
+
+def local_device_index(
+    env: Mapping[str, str], assigned: Sequence[str | int], local_rank: int = 0, accelerator: str = "GPU"
+) -> int | None:
+    """Return the number of this process's device, as in ``torch.device("cuda", number)``.
+
+    Ray hides from a process all devices but its own, whose number is then 0. Under a ``NOSET`` switch
+    it hides none, and the number is the place of the given id among all visible ones.
+
+    Args:
+        env: the process's environment.
+        assigned: ids that Ray gave the process; may be empty.
+        local_rank: rank among the group's processes on the node; tells the devices where Ray says nothing.
+        accelerator: kind of device, by Ray's name.
+
+    Returns:
+        None if the environment hides every device.
+
+    Raises:
+        ResourceError: the environment contradicts itself, or hides the device that Ray gave.
+    """
+    visible = _visible(env, accelerator)
+    if visible == []:
+        return None
+    if not assigned:
+        return local_rank if visible is None else local_rank % len(visible)
+    given = str(assigned[0])
+    if visible is None:
+        if not given.isdigit():
+            raise ResourceError(f"Ray gave the process device {given}, and no variable says which number that is")
+        return int(given)
+    if given in visible:
+        return visible.index(given)
+    if ray_noset_visible_devices(env, accelerator):
+        return local_rank % len(visible)  # whoever threw the switch chooses the devices
+    raise ResourceError(
+        f"Ray gave the process device {given}, but its environment shows only {', '.join(visible)}; leave "
+        f"{', '.join(_VARIABLES.get(accelerator, ()))} out of env, or choose devices yourself under {_NOSET}*=1"
+    )

@@ -1,0 +1,333 @@
+"""Resource pools on Ray: placement groups, and the places in them."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+import weakref
+from collections import Counter
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray._raylet import PlacementGroupID
+from ray.util import placement_group, placement_group_table, remove_placement_group
+from ray.util.placement_group import PlacementGroup
+
+from rollcast import ResourcePoolManager
+from rollcast.contracts.pools import NodeResources, ResourcePool, describe_resources
+from rollcast.errors import ResourceError
+
+__all__ = ["Placements", "RayResourcePool", "Slot", "check_room", "read_nodes", "remove_groups_made_by"]
+
+
+@dataclass(frozen=True)
+class Slot:
+    """The place of one process.
+
+    Attributes:
+        group, bundle: the placement group and the number of the bundle in it.
+        node, node_id: where that is.
+    """
+
+    group: Any
+    bundle: int
+    node: str
+    node_id: str
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of this place."""
+        return self.group.id.hex(), self.bundle
+
+
+def read_nodes() -> list[NodeResources]:
+    """Return the nodes of the cluster, by address."""
+    free = available_resources_per_node()
+    nodes = [
+        NodeResources(
+            node["NodeManagerAddress"],
+            float(node["Resources"].get("CPU", 0)),
+            float(node["Resources"].get("GPU", 0)),
+            _nameable(node["Resources"]),
+            free.get(node["NodeID"]),
+            node["NodeID"],
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return sorted(nodes, key=lambda node: _natural(node.address))
+
+
+def _nameable(resources: dict[str, float]) -> dict[str, float]:
+    """Return the resources that a pool can ask for by name."""
+    own = ("CPU", "GPU", "memory", "object_store_memory")
+    return {k: float(v) for k, v in resources.items() if k not in own and not re.match(r"node:|.*_group_", k)}
+
+
+def _natural(address: str) -> list[str | int]:
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", address)]
+
+
+def _owner_prefix(actor_id: str) -> str:
+    """Return the start of the names of placement groups that an actor, or with ``""`` a driver, has made."""
+    return f"rollcast:{actor_id or 'driver'}:"
+
+
+def remove_groups_made_by(actor_ids: Iterable[str]) -> None:
+    """Remove the placement groups of dead actors: Ray keeps them until the driver's end."""
+    prefixes = tuple(_owner_prefix(actor_id) for actor_id in actor_ids)
+    for key, entry in placement_group_table().items():
+        if entry["name"].startswith(prefixes) and entry["state"] != "REMOVED":
+            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
+
+
+#: How long a pool waits for the nodes where it would be each time, in seconds.
+_HOME_S = 3.0
+#: The pools that this process holds.
+_in_place: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
+
+
+class RayResourcePool(ResourcePool):
+    """A resource pool with Ray placement groups, one a node, made when they are first needed.
+
+    Each process has a bundle of its own. The groups are sorted by node address, and are made where an
+    equal pool would be, so that ranks stay where they were after a restart.
+    """
+
+    _slots: list[Slot] | None = None
+
+    @classmethod
+    def like(cls, pool: ResourcePool, detached: bool) -> RayResourcePool:
+        """Return a pool of the same description, not placed yet."""
+        return cls(
+            pool.process_on_nodes,
+            pool.use_gpu,
+            pool.max_colocate_count,
+            pool.name,
+            pool.cpus_per_process,
+            accelerator=pool.accelerator,
+            accelerator_type=pool.accelerator_type,
+            resources=pool.resources,
+            strategy=pool.strategy,
+            detached=detached,
+        )
+
+    @property
+    def is_placed(self) -> bool:
+        """True if the placement groups are made."""
+        return self._slots is not None
+
+    def get_slots(self, timeout: float = 300.0) -> list[Slot]:
+        """Return a place for each process, those of a node beside each other, by node address.
+
+        Raises:
+            ResourceError: not placed within ``timeout`` seconds; names the request, the nodes that are
+                missing, and the resources of each node.
+        """
+        if self._slots is None:
+            self._slots = self._place(timeout)
+            _in_place.add(self)
+        return self._slots
+
+    def get_placement_groups(self, timeout: float = 300.0) -> list[Any]:
+        """Return the placement groups, by node address.
+
+        Raises:
+            ResourceError: see :meth:`get_slots`.
+        """
+        self.get_slots(timeout)
+        return list(self.groups_by_id().values())
+
+    def groups_by_id(self) -> dict[str, Any]:
+        """Return the placement groups that are made."""
+        return {slot.key[0]: slot.group for slot in self._slots or ()}
+
+    def release(self) -> None:
+        """Release the placement groups."""
+        for group in self.groups_by_id().values():
+            remove_placement_group(group)
+        self.forget()
+
+    def forget(self) -> None:
+        """Forget the placement groups without releasing them."""
+        self._slots = None
+        _in_place.discard(self)
+
+    def _place(self, timeout: float) -> list[Slot]:
+        deadline = time.monotonic() + timeout
+        targets = self._targets()
+        groups = [self._make_group(*entry) for entry in zip(self.process_on_nodes, targets, strict=True)]
+        try:
+            grace = time.monotonic() + min(_HOME_S, timeout / 2)
+            for number, target in enumerate(targets):
+                if target is not None and not groups[number].wait(max(grace - time.monotonic(), 0.001)):
+                    # Somebody else is where this pool would be.
+                    remove_placement_group(groups[number])
+                    groups[number] = self._make_group(self.process_on_nodes[number], None)
+            self._wait(groups, timeout, deadline)
+            return _slots_of(groups)
+        except BaseException:
+            for group in groups:
+                remove_placement_group(group)
+            raise
+
+    def _make_group(self, processes: int, address: str | None) -> Any:
+        bundles = [self.bundle() for _ in range(processes)]
+        if address is not None:
+            bundles[0][f"node:{address}"] = 0.001
+        creator = ray.get_runtime_context().get_actor_id() or ""
+        return placement_group(
+            bundles,
+            strategy=self.strategy,
+            name=f"{_owner_prefix(creator)}{self.name}:{uuid.uuid4().hex}",
+            lifetime="detached" if self.detached else None,
+        )
+
+    def _targets(self) -> list[str | None]:
+        """Return the addresses where an equal pool would lie each time, as far as this process knows."""
+        nodes = read_nodes()
+        # What Ray says is free lags behind the end of a pool, which would move the next one.
+        left = {node.node_id: node.total for node in nodes}
+        for pool in _in_place:
+            for slot in pool.get_slots():
+                held = left.setdefault(slot.node_id, {})
+                for name, amount in pool.bundle().items():
+                    held[name] = held.get(name, 0.0) - amount
+        manager = ResourcePoolManager({self.name: self}, {})
+        plan = manager.plan([left[node.node_id] for node in nodes]) if self.strategy == "STRICT_PACK" else None
+        if plan is None or len(nodes) == 1 or len({node.address for node in nodes}) < len(nodes):
+            return [None] * len(self.process_on_nodes)
+        return [nodes[number].address for number in plan]
+
+    def _wait(self, groups: Sequence[Any], timeout: float, deadline: float) -> None:
+        placed = [group.wait(max(deadline - time.monotonic(), 0.001)) for group in groups]
+        if all(placed):
+            return
+        bundle = self.bundle()
+        waiting = [
+            describe_resources({name: count * amount for name, amount in bundle.items()})
+            for count, done in zip(self.process_on_nodes, placed, strict=True)
+            if not done
+        ]
+        nodes = "; ".join(node.describe(bundle) for node in read_nodes())
+        raise ResourceError(
+            f"pool {self.name!r} ({list(self.process_on_nodes)} processes, each {describe_resources(bundle)}) was not "
+            f"placed within {timeout:.3g} s; it waits for {len(waiting)} of {len(groups)} nodes, for "
+            f"{' and '.join(waiting)} free on one node. {nodes or 'no node'}"
+        )
+
+
+def _slots_of(groups: Sequence[Any]) -> list[Slot]:
+    addresses = {node.node_id: node.address for node in read_nodes()}
+    slots = []
+    for group in groups:
+        nodes = placement_group_table(group)["bundles_to_node_id"]
+        slots += [Slot(group, bundle, addresses.get(nodes[bundle], ""), nodes[bundle]) for bundle in sorted(nodes)]
+    return sort_slots(slots)
+
+
+def sort_slots(slots: Iterable[Slot]) -> list[Slot]:
+    """Sort by node address; nodes that share an address stay apart, in the order in which they first come."""
+    slots = list(slots)
+    first = {slot.node_id: number for number, slot in reversed(list(enumerate(slots)))}
+    return sorted(slots, key=lambda slot: (_natural(slot.node), first[slot.node_id]))
+
+
+class Placements:
+    """The pools that a runtime has placed."""
+
+    def __init__(self) -> None:
+        #: The pool as it was asked for (kept, so that its id stays its own), and the one that was placed.
+        self._placed: dict[int, tuple[ResourcePool, RayResourcePool]] = {}
+        #: Placement groups that other drivers made for detached groups which were attached here.
+        self._adopted: dict[str, Any] = {}
+
+    def slots(self, pool: ResourcePool, detached: bool, timeout: float) -> list[Slot]:
+        """Return a place for each rank of a pool; place the pool if it is not yet.
+
+        Raises:
+            ResourceError: it cannot be placed, or not for as long as is asked.
+        """
+        bases = {id(base): self._resolve(base, detached) for base, _ in pool.places()}
+        missing = [base for base in bases.values() if not base.is_placed]
+        if missing:
+            placed = [base for _, base in self._placed.values() if base.is_placed]
+            pools = {f"{number}": base for number, base in enumerate([*placed, *missing])}
+            ResourcePoolManager(pools, {}).check(read_nodes())
+        deadline = time.monotonic() + timeout
+        slots = {key: base.get_slots(max(deadline - time.monotonic(), 0.001)) for key, base in bases.items()}
+        return sort_slots(slots[id(base)][number] for base, number in pool.places())
+
+    def _resolve(self, base: ResourcePool, detached: bool) -> RayResourcePool:
+        if id(base) in self._placed:
+            found = self._placed[id(base)][1]
+        elif isinstance(base, RayResourcePool):
+            found = base
+            if not found.is_placed:
+                self._placed[id(base)] = (base, found)  # placed by us, and so released by us
+        else:
+            found = RayResourcePool.like(base, detached or base.detached)
+            self._placed[id(base)] = (base, found)
+        if detached and not found.detached:
+            raise ResourceError(
+                f"pool {base.name!r} ends with this process, and so would a detached group on it; "
+                "create the pool with detached=True"
+            )
+        return found
+
+    def owns(self, slots: Iterable[Slot]) -> bool:
+        """Return True if the places are in pools that were placed here, not by the caller."""
+        return {slot.key[0] for slot in slots} <= {key for base in self._in_place() for key in base.groups_by_id()}
+
+    def _in_place(self) -> list[RayResourcePool]:
+        return [base for _, base in self._placed.values() if base.is_placed]
+
+    def adopt(self, slots: Iterable[Slot]) -> None:
+        """Take over the placement groups of a detached group."""
+        self._adopted.update({slot.key[0]: slot.group for slot in slots})
+
+    def has_detached(self) -> bool:
+        """Return True if a placement group is kept here that outlives its driver."""
+        return bool(self._adopted) or any(base.detached for base in self._in_place())
+
+    def release_all_but(self, used: Collection[str]) -> None:
+        """Release the pools none of whose placement groups (by id) is in use."""
+        for key, (_, base) in list(self._placed.items()):
+            if not set(base.groups_by_id()) & set(used):
+                base.release()
+                del self._placed[key]
+        for group_id in set(self._adopted) - set(used):
+            remove_placement_group(self._adopted.pop(group_id))
+
+    def forget(self) -> None:
+        """Forget all pools without releasing them."""
+        for base in self._in_place():
+            base.forget()
+        self._placed.clear()
+        self._adopted.clear()
+
+
+def check_room(pool: ResourcePool, slots: Sequence[Slot], held: Sequence[tuple[str, Sequence[Slot]]]) -> None:
+    """Refuse one group too many on a device.
+
+    Args:
+        pool: where the group is to be.
+        slots: its places.
+        held: the groups that run, by name, and theirs.
+
+    Raises:
+        ResourceError: names the groups that are there.
+    """
+    wanted = {slot.key for slot in slots}
+    there = {name: wanted & {slot.key for slot in places} for name, places in held}
+    taken = Counter(key for keys in there.values() for key in keys)
+    if taken and max(taken.values()) >= pool.max_colocate_count:
+        names = ", ".join(name for name, keys in there.items() if keys)
+        raise ResourceError(
+            f"pool {pool.name!r} is full: {names} runs there, and max_colocate_count is {pool.max_colocate_count}. "
+            "Put the roles into one group, shut a group down first, or raise max_colocate_count"
+        )

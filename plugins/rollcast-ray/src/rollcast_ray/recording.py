@@ -1,0 +1,335 @@
+"""Record one call at the boundary of a worker group, run it again in this process, and compare the outcomes.
+
+A record is a folder: ``record.json`` (a description), ``call.pkl`` and ``outcome.pkl`` (pickles: load only
+records that you trust), and ``state/<role>/`` as the workers' :meth:`rollcast.Worker.record_state` wrote it.
+Works on every runtime.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import json
+import logging
+import pdb  # noqa: T100  # for --debug
+import pickle
+import re
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rollcast import DataProto, DataProtoFuture, ResourcePool, Worker, WorkerGroup, WorkerHost
+from rollcast.contracts.files import replace_file
+from rollcast.contracts.runtime import runtimes
+from rollcast.contracts.worker import ClassWithInitArgs
+from rollcast.errors import ColumnError, ConfigError, WorkerError
+
+__all__ = [
+    "CallOutcome",
+    "CallRecord",
+    "CallRecorder",
+    "Finding",
+    "Replay",
+    "compare",
+    "load_record",
+    "replay",
+]
+
+logger = logging.getLogger(__name__)
+
+_WANTED = re.compile(r"(?:(?P<role>[\w.-]+)\.)?(?P<method>\w+)(?::(?P<number>[1-9]\d*))?")
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """A call before it was made.
+
+    Attributes:
+        group, role, method: what was called.
+        world_size: ranks of the group.
+        roles: role → class with arguments, of all roles of the group.
+        env: environment variables of its processes.
+        args, kwargs: as the controller gave them; handles were fetched.
+    """
+
+    group: str
+    role: str
+    method: str
+    world_size: int
+    roles: Mapping[str, ClassWithInitArgs[Any]]
+    env: Mapping[str, str]
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CallOutcome:
+    """The result of a call; ``error`` is its message if it failed."""
+
+    result: Any = None
+    error: str = ""
+
+
+class _Recording:
+    """A call that is being recorded."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    def end(self, result: Any) -> None:
+        """Write the call's result."""
+        self._write(CallOutcome(_fetched(result)))
+
+    def __enter__(self) -> None:
+        """Write an error that is raised inside as the outcome."""
+
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None:
+            self._write(CallOutcome(error=f"{type(error).__name__}: {error}"))
+
+    def _write(self, outcome: CallOutcome) -> None:
+        _dump(outcome, self.folder / "outcome.pkl")
+        logger.info("recorded in %s; `rollcast replay %s` runs the call again", self.folder, self.folder)
+
+
+class CallRecorder:
+    """Records the first call of a method, or the call of a given number.
+
+    Args:
+        wanted: ``method``, ``role.method``, and with ``:3`` the third call.
+        folder: the record becomes a folder in it.
+
+    Raises:
+        ConfigError: ``wanted`` has another form.
+    """
+
+    def __init__(self, wanted: str, folder: Path) -> None:
+        parts = _WANTED.fullmatch(wanted)
+        if parts is None:
+            raise ConfigError(
+                f"runtime.record is {wanted!r}; it names a method, as in update_actor, actor_rollout.update_actor or "
+                "update_actor:3 for its third call"
+            )
+        self.wanted = wanted
+        self._role, self._method = parts["role"], parts["method"]
+        self._number = int(parts["number"] or 1)
+        self._folder = folder
+        self._calls: Counter[str] = Counter()
+        self.recorded: Path | None = None
+
+    def begin(
+        self, group: WorkerGroup, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> _Recording | None:
+        """Start recording this call if it is the one requested; return the recording, else None.
+
+        Raises:
+            WorkerError: the group was attached to, so the arguments of its workers are unknown here.
+        """
+        self._calls[f"{group.role}.{method}"] += 1
+        if self.recorded is not None or method != self._method or self._role not in (None, group.role):
+            return None
+        if self._calls[f"{group.role}.{method}"] != self._number:
+            return None
+        spec = group.launch_spec
+        if spec is None:
+            raise WorkerError(f"{group!r} was attached to; only calls of groups that this process started are recorded")
+        folder = self._new_folder(f"{group.role}.{method}-{self._number}")
+        self.recorded = folder
+        record = CallRecord(
+            spec.name,
+            group.role,
+            method,
+            group.world_size,
+            dict(spec.roles),
+            dict(spec.env),
+            tuple(_fetched(value) for value in args),
+            {key: _fetched(value) for key, value in kwargs.items()},
+        )
+        _dump(record, folder / "call.pkl")
+        for role in spec.roles:
+            state = folder / "state" / role
+            state.mkdir(parents=True)
+            group.execute_func(_record_state, role, str(state.absolute()))
+        about = {"group": spec.name, "role": group.role, "method": method, "call": self._number}
+        about |= {"world_size": group.world_size, "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
+        (folder / "record.json").write_text(json.dumps(about, indent=2) + "\n")
+        return _Recording(folder)
+
+    def describe_calls(self) -> str:
+        """Return the calls that were made, with their numbers."""
+        return ", ".join(f"{name} ({count})" for name, count in self._calls.items()) or "none"
+
+    def _new_folder(self, name: str) -> Path:
+        taken = 0
+        while (folder := self._folder / (f"{name}.{taken}" if taken else name)).exists():
+            taken += 1
+        folder.mkdir(parents=True)
+        return folder
+
+
+def load_record(folder: Path) -> tuple[CallRecord, CallOutcome | None]:
+    """Return a record, and its outcome unless the process ended before the call did.
+
+    Raises:
+        ConfigError: the folder holds no record, or something in it cannot be loaded here.
+    """
+    if not (folder / "call.pkl").is_file():
+        raise ConfigError(f"{folder} holds no record (call.pkl is missing); runs put theirs into RUN_DIR/records")
+    try:
+        record = pickle.loads((folder / "call.pkl").read_bytes())
+        file = folder / "outcome.pkl"
+        outcome = pickle.loads(file.read_bytes()) if file.exists() else None
+    except (ImportError, AttributeError, EOFError, pickle.UnpicklingError) as error:
+        raise ConfigError(
+            f"{folder} cannot be loaded: {type(error).__name__}: {error}; install what the recorded run had installed"
+        ) from error
+    return record, outcome
+
+
+def _record_state(worker: Worker, role: str, folder: str) -> None:
+    worker.colocated[role].record_state(folder)
+
+
+def _fetched(value: Any) -> Any:
+    return value.get() if isinstance(value, DataProtoFuture) else value
+
+
+def _dump(value: Any, file: Path) -> None:
+    # Classes of the script itself travel with the record where cloudpickle is there.
+    found = importlib.util.find_spec("cloudpickle") is not None
+    pickler: Any = importlib.import_module("cloudpickle") if found else pickle
+    replace_file(file, pickler.dumps(value))
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One value of the result, compared.
+
+    Attributes:
+        where: such as ``result['old_log_probs']``.
+        difference: largest absolute difference; 0 if equal, infinite if the values cannot be compared.
+        detail: both values.
+    """
+
+    where: str
+    difference: float
+    detail: str
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A call that was run again.
+
+    Attributes:
+        record: the recorded call.
+        recorded, replayed: the outcomes; ``recorded`` is None where the process ended before the call did.
+        findings: one for each value of the results.
+    """
+
+    record: CallRecord
+    recorded: CallOutcome | None
+    replayed: CallOutcome
+    findings: tuple[Finding, ...]
+
+    def agrees(self, atol: float) -> bool:
+        """Return True if no difference is larger than ``atol``, and both failed or neither."""
+        failed = self.recorded is not None and bool(self.recorded.error)
+        return failed == bool(self.replayed.error) and all(found.difference <= atol for found in self.findings)
+
+
+def replay(folder: Path, debug: bool = False) -> Replay:
+    """Build the workers of a record in this process, restore their state, and make the call.
+
+    Args:
+        folder: a record. It is unpickled: trust it.
+        debug: stop in the debugger at the first line of the worker's method.
+
+    Raises:
+        ConfigError: there is no such record, or it cannot be loaded here.
+        WorkerError: a worker cannot be built or take its state.
+        DispatchError: the dispatch mode cannot give the call's arguments to one rank.
+    """
+    record, recorded = load_record(folder)
+    local = runtimes.get("local", requested_by="rollcast replay")
+    with local.from_config(local.config_schema(), processes=1) as runtime:
+        group = WorkerGroup(ResourcePool([1]), record.roles, runtime=runtime, name=record.group, env=record.env)
+        host: WorkerHost = group.workers[0].handle
+        for role, worker in host.workers.items():
+            worker.replay_state(str((folder / "state" / role).absolute()))
+        worker = host.workers[record.role]
+        if debug:
+            setattr(worker, record.method, functools.partial(pdb.runcall, getattr(worker, record.method)))
+        method = getattr(group.spawn([record.role])[record.role], record.method)
+        try:
+            result = method(*record.args, **record.kwargs)
+            replayed = CallOutcome(result.get() if isinstance(result, DataProtoFuture) else result)
+        except WorkerError as error:
+            replayed = CallOutcome(error=f"{type(error).__name__}: {error}")
+    findings: tuple[Finding, ...] = ()
+    if recorded is not None and not recorded.error and not replayed.error:
+        findings = tuple(compare(_one_rank(recorded.result, record.world_size), replayed.result))
+    return Replay(record, recorded, replayed, findings)
+
+
+def _one_rank(result: Any, world_size: int) -> Any:
+    """Return the part of a list by rank that one rank would have returned; other results as they are."""
+    return result[:1] if isinstance(result, list) and len(result) == world_size > 1 else result
+
+
+def compare(recorded: Any, replayed: Any, where: str = "result") -> Iterator[Finding]:
+    """Yield a finding for each value of two results: columns of DataProtos, tensors, numbers, items of containers."""
+    if isinstance(recorded, DataProto) and isinstance(replayed, DataProto):
+        names = {*recorded.keys(), *replayed.keys()}
+        pairs = {name: (_column(recorded, name), _column(replayed, name)) for name in names}
+        if recorded.meta_info or replayed.meta_info:
+            yield from compare(recorded.meta_info, replayed.meta_info, f"{where}.meta_info")
+    elif isinstance(recorded, Mapping) and isinstance(replayed, Mapping):
+        pairs = {key: (recorded.get(key, _MISSING), replayed.get(key, _MISSING)) for key in {*recorded, *replayed}}
+    elif isinstance(recorded, list | tuple) and isinstance(replayed, list | tuple) and len(recorded) == len(replayed):
+        pairs = dict(enumerate(zip(recorded, replayed, strict=True)))
+    else:
+        yield Finding(where, _difference(recorded, replayed), f"{_describe(recorded)} / {_describe(replayed)}")
+        return
+    for key in sorted(pairs, key=str):
+        yield from compare(*pairs[key], f"{where}[{key!r}]")
+
+
+_MISSING = object()
+
+
+def _column(batch: Any, name: str) -> Any:
+    try:
+        column = batch[name]
+    except ColumnError:
+        return _MISSING
+    return column if hasattr(column, "is_nested") else column.tolist()
+
+
+def _difference(left: Any, right: Any) -> float:
+    if isinstance(left, torch.Tensor) and isinstance(right, torch.Tensor):
+        if left.is_nested and right.is_nested:
+            left, right = left.values(), right.values()
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return float("inf")
+        if torch.equal(left, right) or not left.numel():
+            return 0.0
+        gap = (left.double() - right.double()).abs().masked_fill(left.isnan() & right.isnan(), 0.0)
+        return float(gap.nan_to_num(float("inf")).max())
+    if isinstance(left, int | float) and isinstance(right, int | float):
+        return 0.0 if left == right or (left != left and right != right) else abs(float(left) - float(right))
+    return 0.0 if type(left) is type(right) and bool(left == right) else float("inf")
+
+
+def _describe(value: Any) -> str:
+    if value is _MISSING:
+        return "missing"
+    if hasattr(value, "is_nested"):
+        dtype = str(value.dtype).removeprefix("torch.")
+        return f"{dtype} {'ragged' if value.is_nested else list(value.shape)}"
+    return f"{value!r:.40}"
