@@ -8,8 +8,7 @@ import pytest
 from page_packages import DOCS, PagePackage, titled_blocks
 from run_commands import read_metrics
 
-from rollcast.contracts.algorithm import advantages, kl_penalties, loss_aggregations, policy_losses
-from rollcast.contracts.kl_controller import kl_controllers
+from rollcast.contracts.algorithm import advantages, kl_controllers, kl_penalties, loss_aggregations, policy_losses
 from rollcast_testing import PolicyLossSuite
 
 PAGE = "algorithms.md"

@@ -20,7 +20,8 @@ import psutil
 import torch
 
 from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
-from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.contracts.weights import WeightReport
+from rollcast_serving.receiving import WeightTally
 from rollcast_serving.server import IncomingWeights
 
 

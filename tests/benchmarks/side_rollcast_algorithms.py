@@ -16,14 +16,15 @@ from torch import Tensor
 from rollcast.contracts.algorithm import (
     AdvantageInputs,
     Denominators,
+    KlControllerSettings,
     PolicyLossInputs,
     advantages,
+    kl_controllers,
     kl_penalties,
     loss_aggregations,
     policy_losses,
     prepare_policy_loss,
 )
-from rollcast.contracts.kl_controller import KlControllerSettings, kl_controllers
 from rollcast_algorithms import RolloutCorrectionConfig, clipped_value_loss, correct_rollout, entropy
 
 Case = dict[str, Any]
@@ -45,16 +46,18 @@ def advantage(name: str, case: Case) -> Found:
             token_level_rewards=case["rewards"] * mask,
             response_mask=mask,
             group_ids=case["full_groups"] if name == "grpo_passk" else case["groups"],
-            values=case["values"],
             gamma=case["gamma"],
             lam=case["lam"],
             norm_adv_by_std_in_grpo=case["by_std"],
             options=options.get(name, {}),
-            old_log_probs=case["old"],
-            sum_pi_squared=case["sum_pi_squared"],
-            reward_baselines=case["baselines"],
-            reward_components=case["components"],
-            rollout_is_weights=case["is_weights"],
+            columns={
+                "values": case["values"],
+                "old_log_probs": case["old"],
+                "sum_pi_squared": case["sum_pi_squared"],
+                "reward_baselines": case["baselines"],
+                "rollout_is_weights": case["is_weights"],
+                **{f"reward_component/{key}": column for key, column in case["components"].items()},
+            },
         )
     )
     return {"advantages": out.advantages[mask == 1], "returns": out.returns[mask == 1]}

@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollcast.contracts.algorithm import AdvantageInputs, advantage_needs
+from rollcast.contracts.algorithm import AdvantageInputs, Needs, needs_of
+from rollcast.errors import ColumnError
 from rollcast_algorithms.advantages import GRPO_EPSILON, gae, grpo
 
 NAN = float("nan")
@@ -26,7 +27,7 @@ def batch(seed: int, rows: int = 7, width: int = 9) -> AdvantageInputs:
         token_level_rewards=torch.randn(rows, width, generator=generator).masked_fill(~mask, NAN),
         response_mask=mask.long(),
         group_ids=group_ids,
-        values=torch.randn(rows, width, generator=generator).masked_fill(~mask, NAN),
+        columns={"values": torch.randn(rows, width, generator=generator).masked_fill(~mask, NAN)},
         gamma=float(torch.rand((), generator=generator)),
         lam=float(torch.rand((), generator=generator)),
     )
@@ -57,7 +58,6 @@ def grpo_in_loops(inputs: AdvantageInputs) -> list[list[float]]:
 
 def gae_in_loops(inputs: AdvantageInputs) -> tuple[list[list[float]], list[list[float]]]:
     """Raw advantages and returns."""
-    assert inputs.values is not None
     rewards, values = inputs.token_level_rewards.tolist(), inputs.values.tolist()
     all_advantages, all_returns = [], []
     for row, keep in enumerate(inputs.response_mask.tolist()):
@@ -112,7 +112,7 @@ def test_grpo_agrees_with_loops(seed: int, by_std: bool) -> None:
 
 
 def gae_inputs(rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float) -> AdvantageInputs:
-    return AdvantageInputs(rewards, mask, torch.arange(len(mask)), values, gamma, lam)
+    return AdvantageInputs(rewards, mask, torch.arange(len(mask)), gamma, lam, columns={"values": values})
 
 
 def test_gae_worked_example() -> None:
@@ -163,9 +163,11 @@ def test_gae_with_gamma_and_lambda_one_returns_what_is_to_come(width: int) -> No
 def test_any_float_dtype_gives_float32(estimator: object, dtype: torch.dtype) -> None:
     assert callable(estimator)
     inputs = batch(3)
-    assert inputs.values is not None
     other = AdvantageInputs(
-        inputs.token_level_rewards.to(dtype), inputs.response_mask, inputs.group_ids, inputs.values.to(dtype)
+        inputs.token_level_rewards.to(dtype),
+        inputs.response_mask,
+        inputs.group_ids,
+        columns={"values": inputs.values.to(dtype)},
     )
     out = estimator(other)
     assert out.advantages.dtype == out.returns.dtype == torch.float32
@@ -173,18 +175,16 @@ def test_any_float_dtype_gives_float32(estimator: object, dtype: torch.dtype) ->
 
 
 def test_they_say_what_they_need() -> None:
-    assert advantage_needs(grpo).groups
-    assert not advantage_needs(grpo).values
-    assert advantage_needs(gae).values
-    assert not advantage_needs(gae).groups
+    assert needs_of(grpo) == Needs(compares_samples=True)
+    assert needs_of(gae) == Needs(frozenset({"values"}))
 
 
 def test_they_refuse_what_does_not_fit() -> None:
     ones = torch.ones(2, 3)
-    with pytest.raises(ValueError, match="needs the values of a critic"):
+    with pytest.raises(ColumnError, match=r"no column 'values'; it has: none\. Declare .* needs=\{'values'\}"):
         gae(AdvantageInputs(ones, ones, torch.arange(2)))
     with pytest.raises(ValueError, match=r"values is \[2, 1\], but the mask is \[2, 3\]"):
-        gae(AdvantageInputs(ones, ones, torch.arange(2), torch.ones(2, 1)))
+        gae(AdvantageInputs(ones, ones, torch.arange(2), columns={"values": torch.ones(2, 1)}))
     with pytest.raises(ValueError, match="token_level_rewards"):
         grpo(AdvantageInputs(torch.ones(2, 4), ones, torch.arange(2)))
     with pytest.raises(ValueError, match=r"group_ids is \[3\], but there are 2 rows"):

@@ -65,9 +65,9 @@ class TestGdpo(AdvantageSuite):
             scored(
                 [0.0, 0.0, 0.0, 0.0],
                 [0, 0, 1, 1],
-                reward_components={
-                    "right": torch.tensor([1.0, 0.0, 0.0, 5.0]),
-                    "form": torch.tensor([1.0, 0.0, 10.0, 0.0]),
+                columns={
+                    "reward_component/right": torch.tensor([1.0, 0.0, 0.0, 5.0]),
+                    "reward_component/form": torch.tensor([1.0, 0.0, 10.0, 0.0]),
                 },
                 options={"gdpo_reward_keys": ["right", "form"], "gdpo_reward_weights": [3.0, 1.0]},
             ),
@@ -103,14 +103,14 @@ class TestReinforcePlusPlusBaseline(AdvantageSuite):
 class TestRemax(AdvantageSuite):
     name = "remax"
     examples = (
-        (scored([4.0, 1.0], [0, 1], reward_baselines=torch.tensor([3.0, 0.5])), rows(1.0, 0.5)),
+        (scored([4.0, 1.0], [0, 1], columns={"reward_baselines": torch.tensor([3.0, 0.5])}), rows(1.0, 0.5)),
         # A reward on the way is no longer to come at the next token.
         (
             AdvantageInputs(
                 torch.tensor([[1.0, 0.0, 4.0]]),
                 torch.ones(1, 3),
                 torch.tensor([0]),
-                reward_baselines=torch.tensor([2.0]),
+                columns={"reward_baselines": torch.tensor([2.0])},
             ),
             [[3.0, 2.0, 2.0]],
         ),
@@ -152,8 +152,7 @@ def two_rows() -> AdvantageInputs:
         torch.tensor([[0.0, 0.0, 4.0], [0.0, 1.0, 0.0]]),
         mask,
         torch.tensor([0, 0]),
-        old_log_probs=torch.full((2, 3), math.log(0.5)),
-        sum_pi_squared=torch.full((2, 3), 0.5),
+        columns={"old_log_probs": torch.full((2, 3), math.log(0.5)), "sum_pi_squared": torch.full((2, 3), 0.5)},
     )
 
 
@@ -178,9 +177,9 @@ class TestGae(AdvantageSuite):
                 torch.tensor([[0.0, 0.0, 8.0]]),
                 torch.ones(1, 3),
                 torch.tensor([0]),
-                torch.tensor([[1.0, 2.0, 4.0]]),
                 gamma=0.5,
                 lam=0.5,
+                columns={"values": torch.tensor([[1.0, 2.0, 4.0]])},
             ),
             [[-1.5 / math.sqrt(63 / 16), -0.75 / math.sqrt(63 / 16), 2.25 / math.sqrt(63 / 16)]],
         ),

@@ -11,7 +11,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, advantage_needs, advantages
+from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, Needs, advantages, needs_of
+from rollcast.errors import ColumnError
 from rollcast_algorithms.advantages import (
     gdpo,
     gpg,
@@ -46,10 +47,12 @@ def batch(seed: int, *, gaps: bool = True, width: int = 9) -> AdvantageInputs:
         response_mask=mask.long(),
         group_ids=groups + (groups > 0),
         gamma=float(torch.rand((), generator=generator)),
-        old_log_probs=-draw().abs() - 0.1,
-        sum_pi_squared=draw().abs().clamp(max=1.0),
-        reward_baselines=torch.randn(7, generator=generator),
-        rollout_is_weights=draw().abs(),
+        columns={
+            "old_log_probs": -draw().abs() - 0.1,
+            "sum_pi_squared": draw().abs().clamp(max=1.0),
+            "reward_baselines": torch.randn(7, generator=generator),
+            "rollout_is_weights": draw().abs(),
+        },
     )
 
 
@@ -127,7 +130,6 @@ def plus_plus_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
 
 
 def remax_in_loops(inputs: AdvantageInputs) -> torch.Tensor:
-    assert inputs.reward_baselines is not None
     found = plus_plus_returns(inputs) - inputs.reward_baselines.unsqueeze(-1)
     return torch.where(inputs.response_mask == 1, found, 0.0)
 
@@ -139,9 +141,6 @@ def plus_plus_returns(inputs: AdvantageInputs) -> torch.Tensor:
 
 def baseline_in_loops(inputs: AdvantageInputs, by_count: bool) -> torch.Tensor:
     """The optimal token baseline, token by token; ``by_count`` compares the k-th own tokens."""
-    assert inputs.old_log_probs is not None
-    assert inputs.sum_pi_squared is not None
-    assert inputs.rollout_is_weights is not None
     tokens: list[dict[int, tuple[int, float, float]]] = []
     returns = plus_plus_returns(inputs)
     for row, keep in enumerate(inputs.response_mask.tolist()):
@@ -198,8 +197,13 @@ def test_gaps_do_not_matter_to_the_multi_turn_baseline() -> None:
     def apart(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.new_zeros(7, 13).index_copy(1, place, tensor)
 
-    names = ("token_level_rewards", "response_mask", "old_log_probs", "sum_pi_squared", "rollout_is_weights")
-    gapped = replace(dense, **{name: apart(getattr(dense, name)) for name in names})
+    columns = {name: apart(dense.column(name)) for name in ("old_log_probs", "sum_pi_squared", "rollout_is_weights")}
+    gapped = replace(
+        dense,
+        token_level_rewards=apart(dense.token_level_rewards),
+        response_mask=apart(dense.response_mask),
+        columns=columns,
+    )
     out = tir_optimal_token_baseline(gapped).advantages[:, place]
     torch.testing.assert_close(out, tir_optimal_token_baseline(dense).advantages)
 
@@ -262,9 +266,10 @@ def test_a_score_that_is_not_finite_stays_within_its_group(estimator: AdvantageE
 
 
 def test_gdpo_says_what_is_wrong_with_its_components() -> None:
-    inputs = replace(batch(0), reward_components={"accuracy": torch.ones(7), "format": torch.zeros(7)})
-    with pytest.raises(ValueError, match="gdpo needs reward_components"):
-        gdpo(replace(inputs, reward_components={}))
+    components = {"reward_component/accuracy": torch.ones(7), "reward_component/format": torch.zeros(7)}
+    inputs = batch(0).with_columns(components)
+    with pytest.raises(ColumnError, match="no column 'reward_component/'"):
+        gdpo(batch(0))
     with pytest.raises(ValueError, match="gdpo_reward_keys names style; the reward's components are accuracy, format"):
         gdpo(replace(inputs, options={"gdpo_reward_keys": ["style"]}))
     with pytest.raises(ValueError, match="has 1 weights, but gdpo_reward_keys names 2"):
@@ -272,21 +277,22 @@ def test_gdpo_says_what_is_wrong_with_its_components() -> None:
     with pytest.raises(ValueError, match="has 2 weights, but gdpo_reward_keys is not set"):
         gdpo(replace(inputs, options={"gdpo_reward_weights": [1.0, 2.0]}))
     with pytest.raises(ValueError, match=r"reward_components\['accuracy'\] is \[6\], but there are 7 rows"):
-        gdpo(replace(inputs, reward_components={"accuracy": torch.ones(6)}))
+        gdpo(batch(0).with_columns({"reward_component/accuracy": torch.ones(6)}))
 
 
 @pytest.mark.parametrize("name", advantages.names())
 def test_unknown_options_are_refused(name: str) -> None:
-    inputs = replace(batch(0), options={"lamda": 1}, values=torch.zeros(7, 9), reward_components={"a": torch.ones(7)})
+    columns = {"values": torch.zeros(7, 9), "reward_component/a": torch.ones(7)}
+    inputs = replace(batch(0), options={"lamda": 1}).with_columns(columns)
     with pytest.raises(ValueError, match="has no option 'lamda'"):
         advantages.get(name)(inputs)
 
 
 def test_they_say_what_they_need() -> None:
-    assert advantage_needs(remax).reward_baselines
-    assert not advantage_needs(remax).groups
-    assert advantage_needs(gdpo).reward_components
-    assert advantage_needs(optimal_token_baseline).sum_pi_squared
-    assert not advantage_needs(reinforce_plus_plus).groups
+    assert needs_of(remax) == Needs(frozenset({"reward_baselines"}))
+    assert needs_of(gdpo) == Needs(frozenset({"reward_component/"}), compares_samples=True)
+    assert needs_of(optimal_token_baseline).columns == {"old_log_probs", "sum_pi_squared"}
+    assert needs_of(optimal_token_baseline).optional == {"rollout_is_weights"}
+    assert needs_of(reinforce_plus_plus) == Needs()
     with pytest.raises(ValueError, match=r"reward_baselines is \[3\], but there are 7 rows"):
-        remax(replace(batch(0), reward_baselines=torch.zeros(3)))
+        remax(batch(0).with_columns({"reward_baselines": torch.zeros(3)}))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollcast.contracts.kl_controller import KlControllerSettings, kl_controllers
+from rollcast.contracts.algorithm import KlControllerSettings, kl_controllers
 from rollcast_algorithms.kl_controllers import AdaptiveKlController, FixedKlController
 
 

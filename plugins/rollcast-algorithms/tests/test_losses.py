@@ -11,7 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollcast.contracts.algorithm import Denominators, LossAggregation
+from rollcast.contracts.algorithm import (
+    Denominators,
+    LossAggregation,
+    PolicyLossInputs,
+    PolicyLossOutput,
+    policy_loss,
+)
 from rollcast.contracts.engine import LossFunction, LossInputs
 from rollcast.errors import ColumnError
 from rollcast_algorithms import (
@@ -187,3 +193,20 @@ def test_sft_is_the_same_however_the_batch_is_split() -> None:
 def test_sft_refuses_a_value_model() -> None:
     with pytest.raises(ValueError, match="which a value model does not give"):
         SftLoss()(replace(batch(), log_probs=None))
+
+
+def test_a_policy_loss_reads_the_columns_that_it_declares() -> None:
+    @policy_loss(needs={"trust"}, optional={"entropy_bonus"})
+    def trusting(inputs: PolicyLossInputs) -> PolicyLossOutput:
+        assert set(inputs.columns) <= {"trust"}
+        return PolicyLossOutput(vanilla(inputs).losses * inputs.column("trust"))
+
+    inputs = batch()
+    loss = make_ppo_loss(trusting, token_mean, kl_penalty=k3, use_rollout_is_weights=True)
+    assert loss.needs.columns == {"old_log_probs", "advantages", "trust", "ref_log_prob", "rollout_is_weights"}
+    assert loss.needs.optional == {"entropy_bonus"}
+    doubled = {**inputs.columns, "trust": torch.full_like(inputs.columns["advantages"], 2.0)}
+    trusted = make_ppo_loss(trusting, token_mean)(replace(inputs, columns=doubled)).loss
+    torch.testing.assert_close(trusted, 2 * make_ppo_loss(vanilla, token_mean)(inputs).loss)
+    with pytest.raises(ColumnError, match="no column 'trust'; it has: none"):
+        make_ppo_loss(trusting, token_mean)(inputs)

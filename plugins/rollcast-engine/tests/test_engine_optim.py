@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollcast.contracts.optim import OptimConfig, optimizers
+from rollcast.contracts.engine import OptimConfig
 from rollcast.errors import ConfigError, PluginNotFoundError
-from rollcast_engine.optim import build_optimizer, check_optim, prime_optimizer
+from rollcast_engine.optim import build_optimizer, check_optim, optimizers, prime_optimizer
 from rollcast_engine.schedule import learning_rate, warmup_steps
 
 DECAYING = ("linear", "cosine", "wsd")

@@ -17,8 +17,8 @@ from rollcast.contracts.engine import (
     LossOutput,
     ModelConfig,
     ModelType,
+    OptimConfig,
 )
-from rollcast.contracts.optim import OptimConfig
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto

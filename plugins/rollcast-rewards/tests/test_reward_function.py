@@ -98,7 +98,6 @@ def test_verl_mappings(write: Write) -> None:
         ("number", "'number' in .* is of type int and cannot be called"),
         ("two", r"mine\.py:two\(sample, other\) cannot be called: missing a required argument: 'other'"),
         ("with_option", "missing a required .*'bonus'"),
-        ("waits", "is async"),
     ],
 )
 def test_functions_that_do_not_fit(write: Write, name: str, complaint: str) -> None:

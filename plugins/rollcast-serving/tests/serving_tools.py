@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
-from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
+from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast_serving.receiving import WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_testing.tiny import tiny_model_folder
 

@@ -105,3 +105,9 @@ def test_no_requests(data: Any) -> None:
 def test_no_outputs(data: Any) -> None:
     with pytest.raises(RolloutError):
         wire.decode_output(data, SamplingParams())
+
+
+def test_multi_modal_data_is_refused_by_name() -> None:
+    request = RolloutRequest("r7", [1], SamplingParams(), multi_modal_data={"image": [b""], "audio": [b""]})
+    with pytest.raises(errors.CapabilityError, match=r"request 'r7' carries multi_modal_data \(audio, image\)"):
+        wire.encode_request(request)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import (
+    REWARD_COMPONENT,
     AdvantageEstimator,
     AdvantageInputs,
     AdvantageOutputs,
@@ -30,16 +31,14 @@ from rollcast_testing import AdvantageSuite, PolicyLossSuite
 pytest_plugins = ["pytester"]
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def centred(inputs: AdvantageInputs) -> AdvantageOutputs:
     scores = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).sum(-1)
     return AdvantageOutputs.from_scores(scores - inputs.group_mean(scores), inputs.response_mask)
 
 
-@advantage(needs_values=True)
+@advantage(needs={"values"})
 def one_step(inputs: AdvantageInputs) -> AdvantageOutputs:
-    if inputs.values is None:
-        raise ValueError("one_step needs values")
     chosen = inputs.response_mask != 0
     rewards = torch.where(chosen, inputs.token_level_rewards, 0.0).float()
     return AdvantageOutputs(rewards - torch.where(chosen, inputs.values.float(), 0.0), rewards)
@@ -92,13 +91,13 @@ def normalised_without_epsilon(inputs: AdvantageInputs, advantages: Tensor) -> T
     return centred_by_mean / (centred_by_mean.square().sum() / count).sqrt()
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def multiplying_by_the_mask(inputs: AdvantageInputs) -> AdvantageOutputs:
     scores = (inputs.token_level_rewards * inputs.response_mask).sum(-1)
     return AdvantageOutputs.from_scores(scores - inputs.group_mean(scores), inputs.response_mask)
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def std_of_one(inputs: AdvantageInputs) -> AdvantageOutputs:
     scores = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).sum(-1)
     sizes = inputs.group_sizes()
@@ -125,7 +124,7 @@ def secretly_valued(inputs: AdvantageInputs) -> AdvantageOutputs:
     return one_step(inputs)
 
 
-@advantage(needs_values=True, needs_groups=True)
+@advantage(needs={"values"}, compares_samples=True)
 def needing_too_much(inputs: AdvantageInputs) -> AdvantageOutputs:
     return plain(inputs)
 
@@ -136,16 +135,14 @@ def position_in_the_batch(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(out.advantages * torch.arange(len(out.advantages)).unsqueeze(-1), out.returns)
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def by_group_number(inputs: AdvantageInputs) -> AdvantageOutputs:
     out = plain(inputs)
     return AdvantageOutputs(out.advantages * inputs.group_ids.unsqueeze(-1), out.returns)
 
 
-@advantage(needs_reward_components=True, needs_reward_baselines=True)
+@advantage(needs={REWARD_COMPONENT, "reward_baselines"})
 def of_components(inputs: AdvantageInputs) -> AdvantageOutputs:
-    if not inputs.reward_components or inputs.reward_baselines is None:
-        raise ValueError("of_components needs reward_components and reward_baselines")
     total = sum(inputs.reward_components.values(), -inputs.reward_baselines).float()
     return AdvantageOutputs.from_scores(total, inputs.response_mask)
 
@@ -153,17 +150,36 @@ def of_components(inputs: AdvantageInputs) -> AdvantageOutputs:
 @advantage()
 def secretly_weighing(inputs: AdvantageInputs) -> AdvantageOutputs:
     out = plain(inputs)
-    scale = 1.0 if inputs.sum_pi_squared is None else inputs.sum_pi_squared
+    scale = inputs.columns.get("sum_pi_squared", 1.0)
     return AdvantageOutputs(out.advantages * scale, out.returns)
 
 
-@advantage(needs_old_log_probs=True)
+@advantage(needs={"old_log_probs"})
 def crashing_without(inputs: AdvantageInputs) -> AdvantageOutputs:
     out = plain(inputs)
-    return AdvantageOutputs(out.advantages * inputs.old_log_probs.exp(), out.returns)  # type: ignore[union-attr]
+    return AdvantageOutputs(out.advantages * inputs.columns["old_log_probs"].exp(), out.returns)
 
 
-@pytest.mark.parametrize("estimator", [centred, one_step, plain, of_components])
+@advantage(needs={"old_log_probs"})
+def ignoring_a_need(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs(plain(inputs).advantages + 0 * inputs.old_log_probs, plain(inputs).returns)
+
+
+@advantage(optional={"rollout_is_weights"})
+def needing_an_option(inputs: AdvantageInputs) -> AdvantageOutputs:
+    weights = torch.where(inputs.response_mask != 0, inputs.rollout_is_weights.float(), 0.0)
+    return AdvantageOutputs(plain(inputs).advantages * weights, plain(inputs).returns)
+
+
+@advantage(needs={"surprise"}, optional={"rollout_is_weights"})
+def with_a_strangers_column(inputs: AdvantageInputs) -> AdvantageOutputs:
+    chosen, out = inputs.response_mask != 0, plain(inputs)
+    bonus = torch.where(chosen, inputs.column("surprise").float(), 0.0)
+    weights = inputs.columns.get("rollout_is_weights", torch.ones_like(bonus))
+    return AdvantageOutputs((out.advantages + bonus) * torch.where(chosen, weights.float(), 0.0), out.returns)
+
+
+@pytest.mark.parametrize("estimator", [centred, one_step, plain, of_components, with_a_strangers_column])
 def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
     assert broken_laws(AdvantageSuite(), estimator) == set()
 
@@ -189,14 +205,16 @@ def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
         (multiplying_by_the_mask, "ignores_what_is_under_the_mask"),
         (std_of_one, "takes_groups_of_one_row"),
         (in_place, "leaves_its_inputs_alone"),
-        (secretly_grouped, "says_honestly_whether_it_needs_groups"),
-        (secretly_valued, "says_honestly_whether_it_needs_values"),
-        (needing_too_much, "says_honestly_whether_it_needs_groups"),
-        (secretly_weighing, "says_honestly_which_columns_it_needs"),
+        (secretly_grouped, "says_honestly_whether_it_compares_samples"),
+        (secretly_valued, "gives_finite_numbers"),
+        (needing_too_much, "says_honestly_whether_it_compares_samples"),
+        (secretly_weighing, "reads_no_column_that_it_does_not_declare"),
         (crashing_without, "says_honestly_which_columns_it_needs"),
+        (ignoring_a_need, "says_honestly_which_columns_it_needs"),
+        (needing_an_option, "says_honestly_which_columns_it_can_do_without"),
         (with_outputs(lambda _, adv: adv - adv.mean()), "does_not_mix_groups"),
         (with_outputs(lambda i, adv: adv.to(i.token_level_rewards.dtype)), "takes_other_dtypes"),
-        (needing_too_much, "says_honestly_whether_it_needs_values"),
+        (needing_too_much, "says_honestly_which_columns_it_needs"),
         (position_in_the_batch, "follows_a_permutation_of_rows"),
         (by_group_number, "ignores_the_order_of_group_ids"),
     ],
@@ -241,7 +259,7 @@ def test_an_estimator_may_refuse_groups_of_one_row() -> None:
     class Suite(AdvantageSuite):
         single_row_groups = False
 
-    @advantage(needs_groups=True)
+    @advantage(compares_samples=True)
     def refusing(inputs: AdvantageInputs) -> AdvantageOutputs:
         if (inputs.group_sizes() == 1).any():
             raise ValueError("a group has only one row")
@@ -262,7 +280,8 @@ def test_options_reach_the_estimator() -> None:
         return AdvantageOutputs(out.advantages * inputs.options["scale"], out.returns)
 
     assert broken_laws(Suite(), scaled) == set()
-    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite) - {"agrees_with_its_examples"}
+    of_columns = {"says_honestly_which_columns_it_needs", "says_honestly_which_columns_it_can_do_without"}
+    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite) - {"agrees_with_its_examples"} - of_columns
 
 
 def with_losses(change: Callable[[PolicyLossInputs, Tensor], Tensor]) -> PolicyLoss:
@@ -319,8 +338,24 @@ def in_the_inputs_precision(inputs: PolicyLossInputs) -> PolicyLossOutput:
     return PolicyLossOutput(losses, {"kl": -log_ratio.detach()})
 
 
+@policy_loss(needs={"trust"})
+def with_a_column(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    out, chosen = reinforce(inputs), inputs.response_mask != 0
+    return replace(out, losses=out.losses * torch.where(chosen, inputs.column("trust").float(), 1.0))
+
+
+@policy_loss(needs={"trust"})
+def without_its_column(inputs: PolicyLossInputs) -> PolicyLossOutput:
+    return reinforce(inputs)
+
+
 def test_a_right_loss_passes() -> None:
+    class Suite(PolicyLossSuite):
+        on_policy_gradient = False
+        columns = {"trust": lambda generator: torch.rand(5, 7, generator=generator)}  # noqa: RUF012
+
     assert broken_laws(PolicyLossSuite(), reinforce) == set()
+    assert broken_laws(Suite(), with_a_column) == set()
 
 
 @pytest.mark.parametrize(
@@ -348,6 +383,7 @@ def test_a_right_loss_passes() -> None:
         (length_normalised, "takes_rows_without_tokens"),
         (with_losses(lambda _, losses: losses * random.random()), "is_deterministic"),
         (changing_its_inputs, "leaves_its_inputs_alone"),
+        (without_its_column, "says_honestly_which_columns_it_needs"),
     ],
 )
 def test_wrong_losses_fail(loss: PolicyLoss, law: str) -> None:

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from typing import Any
 
 import pytest
+from trainer_tools import SmallTask
 
-from rollcast.contracts.engine import BaseEngine, EngineCapabilities
+from rollcast.config import compose
+from rollcast.contracts.engine import BaseEngine, EngineCapabilities, engines
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.contracts.weight_sync import weight_syncs
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
-from rollcast_trainer.negotiation import Choice, check_choice, check_places
+from rollcast_trainer.negotiation import Choice, check_choice, check_places, check_world_sizes
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.task_runner import TaskRunner
 
 CHOICE = Choice("e", "r", "hybrid", "in_process")
 
@@ -103,3 +108,28 @@ def test_places_that_fit() -> None:
     check_places(Choice("e", "r", "standalone", "disk", 2), False, True, 4)
     check_places(Choice("e", "r", "colocated", "disk"), False, False, 3)
     check_places(CHOICE, True, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "words"),
+    [
+        (1, None, r"actor.engine.name=e runs on at most 1 rank \(.*\), but the pool of role actor has 4"),
+        (None, 2, r"rollout.name=r runs on at most 2 ranks \(.*\), but the pool of role rollout has 3; .* a pool of 2"),
+    ],
+)
+def test_an_engine_or_a_rollout_of_few_ranks(engine: int | None, rollout: int | None, words: str) -> None:
+    limits = EngineCapabilities(max_world_size=engine), RolloutCapabilities(max_world_size=rollout)
+    with pytest.raises(CapabilityError, match=words):
+        check_world_sizes(CHOICE, *limits, 4, 3)
+    check_world_sizes(CHOICE, *limits, 1, 2)
+
+
+def test_a_run_refuses_an_engine_of_one_rank_on_two(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_class = engines.get("fsdp")
+    limited = dataclasses.replace(engine_class.capabilities, max_world_size=1)
+    monkeypatch.setattr(engine_class, "capabilities", limited)
+    config = compose(small_task.ppo(tmp_path, "runtime=ray", "placement.n_gpus_per_node=2")).config
+    with pytest.raises(CapabilityError, match=r"actor\.engine\.name=fsdp runs on at most 1 rank"):
+        TaskRunner(config, PpoTrainer.schema)

@@ -160,3 +160,33 @@ def test_bad_scores_are_refused(tokenizer: Any, name: str, says: str) -> None:
 def test_options_that_a_reward_does_not_take(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward.reward_kwargs .*'test_short'"):
         RewardScorer("test_short", "naive", {"limit": 3}, tokenizer)
+
+
+def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+    results = [
+        RewardResult(1.0, token_scores=[0.5, 0.25, 0.125]),
+        RewardResult(2.0),
+        RewardResult(3.0, token_scores=[]),
+        RewardResult(-1.0, token_scores=[-1.0]),
+    ]
+    scored = Scored([RewardSample("", "")] * 4, results, 1.0)
+    expected = [[0.5, 0.25, 0, 0.25, 0], [0, 0, 2, 0, 0], [3, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]
+    assert scored.token_level_scores(mask).tolist() == expected
+    # A reward model's 10, and half of the results' own.
+    scored.rule_weight, scored.scores = 0.5, 10.0 + 0.5 * scored.scores
+    expected = [[0.25, 0.125, 0, 10.125, 0], [0, 0, 11, 0, 0], [11.5, 0, 0, 0, 0], [9.5, 0, 0, 0, 0]]
+    assert scored.token_level_scores(mask).tolist() == expected
+
+
+def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
+    batch = generated(tokenizer)
+    scorer = RewardScorer("test_echo", "naive", {}, tokenizer)
+    scorer.score(batch)
+    assert [list(sample.turn_ids) for sample in SEEN] == [[], []]
+    SEEN.clear()
+    turns = torch.arange(batch["responses"].shape[1]).expand(len(batch), -1)
+    scorer.score(batch.with_columns({"turn_ids": turns.clone()}))
+    for sample, mask in zip(SEEN, batch["response_mask"], strict=True):
+        assert list(sample.turn_ids) == mask.nonzero().squeeze(-1).tolist()
+        assert len(sample.turn_ids) == len(sample.response_ids)

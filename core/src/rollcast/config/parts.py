@@ -58,5 +58,9 @@ def load_parts(config: DictConfig, origins: Mapping[str, str]) -> None:
     Raises:
         PluginError: a part is missing, broken, or not what its group holds; the cause is chained.
     """
-    for registry, key, name in find_named_parts(config):
-        registry.get(name, requested_by=f"{key} ({origin_of(key, origins)})")
+    loaded: set[tuple[str, str, str]] = set()
+    # A plugin may declare registries of its own (an engine's optimizers), known once it is imported.
+    while named := [each for each in find_named_parts(config) if (each[0].group, each[1], each[2]) not in loaded]:
+        for registry, key, name in named:
+            registry.get(name, requested_by=f"{key} ({origin_of(key, origins)})")
+            loaded.add((registry.group, key, name))

@@ -1,98 +1,214 @@
-"""The contracts of the algorithm's pure parts: advantages, policy losses, aggregation, KL penalties.
+"""Contracts of the pure parts of an algorithm: advantages, policy losses, aggregation, KL penalties and controllers.
 
-Each part is a plain function over tensors, found by name in its registry. Axes: ``B`` rows
-(samples), ``T`` response positions. Masks are ``[B, T]`` with 1 where the policy chose the token;
-a part must give the same answer whatever stands under a 0.
+Each plugin is a plain function over tensors (a class for KL controllers), found by name in its registry. Axes:
+``B`` rows (samples), ``T`` response positions. Masks are ``[B, T]``, 1 where the policy chose the token; a result
+must not depend on values under a 0. Further tensors arrive as named columns, which a function declares::
 
-Example::
+    @advantage(needs={"values"}, compares_samples=True)
+    def lead(inputs: AdvantageInputs) -> AdvantageOutputs:
+        score = torch.where(inputs.response_mask != 0, inputs.token_level_rewards - inputs.values, 0.0).sum(-1)
+        return AdvantageOutputs.from_scores(score - inputs.group_mean(score), inputs.response_mask)
 
-    from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
+Columns of the first-party trainer; any other name may be declared too, if a stage or the dataset writes it:
 
-    @advantage(needs_groups=True)
-    def centred(inputs: AdvantageInputs) -> AdvantageOutputs:
-        score = torch.where(inputs.response_mask != 0, inputs.token_level_rewards, 0.0).sum(-1)
-        score = score - inputs.group_mean(score)
-        return AdvantageOutputs.from_scores(score, inputs.response_mask)
+================================  ===========  ==========================================================
+``values``                        ``[B, T]``   a critic's value of the state before each token
+``old_log_probs``                 ``[B, T]``   log-probs of the sampled tokens before the update
+``ref_log_prob``                  ``[B, T]``   the same under the reference policy
+``sum_pi_squared``                ``[B, T]``   sum over the vocabulary of the squared old probabilities
+``rollout_is_weights``            ``[B, T]``   importance weights of the rollout correction
+``reward_baselines``              ``[B]``      score of a greedy response to the row's prompt
+``reward_component/<name>``       ``[B]``      one component of the row's score
+================================  ===========  ==========================================================
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from rollcast.plugins import Registry, is_callable
+from rollcast.errors import ColumnError
+from rollcast.plugins import Registry, is_callable, subclass_of
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 __all__ = [
+    "REWARD_COMPONENT",
     "AdvantageEstimator",
     "AdvantageInputs",
-    "AdvantageNeeds",
     "AdvantageOutputs",
+    "BaseKlController",
     "Denominators",
+    "InputColumns",
+    "KlControllerSettings",
     "KlPenalty",
     "LossAggregation",
+    "Needs",
     "PolicyLoss",
     "PolicyLossInputs",
     "PolicyLossOutput",
     "PolicyLossPreparation",
     "advantage",
-    "advantage_needs",
     "advantages",
+    "kl_controllers",
     "kl_penalties",
     "kl_penalty",
     "loss_aggregations",
+    "needs_of",
     "needs_vocabulary",
     "policy_loss",
     "policy_losses",
     "prepare_policy_loss",
 ]
 
+REWARD_COMPONENT = "reward_component/"
+"""Prefix of the columns with the components of the score; as a need it stands for all of them."""
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_NEEDS, _PREPARE, _VOCABULARY = "__rollcast_needs__", "__rollcast_prepare__", "__rollcast_needs_vocabulary__"
+
 
 @dataclass(frozen=True)
-class AdvantageInputs:
-    """What an advantage estimator may read.
+class Needs:
+    """Columns that an estimator or a policy loss declares.
 
     Attributes:
-        token_level_rewards: float ``[B, T]``; the scores less a KL penalty if one is in the reward.
+        columns: names it cannot do without. A name that ends with ``/`` stands for all columns with this prefix.
+        optional: names of columns it reads if the batch has them.
+        compares_samples: True if an estimator compares several samples of a prompt.
+    """
+
+    columns: frozenset[str] = frozenset()
+    optional: frozenset[str] = frozenset()
+    compares_samples: bool = False
+
+    def select(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return those of ``columns`` that are declared here, by name."""
+        declared = self.columns | self.optional
+        prefixes = tuple(name for name in declared if name.endswith("/"))
+        return {name: column for name, column in columns.items() if name in declared or name.startswith(prefixes)}
+
+
+def _names(argument: str, names: Collection[str]) -> frozenset[str]:
+    if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
+        raise TypeError(f"{argument} is {names!r}; it has to be a set of column names, such as {{'values'}}")
+    return frozenset(names)
+
+
+def needs_of(function: Callable[..., Any]) -> Needs:
+    """Return what :func:`advantage` or :func:`policy_loss` declared for ``function``; nothing if neither did."""
+    needs = getattr(function, _NEEDS, None)
+    return needs if isinstance(needs, Needs) else Needs()
+
+
+@dataclass(frozen=True)
+class InputColumns:
+    """Base of the inputs that carry further tensors by name.
+
+    Attributes:
+        columns: declared tensors, by name, with the rows of the batch.
+    """
+
+    columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
+
+    def column(self, name: str) -> Tensor:
+        """Return a column.
+
+        Raises:
+            ColumnError: the column is not there; says which are, and how to declare it.
+        """
+        try:
+            return self.columns[name]
+        except KeyError:
+            raise self._missing(name) from None
+
+    def columns_of(self, prefix: str) -> dict[str, Tensor]:
+        """Return the columns whose names begin with ``prefix``, by the rest of their names.
+
+        Raises:
+            ColumnError: there are none.
+        """
+        found = {name.removeprefix(prefix): column for name, column in self.columns.items() if name.startswith(prefix)}
+        if not found:
+            raise self._missing(prefix)
+        return found
+
+    def with_columns(self, columns: Mapping[str, Tensor]) -> Self:
+        """Return these inputs with ``columns`` added or replaced."""
+        return replace(self, columns={**self.columns, **columns})
+
+    def _missing(self, name: str) -> ColumnError:
+        return ColumnError(
+            f"{type(self).__name__} has no column {name!r}; it has: {', '.join(sorted(self.columns)) or 'none'}. "
+            f"Declare the column, as in needs={{{name!r}}}, and have a stage or the dataset write it"
+        )
+
+    @property
+    def values(self) -> Tensor:
+        """The column ``values``, float ``[B, T]``. Raises ColumnError if it was not given; so do those below."""
+        return self.column("values")
+
+    @property
+    def ref_log_prob(self) -> Tensor:
+        """The column ``ref_log_prob``, float ``[B, T]``."""
+        return self.column("ref_log_prob")
+
+    @property
+    def sum_pi_squared(self) -> Tensor:
+        """The column ``sum_pi_squared``, float ``[B, T]``."""
+        return self.column("sum_pi_squared")
+
+    @property
+    def rollout_is_weights(self) -> Tensor:
+        """The column ``rollout_is_weights``, float ``[B, T]``."""
+        return self.column("rollout_is_weights")
+
+    @property
+    def reward_baselines(self) -> Tensor:
+        """The column ``reward_baselines``, float ``[B]``."""
+        return self.column("reward_baselines")
+
+    @property
+    def reward_components(self) -> dict[str, Tensor]:
+        """The columns ``reward_component/<name>``, float ``[B]`` each, by ``<name>``."""
+        return self.columns_of(REWARD_COMPONENT)
+
+
+@dataclass(frozen=True)
+class AdvantageInputs(InputColumns):
+    """Inputs of an advantage estimator.
+
+    Attributes:
+        token_level_rewards: float ``[B, T]``; scores less a KL penalty if it is part of the reward.
         response_mask: ``[B, T]``, 1 where the policy chose the token.
-        group_ids: int64 ``[B]``; rows of one prompt share an id, ids are ``0 .. groups - 1``.
-        values: float ``[B, T]`` of a critic, or None. This and the tensors below that are None or
-            empty are given to estimators that :func:`advantage` says need them.
-        gamma, lam: discount and GAE lambda (verl's keys of the same names).
+        group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id.
+        gamma, lam: discount and GAE lambda (verl's keys).
         norm_adv_by_std_in_grpo: divide by the group's standard deviation.
-        options: further keys of the config's ``algorithm.adv_kwargs``.
-        old_log_probs: float ``[B, T]``, of the sampled tokens under the policy before the update.
-        sum_pi_squared: float ``[B, T]``, the sum over the vocabulary of that policy's squared
-            probabilities at each position.
-        reward_baselines: float ``[B]``, the score of a greedy response to each row's prompt.
-        reward_components: name → float ``[B]``, the parts that a row's score was made of.
-        rollout_is_weights: float ``[B, T]``, importance weights of the rollout correction; given
-            to every estimator where there is such a correction.
+        options: further keys of ``algorithm.adv_kwargs``.
     """
 
     token_level_rewards: Tensor
     response_mask: Tensor
     group_ids: Tensor
-    values: Tensor | None = None
     gamma: float = 1.0
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
-    old_log_probs: Tensor | None = None
-    sum_pi_squared: Tensor | None = None
-    reward_baselines: Tensor | None = None
-    reward_components: Mapping[str, Tensor] = field(default_factory=dict)
-    rollout_is_weights: Tensor | None = None
+
+    @property
+    def old_log_probs(self) -> Tensor:
+        """The column ``old_log_probs``, float ``[B, T]``."""
+        return self.column("old_log_probs")
 
     def group_sizes(self) -> Tensor:
-        """Rows of each row's group, int64 ``[B]``."""
+        """Return the number of rows in each row's group, int64 ``[B]``."""
         return self.group_ids.bincount().index_select(0, self.group_ids)
 
     def group_mean(self, score: Tensor) -> Tensor:
-        """Mean of ``score`` ``[B]`` over each row's group, as ``[B]``."""
+        """Return the mean of ``score`` ``[B]`` over each row's group, ``[B]``."""
         sums = score.new_zeros(int(self.group_ids.max()) + 1 if len(score) else 0)
         sums.index_add_(0, self.group_ids, score)
         return sums.index_select(0, self.group_ids) / self.group_sizes().to(score.dtype)
@@ -119,73 +235,38 @@ class AdvantageOutputs:
         return cls(spread, spread)
 
 
-@dataclass(frozen=True)
-class AdvantageNeeds:
-    """What an estimator needs from the trainer.
-
-    ``groups`` are several samples a prompt. Each of the others is the tensor of that name in
-    :class:`AdvantageInputs`: ``values`` need a critic, ``reward_baselines`` a greedy pass over the
-    prompts, ``sum_pi_squared`` an engine that gives it, ``reward_components`` a reward that has them.
-    """
-
-    values: bool = False
-    groups: bool = False
-    old_log_probs: bool = False
-    sum_pi_squared: bool = False
-    reward_baselines: bool = False
-    reward_components: bool = False
-
-
 AdvantageEstimator = Callable[[AdvantageInputs], AdvantageOutputs]
-_E = TypeVar("_E", bound=AdvantageEstimator)
-_NEEDS = "__rollcast_advantage_needs__"
 
 
 def advantage(
-    *,
-    needs_values: bool = False,
-    needs_groups: bool = False,
-    needs_old_log_probs: bool = False,
-    needs_sum_pi_squared: bool = False,
-    needs_reward_baselines: bool = False,
-    needs_reward_components: bool = False,
-) -> Callable[[_E], _E]:
-    """Say what an estimator needs, see :class:`AdvantageNeeds`; the function comes back unwrapped."""
-    needs = AdvantageNeeds(
-        values=needs_values,
-        groups=needs_groups,
-        old_log_probs=needs_old_log_probs,
-        sum_pi_squared=needs_sum_pi_squared,
-        reward_baselines=needs_reward_baselines,
-        reward_components=needs_reward_components,
-    )
+    *, needs: Collection[str] = (), optional: Collection[str] = (), compares_samples: bool = False
+) -> Callable[[_F], _F]:
+    """Declare what an estimator reads, see :class:`Needs`. The function is returned unwrapped.
 
-    def mark(function: _E) -> _E:
-        setattr(function, _NEEDS, needs)
+    Raises:
+        TypeError: ``needs`` or ``optional`` is not a collection of names.
+    """
+    declared = Needs(_names("needs", needs), _names("optional", optional), compares_samples)
+
+    def mark(function: _F) -> _F:
+        setattr(function, _NEEDS, declared)
         return function
 
     return mark
-
-
-def advantage_needs(estimator: AdvantageEstimator) -> AdvantageNeeds:
-    """What :func:`advantage` said of ``estimator``; nothing needed where it said nothing."""
-    needs = getattr(estimator, _NEEDS, AdvantageNeeds())
-    return needs if isinstance(needs, AdvantageNeeds) else AdvantageNeeds()
 
 
 @dataclass(frozen=True)
 class Denominators:
     """Counts over the whole mini-batch: all its micro-batches on all data-parallel ranks.
 
-    A loss that divides by these has the same gradient however the batch was split.
+    A loss divided by these counts has the same gradient however the batch was split.
 
     Attributes:
         tokens: response tokens under the mask.
         sequences: rows with at least one such token.
-        max_tokens: the longest response that the run allows (Dr. GRPO's constant).
-        present_tokens: where rows that add nothing to the loss were left out of the batch, the tokens
-            that are in it; means over tokens that are no part of the loss divide by it. None where
-            it is ``tokens``.
+        max_tokens: longest response that the run allows (Dr. GRPO's constant).
+        present_tokens: tokens left in the batch where rows without effect on the loss were taken out;
+            metrics are averaged over them. None if no rows were.
     """
 
     tokens: float
@@ -195,10 +276,10 @@ class Denominators:
 
 
 class LossAggregation(Protocol):
-    """Reduce per-token losses to this micro-batch's share of the mini-batch's loss."""
+    """A function that reduces per-token losses to this micro-batch's share of the mini-batch's loss."""
 
     def __call__(self, losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-        """``losses`` and ``mask`` are ``[B, T]``; returns a scalar that adds up over micro-batches."""
+        """Return a scalar that adds up over micro-batches, from ``losses`` and ``mask`` ``[B, T]``."""
         ...
 
 
@@ -206,22 +287,17 @@ class KlPenalty(Protocol):
     """A per-token estimate of KL(policy ‖ reference) from the two log-probs of sampled tokens."""
 
     def __call__(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Both ``[B, T]``, or ``[B, T, V]`` if it needs the vocabulary; returns ``[B, T]``."""
+        """Return ``[B, T]`` from two ``[B, T]``, or from two ``[B, T, V]`` if it needs the vocabulary."""
         ...
 
 
-_K = TypeVar("_K", bound=Callable[..., Any])
-_VOCABULARY = "__rollcast_needs_vocabulary__"
+def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_F], _F]:
+    """Declare if a penalty needs the log-probs of the whole vocabulary. The function is returned unwrapped.
 
-
-def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_K], _K]:
-    """Say whether a penalty needs the log-probs of the whole vocabulary; comes back unwrapped.
-
-    Such a penalty cannot stand in a loss function or a reward, which see the sampled tokens only:
-    it is asked of an engine, by name.
+    Loss functions and rewards see the sampled tokens only, so such a penalty is computed by an engine, by name.
     """
 
-    def mark(function: _K) -> _K:
+    def mark(function: _F) -> _F:
         setattr(function, _VOCABULARY, needs_vocabulary)
         return function
 
@@ -229,21 +305,21 @@ def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_K], _K]:
 
 
 def needs_vocabulary(penalty: KlPenalty) -> bool:
-    """What :func:`kl_penalty` said of ``penalty``; False where it said nothing."""
+    """Return what :func:`kl_penalty` declared for ``penalty``; False if nothing."""
     return bool(getattr(penalty, _VOCABULARY, False))
 
 
 @dataclass(frozen=True)
-class PolicyLossInputs:
-    """What a policy loss may read; all tensors ``[B, T]``.
+class PolicyLossInputs(InputColumns):
+    """Inputs of a policy loss; all tensors ``[B, T]``.
 
     Attributes:
-        log_probs: of the policy in training, with gradient.
-        old_log_probs: of the policy that the ratio is taken against.
+        log_probs: log-probs of the policy in training, with gradient.
+        old_log_probs: log-probs of the policy that the ratio is taken against.
         advantages, response_mask: as computed by the estimator.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: PPO's clip range and dual clip (verl's keys).
         options: further keys of ``actor.policy_loss_kwargs``.
-        prepared: what the loss's own preparation computed over the whole batch, see :func:`policy_loss`.
+        prepared: columns that the loss's preparation computed over the whole batch, see :func:`policy_loss`.
     """
 
     log_probs: Tensor
@@ -259,9 +335,9 @@ class PolicyLossInputs:
 
 @dataclass(frozen=True)
 class PolicyLossOutput:
-    """Per-token ``losses`` ``[B, T]`` and per-token ``metrics`` (each ``[B, T]``, no gradient).
+    """Per-token ``losses`` ``[B, T]`` and per-token ``metrics`` (each ``[B, T]``, without gradient).
 
-    Metrics are averaged over the tokens of the mini-batch by whoever calls the loss.
+    The caller averages metrics over the tokens of the mini-batch.
     """
 
     losses: Tensor
@@ -270,21 +346,25 @@ class PolicyLossOutput:
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutput]
 PolicyLossPreparation = Callable[[PolicyLossInputs], Mapping[str, "Tensor"]]
-"""Columns ``[B, T]`` from the whole batch before its update, when ``log_probs`` are the old ones."""
-_L = TypeVar("_L", bound=PolicyLoss)
-_PREPARE = "__rollcast_prepare_policy_loss__"
+"""Computes columns ``[B, T]`` from the whole batch before its update, when ``log_probs`` are the old ones."""
 
 
-def policy_loss(*, prepare: PolicyLossPreparation) -> Callable[[_L], _L]:
-    """Say that a loss depends on the batch as a whole, and how; the function comes back unwrapped.
+def policy_loss(
+    *, needs: Collection[str] = (), optional: Collection[str] = (), prepare: PolicyLossPreparation | None = None
+) -> Callable[[_F], _F]:
+    """Declare what a policy loss reads beside its fixed inputs. The function is returned unwrapped.
 
-    A loss sees a micro-batch, and must not depend on how the batch was cut into them. One that
-    compares its tokens with all others leaves that to ``prepare``, which is called once with the
-    whole batch; the columns that it gives travel with their rows, and arrive as
-    :attr:`PolicyLossInputs.prepared`.
+    A loss sees a micro-batch and must not depend on how the batch was cut. A loss that compares tokens across
+    the batch does so in ``prepare``, called once with the whole batch; the returned columns travel with their
+    rows and arrive as :attr:`PolicyLossInputs.prepared`.
+
+    Raises:
+        TypeError: ``needs`` or ``optional`` is not a collection of names.
     """
+    declared = Needs(_names("needs", needs), _names("optional", optional))
 
-    def mark(function: _L) -> _L:
+    def mark(function: _F) -> _F:
+        setattr(function, _NEEDS, declared)
         setattr(function, _PREPARE, prepare)
         return function
 
@@ -292,9 +372,58 @@ def policy_loss(*, prepare: PolicyLossPreparation) -> Callable[[_L], _L]:
 
 
 def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-    """What ``loss`` prepares from the whole batch, by name; empty for a loss that needs nothing."""
+    """Return the columns that ``loss`` prepares from the whole batch, by name; empty if it prepares none."""
     prepare = getattr(loss, _PREPARE, None)
     return {} if prepare is None else prepare(inputs)
+
+
+@dataclass(frozen=True)
+class KlControllerSettings:
+    """Settings of a KL controller; the keys of the same names in ``algorithm``.
+
+    Attributes:
+        kl_coef: initial coefficient.
+        target_kl: target KL per token of an adaptive controller, in nats.
+        horizon: samples over which an adaptive controller corrects a deviation.
+    """
+
+    kl_coef: float = 0.001
+    target_kl: float = 0.1
+    horizon: int = 10_000
+
+
+class BaseKlController(ABC):
+    """The weight of a KL penalty in the reward over the steps of a run; its state is part of a checkpoint.
+
+    Attributes:
+        settings: settings it was built from.
+        value: coefficient to use now.
+    """
+
+    def __init__(self, settings: KlControllerSettings) -> None:
+        self.settings = settings
+        self.value = settings.kl_coef
+
+    @abstractmethod
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Set ``value`` for the next step.
+
+        Args:
+            current_kl: mean KL per token of the step's batch, in nats.
+            n_steps: samples (rows) of that batch.
+        """
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that :meth:`load_state_dict` needs."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned.
+
+        Raises:
+            KeyError: the state is of another kind of controller.
+        """
+        self.value = float(state["value"])
 
 
 advantages: Registry[AdvantageEstimator] = Registry(
@@ -314,4 +443,10 @@ kl_penalties: Registry[KlPenalty] = Registry(
     is_callable(2),
     ("actor.kl_loss_type", "algorithm.kl_penalty"),
     description="estimators of the KL divergence per token",
+)
+kl_controllers: Registry[type[BaseKlController]] = Registry(
+    "rollcast.kl_controllers",
+    subclass_of(BaseKlController),
+    "algorithm.kl_controller",
+    description="schedules of the KL coefficient over steps",
 )

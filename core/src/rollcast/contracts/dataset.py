@@ -1,4 +1,4 @@
-"""The contracts of datasets and of the preprocessors behind ``rollcast preprocess``.
+"""Contracts of datasets and of the preprocessors behind ``rollcast preprocess``.
 
 Example of a preprocessor::
 
@@ -27,39 +27,39 @@ __all__ = ["BaseDataset", "BasePreprocessor", "PreprocessReport", "datasets", "p
 
 
 class BaseDataset(ABC):
-    """Rows of a task, tokenised and collated into batches.
+    """Rows of a task, tokenized and collated into batches.
 
     Args:
-        files: the data files, in order; their rows are concatenated.
+        files: data files; their rows are concatenated in this order.
         tokenizer: the model's tokenizer.
-        config: the config's ``data`` section, as the dataset's own dataclass or a mapping.
+        config: config's ``data`` section, as the dataset's own dataclass or a mapping.
     """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of rows that are left after filtering."""
+        """Return the number of rows left after filtering."""
 
     @abstractmethod
     def __getitem__(self, index: int) -> Any:
-        """One row, tokenised."""
+        """Return one row, tokenized."""
 
     @abstractmethod
     def collate(self, rows: list[Any]) -> DataProto:
-        """Rows to one batch. Prompts are left-padded: ``input_ids``, ``attention_mask`` and
-        ``position_ids`` int64 ``[B, P]``.
+        """Return one batch with ``input_ids``, ``attention_mask`` and ``position_ids`` int64 ``[B, P]``,
+        prompts left-padded.
         """
 
 
 @dataclass(frozen=True)
 class PreprocessReport:
-    """Rows written by file name, and notes for the person who ran it."""
+    """Rows written by file name, and notes for the user."""
 
     rows: Mapping[str, int]
     notes: list[str] = field(default_factory=list)
 
 
 class BasePreprocessor(ABC):
-    """Turns a raw source into the files that a dataset reads; its docstring is its help text."""
+    """A conversion of a raw source into the files of a dataset; its docstring is its help text."""
 
     @abstractmethod
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:

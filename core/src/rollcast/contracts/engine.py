@@ -1,15 +1,12 @@
-"""The contract of training engines: forward, backward and the optimizer over a sharded model.
+"""Contracts of training engines and of the loss functions that they run.
 
 Axes: ``B`` rows, ``P`` prompt positions, ``T`` response positions. A batch is a DataProto with
 ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]`` (prompts left-padded,
 responses right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``.
 
 Micro-batching, packing and gradient accumulation happen inside the engine. A loss function sees
-per-token quantities, never logits, so that it runs unchanged on tensor- and pipeline-parallel
-engines; its share of the loss is already divided by counts over the whole mini-batch, so that an
-update has the same gradient however the batch was split.
-
-Example of a loss function::
+per-token quantities, never logits, so it runs unchanged on tensor- and pipeline-parallel engines.
+It divides by counts over the whole mini-batch, so the gradient does not depend on the split. Example::
 
     def supervised(inputs: LossInputs) -> LossOutput:
         nll = -(inputs.log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
@@ -21,13 +18,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
-from rollcast.contracts.loss import LossFunction, LossInputs, LossOutput
-from rollcast.contracts.optim import OptimConfig
+from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
@@ -46,6 +42,7 @@ __all__ = [
     "LossInputs",
     "LossOutput",
     "ModelConfig",
+    "ModelType",
     "OptimConfig",
     "TrainOutput",
     "engines",
@@ -56,19 +53,19 @@ ModelType = Literal["language_model", "value_model"]
 
 @dataclass
 class ModelConfig:
-    """The config's ``model`` section: which Hugging Face folder, and how it is loaded.
+    """The config's ``model`` section: the Hugging Face folder and how it is loaded.
 
     Attributes:
         path: folder with ``config.json`` and a tokenizer, and with weights unless ``random_init``.
         random_init: start from random weights drawn with ``trainer.seed``.
         attn_implementation: transformers' name of the attention, such as ``sdpa`` or ``eager``.
         trust_remote_code: allow the folder's own Python code.
-        use_liger: run norms, rotary embedding and feed-forward by Liger's kernels, on CUDA devices.
-        lora_rank: train a LoRA adapter of this rank, and not the model itself; 0 for none. Names are verl's.
-        lora_alpha: the adapter's part is scaled by ``lora_alpha / lora_rank``.
-        target_modules: which modules it adapts: names of linear layers, a regular expression, or
+        use_liger: use Liger's kernels for norms, rotary embedding and feed-forward, on CUDA devices.
+        lora_rank: rank of a LoRA adapter to train instead of the model; 0 for none. Names are verl's.
+        lora_alpha: the adapter's output is scaled by ``lora_alpha / lora_rank``.
+        target_modules: modules to adapt: names of linear layers, a regular expression, or
             ``all-linear`` for all but the vocabulary head.
-        lora_adapter_path: a folder in PEFT's format to start from, whose rank, alpha and targets are taken.
+        lora_adapter_path: folder in PEFT's format to start from; its rank, alpha and targets are used.
     """
 
     path: str = "???"
@@ -83,17 +80,103 @@ class ModelConfig:
 
     @property
     def trains_adapter(self) -> bool:
-        """Whether what trains is a LoRA adapter."""
+        """True if a LoRA adapter is trained instead of the model."""
         return self.lora_rank > 0 or self.lora_adapter_path is not None
 
     def without_adapter(self) -> ModelConfig:
-        """The same model, to be trained itself, or not at all."""
+        """Return the config of the same model without an adapter."""
         return replace(self, lora_rank=0, lora_adapter_path=None)
+
+
+@dataclass
+class OptimConfig:
+    """The config's ``optim`` section: an optimizer and its learning-rate schedule. Names are verl's where it has one.
+
+    Attributes:
+        optimizer: name in ``rollcast.optimizers``.
+        optimizer_kwargs: further options of the optimizer.
+        lr: peak learning rate.
+        lr_warmup_steps: scheduler steps of the linear warm-up from ``lr / lr_warmup_steps``; -1 for
+            ``lr_warmup_steps_ratio``.
+        lr_warmup_steps_ratio: warm-up as a share of ``total_training_steps``.
+        lr_scheduler_type: schedule after the warm-up: ``constant``; ``linear`` or ``cosine`` decay; or ``wsd``
+            (warm-up, stable, decay), which decays in the last steps only.
+        lr_wsd_decay_steps: length of the ``wsd`` decay; empty for a tenth of ``total_training_steps``.
+        lr_wsd_decay_style: shape of the ``wsd`` decay: ``linear``, ``cosine`` or ``minus_sqrt``.
+        min_lr_ratio: the schedule ends at ``lr * min_lr_ratio``.
+        total_training_steps: length of the schedule, in scheduler steps; filled in by the trainer.
+        betas, eps: AdamW's.
+        weight_decay: decoupled for AdamW, added to the gradient for SGD.
+        clip_grad: largest norm of the gradient.
+    """
+
+    optimizer: str = "adamw"
+    optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
+    lr: float = 1e-6
+    lr_warmup_steps: int = -1
+    lr_warmup_steps_ratio: float = 0.0
+    lr_scheduler_type: str = "constant"
+    lr_wsd_decay_steps: int | None = None
+    lr_wsd_decay_style: str = "linear"
+    min_lr_ratio: float = 0.0
+    total_training_steps: int = -1
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """One micro-batch as a loss function sees it; tensors are ``[B, T]`` on the engine's device.
+
+    Attributes:
+        log_probs: log-probs of the response tokens, with gradient; None for a value model.
+        entropy: entropy of the policy at each position, if asked for.
+        values: values of a value model, with gradient.
+        response_mask: 1 where the policy chose the token.
+        columns: all other tensor columns of the batch, such as ``advantages``.
+        denominators: counts over the whole mini-batch on all data-parallel ranks.
+        vocabulary_kl: penalty between policy and reference, with gradient, if asked for.
+    """
+
+    log_probs: Tensor | None
+    entropy: Tensor | None
+    values: Tensor | None
+    response_mask: Tensor
+    columns: Mapping[str, Tensor]
+    denominators: Denominators
+    vocabulary_kl: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LossOutput:
+    """A micro-batch's share of the loss and of the metrics.
+
+    Attributes:
+        loss: scalar with gradient.
+        metrics: scalars that add up over micro-batches and ranks (divide by the denominators).
+        maxima: scalars of which the largest is kept.
+    """
+
+    loss: Tensor
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
+    maxima: Mapping[str, Tensor] = field(default_factory=dict)
+
+
+class LossFunction(Protocol):
+    """A function from one micro-batch's per-token quantities to its share of the loss."""
+
+    def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """What an engine can do; compared with the rollout's and the sync's before anything starts."""
+    """Features of an engine; checked against rollout and weight sync before anything starts.
+
+    Attributes:
+        max_world_size: largest number of ranks of one model; None for any, 1 for an engine of one rank only.
+    """
 
     value_model: bool = False
     sum_pi_squared: bool = False
@@ -105,19 +188,20 @@ class EngineCapabilities:
     offload: bool = False
     tensor_parallel: bool = False
     pipeline_parallel: bool = False
+    max_world_size: int | None = None
 
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Everything an engine is built from.
+    """Arguments that an engine is built from.
 
     Attributes:
-        model_type: ``language_model`` gives log-probs, ``value_model`` gives values.
-        model: which model to load.
-        engine: the engine's own keys (``actor.engine``), an instance of its ``config_schema``.
-        optim: None for an engine that is never trained, such as a reference policy.
+        model_type: ``language_model`` computes log-probs, ``value_model`` computes values.
+        model: model to load.
+        engine: engine's own keys (``actor.engine``), an instance of its ``config_schema``.
+        optim: optimizer and schedule; None for an engine that is never trained, such as a reference policy.
         context: rank, world size and rendezvous of the worker that hosts the engine.
-        seed: for random initial weights; the same on all ranks.
+        seed: seed of random initial weights, the same on all ranks.
     """
 
     model_type: ModelType
@@ -130,23 +214,21 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """How a batch goes through the model.
+    """Settings of a pass of a batch through the model.
 
     Attributes:
-        temperature: logits are divided by it before log-probs and entropy.
-        calculate_entropy: give per-token entropy too.
-        calculate_sum_pi_squared: give the sum of the squared probabilities at each position too
-            (``sum_pi_squared`` ``[B, T]``), which some advantage estimators need.
-        vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty that needs the whole vocabulary, to
-            be given at each position (``vocabulary_kl`` ``[B, T]``) between this engine's model and
-            that of :meth:`BaseEngine.set_reference`, whose logits live no longer than a micro-batch.
+        temperature: divisor of the logits before log-probs and entropy.
+        calculate_entropy: compute per-token entropy too.
+        calculate_sum_pi_squared: compute ``sum_pi_squared`` ``[B, T]`` too, the sum of the squared
+            probabilities at each position.
+        vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty over the whole vocabulary, to compute at
+            each position (``vocabulary_kl`` ``[B, T]``) against :meth:`BaseEngine.set_reference`'s model.
         micro_batch_size_per_gpu: rows a micro-batch; None for all rows at once.
-        max_token_len_per_gpu: tokens a micro-batch on each rank, with padding unless it packs; takes precedence.
-        max_response_length: the constant of the ``seq-mean-token-sum-norm`` aggregation; None
-            stands for the batch's own ``T``.
-        denominators: counts of the whole mini-batch, given by a caller who has left rows out of
-            the batch that would add nothing; None counts them over the batch and all ranks, each
-            at least 1.
+        max_token_len_per_gpu: tokens a micro-batch on each rank, with padding unless the engine packs;
+            takes precedence.
+        max_response_length: constant of the ``seq-mean-token-sum-norm`` aggregation; None for the batch's ``T``.
+        denominators: counts of the whole mini-batch, from a caller who left out rows without effect; None
+            to count over the batch and all ranks, each at least 1.
     """
 
     temperature: float = 1.0
@@ -161,9 +243,13 @@ class ForwardSettings:
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """One optimizer step, the same on every rank: the norm of the gradient before clipping, the
-    learning rate used, whether the step was skipped because the gradient was not finite, and the
-    loss function's metrics over the whole mini-batch.
+    """One optimizer step, the same on every rank.
+
+    Attributes:
+        grad_norm: global norm of the gradient before clipping.
+        lr: learning rate of this step.
+        skipped: True if the step was skipped because the gradient was not finite.
+        metrics: the loss function's metrics over the whole mini-batch.
     """
 
     grad_norm: float
@@ -175,7 +261,7 @@ class TrainOutput:
 class BaseEngine(ABC):
     """A model, its optimizer and its schedule, on one rank of a worker group.
 
-    Every method is called by all ranks together. Nothing heavy happens before :meth:`initialize`.
+    All ranks call every method together. Nothing heavy happens before :meth:`initialize`.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
@@ -187,29 +273,29 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Build model, optimizer and scheduler; joins the process group if there are more ranks."""
+        """Build model, optimizer and scheduler; join the process group if there are more ranks."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """Dropout on, weights on the device, for the calls inside."""
+        """Return a context with dropout on and weights on the device."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Dropout off and no gradient, for the calls inside."""
+        """Return a context with dropout and gradients off."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Clear all gradients."""
 
     @abstractmethod
     def optimizer_step(self) -> tuple[float, bool]:
-        """Clip and step; gives the gradient's global norm before clipping, and whether the step
-        was skipped because that norm is not finite.
+        """Clip and step; return the gradient's global norm before clipping, and True if a norm that is
+        not finite made the step be skipped.
         """
 
     @abstractmethod
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one; gives the learning rate from now on."""
+        """Advance the schedule by one step and return the new learning rate."""
 
     @abstractmethod
     def forward_backward_batch(
@@ -222,17 +308,17 @@ class BaseEngine(ABC):
         """Run a rank's rows, micro-batch by micro-batch, accumulating gradients.
 
         Returns:
-            With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and what
-            else the settings ask for) or ``values``, float32 ``[B, T]``, zero under a zero mask. Otherwise None.
-            And the loss function's metrics, reduced over micro-batches and data-parallel ranks.
+            With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and what else the
+            settings ask for) or ``values``, float32 ``[B, T]``, zero under a zero mask; otherwise None. And the
+            loss function's metrics, reduced over micro-batches and data-parallel ranks.
         """
 
     @abstractmethod
     def current_lr(self) -> float:
-        """The learning rate that the next optimizer step uses."""
+        """Return the learning rate of the next optimizer step."""
 
     def train_batch(self, data: DataProto, loss_function: LossFunction, settings: ForwardSettings) -> TrainOutput:
-        """One optimizer step on a mini-batch (this rank's rows of it)."""
+        """Take one optimizer step on this rank's rows of a mini-batch."""
         self.optimizer_zero_grad()
         _, metrics = self.forward_backward_batch(data, loss_function, settings)
         lr = self.current_lr()
@@ -242,33 +328,31 @@ class BaseEngine(ABC):
     def infer_batch(
         self, data: DataProto, settings: ForwardSettings, loss_function: LossFunction | None = None
     ) -> tuple[DataProto, dict[str, float]]:
-        """Per-token quantities without gradient, and the loss function's metrics if one is given."""
+        """Return per-token quantities without gradient, and the metrics of ``loss_function`` if there is one."""
         output, metrics = self.forward_backward_batch(data, loss_function, settings, forward_only=True)
         if output is None:
-            raise TypeError(f"{type(self).__name__}.forward_backward_batch(forward_only=True) gave no output")
+            raise TypeError(f"{type(self).__name__}.forward_backward_batch(forward_only=True) returned no output")
         return output, metrics
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by their Hugging Face names, one at a time, gathered over the ranks.
+        """Yield full parameters by their Hugging Face names, one at a time, gathered over the ranks.
 
-        With an adapter in training these are the base model's.
+        With an adapter in training, the parameters are the base model's.
         """
 
     def get_adapter(self) -> AdapterWeights | None:
-        """The LoRA adapter in training, gathered over the ranks (all call it); None if the model itself trains."""
+        """Return the LoRA adapter in training, gathered over the ranks; None if the model itself trains."""
         return None
 
     def in_process_module(self) -> AbstractContextManager[nn.Module]:
-        """The module with full weights in place on this rank, for generation in this process.
+        """Return a context with the module and its full weights on this rank, for generation in this process.
 
-        Inside the context a rank may run it alone; no collective is needed.
+        Inside the context a rank may run the module alone; no collective is needed.
 
         Raises:
-            CapabilityError: the engine cannot (``capabilities.in_process_module`` is False).
+            CapabilityError: ``capabilities.in_process_module`` is False.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{type(self).__name__} has no module that can generate in its own process")
 
     @abstractmethod
@@ -277,26 +361,26 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and this rank's RNG under ``path`` (all ranks, one call)."""
+        """Write model, optimizer, schedule and this rank's random state under ``path``."""
 
     def start_checkpoint(self, path: Path) -> None:
-        """Begin what :meth:`save_checkpoint` does; the state may change again once this returns.
+        """Start an asynchronous :meth:`save_checkpoint`; the state may change once this call returns.
 
-        An engine that cannot write while it trains writes everything here.
+        The default writes everything at once.
 
         Raises:
-            CheckpointError: it could not be begun, or the one begun before could not be written.
+            CheckpointError: this checkpoint could not be started, or the previous one not written.
         """
         self.save_checkpoint(path)
 
-    def finish_checkpoint(self, wait: bool) -> bool:  # for those that override it
-        """Whether what :meth:`start_checkpoint` began is on the disk; on each rank by itself.
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Return True once the checkpoint of :meth:`start_checkpoint` is on disk; no collective.
 
         Args:
-            wait: until it is.
+            wait: block until then.
 
         Raises:
-            CheckpointError: it could not be written; said once.
+            CheckpointError: the checkpoint could not be written; raised once.
         """
         return True
 
@@ -305,7 +389,7 @@ class BaseEngine(ABC):
         """Load what :meth:`save_checkpoint` wrote.
 
         Raises:
-            CheckpointError: the folder is incomplete, or of another model; names what differs.
+            CheckpointError: the folder is incomplete or of another model; names the difference.
         """
 
     @abstractmethod
@@ -315,7 +399,7 @@ class BaseEngine(ABC):
     @classmethod
     @abstractmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
-        """Turn a checkpoint of this engine into a Hugging Face folder, in one process.
+        """Convert a checkpoint of this engine to a Hugging Face folder, in one process.
 
         Raises:
             CheckpointError: the checkpoint is incomplete or of another engine.
@@ -323,42 +407,38 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
-        """Which shard of a batch this rank works on."""
+        """Return the index of this rank's shard of a batch."""
 
     @abstractmethod
     def get_data_parallel_size(self) -> int:
-        """Into how many shards a batch is split."""
+        """Return the number of shards that a batch is split into."""
 
     @abstractmethod
     def get_data_parallel_group(self) -> Any:
-        """The torch process group of the ranks that hold different shards; None for one rank."""
+        """Return the torch process group of the ranks with different shards; None for one rank."""
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whether this rank's outputs are the ones to collect of its model-parallel group."""
+        """Return True if this rank's outputs are collected for its model-parallel group."""
         return True
 
     def set_reference(self, reference: BaseEngine) -> None:
-        """Take the engine whose model ``ForwardSettings.vocabulary_kl`` is measured against.
+        """Set the engine that ``ForwardSettings.vocabulary_kl`` is measured against.
 
         Args:
-            reference: initialized, in the same process, on the same ranks, of the same vocabulary. Its
-                weights are on the device whenever this engine is asked for that quantity.
+            reference: initialized engine in the same process, on the same ranks, with the same vocabulary. Its
+                weights are on the device whenever the KL is computed.
 
         Raises:
-            CapabilityError: the engine cannot (``capabilities.vocabulary_kl`` is False), or not with this one.
+            CapabilityError: ``capabilities.vocabulary_kl`` is False, or the two engines do not fit.
         """
-        from rollcast.errors import CapabilityError
-
-        raise CapabilityError(f"{type(self).__name__} gives no KL penalty over the vocabulary")
+        raise CapabilityError(f"{type(self).__name__} computes no KL penalty over the vocabulary")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Run the base model without its adapter.
+        """Return a context in which the base model runs without its adapter.
 
         Raises:
             CapabilityError: there is no adapter.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{type(self).__name__} holds no adapter")
 
 

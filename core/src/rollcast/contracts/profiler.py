@@ -1,13 +1,8 @@
-"""The contract of profilers: a tool that looks into one worker's process for some training steps.
+"""Contract of profilers, which record one worker's process for some training steps.
 
-Which steps, ranks and roles are looked at is the trainer's affair; a tool starts, stops, and writes its
-files.
-
-Example::
+The trainer selects steps, ranks and roles; a profiler starts, stops and writes its files. Example::
 
     class WallClock(BaseProfiler):
-        config_schema = ProfilerConfig
-
         def start(self, name):
             self._started = name, time.perf_counter()
 
@@ -43,15 +38,15 @@ __all__ = [
 
 @dataclass
 class ProfilerConfig:
-    """The keys of every ``profiler`` section: which steps, on which workers. Names are verl's where it has one.
+    """Keys of every ``profiler`` section: steps and workers to record. Names are verl's where it has one.
 
     Attributes:
         tool: registry name of the profiler; empty for none.
-        steps: training steps to look at.
-        profile_continuous_steps: steps that follow each other make one file; otherwise each has its own.
-        ranks: of the processes of each pool.
-        all_ranks: all of them instead.
-        roles: only pools in which one of these roles lives; empty for all.
+        steps: training steps to record.
+        profile_continuous_steps: write consecutive steps to one file instead of one each.
+        ranks: ranks to record in each pool.
+        all_ranks: record all ranks.
+        roles: record only pools with one of these roles; empty for all.
         save_path: folder of the files; empty for ``RUN_DIR/profiles``.
     """
 
@@ -68,8 +63,8 @@ class BaseProfiler(ABC):
     """A tool in the process of a worker.
 
     Args:
-        config: the config's ``profiler`` section, an instance of ``config_schema``.
-        folder: where its files go; exists.
+        config: config's ``profiler`` section, an instance of ``config_schema``.
+        folder: existing folder for the files.
     """
 
     #: Dataclass of the ``profiler`` section, derived from ``ProfilerConfig``; importable without torch.
@@ -80,44 +75,44 @@ class BaseProfiler(ABC):
         self.folder = folder
 
     @classmethod
-    def check_config(cls, config: Any) -> None:  # noqa: ARG003  # for those that override it
-        """Refuse values that the tool does not know; called before anything is started.
+    def check_config(cls, config: Any) -> None:  # noqa: ARG003  # for subclasses
+        """Check the tool's values before anything starts.
 
         Raises:
-            ConfigError: names the key and what is valid.
+            ConfigError: names the key and the valid values.
         """
         return
 
     @classmethod
     def runtime_env(cls, config: Any, folder: Path, captures: int) -> dict[str, Any]:  # noqa: ARG003
-        """The runtime environment of the processes that are to be looked at; empty if none is needed.
+        """Return the runtime environment of the recorded processes; empty if none is needed.
 
         Args:
-            config: an instance of ``config_schema``.
-            folder: where the tool's files are to go; exists, on the driver's machine.
-            captures: how often :meth:`start` is going to be called in the run.
+            config: instance of ``config_schema``.
+            folder: existing folder of the files, on the driver's machine.
+            captures: number of calls of :meth:`start` in the run.
         """
         return {}
 
     def check_process(self) -> None:
-        """Refuse a process that the tool cannot look into; called in it, before the first step.
+        """Check that the tool can record this process, before the first step.
 
         Raises:
-            CapabilityError: says what is missing.
+            CapabilityError: names what is missing.
         """
         return
 
     @abstractmethod
     def start(self, name: str) -> None:
-        """Look from now on.
+        """Start recording.
 
         Args:
-            name: of what is looked at, such as ``step_3-critic-rank_0``; no file of the folder has it yet.
+            name: unique name of the record, such as ``step_3-critic-rank_0``.
         """
 
     @abstractmethod
     def stop(self) -> list[Path]:
-        """Look no more, and write down what was seen; gives the files."""
+        """Stop recording, write the files and return them."""
 
 
 profilers: Registry[type[BaseProfiler]] = Registry(

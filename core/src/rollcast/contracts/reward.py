@@ -1,8 +1,6 @@
-"""The contract of rewards: a function of one sample, or a class that scores many at once.
+"""Contract of rewards: a function of one sample, or a class that scores many at once; either may be ``async``.
 
 Example::
-
-    from rollcast.contracts.reward import RewardSample
 
     def short_answer(sample: RewardSample) -> float:
         return 1.0 if sample.finished and len(sample.response) < 20 else 0.0
@@ -12,8 +10,9 @@ Announce it in the group ``rollcast.rewards``; the config names it as ``reward.n
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +26,7 @@ __all__ = [
     "RewardResult",
     "RewardSample",
     "RewardSettings",
+    "RewardValue",
     "build_reward",
     "build_reward_manager",
     "reward_managers",
@@ -36,15 +36,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RewardSample:
-    """One finished generation, as text and ids, with what the dataset says of its prompt.
+    """One finished generation as text and ids, with the dataset's fields of its prompt.
 
     Attributes:
-        prompt, response: decoded text, special tokens left out.
-        ground_truth: the row's reference answer as it stands in the dataset.
-        data_source: the row's source name, for rewards that differ by source.
-        finished: the response ended by itself (stop token), it was not cut at the length limit.
-        response_ids: token ids of the response, without padding.
-        extra_info: the row's further columns.
+        prompt, response: decoded text without special tokens.
+        ground_truth: reference answer as it stands in the dataset.
+        data_source: name of the row's source, for rewards that differ by source.
+        finished: True if the response ended by a stop token, False if it was cut at the length limit.
+        response_ids: ids of the tokens that the policy chose, without padding.
+        extra_info: further columns of the row.
+        turn_ids: turn of each of ``response_ids``, not decreasing; empty if turns are unknown.
     """
 
     prompt: str
@@ -54,15 +55,23 @@ class RewardSample:
     finished: bool = True
     response_ids: Sequence[int] = ()
     extra_info: Mapping[str, Any] = field(default_factory=dict)
+    turn_ids: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score with named further numbers (each becomes the metric ``reward/<name>``).
+    """A score, with named further numbers and perhaps its distribution over tokens or turns.
 
-    ``correct`` feeds ``val/accuracy``; without it a sample counts as correct if its score is the
-    reward's ``max_score``. A manager sets ``error``, which says why a sample has no score of its own, and
-    ``dropped``, which leaves it out of the update.
+    Attributes:
+        score: score of the whole sample. The part of it that ``token_scores`` or ``turn_scores`` do not sum up
+            to stands at the last token.
+        correct: feeds ``val/accuracy``; None to compare ``score`` with the reward's ``max_score``.
+        extra: further numbers; each becomes the metric ``reward/<name>``.
+        error: reason why the sample has no score of its own; set by managers.
+        dropped: leave the sample out of the update; set by managers.
+        token_scores: one score for each of ``sample.response_ids``, or None.
+        turn_scores: one score for each turn of ``sample.turn_ids``, in order, or None. A manager places each at
+            the turn's last token and returns them as ``token_scores``; not together with ``token_scores``.
     """
 
     score: float
@@ -70,54 +79,77 @@ class RewardResult:
     extra: Mapping[str, float] = field(default_factory=dict)
     error: str = ""
     dropped: bool = False
+    token_scores: Sequence[float] | None = None
+    turn_scores: Sequence[float] | None = None
+
+    @classmethod
+    def per_token(cls, scores: Sequence[float], **fields: Any) -> RewardResult:
+        """Return a result whose score is the sum of one score for each response token."""
+        return cls(sum(scores), token_scores=scores, **fields)
+
+    @classmethod
+    def per_turn(cls, scores: Sequence[float], **fields: Any) -> RewardResult:
+        """Return a result whose score is the sum of one score for each turn."""
+        return cls(sum(scores), turn_scores=scores, **fields)
 
 
-#: What may become of a bad sample.
+#: Policies for a bad sample.
 ON_ERROR = ("stop", "zero", "drop")
 
-RewardFunction = Callable[[RewardSample], float | RewardResult]
+RewardValue = float | RewardResult
+RewardFunction = Callable[[RewardSample], RewardValue | Awaitable[RewardValue]]
 
 
 class BaseReward(ABC):
     """A reward with settings or state; built once per run with ``reward.reward_kwargs`` as keyword arguments."""
 
-    #: The score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is not given.
+    #: Score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is None.
     max_score: float = 1.0
-    #: For messages; by default the name that it was asked for by.
+    #: Name in messages; by default the registry name.
     name: str = ""
-    #: It may remember things from one sample to the next, so that one process scores all unless told otherwise.
+    #: True if samples must be scored in one process, because the reward keeps state between them.
     sequential: bool = False
 
     @abstractmethod
-    def score(self, sample: RewardSample) -> float | RewardResult:
-        """Score one sample."""
+    def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
+        """Score one sample; may be ``async def``, and is then awaited for many samples at a time."""
 
-    def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[float | RewardResult]:
-        """Score many samples, one result each, in order; override where a batch is cheaper."""
+    def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[RewardValue | Awaitable[RewardValue]]:
+        """Return one result a sample, in order; override where a batch is cheaper. May not be ``async def``."""
         return [self.score(sample) for sample in samples]
+
+    @property
+    def is_async(self) -> bool:
+        """True if :meth:`score` returns an awaitable."""
+        return inspect.iscoroutinefunction(self.score)
 
 
 class _FunctionReward(BaseReward):
     def __init__(self, function: RewardFunction) -> None:
         self._function = function
 
-    def score(self, sample: RewardSample) -> float | RewardResult:
+    def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
         return self._function(sample)
+
+    @property
+    def is_async(self) -> bool:
+        call = getattr(self._function, "__call__", None)  # noqa: B004  # an object may have an async __call__
+        return inspect.iscoroutinefunction(self._function) or inspect.iscoroutinefunction(call)
 
 
 @dataclass(frozen=True)
 class RewardSettings:
-    """What every manager is told of the run.
+    """Settings of every reward manager.
 
     Attributes:
-        on_error: ``stop`` the run at a bad sample (its reward raised, took too long, or gave no finite
+        on_error: ``stop`` the run at a bad sample (its reward raised, took too long or returned no finite
             number), score it ``zero``, or ``drop`` it from the update.
-        max_bad_share: with ``zero`` and ``drop``, the share of a batch from 0 to 1 that may be bad; more stop the run.
-        timeout_s: the longest that one sample's reward may take, in seconds; None sets no limit.
-        max_response_length: the run's limit of a response, in tokens; None where it is not known.
+        max_bad_share: with ``zero`` and ``drop``, share of a batch from 0 to 1 that may be bad; more stop the run.
+        timeout_s: time limit of one sample in seconds; None for no limit.
+        max_response_length: the run's limit of a response in tokens; None if unknown.
 
     Raises:
-        ConfigError: a value is out of its range; names the config's key.
+        ConfigError: a value is out of its range; names the key.
     """
 
     on_error: str = "stop"
@@ -143,18 +175,16 @@ class BaseRewardManager(ABC):
 
     @abstractmethod
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """One finite result a sample, in order.
+        """Return one finite result a sample, in order, with ``token_scores`` of the length of ``response_ids`` or None.
 
         Raises:
             RewardError: a sample is bad and the policy is to stop, too many are bad, or the reward
-                gave the wrong number of scores; the message shows the sample.
+                returned the wrong number of scores; the message shows the sample.
         """
 
     def close(self) -> None:  # noqa: B027 -- most managers hold nothing
         """Release processes and threads; may be called again."""
 
-
-RewardPart = type[BaseReward] | RewardFunction
 
 rewards: Registry[Any] = Registry(
     "rollcast.rewards",
@@ -171,20 +201,20 @@ reward_managers: Registry[type[BaseRewardManager]] = Registry(
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseReward:
-    """The reward called ``name``, ready to score.
+    """Return the reward called ``name``, ready to score.
 
     Raises:
-        PluginError: no such reward, or it does not load.
-        TypeError: a function reward was given options, or a class does not take them.
+        PluginError: the reward does not exist or does not load.
+        TypeError: the reward does not take these options; a function takes none.
     """
-    part = rewards.get(name)
+    plugin = rewards.get(name)
     options = dict(options or {})
-    if isinstance(part, type) and issubclass(part, BaseReward):
-        built: BaseReward = part(**options)
+    if isinstance(plugin, type) and issubclass(plugin, BaseReward):
+        built: BaseReward = plugin(**options)
     elif options:
         raise TypeError(f"reward {name!r} is a plain function and takes no options, got {sorted(options)}")
     else:
-        built = _FunctionReward(part)
+        built = _FunctionReward(plugin)
     built.name = built.name or name
     return built
 
@@ -192,14 +222,14 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseRew
 def build_reward_manager(
     name: str, reward: BaseReward, settings: RewardSettings | None = None, options: Mapping[str, Any] | None = None
 ) -> BaseRewardManager:
-    """The reward manager called ``name`` over ``reward``.
+    """Return the manager called ``name`` over ``reward``.
 
     Raises:
-        PluginError: no such manager, or it does not load.
-        ConfigError: it does not take these options.
+        PluginError: the manager does not exist or does not load.
+        ConfigError: the manager does not take these options.
     """
-    part = reward_managers.get(name)
+    plugin = reward_managers.get(name)
     try:
-        return part(reward, settings or RewardSettings(), **dict(options or {}))
+        return plugin(reward, settings or RewardSettings(), **dict(options or {}))
     except TypeError as error:
         raise ConfigError(f"reward.reward_manager_kwargs do not fit the manager {name!r}: {error}") from error

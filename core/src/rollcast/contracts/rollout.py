@@ -1,4 +1,4 @@
-"""The contract of rollout engines: token ids in, token ids out, asynchronous.
+"""Contract of rollout engines: token ids in, token ids out, asynchronous.
 
 Example::
 
@@ -15,6 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ __all__ = [
 
 
 class RolloutMode(Enum):
-    """Where a rollout runs with respect to the trainer."""
+    """Placement of a rollout with respect to the trainer."""
 
     HYBRID = "hybrid"
     """In the trainer's own process or on its own devices, taking turns."""
@@ -49,19 +50,20 @@ class RolloutMode(Enum):
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """What a rollout can do; compared with the engine's and the sync's before anything starts.
+    """Features of a rollout; checked against engine and weight sync before anything starts.
 
     Attributes:
-        modes: where it can run.
-        in_process: it can generate with the engine's own module, in the trainer's process.
-        abort: requests can be ended early.
-        prefix_caching: the cache of a prompt's beginning is used again.
-        lora: it takes adapters apart from the model (:meth:`BaseRollout.update_adapter`).
+        modes: supported placements.
+        in_process: can generate with the engine's own module, in the trainer's process.
+        abort: can end requests early.
+        prefix_caching: reuses the cache of a common prefix.
+        lora: takes adapters apart from the model (:meth:`BaseRollout.update_adapter`).
         tensor_parallel: one engine can use several devices.
-        releases_memory: :meth:`BaseRollout.release` gives memory back.
+        releases_memory: :meth:`BaseRollout.release` frees memory.
         seeds: a request's own seed decides its tokens.
-        continuous_batching: a request joins those that are under way; else they are computed in batches,
-            which are the better for being sent together.
+        continuous_batching: a request joins those in flight; otherwise requests are computed in batches.
+        multi_modal: takes requests with ``multi_modal_data``.
+        max_world_size: largest number of processes of the pool it runs in; None for any.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
@@ -73,19 +75,21 @@ class RolloutCapabilities:
     releases_memory: bool = False
     seeds: bool = False
     continuous_batching: bool = True
+    multi_modal: bool = False
+    max_world_size: int | None = None
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to sample.
+    """Sampling parameters of a request.
 
     Attributes:
-        temperature: 0 for greedy.
+        temperature: divisor of the logits; 0 for greedy.
         top_p: nucleus mass, 1 for all.
         top_k: number of candidates; -1 or 0 for all (verl's key).
         max_tokens: largest number of new tokens.
-        stop_token_ids: generation ends after one of these, which stays in the output.
-        n: sequences for the one prompt.
+        stop_token_ids: ids that end generation; the one generated stays in the output.
+        n: sequences for the prompt.
         ignore_eos: do not stop at the tokenizer's EOS.
     """
 
@@ -100,30 +104,35 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class RolloutRequest:
-    """One prompt to continue; ``request_id`` is the caller's and comes back with the output.
+    """One prompt to continue.
 
     Attributes:
-        seed: of the request's random numbers, 0 to ``2**63 - 1``. Where ``capabilities.seeds`` is set, its
-            tokens then follow from prompt, sampling, weights and seed, up to rounding: not from what else
-            is under way, or on which replica. None for the rollout's own stream.
+        request_id: caller's id, returned with the output.
+        prompt_ids: token ids of the prompt.
+        sampling: sampling parameters.
+        seed: seed of the request's random numbers, 0 to ``2**63 - 1``; None for the rollout's own stream. With
+            ``capabilities.seeds`` the tokens depend only on prompt, sampling, weights and seed, up to rounding.
+        multi_modal_data: inputs beside the tokens by modality, such as ``{"image": [...]}`` (verl's name); only
+            for rollouts with ``capabilities.multi_modal``.
     """
 
     request_id: str
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     seed: int | None = None
+    multi_modal_data: Mapping[str, Any] | None = None
 
 
 @dataclass(frozen=True)
 class RolloutSequence:
-    """One continuation.
+    """One continuation of a prompt.
 
     Attributes:
-        token_ids: the new tokens, with the stop token if there was one.
-        log_probs: of each token under the distribution that it was sampled from (after
-            temperature, top-k and top-p; for greedy, under the plain softmax at temperature 1).
+        token_ids: new tokens, with the stop token if there was one.
+        log_probs: log-prob of each token under the distribution it was sampled from (after temperature,
+            top-k and top-p; for greedy, under the plain softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
-        weight_versions: the version of the weights that each token came from.
+        weight_versions: version of the weights that each token was computed with.
     """
 
     token_ids: Sequence[int]
@@ -143,14 +152,14 @@ class RolloutOutput:
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """Everything a rollout is built from.
+    """Arguments that a rollout is built from.
 
     Attributes:
-        config: the config's ``rollout`` section, an instance of its ``config_schema``, which derives from
+        config: config's ``rollout`` section, an instance of the rollout's ``config_schema``, which derives from
             :class:`~rollcast.config.rollout.RolloutConfig`.
         model_path: Hugging Face folder of the model and tokenizer.
-        seed: of the sampler; differs from rank to rank and from replica to replica.
-        pad_token_id, eos_token_id: the tokenizer's.
+        seed: seed of the sampler; differs between ranks and replicas.
+        pad_token_id, eos_token_id: tokenizer's ids.
     """
 
     config: Any
@@ -171,104 +180,95 @@ class BaseRollout(ABC):
         self.setup = setup
 
     @classmethod
-    def environment(cls, config: Any) -> dict[str, str]:  # noqa: ARG003  # for those that override it
-        """Environment variables that the rollout's process needs from its start.
+    def environment(cls, config: Any) -> dict[str, str]:  # noqa: ARG003  # for subclasses
+        """Return environment variables that the rollout's process needs from its start.
 
-        A launcher sets those that neither it nor ``config.replica.env`` has. May not import the engine's
-        library, which the launcher's environment need not have.
+        A launcher sets those that neither its own environment nor ``config.replica.env`` has. The engine's
+        library must not be imported here: the launcher's environment may lack it.
 
         Args:
-            config: an instance of ``config_schema``.
+            config: instance of ``config_schema``.
         """
         return {}
 
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
-        """Continue one prompt; many calls may be under way at once.
+        """Continue one prompt; many calls may be in flight at once.
 
         Raises:
-            RollcastError: the request cannot be served (empty prompt, no room, unknown token id).
-            RolloutError: the engine died; a request that was under way is not answered otherwise.
+            RequestError: the request cannot be served (empty prompt, no room, unknown token id).
+            CapabilityError: the request asks for a feature that the rollout lacks, such as multi-modal data.
+            RolloutError: the engine died; requests in flight are not answered otherwise.
         """
 
     @abstractmethod
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-        """Load new weights, bucket by bucket; tokens from now on carry ``version``.
+        """Load a whole model, bucket by bucket; tokens from now on carry ``version``.
 
-        May be called while requests are under way. Each of their tokens has to be drawn from the
-        distribution of the weights whose version it carries, given everything before it: a cache of keys
-        and values from other weights must not be used on. Whether running requests are held up or
-        computed anew is the rollout's own affair. The weights are the whole model: an adapter that was
-        loaded before is gone.
+        Requests may be in flight. Each of their tokens must be drawn from the weights whose version it carries,
+        given all tokens before it, so a key-value cache of other weights must not be reused; the rollout may pause
+        or recompute such requests. An adapter that was loaded before is dropped.
 
         Args:
-            buckets: to go through once, with :class:`~rollcast.contracts.weights.WeightTally`. A bucket's
-                tensors are valid until the next one is asked for. An engine with processes of its own
-                may pickle it and go through it there, by
-                :meth:`~rollcast.contracts.weights.BucketsForReaders.for_reader` where it has that.
-            version: what the rollout has to report from now on.
+            buckets: iterable to consume once. A bucket's tensors are valid until the next bucket. An engine with
+                processes of its own may pickle it and consume it there.
+            version: version to report from now on.
 
         Raises:
-            WeightSyncError: a tensor is not what was sent, not the model's, or did not come; names it.
-                Until an update succeeds :meth:`generate` raises it too.
+            WeightSyncError: a tensor is corrupt, unknown or missing; names it. :meth:`generate` raises it too
+                until an update succeeds.
         """
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load a LoRA adapter, in place of the one before; the base weights stay.
+        """Load a LoRA adapter in place of the previous one; the base weights stay.
 
         Raises:
-            CapabilityError: the rollout cannot (``capabilities.lora`` is False).
+            CapabilityError: ``capabilities.lora`` is False.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{type(self).__name__} takes no adapters")
 
     async def check_health(self) -> None:
-        """Return while the engine can serve.
+        """Return if the engine can serve.
 
         Raises:
-            RolloutError: it is dead or hangs; says what is known of the cause.
+            RolloutError: the engine is dead or hangs; names the cause if known.
         """
         return
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
-        """Generate with the engine's own module from now on (HYBRID without a copy).
+        """Generate with the engine's own module from now on (HYBRID without a second set of weights).
 
         Raises:
-            CapabilityError: the rollout cannot (``capabilities.in_process`` is False).
+            CapabilityError: ``capabilities.in_process`` is False.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Give the named memory back; a rollout without any of its own does nothing."""
+        """Free the named memory; without effect for a rollout that holds none."""
         return
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the named memory again."""
+        """Allocate the named memory again."""
         return
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (all for None) now; they come back with what they have.
+        """End the requests (None for all) now; their outputs hold the tokens so far.
 
         Raises:
-            CapabilityError: the rollout cannot (``capabilities.abort`` is False).
+            CapabilityError: ``capabilities.abort`` is False.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{type(self).__name__} cannot abort requests")
 
     def state_dict(self) -> dict[str, Any]:
-        """What must come back after a restart to sample the same tokens (RNG state)."""
+        """Return the state that sampling the same tokens after a restart needs (random state)."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take back what :meth:`state_dict` gave."""
+        """Restore the state that :meth:`state_dict` returned."""
         return
 
     def close(self) -> None:
-        """Stop what was started; called once."""
+        """Stop what the rollout started; called once."""
         return
 
 

@@ -1,12 +1,6 @@
-"""The contract of trackers: something that watches a run and writes it down elsewhere.
+"""Contract of trackers, which record a run elsewhere.
 
-A tracker is a set of hook implementations (see :mod:`rollcast.contracts.hooks`) built from the
-run's config; it implements only the events that it wants.
-
-Example::
-
-    from rollcast.contracts.tracker import BaseTracker
-    from rollcast.contracts.hooks import hookimpl
+A tracker is a set of hook implementations (see :mod:`rollcast.contracts.hooks`). Example::
 
     class Bell(BaseTracker):
         @hookimpl
@@ -28,14 +22,14 @@ __all__ = ["BaseTracker", "trackers"]
 class BaseTracker:
     """Base of all trackers.
 
+    Further keyword arguments of a subclass are the config's ``tracker_kwargs.<name>``. An exception of a
+    tracker, other than in :meth:`check_requirements`, is logged and never stops the run.
+
     Args:
         run_dir: the run's directory; exists.
-        config: the resolved config as plain dicts and lists.
-        start_step: the step that the run continues from; 0 for a fresh run. A tracker that
-            appends must drop what it wrote after this step in an earlier, interrupted run.
-
-    Further keyword arguments of a subclass are the config's ``tracker_kwargs.<name>``. What a tracker
-    raises, other than in :meth:`check_requirements`, is logged and never stops the run.
+        config: resolved config as plain dicts and lists.
+        start_step: step that the run continues from, 0 for a fresh run. A tracker that appends must drop
+            what an earlier, interrupted run wrote after this step.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -46,7 +40,7 @@ class BaseTracker:
 
     @classmethod
     def check_requirements(cls) -> None:
-        """Called before anything of the run is started.
+        """Check that the tracker can work, before anything of the run starts.
 
         Raises:
             PluginLoadError: a library is missing; names the pip command.

@@ -1,11 +1,12 @@
-"""The contract of trainers: what ``rollcast train`` starts.
+"""Contract of trainers, which ``rollcast train`` starts.
 
 Example::
 
     class MyTrainer(BaseTrainer):
-        def fit(self) -> RunResult:
+        @classmethod
+        def launch(cls, config):
             ...
-            return RunResult(step=self.step, run_dir=self.run_dir)
+            return RunResult(step=10, run_dir=Path(config.trainer.run_dir))
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ __all__ = ["BaseTrainer", "RunResult", "trainers"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """How a run ended: its last step, its directory, and the last value of each metric."""
+    """The end of a run: last step, run directory, and the last value of each metric."""
 
     step: int
     run_dir: Path
@@ -34,19 +35,15 @@ class RunResult:
 
 
 class BaseTrainer(ABC):
-    """A training algorithm over worker groups.
-
-    The command line builds the config, then calls :meth:`launch`. A trainer owns the run
-    directory, the worker groups and their shutdown.
-    """
+    """A training algorithm over worker groups; owns the run directory, the worker groups and their shutdown."""
 
     @classmethod
     @abstractmethod
     def launch(cls, config: DictConfig) -> RunResult:
-        """Run to the end from a composed config; starts and stops everything it needs.
+        """Run a composed config to its end; start and stop everything it needs.
 
         Raises:
-            RollcastError: with one readable message for whatever the user can mend.
+            RollcastError: one readable message for a problem that the user can solve.
         """
 
 

@@ -1,4 +1,4 @@
-"""The contract of weight synchronisation: how an engine's weights reach rollouts.
+"""Contract of weight synchronisation, which carries an engine's weights to rollouts.
 
 Example::
 
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
+from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
@@ -26,10 +27,10 @@ __all__ = ["BaseWeightSync", "RemoteRollout", "SyncSettings", "WeightSyncCapabil
 
 @dataclass(frozen=True)
 class WeightSyncCapabilities:
-    """Which placements a sync can serve.
+    """Placements that a sync can serve.
 
     Attributes:
-        modes: of the rollout.
+        modes: modes of the rollout.
         same_process: both ends have to live in one process.
         same_node: both ends have to live on one node.
     """
@@ -41,12 +42,12 @@ class WeightSyncCapabilities:
 
 @dataclass(frozen=True)
 class SyncSettings:
-    """How weights travel.
+    """Sizes and deadlines of a sync.
 
     Attributes:
-        bucket_bytes: largest part that is under way at once; a tensor that is larger goes alone.
-        timeout_s: until one part has to be taken.
-        folder: that both ends see, for syncs that go through files.
+        bucket_bytes: largest bucket in flight; a larger tensor goes alone.
+        timeout_s: deadline for the receiver to take a bucket, in seconds.
+        folder: folder that both ends see, for syncs through files.
     """
 
     bucket_bytes: int = 64 << 20
@@ -58,29 +59,29 @@ class RemoteRollout(Protocol):
     """A rollout in another process, as a sync sees it.
 
     Attributes:
-        node: address of the node on which it runs.
+        node: address of its node.
     """
 
     node: str
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
-        """Have it load what ``weight_syncs.get(sync).open(source)`` gives there; blocks until it has.
+        """Load the buckets of ``weight_syncs.get(sync).open(source)`` there; block until done.
 
         Raises:
-            WeightSyncError: it could not.
+            WeightSyncError: loading failed.
         """
         ...
 
 
 class BaseWeightSync(ABC):
-    """Carries weights from one engine to rollouts.
+    """A carrier of weights from one engine to rollouts.
 
-    Every rank of the engine has one and calls :meth:`sync`, because gathering the weights is a
-    collective; each rank's serves its own targets.
+    Gathering the weights is a collective, so every rank of the engine has a sync, calls :meth:`sync`, and
+    serves its own targets.
 
     Args:
-        engine: this rank's.
-        targets: the rollout in this process, or remote ones; may be replaced between two calls.
+        engine: engine of this rank.
+        targets: rollout in this process, or remote ones; may be replaced between two calls.
         settings: sizes and deadlines.
     """
 
@@ -98,36 +99,34 @@ class BaseWeightSync(ABC):
 
     @abstractmethod
     async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:
-        """Make the targets generate with the engine's present weights, as ``version``.
+        """Send the engine's current weights to the targets, as ``version``.
 
         Args:
-            version: of the weights.
-            only_adapter: every target has the base model, so of an engine that trains an adapter only
-                that has to travel. The same on all ranks.
+            version: version of the weights.
+            only_adapter: send only the adapter in training, because every target has the base model; the same
+                on all ranks.
 
         Returns:
-            A report for each target, in their order; of the adapter, if there is one.
+            One report a target, in their order; of the adapter if there is one.
 
         Raises:
-            WeightSyncError: a target's report does not match what was sent; names the tensor.
+            WeightSyncError: a target's report does not match; names the tensor.
         """
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterable[WeightBucket]:
-        """The receiving end, in a target's process: what :meth:`sync` sends there, to go through once.
+        """Return the buckets that :meth:`sync` sends, in a target's process, to be read once.
 
         Args:
-            source: JSON-like description that the sender gave to :meth:`RemoteRollout.receive_weights`.
+            source: JSON-like description that the sender passed to :meth:`RemoteRollout.receive_weights`.
 
         Raises:
             CapabilityError: the sync has no receiving end, because both ends share a process.
         """
-        from rollcast.errors import CapabilityError
-
         raise CapabilityError(f"{cls.__name__} sends nothing to other processes, and cannot open {source}")
 
     def close(self) -> None:
-        """Give back what was kept between calls."""
+        """Release what was kept between calls."""
         return
 
 

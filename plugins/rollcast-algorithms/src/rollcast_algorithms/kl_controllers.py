@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.kl_controller import BaseKlController, KlControllerSettings
+from rollcast.contracts.algorithm import BaseKlController, KlControllerSettings
 
 __all__ = ["MAX_ERROR", "AdaptiveKlController", "FixedKlController"]
 

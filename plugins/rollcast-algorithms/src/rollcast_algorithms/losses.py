@@ -14,8 +14,10 @@ from torch import Tensor
 from rollcast.contracts.algorithm import (
     KlPenalty,
     LossAggregation,
+    Needs,
     PolicyLoss,
     PolicyLossInputs,
+    needs_of,
     needs_vocabulary,
     prepare_policy_loss,
 )
@@ -40,10 +42,10 @@ class PpoLoss:
 
     with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
     and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
-    penalty of the sampled tokens (the engine gives one of the whole vocabulary), and those that
-    :meth:`prepare` gave. Metrics: ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine gave the
-    entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for every metric of
-    the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
+    penalty of the sampled tokens (the engine computes one of the whole vocabulary), those that the policy
+    loss declares, and those that :meth:`prepare` returned. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
+    (if the engine computed the entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for
+    every metric of the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
 
     Attributes:
         policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
@@ -75,16 +77,34 @@ class PpoLoss:
         if self.kl_loss_coef and self.kl_penalty is None:
             raise ValueError(f"kl_loss_coef is {self.kl_loss_coef}, but there is no kl_penalty to weigh")
 
-    def prepare(self, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-        """Columns that the policy loss needs from the batch as a whole, before it is split.
+    @property
+    def needs(self) -> Needs:
+        """The columns that the loss reads, beside those of :meth:`prepare`."""
+        declared = needs_of(self.policy_loss)
+        names = {"old_log_probs", "advantages"} | declared.columns
+        if self.use_rollout_is_weights:
+            names.add("rollout_is_weights")
+        if self.kl_penalty is not None and not needs_vocabulary(self.kl_penalty):
+            names.add("ref_log_prob")
+        return Needs(frozenset(names), declared.optional)
+
+    def prepare(
+        self,
+        old_log_probs: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        columns: Mapping[str, Tensor] | None = None,
+    ) -> dict[str, Tensor]:
+        """Return the columns that the policy loss needs from the batch as a whole, before it is split.
 
         Args:
-            old_log_probs, advantages, response_mask: of the whole batch, ``[B, T]``.
+            old_log_probs, advantages, response_mask: columns of the whole batch, ``[B, T]``.
+            columns: further columns of the whole batch, of which the policy loss gets those that it declares.
 
         Returns:
             Columns ``[B, T]`` to add to the batch; none for a loss that looks at each row by itself.
         """
-        inputs = self._inputs(old_log_probs, old_log_probs, advantages, response_mask, {})
+        inputs = self._inputs(old_log_probs, old_log_probs, advantages, response_mask, {}, columns or {})
         return {PREPARED + name: column for name, column in prepare_policy_loss(self.policy_loss, inputs).items()}
 
     def _inputs(
@@ -94,6 +114,7 @@ class PpoLoss:
         advantages: Tensor,
         response_mask: Tensor,
         prepared: Mapping[str, Tensor],
+        columns: Mapping[str, Tensor],
     ) -> PolicyLossInputs:
         return PolicyLossInputs(
             log_probs=log_probs,
@@ -105,6 +126,7 @@ class PpoLoss:
             clip_ratio_c=self.clip_ratio_c,
             options=self.options,
             prepared=prepared,
+            columns=needs_of(self.policy_loss).select(columns),
         )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
@@ -114,7 +136,7 @@ class PpoLoss:
         prepared = {
             name.removeprefix(PREPARED): column for name, column in inputs.columns.items() if name.startswith(PREPARED)
         }
-        policy = self.policy_loss(self._inputs(log_probs, old_log_probs, advantages, mask, prepared))
+        policy = self.policy_loss(self._inputs(log_probs, old_log_probs, advantages, mask, prepared, inputs.columns))
         losses = policy.losses
         if self.use_rollout_is_weights:
             losses = losses * masked("rollout_is_weights", _column(inputs, "rollout_is_weights"), mask).detach()

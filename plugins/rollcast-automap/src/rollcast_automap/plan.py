@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.algorithm import advantage_needs, advantages
+from rollcast.contracts.algorithm import advantages, needs_of
 from rollcast.errors import ConfigError
 from rollcast_automap.memory_facts import largest_pass, placed_roles, plan_memory
 from rollcast_automap.splits import check_engine
@@ -159,7 +159,7 @@ def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
             f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
             "are taken and answered for a step, so the data last for fewer steps"
         )
-    if advantage_needs(advantages.get(algorithm.adv_estimator)).reward_baselines:
+    if "reward_baselines" in needs_of(advantages.get(algorithm.adv_estimator)).columns:
         notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
 
 

@@ -17,7 +17,7 @@ from rollcast_engine.optim import check_optim, learning_rate
 from rollcast_engine.process_group import agree
 
 if TYPE_CHECKING:
-    from rollcast.contracts.optim import OptimConfig
+    from rollcast.contracts.engine import OptimConfig
 
 __all__ = ["TorchEngine"]
 

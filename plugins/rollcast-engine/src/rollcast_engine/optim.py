@@ -1,26 +1,62 @@
-"""The optimizers of ``rollcast.optimizers`` that come with this distribution, and how engines make one."""
+"""The registry of optimizers, those of this distribution, and the optimizer of an engine.
+
+Example of an optimizer, to be announced in ``rollcast.optimizers``::
+
+    def rmsprop(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
+        return torch.optim.RMSprop(parameters, lr=lr, weight_decay=optim.weight_decay, **optim.optimizer_kwargs)
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from rollcast.contracts.optim import optimizers
 from rollcast.errors import ConfigError
+from rollcast.plugins import Registry, is_callable
 from rollcast_engine.schedule import check_schedule, learning_rate
 
 if TYPE_CHECKING:
     from torch.nn import Parameter
     from torch.optim import Optimizer
 
-    from rollcast.contracts.optim import OptimConfig
+    from rollcast.contracts.engine import OptimConfig
 
-__all__ = ["adamw", "build_optimizer", "check_optim", "learning_rate", "prime_optimizer", "sgd"]
+__all__ = [
+    "OptimizerFactory",
+    "adamw",
+    "build_optimizer",
+    "check_optim",
+    "learning_rate",
+    "optimizers",
+    "prime_optimizer",
+    "sgd",
+]
 
 #: Devices for which torch has a fused AdamW.
 _FUSED = frozenset({"cpu", "cuda", "xpu", "mps"})
+
+
+class OptimizerFactory(Protocol):
+    """A function that builds an optimizer over an engine's trainable parameters, which may be DTensors.
+
+    Its per-parameter state must consist of tensors, because checkpoints keep nothing else. The state may
+    exist from the start or appear at the first step.
+    """
+
+    def __call__(self, parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
+        """Return the optimizer, whose first step uses ``lr``.
+
+        Raises:
+            TypeError: ``optim.optimizer_kwargs`` has an unknown option.
+        """
+        ...
+
+
+optimizers: Registry[OptimizerFactory] = Registry(
+    "rollcast.optimizers", is_callable(3), "actor.optim.optimizer", description="optimizers of the training engines"
+)
 
 
 def check_optim(optim: OptimConfig) -> None:

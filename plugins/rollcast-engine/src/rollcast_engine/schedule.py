@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollcast.contracts.optim import OptimConfig
+    from rollcast.contracts.engine import OptimConfig
 
 __all__ = ["check_schedule", "learning_rate", "warmup_steps"]
 

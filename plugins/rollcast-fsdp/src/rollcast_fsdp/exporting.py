@@ -6,7 +6,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.model_weights import write_adapter
+from safetensors.torch import save_file
+
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CheckpointError, ConfigError
 from rollcast_engine.checkpoint_files import check_shards, read_summary
@@ -68,9 +69,11 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, output: Path) -> Non
 
 def _write_adapter(path: Path, adapter: AdapterWeights) -> None:
     folder = path / ADAPTER_FOLDER
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     try:
         folder.mkdir(exist_ok=True)
-        write_adapter(folder, adapter)
+        (folder / "adapter_config.json").write_text(adapter.config_json())
+        save_file(tensors, folder / "adapter_model.safetensors")
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be written: {error}") from error
 

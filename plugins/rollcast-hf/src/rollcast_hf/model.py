@@ -9,9 +9,9 @@ import transformers
 from torch import nn
 
 from rollcast.contracts.device import local_device
-from rollcast.contracts.model_weights import read_model_config
-from rollcast.contracts.requests import ModelLimits
 from rollcast.errors import CheckpointError
+from rollcast_serving.model_weights import read_model_config
+from rollcast_serving.requests import ModelLimits
 
 __all__ = ["build_model", "load_model", "read_limits"]
 

@@ -6,9 +6,9 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollcast.contracts.requests import ModelLimits, check_request
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
 from rollcast_hf.decoding import DecodedRow, DecodeRow
+from rollcast_serving.requests import ModelLimits, check_request
 
 __all__ = ["Job", "admit"]
 

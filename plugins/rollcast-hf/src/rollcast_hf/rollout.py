@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from rollcast.contracts.model_weights import ModelWeights, check_adapter
-from rollcast.contracts.requests import ModelLimits
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutCapabilities,
@@ -29,7 +27,7 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
     WeightReport,
 )
-from rollcast.contracts.weights import AdapterWeights, WeightTally
+from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
 from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
@@ -39,6 +37,9 @@ from rollcast_hf.requests import Job, admit
 from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
+from rollcast_serving.model_weights import ModelWeights, check_adapter
+from rollcast_serving.receiving import WeightTally
+from rollcast_serving.requests import ModelLimits
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine

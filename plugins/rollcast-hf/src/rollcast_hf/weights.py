@@ -8,8 +8,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor, nn
 
-from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.contracts.weights import WeightReport
 from rollcast_hf.errors import WeightUpdateError
+from rollcast_serving.receiving import WeightTally
 
 __all__ = ["count_weights", "load_buckets"]
 

@@ -36,8 +36,7 @@ from rollcast_megatron.weights import Shapes, gather, hf_shapes, load_folder, lo
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
-    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType
-    from rollcast.contracts.optim import OptimConfig
+    from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 

@@ -6,7 +6,8 @@ Example, in ``my_rewards.py``::
         return 1.0 if len(sample.response) < limit else 0.0
 
 and in the config ``reward=function reward.reward_kwargs.path=my_rewards.py:short``. A function
-with verl's signature ``(data_source, solution_str, ground_truth, extra_info=None)`` works too.
+with verl's signature ``(data_source, solution_str, ground_truth, extra_info=None)`` works too, and either may be
+``async def``.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import hashlib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue
 from rollcast.errors import ConfigError, RewardError
 
 __all__ = ["FunctionReward", "result_from_mapping"]
@@ -59,14 +60,26 @@ class FunctionReward(BaseReward):
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._path, self._kwargs)
 
-    def score(self, sample: RewardSample) -> float | RewardResult:
-        """What the function gives for this sample.
+    @property
+    def is_async(self) -> bool:
+        return inspect.iscoroutinefunction(self._function)
+
+    def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
+        """Return the function's value for this sample; an awaitable if the function is ``async``.
 
         Raises:
-            RewardError: it gave a mapping without a score. Its own exceptions pass through.
+            RewardError: the function returned a mapping without a score. Its own exceptions pass through.
         """
         value = self._call(sample)
-        return result_from_mapping(value) if isinstance(value, Mapping) else value
+        return _await_result(value) if inspect.isawaitable(value) else _as_result(value)
+
+
+async def _await_result(value: Awaitable[Any]) -> RewardValue:
+    return _as_result(await value)
+
+
+def _as_result(value: Any) -> Any:
+    return result_from_mapping(value) if isinstance(value, Mapping) else value
 
 
 def _rebuild(path: str, kwargs: dict[str, Any]) -> FunctionReward:
@@ -117,8 +130,6 @@ def _find_function(module: ModuleType, file: Path, name: str) -> Callable[..., A
     function = getattr(module, name)
     if not callable(function):
         raise ConfigError(f"{_KEY}: {name!r} in {file} is of type {type(function).__name__} and cannot be called")
-    if inspect.iscoroutinefunction(function):
-        raise ConfigError(f"{_KEY}: {name!r} in {file} is async; a reward is a plain function")
     checked: Callable[..., Any] = function
     return checked
 

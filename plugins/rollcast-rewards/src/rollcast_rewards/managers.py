@@ -2,33 +2,69 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.alarm import Alarm, TimeUp
-from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager, check_value, failure_of
+from rollcast_rewards.asynchronous import MAX_CONCURRENT, AsyncScorer
+from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of, timed_out
 
 __all__ = ["BatchRewardManager", "NaiveRewardManager"]
 
 
-class NaiveRewardManager(PolicyRewardManager):
-    """Scores a batch in this process, one sample after the other.
+class _InProcessManager(PolicyRewardManager):
+    """A manager in this process, which awaits an asynchronous reward for many samples at a time.
+
+    Args:
+        reward, settings: as in :class:`BaseRewardManager`.
+        max_concurrent: samples of an asynchronous reward in flight at a time.
+
+    Raises:
+        ConfigError: ``max_concurrent`` is not positive.
+    """
+
+    def __init__(
+        self, reward: BaseReward, settings: RewardSettings | None = None, max_concurrent: int = MAX_CONCURRENT
+    ) -> None:
+        super().__init__(reward, settings)
+        if max_concurrent < 1:
+            raise ConfigError(f"reward.reward_manager_kwargs.max_concurrent is {max_concurrent}; it must be at least 1")
+        self._scorer = AsyncScorer(reward, self.settings, max_concurrent) if reward.is_async else None
+
+    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        if self._scorer is not None:
+            self._scorer.score_all(samples, judge)
+        else:
+            self.score_in_turn(samples, judge)
+
+    @abstractmethod
+    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        """Give the judge the outcome of every sample, from a reward that is not asynchronous."""
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+
+
+class NaiveRewardManager(_InProcessManager):
+    """Scores a batch in this process, one sample after the other; an asynchronous reward many at a time.
 
     A reward that overrides ``score_batch`` gets the whole batch, as with :class:`BatchRewardManager`.
     The time limit is that of :class:`Alarm`: it ends Python code that hangs or sleeps, not C code;
     nothing limits memory. ``prime`` does both.
     """
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
         with Alarm(self.settings.timeout_s) as alarm:
             if type(self.reward).score_batch is not BaseReward.score_batch:
                 score_in_batches(self.reward, samples, judge, alarm, self.settings.timeout_s, len(samples))
                 return
             for index, sample in enumerate(samples):
                 try:
-                    outcome = check_value(alarm.call(self.reward.score, sample))
+                    outcome = check_value(alarm.call(self.reward.score, sample), sample)
                 except TimeUp:
                     alarm.disarm()
                     outcome = timed_out(self.settings.timeout_s)
@@ -37,7 +73,7 @@ class NaiveRewardManager(PolicyRewardManager):
                 judge.add(index, outcome)
 
 
-class BatchRewardManager(PolicyRewardManager):
+class BatchRewardManager(_InProcessManager):
     """Hands the reward's ``score_batch`` whole batches, for rewards that are cheaper that way.
 
     Where a batch raises, its halves are tried, and theirs, until the sample is found whose error it
@@ -46,28 +82,28 @@ class BatchRewardManager(PolicyRewardManager):
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
         batch_size: samples a call; None for all at once.
+        max_concurrent: samples in flight of a reward whose ``score`` is asynchronous, which gets them one by one.
 
     Raises:
-        ConfigError: ``batch_size`` is not positive.
+        ConfigError: ``batch_size`` or ``max_concurrent`` is not positive.
     """
 
     def __init__(
-        self, reward: BaseReward, settings: RewardSettings | None = None, batch_size: int | None = None
+        self,
+        reward: BaseReward,
+        settings: RewardSettings | None = None,
+        batch_size: int | None = None,
+        max_concurrent: int = MAX_CONCURRENT,
     ) -> None:
-        super().__init__(reward, settings)
+        super().__init__(reward, settings, max_concurrent)
         if batch_size is not None and batch_size < 1:
             raise ConfigError(f"reward.reward_manager_kwargs.batch_size is {batch_size}; it must be at least 1")
         self._batch_size = batch_size
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
         limit = self.settings.timeout_s
         with Alarm(limit) as alarm:
             score_in_batches(self.reward, samples, judge, alarm, limit, self._batch_size or len(samples))
-
-
-def timed_out(seconds: float | None, what: str = "") -> Failure:
-    """The failure of a sample that took too long."""
-    return Failure("timeout", f"took longer than reward.timeout_s = {seconds:g} s{what}" if seconds else "hung")
 
 
 def score_in_batches(
@@ -99,6 +135,6 @@ def score_in_batches(
         else:
             if len(values) != len(part):
                 raise RewardError(f"reward {name}: {len(part)} samples were given, {len(values)} scores came back")
-            outcomes = [check_value(value) for value in values]
+            outcomes = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
         for index, outcome in zip(indices, outcomes, strict=True):
             judge.add(index, outcome)

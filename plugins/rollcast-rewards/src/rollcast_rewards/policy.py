@@ -13,7 +13,7 @@ from typing import Any
 from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, RewardSettings
 from rollcast.errors import RewardError
 
-__all__ = ["Failure", "Judge", "Outcome", "PolicyRewardManager", "check_value", "describe_error"]
+__all__ = ["Failure", "Judge", "Outcome", "PolicyRewardManager", "check_value", "describe_error", "timed_out"]
 
 logger = logging.getLogger(__name__)
 _EXCERPT = 200
@@ -49,19 +49,64 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(kind, f"failed: {describe_error(error)}", error)
 
 
-def check_value(value: Any) -> Outcome:
-    """What a reward returned, as a result of plain floats, or as the failure that it is."""
+def timed_out(seconds: float | None, what: str = "") -> Failure:
+    """Return the failure of a sample that took too long."""
+    return Failure("timeout", f"took longer than reward.timeout_s = {seconds:g} s{what}" if seconds else "hung")
+
+
+def check_value(value: Any, sample: RewardSample) -> Outcome:
+    """Return a reward's value as a result of plain floats, its scores at their tokens; or as a failure."""
     result = value if isinstance(value, RewardResult) else RewardResult(value)
-    numbers: list[float] = []
-    for name, item in [("score", result.score), *result.extra.items()]:
-        number = _as_number(item)
-        if number is None:
-            shown = _excerpt(repr(item))
-            return Failure("value", f"gave {name} = {shown}, which is not a number ({type(item).__name__})")
-        if not math.isfinite(number):
-            return Failure("value", f"gave {name} = {number}, which is not finite")
-        numbers.append(number)
-    return replace(result, score=numbers[0], extra=dict(zip(result.extra, numbers[1:], strict=True)))
+    try:
+        return replace(
+            result,
+            score=_check_number("score", result.score),
+            extra={name: _check_number(name, item) for name, item in result.extra.items()},
+            token_scores=_place_scores(result, sample),
+            turn_scores=None,
+        )
+    except _ValueProblem as problem:
+        return Failure("value", str(problem))
+
+
+class _ValueProblem(Exception):
+    pass
+
+
+def _check_number(name: str, item: Any) -> float:
+    number = _as_number(item)
+    if number is None:
+        raise _ValueProblem(f"gave {name} = {_excerpt(repr(item))}, which is not a number ({type(item).__name__})")
+    if not math.isfinite(number):
+        raise _ValueProblem(f"gave {name} = {number}, which is not finite")
+    return number
+
+
+def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ...] | None:
+    """One score a response token; None for a result with a whole score only."""
+    tokens = len(sample.response_ids)
+    if result.token_scores is not None:
+        if result.turn_scores is not None:
+            raise _ValueProblem("gave both token_scores and turn_scores; give one of them")
+        if len(result.token_scores) != tokens:
+            raise _ValueProblem(f"gave {len(result.token_scores)} token_scores for {tokens} response tokens")
+        return tuple(_check_number(f"token_scores[{place}]", item) for place, item in enumerate(result.token_scores))
+    if result.turn_scores is None:
+        return None
+    if len(sample.turn_ids) != tokens or not tokens:
+        raise _ValueProblem(
+            f"gave {len(result.turn_scores)} turn_scores, but the turns of the sample's tokens are not known "
+            f"({len(sample.turn_ids)} turn ids for {tokens} tokens); give one score, or token_scores"
+        )
+    # A turn's last token is where the next one has another id.
+    ids = [*sample.turn_ids, None]
+    ends = [place for place in range(tokens) if ids[place] != ids[place + 1]]
+    if len(result.turn_scores) != len(ends):
+        raise _ValueProblem(f"gave {len(result.turn_scores)} turn_scores for {len(ends)} turns")
+    placed = [0.0] * tokens
+    for turn, (end, item) in enumerate(zip(ends, result.turn_scores, strict=True)):
+        placed[end] = _check_number(f"turn_scores[{turn}]", item)
+    return tuple(placed)
 
 
 class Judge:

@@ -22,8 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings
 from rollcast.errors import ConfigError, RewardError
-from rollcast_rewards.managers import timed_out
-from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager
+from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager, timed_out
 from rollcast_rewards.worker import HEADER
 
 __all__ = ["PrimeRewardManager"]
@@ -101,7 +100,7 @@ class PrimeRewardManager(PolicyRewardManager):
     A process whose sample takes longer than ``reward.timeout_s``, or more memory than it may, is ended
     and another one takes its place, so neither a hang in C code nor a crash goes beyond its sample.
     The reward is pickled (by value where it is a lambda or stands in a notebook); module-level state is
-    each process's own.
+    each process's own. An asynchronous reward is awaited on an event loop of its process, a sample at a time.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
@@ -233,7 +232,7 @@ class PrimeRewardManager(PolicyRewardManager):
 def _read_outcome(message: tuple[Any, ...]) -> Outcome:
     if message[0] == "failure":
         return Failure(message[1], message[2])
-    return RewardResult(message[1], message[2], message[3])
+    return RewardResult(message[1], message[2], message[3], token_scores=message[4])
 
 
 def _end_all(processes: list[_Process]) -> None:

@@ -1,7 +1,8 @@
-"""The reward manager ``remote``: many samples at once in threads, for rewards that wait for a network."""
+"""The reward manager ``remote``: many samples at once, for rewards that wait for a network."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections import deque
@@ -10,8 +11,8 @@ from queue import Empty, SimpleQueue
 
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import ConfigError
-from rollcast_rewards.managers import timed_out
-from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of
+from rollcast_rewards.asynchronous import AsyncScorer, score_once
+from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of, timed_out
 
 __all__ = ["RateLimit", "RemoteRewardManager", "TransientError"]
 
@@ -68,7 +69,7 @@ class _Batch:
 
 
 class RemoteRewardManager(PolicyRewardManager):
-    """Scores up to ``max_concurrent`` samples at a time in threads of this process.
+    """Scores up to ``max_concurrent`` samples at a time in threads, or on an event loop if the reward is asynchronous.
 
     A reward that raises :class:`TransientError`, ``ConnectionError`` or ``TimeoutError`` is tried again.
     ``reward.timeout_s`` holds for a sample with all its tries; a thread that is still busy with a
@@ -107,8 +108,31 @@ class RemoteRewardManager(PolicyRewardManager):
         self._max_concurrent = max_concurrent
         self._max_retries = max_retries
         self._backoff_s = backoff_s
+        self._scorer: AsyncScorer | None = None
+        if reward.is_async:
+            self._scorer = AsyncScorer(reward, self.settings, max_concurrent, self._attempt, self._limit.reserve)
+
+    def close(self) -> None:
+        if self._scorer is not None:
+            self._scorer.close()
+
+    async def _attempt(self, reward: BaseReward, sample: RewardSample) -> Outcome:
+        """Await a sample's reward, and again after errors that another try may mend."""
+        pause, left = self._backoff_s, self._max_retries
+        while True:
+            try:
+                return await score_once(reward, sample)
+            except (ConnectionError, TimeoutError) as error:
+                if not left:
+                    raise
+                asked = getattr(error, "retry_after_s", None)
+                await asyncio.sleep(max(pause if asked is None else asked, self._limit.reserve()))
+                pause, left = min(pause * 2, _LONGEST_PAUSE_S), left - 1
 
     def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+        if self._scorer is not None:
+            self._scorer.score_all(samples, judge)
+            return
         batch = _Batch(samples)
         for _ in range(min(self._max_concurrent, len(samples))):
             self._start_thread(batch)
@@ -156,7 +180,7 @@ class RemoteRewardManager(PolicyRewardManager):
         pause = self._backoff_s
         for left in range(self._max_retries, -1, -1):
             try:
-                return check_value(self.reward.score(batch.samples[index]))
+                return check_value(self.reward.score(batch.samples[index]), batch.samples[index])
             except (ConnectionError, TimeoutError) as error:
                 asked = getattr(error, "retry_after_s", None)
                 failure = failure_of(error)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
@@ -21,7 +22,8 @@ class WeightedSum(BaseReward):
 
     Whether a sample is correct is for the first reward to say. Each part's score, without its weight, is
     an extra number under the reward's name (``gsm8k``, and ``gsm8k_2`` if it stands there again), and its
-    extra numbers follow as ``gsm8k/<name>``.
+    extra numbers follow as ``gsm8k/<name>``. Scores per token or turn are weighted and added too. If one of the
+    rewards is asynchronous, so is the sum, and a sample's asynchronous rewards are awaited together.
 
     Args:
         rewards: mappings with ``name``, ``weight`` (1 if not given) and ``reward_kwargs``.
@@ -42,22 +44,43 @@ class WeightedSum(BaseReward):
             self._parts[label if seen[label] == 1 else f"{label}_{seen[label]}"] = weight, reward
         self.max_score = sum(weight * reward.max_score for weight, reward in self._parts.values() if weight > 0)
 
-    def score(self, sample: RewardSample) -> RewardResult:
-        """Add up.
+    @property
+    def is_async(self) -> bool:
+        return any(reward.is_async for _, reward in self._parts.values())
+
+    def score(self, sample: RewardSample) -> RewardResult | Awaitable[RewardResult]:
+        """Return the sum; an awaitable if a reward is asynchronous.
 
         Raises:
-            ValueError: a part gave no finite number. A part's own exceptions pass through.
+            ValueError: a reward gave no finite number. A reward's own exceptions pass through.
         """
+        if self.is_async:
+            return self._score_async(sample)
+        return self._add([reward.score(sample) for _, reward in self._parts.values()], sample)
+
+    async def _score_async(self, sample: RewardSample) -> RewardResult:
+        values: list[Any] = [reward.score(sample) for _, reward in self._parts.values()]
+        places = [place for place, value in enumerate(values) if isinstance(value, Awaitable)]
+        awaited = await asyncio.gather(*(values[place] for place in places))
+        for place, value in zip(places, awaited, strict=True):
+            values[place] = value
+        return self._add(values, sample)
+
+    def _add(self, values: Iterable[Any], sample: RewardSample) -> RewardResult:
         total, extra, correct = 0.0, dict[str, float](), None
-        for place, (label, (weight, reward)) in enumerate(self._parts.items()):
-            result = check_value(reward.score(sample))
+        token_scores: list[float] | None = None
+        for place, ((label, (weight, reward)), value) in enumerate(zip(self._parts.items(), values, strict=True)):
+            result = check_value(value, sample)
             if isinstance(result, Failure):
                 raise ValueError(f"{label} {result.what}")
             total += weight * result.score
+            if result.token_scores is not None:
+                sums = token_scores or [0.0] * len(result.token_scores)
+                token_scores = [old + weight * new for old, new in zip(sums, result.token_scores, strict=True)]
             extra |= {label: result.score} | {f"{label}/{name}": value for name, value in result.extra.items()}
             if place == 0:
                 correct = result.score >= reward.max_score if result.correct is None else result.correct
-        return RewardResult(total, correct, extra)
+        return RewardResult(total, correct, extra, token_scores=token_scores)
 
 
 def _read(entry: Mapping[str, Any], key: str) -> tuple[str, float, BaseReward]:

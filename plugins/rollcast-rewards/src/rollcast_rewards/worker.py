@@ -7,6 +7,7 @@ search path is not there yet.
 
 from __future__ import annotations
 
+import asyncio
 import pickle
 import resource
 import signal
@@ -53,17 +54,21 @@ def _prepare(setup: dict[str, Any]) -> Any:
     # The kernel's default for an alarm is to end the process, which needs no help from a hung interpreter.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     reward = pickle.loads(setup["reward"])
+    # One loop for all samples: a reward's clients belong to the loop they were made on.
+    loop = asyncio.new_event_loop() if reward.is_async else None
     if setup["memory_limit_mb"] is not None:
         _limit_memory(setup["memory_limit_mb"] << 20)
 
     def score(message: bytes) -> tuple[Any, ...]:
         try:
-            outcome: Any = check_value(reward.score(pickle.loads(message)))
+            sample = pickle.loads(message)
+            value = reward.score(sample)
+            outcome: Any = check_value(value if loop is None else loop.run_until_complete(value), sample)
         except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
             outcome = failure_of(error)
         if hasattr(outcome, "kind"):
             return "failure", outcome.kind, outcome.what + _where(outcome.cause)
-        return "result", outcome.score, outcome.correct, dict(outcome.extra)
+        return "result", outcome.score, outcome.correct, dict(outcome.extra), outcome.token_scores
 
     return score
 

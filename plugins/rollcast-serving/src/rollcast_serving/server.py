@@ -14,8 +14,9 @@ from aiohttp import web
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput
 from rollcast.contracts.weight_sync import weight_syncs
-from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport, WeightTally
+from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RequestError, RollcastError
+from rollcast_serving.receiving import WeightTally
 from rollcast_serving.wire import decode_request, encode_error, encode_output, encode_report
 
 __all__ = ["IncomingWeights", "build_app", "check_token"]
@@ -41,7 +42,7 @@ class IncomingWeights:
     readers: int = 1
 
     def for_reader(self, index: int, count: int) -> IncomingWeights:
-        """See :class:`rollcast.contracts.weights.BucketsForReaders`."""
+        """See :class:`rollcast_serving.receiving.BucketsForReaders`."""
         return replace(self, reader=index, readers=count)
 
     def __iter__(self) -> Iterator[WeightBucket]:

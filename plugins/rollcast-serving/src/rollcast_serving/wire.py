@@ -44,7 +44,16 @@ def _unpack(code: str, text: str) -> list[Any]:
 
 
 def encode_request(request: RolloutRequest) -> dict[str, Any]:
-    """JSON of a request. Ids that are no integers travel as they are, to be refused by the replica."""
+    """Return a request as JSON. Ids that are no integers travel as they are; the replica refuses them.
+
+    Raises:
+        CapabilityError: the request carries multi-modal data, which has no JSON form.
+    """
+    if request.multi_modal_data:
+        raise errors.CapabilityError(
+            f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
+            "which replicas do not take; generate in the trainer's process (rollout.weight_sync=in_process)"
+        )
     sampling = asdict(request.sampling)
     seed = {} if request.seed is None else {"seed": request.seed}
     return {"id": request.request_id, "prompt_ids": list(request.prompt_ids), "sampling": sampling, **seed}

@@ -13,8 +13,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from rollcast.contracts.model_weights import ModelWeights, read_model_config
-from rollcast.contracts.requests import ModelLimits, check_request
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutCapabilities,
@@ -25,6 +23,8 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, read_model_config
+from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_sglang.client import SglangClient
 from rollcast_sglang.environment import has_gpu, server_environment
 from rollcast_sglang.process import ServerProcess

@@ -14,9 +14,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.model_weights import ModelWeights, check_adapter, write_adapter
-from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
+from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import RollcastError, RolloutError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, check_adapter, write_adapter
+from rollcast_serving.receiving import WeightTally
 from rollcast_sglang.buckets import BucketMemory, SharedBucket
 from rollcast_sglang.client import SglangClient
 from rollcast_sglang.server.loading import LoadStep, read_answer

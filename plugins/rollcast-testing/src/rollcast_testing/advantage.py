@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
@@ -12,25 +13,18 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.algorithm import (
+    REWARD_COMPONENT,
     AdvantageEstimator,
     AdvantageInputs,
     AdvantageOutputs,
-    advantage_needs,
     advantages,
+    needs_of,
 )
 
 __all__ = ["AdvantageSuite"]
 
 _OUTPUTS = ("advantages", "returns")
-_TOKEN_TENSORS = (
-    "token_level_rewards",
-    "response_mask",
-    "values",
-    "old_log_probs",
-    "sum_pi_squared",
-    "rollout_is_weights",
-)
-_ROW_TENSORS = ("group_ids", "reward_baselines")
+_TENSORS = ("token_level_rewards", "response_mask", "group_ids")
 
 
 class AdvantageSuite:
@@ -57,6 +51,9 @@ class AdvantageSuite:
     mixes_groups: ClassVar[bool] = False
     #: Inputs worked out by hand, and the advantages that they give, ``[B, T]``.
     examples: ClassVar[Sequence[tuple[AdvantageInputs, Sequence[Sequence[float]]]]] = ()
+    #: For a column of your own that the estimator declares: a function from a generator to a tensor for six rows,
+    #: ``[6]`` or ``[6, 7]``. Without one, the column is drawn from a normal distribution, ``[6, 7]``.
+    columns: ClassVar[Mapping[str, Callable[[torch.Generator], Tensor]]] = {}
     rtol: ClassVar[float] = 1e-4
     atol: ClassVar[float] = 1e-5
 
@@ -73,8 +70,9 @@ class AdvantageSuite:
         lengths = torch.tensor([7, 3, 5, 1, 6, 2])
         mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
         mask[2, 1:3] = 0  # a tool's answer inside a response
-        needs = advantage_needs(estimator)
-        given = {name: draw(generator) for name, draw in _DRAWS.items() if getattr(needs, name)}
+        columns: dict[str, Tensor] = {}
+        for name in sorted(needs_of(estimator).columns):
+            columns |= self._draw(name, generator)
         return AdvantageInputs(
             token_level_rewards=torch.randn(6, 7, generator=generator) * mask,
             response_mask=mask,
@@ -82,8 +80,15 @@ class AdvantageSuite:
             gamma=0.9,
             lam=0.8,
             options=copy.deepcopy(dict(self.options)),
-            **given,
+            columns=columns,
         )
+
+    def _draw(self, name: str, generator: torch.Generator) -> dict[str, Tensor]:
+        """Return a column for the suite's inputs, or for a prefix two columns, by name."""
+        if name.endswith("/"):
+            return {name + part: torch.randn(6, generator=generator) for part in ("accuracy", "format")}
+        draw = self.columns.get(name, _DRAWS.get(name))
+        return {name: torch.randn(6, 7, generator=generator) if draw is None else draw(generator)}
 
     def test_agrees_with_its_examples(self, estimator: AdvantageEstimator) -> None:
         if not self.examples:
@@ -215,37 +220,45 @@ class AdvantageSuite:
         for name, tensor in _outputs(estimator(empty)).items():
             _require(tensor.shape == empty.response_mask.shape, f"{name} of no rows are {empty.response_mask.shape}")
 
-    def test_says_honestly_whether_it_needs_values(self, estimator: AdvantageEstimator) -> None:
-        self._require_honest(estimator, "values")
-
     def test_says_honestly_which_columns_it_needs(self, estimator: AdvantageEstimator) -> None:
-        for name in _DRAWS:
-            self._require_honest(estimator, name)
+        for name in sorted(needs_of(estimator).columns):
+            one, other, without = self._variants(estimator, name)
+            law = f"declared with needs={{{name!r}}}, so {name} changes something"
+            _require(not self._close(estimator(one), estimator(other)), law)
+            with pytest.raises(ValueError, match=re.escape(name)):
+                estimator(without)
 
-    def test_says_honestly_whether_it_needs_groups(self, estimator: AdvantageEstimator) -> None:
+    def test_says_honestly_which_columns_it_can_do_without(self, estimator: AdvantageEstimator) -> None:
+        for name in sorted(needs_of(estimator).optional):
+            one, other, without = self._variants(estimator, name)
+            _require_finite(estimator(without), f"without the optional column {name}")
+            law = f"declared with optional={{{name!r}}}, so {name} changes something"
+            _require(not self._close(estimator(one), estimator(other)), law)
+
+    def test_reads_no_column_that_it_does_not_declare(self, estimator: AdvantageEstimator) -> None:
+        needs = needs_of(estimator)
+        for name in (*_DRAWS, REWARD_COMPONENT):
+            if name not in needs.columns | needs.optional:
+                one, _, without = self._variants(estimator, name)
+                law = f"declared without {name}, so {name} changes nothing"
+                self._require_close(estimator(one), estimator(without), law)
+
+    def test_says_honestly_whether_it_compares_samples(self, estimator: AdvantageEstimator) -> None:
         inputs = self.inputs(estimator)
         regrouped = replace(inputs, group_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
-        if advantage_needs(estimator).groups:
+        if needs_of(estimator).compares_samples:
             changed = not self._close(estimator(regrouped), estimator(inputs))
-            _require(changed, "declared with needs_groups, so another grouping changes something")
+            _require(changed, "declared with compares_samples, so another grouping changes something")
         else:
-            law = "declared without needs_groups, so group_ids change nothing"
+            law = "declared without compares_samples, so group_ids change nothing"
             self._require_close(estimator(regrouped), estimator(inputs), law)
 
-    def _require_honest(self, estimator: AdvantageEstimator, name: str) -> None:
-        __tracebackhide__ = True
+    def _variants(self, estimator: AdvantageEstimator, name: str) -> tuple[AdvantageInputs, ...]:
+        """Return the suite's inputs with one column drawn in two ways, and without it."""
         inputs = self.inputs(estimator)
-        one, other = (replace(inputs, **{name: _DRAWS[name](_seeded(seed))}) for seed in (1, 2))
-        nothing: dict[str, Any] = {name: {} if name == "reward_components" else None}
-        without = replace(inputs, **nothing)
-        if not getattr(advantage_needs(estimator), name):
-            law = f"declared without needs_{name}, so {name} change nothing"
-            self._require_close(estimator(one), estimator(without), law)
-            return
-        law = f"declared with needs_{name}, so {name} change something"
-        _require(not self._close(estimator(one), estimator(other)), law)
-        with pytest.raises(ValueError, match=name):
-            estimator(without)
+        one, other = (inputs.with_columns(self._draw(name, _seeded(seed))) for seed in (1, 2))
+        kept = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
+        return one, other, replace(inputs, columns=kept)
 
     def _close(self, actual: AdvantageOutputs, expected: AdvantageOutputs) -> bool:
         pairs = [(_outputs(actual)[name], _outputs(expected)[name]) for name in _OUTPUTS]
@@ -284,58 +297,54 @@ def _seeded(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
 
-def _components(generator: torch.Generator) -> dict[str, Tensor]:
-    return {name: torch.randn(6, generator=generator) for name in ("accuracy", "format")}
+def _is_named(column: str, name: str) -> bool:
+    return column.startswith(name) if name.endswith("/") else column == name
 
 
-#: Of each tensor that an estimator may need: one that fits the suite's inputs.
-_DRAWS: Mapping[str, Callable[[torch.Generator], Any]] = {
+#: Columns of the contract that need not be normal numbers; they fit the suite's inputs.
+_DRAWS: Mapping[str, Callable[[torch.Generator], Tensor]] = {
     "values": lambda generator: torch.randn(6, 7, generator=generator),
     "old_log_probs": lambda generator: -2 * torch.rand(6, 7, generator=generator) - 0.1,
+    "ref_log_prob": lambda generator: -2 * torch.rand(6, 7, generator=generator) - 0.1,
     "sum_pi_squared": lambda generator: 0.8 + 0.2 * torch.rand(6, 7, generator=generator),
+    "rollout_is_weights": lambda generator: 0.5 + torch.rand(6, 7, generator=generator),
     "reward_baselines": lambda generator: torch.randn(6, generator=generator),
-    "reward_components": _components,
 }
 
 
 def _map(
-    inputs: AdvantageInputs, names: Sequence[str], change: Callable[[Tensor], Tensor], *, components: bool
+    inputs: AdvantageInputs, change: Callable[[Tensor], Tensor], chosen: Callable[[str, Tensor], bool]
 ) -> AdvantageInputs:
-    """``change`` applied to the named tensors that there are, and to the reward's components."""
-    given = {name: getattr(inputs, name) for name in names}
-    changed: dict[str, Any] = {name: change(tensor) for name, tensor in given.items() if tensor is not None}
-    if components:
-        changed["reward_components"] = {name: change(part) for name, part in inputs.reward_components.items()}
-    return replace(inputs, **changed)
+    """Return ``inputs`` with ``change`` applied to the tensors that ``chosen`` accepts by name and value."""
+    own = {name: getattr(inputs, name) for name in _TENSORS}
+    changed: dict[str, Any] = {name: change(tensor) for name, tensor in own.items() if chosen(name, tensor)}
+    columns = {name: change(column) if chosen(name, column) else column for name, column in inputs.columns.items()}
+    return replace(inputs, columns=columns, **changed)
 
 
 def _map_tokens(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> AdvantageInputs:
-    """``change`` applied to every ``[B, T]`` tensor."""
-    return _map(inputs, _TOKEN_TENSORS, change, components=False)
+    """Return ``inputs`` with ``change`` applied to every ``[B, T]`` tensor."""
+    shape = inputs.response_mask.shape
+    return _map(inputs, change, lambda _, tensor: tensor.shape[:2] == shape)
 
 
 def _take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    """The rows of these numbers."""
-    return _map(inputs, (*_TOKEN_TENSORS, *_ROW_TENSORS), lambda tensor: tensor[rows], components=True)
+    """Return the rows of these numbers."""
+    return _map(inputs, lambda tensor: tensor[rows], lambda *_: True)
 
 
 def _map_floats(inputs: AdvantageInputs, dtype: torch.dtype) -> AdvantageInputs:
-    """Every float tensor in ``dtype``."""
-
-    def cast(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype) if tensor.is_floating_point() else tensor
-
-    return _map(inputs, (*_TOKEN_TENSORS, *_ROW_TENSORS), cast, components=True)
+    """Return ``inputs`` with every float tensor in ``dtype``."""
+    return _map(inputs, lambda tensor: tensor.to(dtype), lambda _, tensor: tensor.is_floating_point())
 
 
 def _fill_masked(inputs: AdvantageInputs, garbage: float) -> AdvantageInputs:
     hidden = inputs.response_mask == 0
 
-    def fill(tensor: Tensor) -> Tensor:
-        return tensor.masked_fill(hidden, garbage)
+    def is_hidden(name: str, tensor: Tensor) -> bool:
+        return name != "response_mask" and tensor.shape == hidden.shape and tensor.is_floating_point()
 
-    names = [name for name in _TOKEN_TENSORS if name != "response_mask"]
-    return _map(inputs, names, fill, components=False)
+    return _map(inputs, lambda tensor: tensor.masked_fill(hidden, garbage), is_hidden)
 
 
 def _same(old: Any, new: Any) -> bool:

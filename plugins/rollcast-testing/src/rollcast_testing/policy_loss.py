@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import Any, ClassVar
@@ -17,6 +18,7 @@ from rollcast.contracts.algorithm import (
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossOutput,
+    needs_of,
     policy_losses,
     prepare_policy_loss,
 )
@@ -47,6 +49,9 @@ class PolicyLossSuite:
     on_policy_gradient: ClassVar[bool] = True
     #: Inputs worked out by hand, and the losses that they give, ``[B, T]``.
     examples: ClassVar[Sequence[tuple[PolicyLossInputs, Sequence[Sequence[float]]]]] = ()
+    #: For a column of your own that the loss declares: a function from a generator to a tensor for five rows,
+    #: ``[5]`` or ``[5, 7]``. Without one, the column is drawn from a normal distribution, ``[5, 7]``.
+    columns: ClassVar[Mapping[str, Callable[[torch.Generator], Tensor]]] = {}
     rtol: ClassVar[float] = 1e-4
     atol: ClassVar[float] = 1e-5
 
@@ -57,7 +62,7 @@ class PolicyLossSuite:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `policy_loss`")
         return policy_losses.get(self.name, requested_by=f"{type(self).__name__}.name")
 
-    def inputs(self, seed: int = 0) -> PolicyLossInputs:
+    def inputs(self, policy_loss: PolicyLoss | None = None, seed: int = 0) -> PolicyLossInputs:
         """Five rows with ragged masks; log-ratios on both sides of a usual clip range."""
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.tensor([7, 3, 5, 1, 6])
@@ -70,7 +75,16 @@ class PolicyLossSuite:
             advantages=torch.randn(5, 7, generator=generator),
             response_mask=mask,
             options=copy.deepcopy(dict(self.options)),
+            columns=self._columns(policy_loss, generator),
         )
+
+    def _columns(self, policy_loss: PolicyLoss | None, generator: torch.Generator) -> dict[str, Tensor]:
+        names = [] if policy_loss is None else sorted(needs_of(policy_loss).columns)
+        drawn = {}
+        for name in [f"{name}part" if name.endswith("/") else name for name in names]:
+            draw = self.columns.get(name)
+            drawn[name] = torch.randn(5, 7, generator=generator) if draw is None else draw(generator)
+        return drawn
 
     def test_agrees_with_its_examples(self, policy_loss: PolicyLoss) -> None:
         if not self.examples:
@@ -81,7 +95,7 @@ class PolicyLossSuite:
             self._require_close(actual, {"losses": torch.tensor(losses)}, law)
 
     def test_gives_a_float32_loss_per_token(self, policy_loss: PolicyLoss) -> None:
-        inputs = _prepared(policy_loss, self.inputs())
+        inputs = _prepared(policy_loss, self.inputs(policy_loss))
         out = policy_loss(inputs)
         shape = inputs.response_mask.shape
         _require(isinstance(out, PolicyLossOutput), f"gives PolicyLossOutput, not {type(out).__name__}")
@@ -90,7 +104,7 @@ class PolicyLossSuite:
         _require(out.losses.requires_grad, "losses depend on the log-probs")
 
     def test_gives_metrics_per_token_without_gradient(self, policy_loss: PolicyLoss) -> None:
-        inputs = _prepared(policy_loss, self.inputs())
+        inputs = _prepared(policy_loss, self.inputs(policy_loss))
         for name, metric in policy_loss(inputs).metrics.items():
             shape = inputs.response_mask.shape
             _require(metric.shape == shape, f"metric {name} has the mask's shape, not {metric.shape}")
@@ -99,7 +113,7 @@ class PolicyLossSuite:
             _require(bool(metric[inputs.response_mask != 0].isfinite().all()), f"metric {name} is finite")
 
     def test_ignores_what_is_under_the_mask(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         expected, hidden = _evaluate(policy_loss, inputs), inputs.response_mask == 0
         for garbage in (1e30, float("inf"), float("-inf"), float("nan")):
             # One column at a time as well: inf - inf hides what inf alone would show.
@@ -110,34 +124,46 @@ class PolicyLossSuite:
                 actual = _evaluate(policy_loss, replace(inputs, **filled))
                 law = f"{garbage} in {', '.join(dirty_names)} under the mask changes nothing"
                 self._require_close(actual, expected, law)
+            for name, column in inputs.columns.items():
+                if column.shape == hidden.shape and column.is_floating_point():
+                    dirty = inputs.with_columns({name: column.masked_fill(hidden, garbage)})
+                    law = f"{garbage} in the column {name} under the mask changes nothing"
+                    self._require_close(_evaluate(policy_loss, dirty), expected, law)
+
+    def test_says_honestly_which_columns_it_needs(self, policy_loss: PolicyLoss) -> None:
+        inputs = self.inputs(policy_loss)
+        for name in sorted(needs_of(policy_loss).columns):
+            kept = {key: column for key, column in inputs.columns.items() if not _is_named(key, name)}
+            with pytest.raises(ValueError, match=re.escape(name)):
+                _evaluate(policy_loss, replace(inputs, columns=kept))
 
     def test_sends_no_gradient_under_the_mask(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         gradient = _evaluate(policy_loss, inputs)["gradient"]
         _require(bool((gradient[inputs.response_mask == 0] == 0).all()), "no gradient where the mask is zero")
 
     def test_ignores_right_padding(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
-        padded = _evaluate(policy_loss, _map(inputs, lambda tensor: torch.nn.functional.pad(tensor, (0, 5))))
+        inputs = self.inputs(policy_loss)
+        padded = _evaluate(policy_loss, _map(inputs, _pad_right))
         cut = {name: tensor[:, : inputs.response_mask.shape[1]] for name, tensor in padded.items()}
         self._require_close(cut, _evaluate(policy_loss, inputs), "further padding on the right changes nothing")
 
     def test_ignores_the_masks_dtype(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         expected = _evaluate(policy_loss, inputs)
         for dtype in (torch.bool, torch.float32):
             actual = _evaluate(policy_loss, replace(inputs, response_mask=inputs.response_mask.to(dtype)))
             self._require_close(actual, expected, f"a {dtype} mask means the same as an int64 one")
 
     def test_follows_a_permutation_of_rows(self, policy_loss: PolicyLoss) -> None:
-        inputs, order = self.inputs(), torch.tensor([3, 0, 4, 1, 2])
+        inputs, order = self.inputs(policy_loss), torch.tensor([3, 0, 4, 1, 2])
         actual = _evaluate(policy_loss, _map(inputs, lambda tensor: tensor[order]))
         moved = {name: tensor[order] for name, tensor in _evaluate(policy_loss, inputs).items()}
         self._require_close(actual, moved, "permuted rows give permuted results")
 
     def test_does_not_mix_rows(self, policy_loss: PolicyLoss) -> None:
         # What makes an update the same however a batch is cut into ranks and micro-batches.
-        inputs = _prepared(policy_loss, self.inputs())
+        inputs = _prepared(policy_loss, self.inputs(policy_loss))
         alone = [_map(inputs, operator.itemgetter(slice(row, row + 1))) for row in range(len(inputs.response_mask))]
         parts = [_evaluate(policy_loss, row) for row in alone]
         joined = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
@@ -146,13 +172,13 @@ class PolicyLossSuite:
     def test_has_the_policy_gradient_on_policy(self, policy_loss: PolicyLoss) -> None:
         if not self.on_policy_gradient:
             pytest.skip("on_policy_gradient is False")
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         gradient = _evaluate(policy_loss, replace(inputs, log_probs=inputs.old_log_probs))["gradient"]
         expected = {"gradient": torch.where(inputs.response_mask != 0, -inputs.advantages, 0.0)}
         self._require_close({"gradient": gradient}, expected, "at ratio 1 the gradient is minus the advantage")
 
     def test_is_finite_at_extreme_ratios(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         for log_ratio in (30.0, 100.0, 1e4, -30.0, -100.0, -1e4):
             for sign in (1.0, -1.0):
                 extreme = replace(
@@ -165,7 +191,7 @@ class PolicyLossSuite:
                     _require(bool(tensor.isfinite().all()), law)
 
     def test_takes_half_precision(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         for dtype in (torch.bfloat16, torch.float16):
             half = _map(inputs, functools.partial(_cast, dtype=dtype))
             wide = _map(half, functools.partial(_cast, dtype=torch.float32))
@@ -175,7 +201,7 @@ class PolicyLossSuite:
                 _require(close, f"{name} for {dtype} are those of the same numbers in float32")
 
     def test_takes_rows_without_tokens(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         mask = inputs.response_mask.clone()
         mask[1] = 0
         for where, empty in (("one row", mask), ("any row", torch.zeros_like(mask))):
@@ -184,18 +210,17 @@ class PolicyLossSuite:
                 _require(bool((tensor[empty == 0] == 0).all()), f"{name} are zero there, with no token in {where}")
 
     def test_is_deterministic(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         first, second = _evaluate(policy_loss, inputs), _evaluate(policy_loss, inputs)
         _require(all(torch.equal(first[name], second[name]) for name in first), "the same inputs give the same bits")
 
     def test_leaves_its_inputs_alone(self, policy_loss: PolicyLoss) -> None:
-        inputs = self.inputs()
+        inputs = self.inputs(policy_loss)
         before = copy.deepcopy(inputs)
         policy_loss(_prepared(policy_loss, inputs))
         for item in fields(PolicyLossInputs):
             old, new = getattr(before, item.name), getattr(inputs, item.name)
-            same = torch.equal(old, new) if isinstance(old, Tensor) else old == new
-            _require(same, f"inputs.{item.name} is not modified")
+            _require(_same(old, new), f"inputs.{item.name} is not modified")
 
     def _require_close(self, actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], law: str) -> None:
         __tracebackhide__ = True
@@ -216,15 +241,32 @@ def _require(condition: bool, law: str) -> None:
         raise AssertionError(f"broken law: {law}")
 
 
+def _pad_right(tensor: Tensor) -> Tensor:
+    return torch.nn.functional.pad(tensor, (0, 5)) if tensor.ndim > 1 else tensor
+
+
+def _is_named(column: str, name: str) -> bool:
+    return column.startswith(name) if name.endswith("/") else column == name
+
+
 def _map(inputs: PolicyLossInputs, change: Callable[[Tensor], Tensor]) -> PolicyLossInputs:
     """``change`` applied to every tensor."""
     changed: dict[str, Any] = {name: change(getattr(inputs, name).detach()) for name in _TENSORS}
     prepared = {name: change(column) for name, column in inputs.prepared.items()}
-    return replace(inputs, prepared=prepared, **changed)
+    columns = {name: change(column) for name, column in inputs.columns.items()}
+    return replace(inputs, prepared=prepared, columns=columns, **changed)
 
 
 def _cast(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _same(old: Any, new: Any) -> bool:
+    if isinstance(old, Tensor):
+        return torch.equal(old, new)
+    if isinstance(old, Mapping):
+        return old.keys() == new.keys() and all(_same(old[key], new[key]) for key in old)
+    return bool(old == new)
 
 
 def _prepared(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLossInputs:

@@ -19,12 +19,14 @@ Example, in a plugin's tests::
 
 from __future__ import annotations
 
+import asyncio
 import copy
+import inspect
 import math
 import os
 import pickle
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -37,6 +39,7 @@ from rollcast.contracts.reward import (
     RewardResult,
     RewardSample,
     RewardSettings,
+    RewardValue,
     build_reward,
     build_reward_manager,
 )
@@ -73,7 +76,7 @@ class RewardSuite:
     def test_scores(self, reward: BaseReward) -> None:
         """Each case gets its score."""
         for sample, expected in self.cases:
-            score = _score_of(reward.score(sample))
+            score = _score_of(reward.score(sample), len(sample.response_ids))
             assert score == pytest.approx(expected), f"{sample} got {score}, expected {expected}"
 
     def test_no_score_is_above_the_largest(self, reward: BaseReward) -> None:
@@ -156,6 +159,27 @@ class Misbehaving(BaseReward):
         return odd[do] if do in odd else RewardResult(truth, truth > 3, {"twice": 2 * truth})
 
 
+class AsyncMisbehaving(BaseReward):
+    """Does as :class:`Misbehaving`, but awaits first; ``{"do": "late"}`` awaits too long."""
+
+    name = "misbehaving"
+
+    async def score(self, sample: RewardSample) -> Any:
+        """Score, or misbehave."""
+        await asyncio.sleep(3600 if sample.extra_info.get("do") == "late" else 0.01)
+        return Misbehaving().score(sample)
+
+
+class Placed(BaseReward):
+    """Returns the ``extra_info`` of the sample as fields of its result."""
+
+    name = "placed"
+
+    def score(self, sample: RewardSample) -> RewardResult:
+        """Return the result."""
+        return RewardResult(**sample.extra_info)
+
+
 class RewardManagerSuite:
     """What every reward manager has to do with good and with bad samples; subclass it, and name the manager.
 
@@ -178,8 +202,9 @@ class RewardManagerSuite:
         """Builds the manager under test from the fields of :class:`RewardSettings`; it is closed at the end."""
         built: list[BaseRewardManager] = []
 
-        def build(**settings: Any) -> BaseRewardManager:
-            manager = build_reward_manager(self.name, Misbehaving(), RewardSettings(**settings), self.options)
+        def build(reward: BaseReward | None = None, **settings: Any) -> BaseRewardManager:
+            reward = reward or Misbehaving()
+            manager = build_reward_manager(self.name, reward, RewardSettings(**settings), self.options)
             built.append(manager)
             return manager
 
@@ -230,6 +255,48 @@ class RewardManagerSuite:
             for part in ("misbehaving", "sample 11 of 20", "prompt 11"):
                 assert part in str(caught.value), kind
 
+    def test_asynchronous_rewards_are_awaited(self, build: Callable[..., BaseRewardManager]) -> None:
+        """Good samples get their scores in order, one that is late is bad, and the next batch is as good as ever."""
+        manager = build(AsyncMisbehaving(), on_error="zero", max_bad_share=0.5, timeout_s=self.timeout_s)
+        for _ in range(2):
+            results = manager(_samples(40, {3: "raise", 8: "nan", 13: "late"}))
+            expected = [0.0 if index in (3, 8, 13) else float(index) for index in range(40)]
+            assert [result.score for result in results] == expected
+            assert [index for index, result in enumerate(results) if result.error] == [3, 8, 13]
+            assert "no such answer" in results[3].error
+            assert "timeout_s" in results[13].error
+
+    def test_scores_are_placed(self, build: Callable[..., BaseRewardManager]) -> None:
+        """Scores per token stay at their tokens, scores per turn go to the turns' last tokens."""
+        given = [
+            {"score": 1.0},
+            {"score": 0.75, "token_scores": [0.5, 0.25, 0.0, 0.0]},
+            {"score": 4.0, "turn_scores": [1.0, 2.0]},
+        ]
+        samples = [
+            RewardSample("p", "r", response_ids=[5, 6, 7, 8], turn_ids=[0, 0, 0, 2], extra_info=fields)
+            for fields in given
+        ]
+        results = build(Placed())(samples)
+        assert [result.score for result in results] == [1.0, 0.75, 4.0]
+        found = [None if result.token_scores is None else list(result.token_scores) for result in results]
+        assert found == [None, [0.5, 0.25, 0.0, 0.0], [0.0, 0.0, 1.0, 2.0]]
+        assert all(result.turn_scores is None for result in results)
+
+    def test_scores_that_have_no_place_are_refused(self, build: Callable[..., BaseRewardManager]) -> None:
+        """A wrong number of scores, turns that are not known, or both kinds at once make a sample bad."""
+        refused: list[tuple[dict[str, Any], list[int], str]] = [
+            ({"token_scores": [1.0]}, [], "1 token_scores for 2 response tokens"),
+            ({"turn_scores": [1.0]}, [], "the turns of the sample's tokens are not known"),
+            ({"turn_scores": [1.0]}, [0, 1], "1 turn_scores for 2 turns"),
+            ({"turn_scores": [1.0, math.nan]}, [0, 1], r"turn_scores\[1\] = nan"),
+            ({"token_scores": [1.0, 2.0], "turn_scores": [1.0]}, [0, 0], "both token_scores and turn_scores"),
+        ]
+        for fields, turns, message in refused:
+            sample = RewardSample("p", "r", response_ids=[5, 6], turn_ids=turns, extra_info={"score": 1.0, **fields})
+            with pytest.raises(RewardError, match=message):
+                build(Placed())([sample])
+
     def test_too_many_bad_samples_stop_the_run(self, build: Callable[..., BaseRewardManager]) -> None:
         """A share over the limit does, the limit itself does not."""
         manager = build(on_error="zero", max_bad_share=0.25)
@@ -251,11 +318,22 @@ def _samples(count: int, bad: Mapping[int, str] | None = None) -> list[RewardSam
     ]
 
 
-def _score_of(value: float | RewardResult) -> float:
+async def _awaited(value: Awaitable[RewardValue]) -> RewardValue:
+    return await value
+
+
+def _score_of(value: RewardValue | Awaitable[RewardValue], tokens: int | None = None) -> float:
+    if inspect.isawaitable(value):
+        value = asyncio.run(_awaited(value))
+    if isinstance(value, RewardResult) and value.token_scores is not None and tokens:
+        assert len(value.token_scores) == tokens, f"{len(value.token_scores)} token_scores for {tokens} tokens"
     if isinstance(value, RewardResult):
         assert value.correct is None or isinstance(value.correct, bool), f"correct is {value.correct!r}"
         for name, number in value.extra.items():
             assert math.isfinite(number), f"extra number {name!r} is {number}"
+        assert value.token_scores is None or value.turn_scores is None, "token_scores and turn_scores together"
+        for scores in (value.token_scores, value.turn_scores):
+            assert all(math.isfinite(number) for number in scores or ()), f"{scores} are not all finite"
         value = value.score
     assert isinstance(value, int | float), f"a score is a float or a RewardResult, this is {type(value).__name__}"
     assert math.isfinite(value), f"the score is {value}"

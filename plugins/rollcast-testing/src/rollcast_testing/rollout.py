@@ -151,6 +151,17 @@ class RolloutSuite(RolloutUpdates):
         assert isinstance(error, RollcastError), f"a bad request gave {error!r}"
         assert isinstance(answer, RolloutOutput), f"the request beside it gave {answer!r}"
 
+    def test_multi_modal_data_is_taken_or_refused(self, rollout: BaseRollout) -> None:
+        """Data beside the tokens is never dropped silently; a refusal names the request."""
+        if rollout.capabilities.multi_modal:
+            pytest.skip("capabilities.multi_modal is True")
+        prompt = make_prompts(1)[0]
+        request = RolloutRequest("seen", prompt, GREEDY, multi_modal_data={"image": [b"..."]})
+        with pytest.raises(CapabilityError, match=r"request 'seen' carries multi_modal_data \(image\)"):
+            generate_all(rollout, [request])
+        (output,) = run_prompts(rollout, [prompt], GREEDY)
+        assert only_sequence(output).token_ids
+
     def test_abort(self, rollout: BaseRollout) -> None:
         """An aborted request comes back with what it has; the others are left alone."""
         if not rollout.capabilities.abort:

@@ -10,7 +10,7 @@ from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, Rollout
 from rollcast.contracts.weight_sync import WeightSyncCapabilities, weight_syncs
 from rollcast.errors import CapabilityError, ConfigError, PluginError
 
-__all__ = ["Choice", "check_choice", "check_places"]
+__all__ = ["Choice", "check_choice", "check_places", "check_world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -102,6 +102,31 @@ def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabil
                     continue
                 if _problem(candidate, engine, rollout, sync) is None:
                     yield candidate
+
+
+def check_world_sizes(
+    choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities, ranks: int, processes: int
+) -> None:
+    """Refuse an engine or a rollout on more ranks than it can use.
+
+    Args:
+        choice: the combination.
+        engine, rollout: capabilities of its engine and rollout.
+        ranks: processes of the actor's pool.
+        processes: processes of the rollout's pool.
+
+    Raises:
+        CapabilityError: names the plugin, its limit, and the key to change.
+    """
+    for key, name, limit, found, role in (
+        ("actor.engine.name", choice.engine, engine.max_world_size, ranks, "actor"),
+        ("rollout.name", choice.rollout, rollout.max_world_size, processes, "rollout"),
+    ):
+        if limit is not None and found > limit:
+            raise CapabilityError(
+                f"{key}={name} runs on at most {limit} rank{'s' * (limit != 1)} (capabilities.max_world_size), but "
+                f"the pool of role {role} has {found}; give it a pool of {limit} in placement.pools, or choose another"
+            )
 
 
 def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: int) -> None:

@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.contracts.algorithm import AdvantageInputs, advantage_needs, advantages, loss_aggregations
+from rollcast.contracts.algorithm import REWARD_COMPONENT, AdvantageInputs, advantages, loss_aggregations, needs_of
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import RewardError
 from rollcast.protocol import DataProto
@@ -41,9 +41,6 @@ from rollcast_trainer.workers import ActorRolloutRefWorker, WorkerSetup
 __all__ = ["PpoTrainer", "StepState"]
 
 logger = logging.getLogger(__name__)
-#: Of a batch, what an estimator is given if it is there.
-_ESTIMATOR_COLUMNS = ("values", "old_log_probs", "sum_pi_squared", "reward_baselines", "rollout_is_weights")
-_COMPONENT = "reward_component/"
 _MODEL_COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "response_mask"]
 
 
@@ -72,7 +69,7 @@ class PpoTrainer(LoopTrainer):
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
         self.algebra = build_algebra(task, self.policy)
         self._estimator = advantages.get(self.algorithm.adv_estimator)
-        self._needs = advantage_needs(self._estimator)
+        self._needs = needs_of(self._estimator)
         check_needs(task, self.algorithm, self._needs, self.algebra.samples)
         self._reward_kl = RewardKl(self.algorithm) if self.algorithm.use_kl_in_reward else None
         self._correction = OffPolicyCorrection(self.algorithm.rollout_correction)
@@ -83,7 +80,7 @@ class PpoTrainer(LoopTrainer):
     @property
     def uses_critic(self) -> bool:
         """Whether there is a value model."""
-        return self._needs.values
+        return "values" in self._needs.columns
 
     @property
     def uses_reference(self) -> bool:
@@ -117,7 +114,7 @@ class PpoTrainer(LoopTrainer):
             infer=replace(
                 settings,
                 calculate_entropy=True,
-                calculate_sum_pi_squared=self._needs.sum_pi_squared,
+                calculate_sum_pi_squared="sum_pi_squared" in self._needs.columns,
                 micro_batch_size_per_gpu=rows,
             ),
         )
@@ -150,7 +147,7 @@ class PpoTrainer(LoopTrainer):
         if self.task.trainer.balance_batch and self.dp_size > 1:
             state.metrics |= seqlen_metrics(row_lengths(state.batch), self.dp_size)
         self.task.emit("on_batch_after_reward", trainer=self, step=self.step + 1, batch=state.batch)
-        if self._needs.reward_baselines:
+        if "reward_baselines" in self._needs.columns:
             with timer.phase("baseline"):
                 self.baseline_step(state)
         with timer.phase("old_log_prob"):
@@ -206,12 +203,13 @@ class PpoTrainer(LoopTrainer):
         scored = self.scorer.score(state.batch)
         if Role.REWARD_MODEL in self.groups:
             judged = self.infer(Role.REWARD_MODEL, "compute_rm_score", state.batch.select(_MODEL_COLUMNS))["rm_scores"]
-            scored.scores = self.reward_model.weight * judged + self.reward_model.rule_weight * scored.scores
+            scored.rule_weight = self.reward_model.rule_weight
+            scored.scores = self.reward_model.weight * judged + scored.rule_weight * scored.scores
             state.metrics["reward/model_mean"] = float(judged.mean())
         scores = scored.token_level_scores(state.batch["response_mask"])
         columns = {"token_level_scores": scores}
-        if self._needs.reward_components:
-            columns |= {_COMPONENT + name: values for name, values in scored.components().items()}
+        if any(name.startswith(REWARD_COMPONENT) for name in self._needs.columns):
+            columns |= {REWARD_COMPONENT + name: values for name, values in scored.components().items()}
         state.batch = state.batch.with_columns(columns)
         if not bool(scored.kept.all()):
             if not bool(scored.kept.any()):
@@ -287,7 +285,6 @@ class PpoTrainer(LoopTrainer):
         if self._reward_kl is not None:
             rewards, metrics = self._reward_kl.subtract(rewards, batch)
             state.metrics |= metrics
-        given = {name: batch[name] for name in _ESTIMATOR_COLUMNS if name in batch}
         output = self._estimator(
             AdvantageInputs(
                 token_level_rewards=rewards,
@@ -297,12 +294,7 @@ class PpoTrainer(LoopTrainer):
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 options=algorithm.adv_kwargs,
-                reward_components={
-                    name.removeprefix(_COMPONENT): batch[name]
-                    for name in batch.keys()  # noqa: SIM118  # iteration is over rows
-                    if name.startswith(_COMPONENT)
-                },
-                **given,
+                columns=self._needs.select(batch.batch),
             )
         )
         columns = {"token_level_rewards": rewards, "advantages": output.advantages, "returns": output.returns}
@@ -325,17 +317,17 @@ class PpoTrainer(LoopTrainer):
     def update_actor_step(self, state: StepState) -> None:
         """Mini-batches over the rows, each an optimizer step."""
         batch, policy = self._correction.mask_rejected(state.batch), self.policy
-        prepared = self.loss_function.prepare(batch["old_log_probs"], batch["advantages"], batch["response_mask"])
+        loss = self.loss_function
+        prepared = loss.prepare(batch["old_log_probs"], batch["advantages"], batch["response_mask"], batch.batch)
         batch = batch.with_columns(prepared)
         mini_batches, epochs = draw_mini_batches(
             len(batch), self.algebra.mini_batches, policy.ppo_epochs, self._order_seed(0)
         )
-        optional = ["rollout_is_weights"] + (["ref_log_prob"] if policy.use_kl_loss else [])
-        columns = [*_MODEL_COLUMNS, "old_log_probs", "advantages", *prepared]
+        read = [name for name in loss.needs.select(batch.batch) if name not in _MODEL_COLUMNS]
         state.metrics |= self.update(
             Role.ACTOR_ROLLOUT,
             "update_actor",
-            batch.select([*columns, *(name for name in optional if name in batch)]),
+            batch.select([*_MODEL_COLUMNS, *read, *prepared]),
             mini_batches,
             epochs,
             without_advantage(batch) if self._may_skip else None,

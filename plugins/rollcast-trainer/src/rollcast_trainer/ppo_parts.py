@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from rollcast.contracts.algorithm import (
-    AdvantageNeeds,
+    Needs,
     kl_penalties,
     loss_aggregations,
     needs_vocabulary,
@@ -40,7 +40,7 @@ def build_algebra(task: TaskRunner, policy: PpoActorConfig) -> BatchAlgebra:
     return algebra
 
 
-def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: AdvantageNeeds, samples: int) -> None:
+def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: Needs, samples: int) -> None:
     """Refuse an estimator that the engine or the samples of a prompt cannot serve.
 
     Raises:
@@ -48,14 +48,14 @@ def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: AdvantageNe
     """
     name, capabilities = algorithm.adv_estimator, task.engine_class.capabilities
     for need, what in (("values", "value_model"), ("sum_pi_squared", "sum_pi_squared")):
-        if getattr(needs, need) and not getattr(capabilities, what):
+        if need in needs.columns and not getattr(capabilities, what):
             raise CapabilityError(
                 f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={task.engine.name} cannot give"
             )
     limit = algorithm.filter_groups.max_num_gen_batches
     if limit < 1:
         raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
-    if needs.groups and samples < 2:
+    if needs.compares_samples and samples < 2:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
             f"but rollout.n is {samples}; set rollout.n to 2 or more"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from rollcast.contracts.algorithm import kl_penalties, needs_vocabulary
-from rollcast.contracts.kl_controller import KlControllerSettings, kl_controllers
+from rollcast.contracts.algorithm import KlControllerSettings, kl_controllers, kl_penalties, needs_vocabulary
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig

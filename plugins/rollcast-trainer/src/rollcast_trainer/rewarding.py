@@ -42,6 +42,8 @@ class Scored:
             result.correct if result.correct is not None else result.score >= max_score for result in results
         ]
 
+        #: Weight of the results in ``scores``, if something was added to them (a reward model's score).
+        self.rule_weight = 1.0
         #: Rows (bool ``[B]``) that stay in the batch.
         self.kept = torch.tensor([not result.dropped for result in results], dtype=torch.bool)
 
@@ -52,14 +54,21 @@ class Scored:
         return sum(kept) / max(len(kept), 1)
 
     def token_level_scores(self, response_mask: torch.Tensor) -> torch.Tensor:
-        """The scores at each row's last token under the mask ``[B, T]``, float32 ``[B, T]``.
+        """Return the scores at their tokens under the mask ``[B, T]``, float32 ``[B, T]``.
 
-        The score of a row without tokens stands at its first position, where no token will see it.
+        Where a result has scores per token, they stand at the tokens; the rest of a row's score stands at its
+        last token, for a row without tokens at its first position, where no token will see it.
         """
         scores = torch.zeros(response_mask.shape, dtype=torch.float32)
         positions = torch.arange(response_mask.shape[1])
         last = positions.where(response_mask != 0, 0).amax(-1)
-        scores[torch.arange(len(scores)), last] = self.scores
+        rest = self.scores.clone()
+        for row, result in enumerate(self.results):
+            if result.token_scores is not None:
+                placed = self.rule_weight * torch.tensor(result.token_scores, dtype=torch.float32)
+                scores[row, (response_mask[row] != 0).nonzero().squeeze(-1)] = placed
+                rest[row] -= placed.sum()
+        scores[torch.arange(len(scores)), last] += rest
         return scores
 
     def metrics(self, prefix: str) -> dict[str, float]:
@@ -173,12 +182,20 @@ class RewardScorer:
             column("ground_truth", None),
             column("data_source", ""),
             column("extra_info", None),
+            self._turns(batch),
             strict=True,
         )
         return [
-            RewardSample(prompt, response, truth, source or "", bool(done), tokens, extra or {})
-            for prompt, response, tokens, done, truth, source, extra in rows
+            RewardSample(prompt, response, truth, source or "", bool(done), tokens, extra or {}, turns)
+            for prompt, response, tokens, done, truth, source, extra, turns in rows
         ]
+
+    def _turns(self, batch: DataProto) -> list[list[int]]:
+        """Turns of each row's chosen tokens, from the column ``turn_ids`` int ``[B, T]``; empty lists without it."""
+        if "turn_ids" not in batch:
+            return [[] for _ in range(len(batch))]
+        pairs = zip(batch["turn_ids"], batch["response_mask"], strict=True)
+        return [turns[mask != 0].tolist() for turns, mask in pairs]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

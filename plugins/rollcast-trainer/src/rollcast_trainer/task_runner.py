@@ -38,7 +38,7 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.adapters import take_adapters
-from rollcast_trainer.negotiation import Choice, check_choice, check_places
+from rollcast_trainer.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_trainer.placing import build_pools
 from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
@@ -99,6 +99,8 @@ class TaskRunner:
         self.pools = build_pools(self.placement)
         places = self.pools.get_resource_pool(Role.ROLLOUT).world_size
         check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), places)
+        engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
+        check_world_sizes(choice, engine, rollout, self.world_size, places)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )

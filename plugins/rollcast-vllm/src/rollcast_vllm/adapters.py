@@ -5,8 +5,8 @@ from __future__ import annotations
 import tempfile
 from pathlib import Path
 
-from rollcast.contracts.model_weights import write_adapter
 from rollcast.contracts.weights import AdapterWeights
+from rollcast_serving.model_weights import write_adapter
 
 __all__ = ["AdapterFolder"]
 

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
-from rollcast.contracts.model_weights import ModelWeights, check_adapter, read_model_config
-from rollcast.contracts.requests import ModelLimits, check_request
 from rollcast.contracts.rollout import (
     BaseRollout,
     RolloutCapabilities,
@@ -20,8 +18,11 @@ from rollcast.contracts.rollout import (
     RolloutSequence,
     RolloutSetup,
 )
-from rollcast.contracts.weights import AdapterWeights, WeightReport, WeightTally
+from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
+from rollcast_serving.receiving import WeightTally
+from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights

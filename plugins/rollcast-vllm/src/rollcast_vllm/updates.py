@@ -9,9 +9,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.model_weights import ModelWeights
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights
 from rollcast_vllm.buckets import BucketMemory, SharedBucket
 
 if TYPE_CHECKING:

@@ -10,9 +10,10 @@ import threading
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.model_weights import ModelWeights, UpdateCheck
-from rollcast.contracts.weights import BucketsForReaders, WeightReport, WeightTally
+from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, UpdateCheck
+from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_vllm.buckets import SharedBucket
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantage
+from rollcast.contracts.algorithm import REWARD_COMPONENT, AdvantageInputs, AdvantageOutputs, advantage
 from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import Rows, whiten_rows
 
@@ -25,7 +25,7 @@ GRPO_EPSILON = 1e-6
 """Added to the group's standard deviation; verl's value."""
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group-relative advantage of an outcome score (GRPO; without std, Dr. GRPO).
 
@@ -44,7 +44,7 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(_group_normalised(rows.scores, inputs))
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Pass@k: only a group's best row has an advantage, its lead over the second best.
 
@@ -74,7 +74,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.zeros_like(scores).index_copy(0, best, lead))
 
 
-@advantage(needs_groups=True, needs_reward_components=True)
+@advantage(needs={REWARD_COMPONENT}, compares_samples=True)
 def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group-normalise each component of the reward by itself, add, and whiten over the tokens (GDPO).
 
@@ -92,21 +92,22 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     arXiv:2601.05242.
 
     Raises:
-        ValueError: there are no ``reward_components``, one of the keys is not among them, or keys and
-            weights are not equally many.
+        ColumnError: there are no reward components.
+        ValueError: one of the keys is not among the components, or keys and weights are not equally many.
     """
     options = read_options("gdpo", inputs.options, {"gdpo_reward_keys": None, "gdpo_reward_weights": None})
     rows = Rows(inputs)
     total = torch.zeros_like(rows.scores)
-    for key, weight in _weights(inputs.reward_components, **options).items():
-        component = inputs.reward_components[key].to(rows.scores)
+    components = inputs.reward_components
+    for key, weight in _weights(components, **options).items():
+        component = components[key].to(rows.scores)
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
         total = total + weight * _group_normalised(component, inputs)
     return rows.spread(whiten_rows(total, rows.lengths()))
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """REINFORCE++ with the group's mean as its baseline: centre, then whiten over the tokens.
 
@@ -124,7 +125,7 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths()))
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Leave one out: a row against the mean of the others of its group (RLOO).
 
@@ -142,7 +143,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0))
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """On-policy optimal baseline: the group's mean weighted by length (OPO).
 
@@ -161,7 +162,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline))
 
 
-@advantage(needs_groups=True)
+@advantage(compares_samples=True)
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group policy gradient: centred scores, scaled up for the rows that scored nothing (GPG).
 
@@ -205,8 +206,6 @@ def _weights(
     gdpo_reward_keys: Sequence[str] | None,
     gdpo_reward_weights: Sequence[float] | None,
 ) -> dict[str, float]:
-    if not components:
-        raise ValueError("gdpo needs reward_components, the parts that the scores were made of, but there are none")
     keys = sorted(components) if gdpo_reward_keys is None else list(gdpo_reward_keys)
     missing = [key for key in keys if key not in components]
     if missing:

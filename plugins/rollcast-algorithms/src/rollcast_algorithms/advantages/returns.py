@@ -13,7 +13,7 @@ from rollcast_algorithms._rows import discounted_suffix_sums, suffix_sums, white
 __all__ = ["gae", "reinforce_plus_plus", "remax"]
 
 
-@advantage(needs_values=True)
+@advantage(needs={"values"})
 def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Generalised advantage estimation over the policy's own tokens.
 
@@ -38,11 +38,10 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
         Both float32 ``[B, T]``, zero where the mask is zero.
 
     Raises:
-        ValueError: there are no values, or the shapes do not fit together.
+        ColumnError: there are no ``values``.
+        ValueError: the shapes do not fit together.
     """
     read_options("gae", inputs.options, {})
-    if inputs.values is None:
-        raise ValueError("gae needs the values of a critic, but inputs.values is None")
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).float()
     values = masked("values", inputs.values, chosen).float()
@@ -90,7 +89,7 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(whiten(returns, chosen), returns)
 
 
-@advantage(needs_reward_baselines=True)
+@advantage(needs={"reward_baselines"})
 def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     """ReMax: what is still to come, less what a greedy response to the prompt scored.
 
@@ -109,15 +108,14 @@ def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
         Both float32 ``[B, T]``, zero where the mask is zero.
 
     Raises:
-        ValueError: there are no ``reward_baselines``, or the shapes do not fit together.
+        ColumnError: there are no ``reward_baselines``.
+        ValueError: the shapes do not fit together.
     """
     read_options("remax", inputs.options, {})
-    if inputs.reward_baselines is None:
-        raise ValueError("remax needs reward_baselines, the scores of greedy responses, but there are none")
-    chosen = inputs.response_mask != 0
-    if inputs.reward_baselines.shape != chosen.shape[:1]:
-        raise ValueError(f"reward_baselines is {list(inputs.reward_baselines.shape)}, but there are {len(chosen)} rows")
+    baselines, chosen = inputs.reward_baselines, inputs.response_mask != 0
+    if baselines.shape != chosen.shape[:1]:
+        raise ValueError(f"reward_baselines is {list(baselines.shape)}, but there are {len(chosen)} rows")
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).float()
     returns = torch.where(chosen, suffix_sums(rewards), 0.0)
-    advantages = torch.where(chosen, returns - inputs.reward_baselines.float().unsqueeze(-1), 0.0)
+    advantages = torch.where(chosen, returns - baselines.float().unsqueeze(-1), 0.0)
     return AdvantageOutputs(advantages, returns)

@@ -19,9 +19,10 @@ __all__ = ["OTB_EPSILON", "optimal_token_baseline", "tir_optimal_token_baseline"
 
 OTB_EPSILON = 1e-8
 """Added to the sum of weights; verl's value."""
+_NEEDS = ("old_log_probs", "sum_pi_squared")
 
 
-@advantage(needs_groups=True, needs_old_log_probs=True, needs_sum_pi_squared=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True)
 def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Optimal token baseline of single-turn responses, by column.
 
@@ -42,20 +43,21 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Args:
         inputs: rewards, mask, ``old_log_probs`` and ``sum_pi_squared`` ``[B, T]``, ``group_ids`` int64
-            ``[B]``; ``rollout_is_weights`` ``[B, T]`` or None.
+            ``[B]``; ``rollout_is_weights`` ``[B, T]`` if there are any.
 
     Returns:
         Both float32 ``[B, T]``, zero where the mask is zero.
 
     Raises:
-        ValueError: a tensor is missing, or the shapes do not fit together.
+        ColumnError: a column is missing.
+        ValueError: the shapes do not fit together.
     """
-    chosen, returns, weights = _returns_and_weights("optimal_token_baseline", inputs)
+    chosen, returns, weights = _returns_and_weights(inputs)
     baselines = _baselines(returns, weights, chosen, inputs)
     return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
 
 
-@advantage(needs_groups=True, needs_old_log_probs=True, needs_sum_pi_squared=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True)
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Optimal token baseline of multi-turn responses, by the number of the policy's own tokens.
 
@@ -64,7 +66,7 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Source, arguments, option and errors: as there.
     """
-    chosen, returns, weights = _returns_and_weights("tir_optimal_token_baseline", inputs)
+    chosen, returns, weights = _returns_and_weights(inputs)
     # Each row's own tokens move to its front; what is under the mask goes behind them.
     order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
     front_returns, front_weights, front_chosen = (tensor.gather(-1, order) for tensor in (returns, weights, chosen))
@@ -73,18 +75,14 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
 
 
-def _returns_and_weights(part: str, inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
-    """The mask as bool, and G and W, float64, zero where the mask is zero; all ``[B, T]``."""
-    given = {"old_log_probs": inputs.old_log_probs, "sum_pi_squared": inputs.sum_pi_squared}
-    for name, tensor in given.items():
-        if tensor is None:
-            raise ValueError(f"{part} needs {name}, but inputs.{name} is None")
+def _returns_and_weights(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the mask as bool, and G and W, float64, zero where the mask is zero; all ``[B, T]``."""
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).double()
-    own, squares = (masked(name, tensor, chosen).double() for name, tensor in given.items() if tensor is not None)
+    own, squares = (masked(name, inputs.column(name), chosen).double() for name in _NEEDS)
     # The squared length is never negative, but half precision can make it so.
     weights = torch.where(chosen, (1 - 2 * own.exp() + squares).clamp(min=0.0), 0.0)
-    if inputs.rollout_is_weights is not None:
+    if "rollout_is_weights" in inputs.columns:
         weights = weights * masked("rollout_is_weights", inputs.rollout_is_weights, chosen).double().square()
     return (
         chosen,

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.model_weights import ModelWeights, UpdateCheck
-from rollcast.contracts.weights import WeightReport, WeightTally
+from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, UpdateCheck
+from rollcast_serving.receiving import WeightTally
 
 if TYPE_CHECKING:
     from torch import Tensor

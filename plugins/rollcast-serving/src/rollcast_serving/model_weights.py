@@ -1,12 +1,10 @@
-"""What a Hugging Face model has for weights, and updates and adapters held against that.
+"""Names and shapes of a Hugging Face model's weights, and checks of updates and adapters against them.
 
-For rollouts whose engine would load less than a whole model without a word. Reading a model's folder needs
-transformers, and writing an adapter safetensors; both come with the rollouts that do so.
+Rollout engines silently accept an incomplete set of weights; these checks reject it by tensor name.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,10 +24,10 @@ _LORA_B = ".lora_B.weight"
 
 
 def read_model_config(model_path: str, trust_remote_code: bool = False) -> Any:
-    """The transformers config in a model's folder.
+    """Return the transformers config of a model folder.
 
     Raises:
-        CheckpointError: there is no readable one.
+        CheckpointError: the folder has no readable config.
     """
     import transformers
 
@@ -44,9 +42,9 @@ class ModelWeights:
     """Names and shapes of a model's weights.
 
     Attributes:
-        shapes: by name; a tied weight is there under each of its names.
-        names: of each weight's names the one to load it by: for a tied head the embedding's.
-        tied: those of the latter that stand for several.
+        shapes: shape by name; a tied weight appears under each of its names.
+        names: name to load each weight by: for a tied head, the embedding's.
+        tied: load names that stand for several weights.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -55,10 +53,10 @@ class ModelWeights:
 
     @classmethod
     def of(cls, model_path: str, trust_remote_code: bool = False) -> ModelWeights:
-        """What transformers has for the folder's config; no memory is taken for the weights.
+        """Read names and shapes from the folder's config, without allocating weights.
 
         Raises:
-            CheckpointError: there is no readable config.
+            CheckpointError: the folder has no readable config.
         """
         import torch
         import transformers
@@ -77,18 +75,18 @@ class ModelWeights:
 
 @dataclass
 class UpdateCheck:
-    """One update, held against what the model has, tensor by tensor."""
+    """Check of one weight update against the model, tensor by tensor."""
 
     model: ModelWeights
-    #: Of each weight that came, by the name to load it by: the name that it came by, and its checksum if tied.
+    #: Name and checksum (tied weights only) of each weight received, by load name.
     _seen: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def admit(self, name: str, tensor: Tensor) -> str | None:
-        """The name to load a tensor by; None for a tied weight that came by another name before.
+        """Return the name to load a tensor by; None if its tied twin was received before.
 
         Raises:
-            WeightSyncError: the model has no such weight, or not of this shape; or it came before, or with
-                other values than one that it is tied to.
+            WeightSyncError: the name is unknown, was received before, has another shape in the model, or
+                differs in value from its tied twin.
         """
         shape = self.model.shapes.get(name)
         if shape is None:
@@ -112,10 +110,10 @@ class UpdateCheck:
         return None
 
     def finish(self, version: int) -> None:
-        """Make sure that everything came.
+        """Check that every weight was received.
 
         Raises:
-            WeightSyncError: it did not; names the first that is missing.
+            WeightSyncError: weights are missing; names the first.
         """
         missing = [name for name, known in self.model.names.items() if known not in self._seen]
         if missing:
@@ -124,10 +122,10 @@ class UpdateCheck:
 
 
 def check_adapter(adapter: AdapterWeights, model: ModelWeights) -> None:
-    """Make sure that each matrix of an adapter belongs to a weight of the model, and has its other half.
+    """Check that each matrix of an adapter fits a weight of the model and has its other half.
 
     Raises:
-        WeightSyncError: it has no tensors, or names the first that is wrong.
+        WeightSyncError: the adapter is empty, or a tensor does not fit; names the first.
     """
     if not adapter.tensors:
         raise WeightSyncError("the adapter came without tensors")
@@ -150,18 +148,12 @@ def check_adapter(adapter: AdapterWeights, model: ModelWeights) -> None:
 
 
 def write_adapter(folder: Path, adapter: AdapterWeights) -> None:
-    """Write an adapter's two files as PEFT does: ``adapter_config.json`` and ``adapter_model.safetensors``."""
+    """Write an adapter in PEFT's format: ``adapter_config.json`` and ``adapter_model.safetensors``."""
     from safetensors.torch import save_file
 
-    config = {"peft_type": "LORA", **adapter.config}
-    (folder / "adapter_config.json").write_text(json.dumps(config, default=_plain))
+    (folder / "adapter_config.json").write_text(adapter.config_json())
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in adapter.tensors.items()}
     save_file(tensors, folder / "adapter_model.safetensors")
-
-
-def _plain(value: Any) -> Any:
-    """What JSON has for a value of a PEFT config: sets become lists, and enums their values."""
-    return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
 
 
 def _checksum(tensor: Tensor) -> str:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollcast.contracts.model_weights import ModelWeights, UpdateCheck, check_adapter, write_adapter
 from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CheckpointError, WeightSyncError
+from rollcast_serving.model_weights import ModelWeights, UpdateCheck, check_adapter, write_adapter
 
 pytest.importorskip("transformers")
 
