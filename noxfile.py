@@ -246,6 +246,13 @@ def index(session: nox.Session) -> None:
 
 
 @nox.session
+def surface(session: nox.Session) -> None:
+    """Rewrite tests/surface.txt and docs/api.md from the declared surface; a change needs a line in the change log."""
+    install(session, {"rollcast"})
+    session.run("python", "tests/surface.py")
+
+
+@nox.session
 def bench(session: nox.Session) -> None:
     """The controller and the quick start's step against what the machine can do; the rest."""
     install(
