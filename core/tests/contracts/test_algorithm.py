@@ -26,7 +26,7 @@ def inputs(**columns: torch.Tensor) -> AdvantageInputs:
 
 
 @pytest.mark.parametrize(
-    "name", ["values", "old_log_probs", "ref_log_prob", "sum_pi_squared", "rollout_is_weights", "reward_baselines"]
+    "name", ["values", "old_log_probs", "sum_pi_squared", "rollout_is_weights", "reward_baselines"]
 )
 def test_a_documented_column_has_a_property(name: str) -> None:
     column = torch.rand(2, 3)

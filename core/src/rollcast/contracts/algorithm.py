@@ -92,6 +92,15 @@ class Needs:
         return {name: column for name, column in columns.items() if name in declared or name.startswith(prefixes)}
 
 
+def _marker(**attributes: Any) -> Callable[[_F], _F]:
+    def mark(function: _F) -> _F:
+        for name, value in attributes.items():
+            setattr(function, name, value)
+        return function
+
+    return mark
+
+
 def _names(argument: str, names: Collection[str]) -> frozenset[str]:
     if isinstance(names, str) or not all(isinstance(name, str) and name for name in names):
         raise TypeError(f"{argument} is {names!r}; it has to be a set of column names, such as {{'values'}}")
@@ -150,11 +159,6 @@ class InputColumns:
     def values(self) -> Tensor:
         """The column ``values``, float ``[B, T]``. Raises ColumnError if it was not given; so do those below."""
         return self.column("values")
-
-    @property
-    def ref_log_prob(self) -> Tensor:
-        """The column ``ref_log_prob``, float ``[B, T]``."""
-        return self.column("ref_log_prob")
 
     @property
     def sum_pi_squared(self) -> Tensor:
@@ -241,18 +245,8 @@ AdvantageEstimator = Callable[[AdvantageInputs], AdvantageOutputs]
 def advantage(
     *, needs: Collection[str] = (), optional: Collection[str] = (), compares_samples: bool = False
 ) -> Callable[[_F], _F]:
-    """Declare what an estimator reads, see :class:`Needs`. The function is returned unwrapped.
-
-    Raises:
-        TypeError: ``needs`` or ``optional`` is not a collection of names.
-    """
-    declared = Needs(_names("needs", needs), _names("optional", optional), compares_samples)
-
-    def mark(function: _F) -> _F:
-        setattr(function, _NEEDS, declared)
-        return function
-
-    return mark
+    """Declare what an estimator reads, see :class:`Needs`. The function is returned unwrapped."""
+    return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional), compares_samples)})
 
 
 @dataclass(frozen=True)
@@ -276,19 +270,15 @@ class Denominators:
 
 
 class LossAggregation(Protocol):
-    """A function that reduces per-token losses to this micro-batch's share of the mini-batch's loss."""
+    """A function from losses and mask ``[B, T]`` to a scalar that adds up over micro-batches to the loss."""
 
-    def __call__(self, losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-        """Return a scalar that adds up over micro-batches, from ``losses`` and ``mask`` ``[B, T]``."""
-        ...
+    def __call__(self, losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor: ...
 
 
 class KlPenalty(Protocol):
-    """A per-token estimate of KL(policy ‖ reference) from the two log-probs of sampled tokens."""
+    """An estimate of KL(policy ‖ reference) ``[B, T]``, from log-probs ``[B, T]`` or ``[B, T, V]`` (vocabulary)."""
 
-    def __call__(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-        """Return ``[B, T]`` from two ``[B, T]``, or from two ``[B, T, V]`` if it needs the vocabulary."""
-        ...
+    def __call__(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor: ...
 
 
 def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_F], _F]:
@@ -296,12 +286,7 @@ def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_F], _F]:
 
     Loss functions and rewards see the sampled tokens only, so such a penalty is computed by an engine, by name.
     """
-
-    def mark(function: _F) -> _F:
-        setattr(function, _VOCABULARY, needs_vocabulary)
-        return function
-
-    return mark
+    return _marker(**{_VOCABULARY: needs_vocabulary})
 
 
 def needs_vocabulary(penalty: KlPenalty) -> bool:
@@ -357,18 +342,8 @@ def policy_loss(
     A loss sees a micro-batch and must not depend on how the batch was cut. A loss that compares tokens across
     the batch does so in ``prepare``, called once with the whole batch; the returned columns travel with their
     rows and arrive as :attr:`PolicyLossInputs.prepared`.
-
-    Raises:
-        TypeError: ``needs`` or ``optional`` is not a collection of names.
     """
-    declared = Needs(_names("needs", needs), _names("optional", optional))
-
-    def mark(function: _F) -> _F:
-        setattr(function, _NEEDS, declared)
-        setattr(function, _PREPARE, prepare)
-        return function
-
-    return mark
+    return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
 
 
 def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
@@ -393,12 +368,7 @@ class KlControllerSettings:
 
 
 class BaseKlController(ABC):
-    """The weight of a KL penalty in the reward over the steps of a run; its state is part of a checkpoint.
-
-    Attributes:
-        settings: settings it was built from.
-        value: coefficient to use now.
-    """
+    """The weight of a KL penalty in the reward, now ``value``; its state is part of a checkpoint."""
 
     def __init__(self, settings: KlControllerSettings) -> None:
         self.settings = settings
@@ -406,23 +376,14 @@ class BaseKlController(ABC):
 
     @abstractmethod
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Set ``value`` for the next step.
-
-        Args:
-            current_kl: mean KL per token of the step's batch, in nats.
-            n_steps: samples (rows) of that batch.
-        """
+        """Set ``value`` for the next step, from a batch of ``n_steps`` rows with a mean KL per token, in nats."""
 
     def state_dict(self) -> dict[str, Any]:
         """Return all state that :meth:`load_state_dict` needs."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned.
-
-        Raises:
-            KeyError: the state is of another kind of controller.
-        """
+        """Restore the state that :meth:`state_dict` returned; KeyError for another kind of controller's."""
         self.value = float(state["value"])
 
 

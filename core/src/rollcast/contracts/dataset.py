@@ -45,9 +45,7 @@ class BaseDataset(ABC):
 
     @abstractmethod
     def collate(self, rows: list[Any]) -> DataProto:
-        """Return one batch with ``input_ids``, ``attention_mask`` and ``position_ids`` int64 ``[B, P]``,
-        prompts left-padded.
-        """
+        """Return a batch: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded."""
 
 
 @dataclass(frozen=True)

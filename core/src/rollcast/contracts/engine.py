@@ -151,13 +151,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A micro-batch's share of the loss and of the metrics.
-
-    Attributes:
-        loss: scalar with gradient.
-        metrics: scalars that add up over micro-batches and ranks (divide by the denominators).
-        maxima: scalars of which the largest is kept.
-    """
+    """A micro-batch's share of the loss; ``metrics`` add up over micro-batches and ranks, of ``maxima`` one is kept."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -243,14 +237,7 @@ class ForwardSettings:
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """One optimizer step, the same on every rank.
-
-    Attributes:
-        grad_norm: global norm of the gradient before clipping.
-        lr: learning rate of this step.
-        skipped: True if the step was skipped because the gradient was not finite.
-        metrics: the loss function's metrics over the whole mini-batch.
-    """
+    """One optimizer step, the same on every rank; ``grad_norm`` is before clipping, ``skipped`` if not finite."""
 
     grad_norm: float
     lr: float
@@ -336,10 +323,7 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters by their Hugging Face names, one at a time, gathered over the ranks.
-
-        With an adapter in training, the parameters are the base model's.
-        """
+        """Yield full parameters (the base model's) by their Hugging Face names, gathered over the ranks."""
 
     def get_adapter(self) -> AdapterWeights | None:
         """Return the LoRA adapter in training, gathered over the ranks; None if the model itself trains."""
@@ -348,10 +332,7 @@ class BaseEngine(ABC):
     def in_process_module(self) -> AbstractContextManager[nn.Module]:
         """Return a context with the module and its full weights on this rank, for generation in this process.
 
-        Inside the context a rank may run the module alone; no collective is needed.
-
-        Raises:
-            CapabilityError: ``capabilities.in_process_module`` is False.
+        Inside the context a rank may run the module alone. CapabilityError without ``capabilities.in_process_module``.
         """
         raise CapabilityError(f"{type(self).__name__} has no module that can generate in its own process")
 
@@ -366,31 +347,20 @@ class BaseEngine(ABC):
     def start_checkpoint(self, path: Path) -> None:
         """Start an asynchronous :meth:`save_checkpoint`; the state may change once this call returns.
 
-        The default writes everything at once.
-
-        Raises:
-            CheckpointError: this checkpoint could not be started, or the previous one not written.
+        The default writes everything at once. CheckpointError if this one cannot start or the previous failed.
         """
         self.save_checkpoint(path)
 
     def finish_checkpoint(self, wait: bool) -> bool:
-        """Return True once the checkpoint of :meth:`start_checkpoint` is on disk; no collective.
+        """Return True once the checkpoint of :meth:`start_checkpoint` is on disk, after blocking for it if ``wait``.
 
-        Args:
-            wait: block until then.
-
-        Raises:
-            CheckpointError: the checkpoint could not be written; raised once.
+        No collective. CheckpointError, once, if the checkpoint could not be written.
         """
         return True
 
     @abstractmethod
     def load_checkpoint(self, path: Path) -> None:
-        """Load what :meth:`save_checkpoint` wrote.
-
-        Raises:
-            CheckpointError: the folder is incomplete or of another model; names the difference.
-        """
+        """Load what :meth:`save_checkpoint` wrote; CheckpointError names what is missing or of another model."""
 
     @abstractmethod
     def export(self, path: Path) -> None:
@@ -399,11 +369,7 @@ class BaseEngine(ABC):
     @classmethod
     @abstractmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
-        """Convert a checkpoint of this engine to a Hugging Face folder, in one process.
-
-        Raises:
-            CheckpointError: the checkpoint is incomplete or of another engine.
-        """
+        """Convert a checkpoint to a Hugging Face folder, in one process; CheckpointError if it is not this engine's."""
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
@@ -424,21 +390,13 @@ class BaseEngine(ABC):
     def set_reference(self, reference: BaseEngine) -> None:
         """Set the engine that ``ForwardSettings.vocabulary_kl`` is measured against.
 
-        Args:
-            reference: initialized engine in the same process, on the same ranks, with the same vocabulary. Its
-                weights are on the device whenever the KL is computed.
-
-        Raises:
-            CapabilityError: ``capabilities.vocabulary_kl`` is False, or the two engines do not fit.
+        The reference is initialized, in the same process, on the same ranks, with the same vocabulary, and has its
+        weights on the device whenever the KL is computed. CapabilityError if the engines cannot.
         """
         raise CapabilityError(f"{type(self).__name__} computes no KL penalty over the vocabulary")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context in which the base model runs without its adapter.
-
-        Raises:
-            CapabilityError: there is no adapter.
-        """
+        """Return a context in which the base model runs without its adapter; CapabilityError if there is none."""
         raise CapabilityError(f"{type(self).__name__} holds no adapter")
 
 

@@ -185,9 +185,6 @@ class BaseRollout(ABC):
 
         A launcher sets those that neither its own environment nor ``config.replica.env`` has. The engine's
         library must not be imported here: the launcher's environment may lack it.
-
-        Args:
-            config: instance of ``config_schema``.
         """
         return {}
 
@@ -220,27 +217,15 @@ class BaseRollout(ABC):
         """
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load a LoRA adapter in place of the previous one; the base weights stay.
-
-        Raises:
-            CapabilityError: ``capabilities.lora`` is False.
-        """
+        """Load a LoRA adapter in place of the previous one; CapabilityError without ``capabilities.lora``."""
         raise CapabilityError(f"{type(self).__name__} takes no adapters")
 
     async def check_health(self) -> None:
-        """Return if the engine can serve.
-
-        Raises:
-            RolloutError: the engine is dead or hangs; names the cause if known.
-        """
+        """Return if the engine can serve; RolloutError, with the cause if known, if it is dead or hangs."""
         return
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
-        """Generate with the engine's own module from now on (HYBRID without a second set of weights).
-
-        Raises:
-            CapabilityError: ``capabilities.in_process`` is False.
-        """
+        """Generate with the engine's own module from now on; CapabilityError without ``capabilities.in_process``."""
         raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -252,11 +237,7 @@ class BaseRollout(ABC):
         return
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (None for all) now; their outputs hold the tokens so far.
-
-        Raises:
-            CapabilityError: ``capabilities.abort`` is False.
-        """
+        """End the requests (None for all) with the tokens so far; CapabilityError without ``capabilities.abort``."""
         raise CapabilityError(f"{type(self).__name__} cannot abort requests")
 
     def state_dict(self) -> dict[str, Any]:

@@ -75,7 +75,8 @@ class FunctionReward(BaseReward):
 
 
 async def _await_result(value: Awaitable[Any]) -> RewardValue:
-    return _as_result(await value)
+    result: RewardValue = _as_result(await value)
+    return result
 
 
 def _as_result(value: Any) -> Any:

@@ -268,7 +268,7 @@ class RewardManagerSuite:
 
     def test_scores_are_placed(self, build: Callable[..., BaseRewardManager]) -> None:
         """Scores per token stay at their tokens, scores per turn go to the turns' last tokens."""
-        given = [
+        given: list[dict[str, Any]] = [
             {"score": 1.0},
             {"score": 0.75, "token_scores": [0.5, 0.25, 0.0, 0.0]},
             {"score": 4.0, "turn_scores": [1.0, 2.0]},
