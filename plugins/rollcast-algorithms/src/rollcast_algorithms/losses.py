@@ -104,7 +104,9 @@ class PpoLoss:
         Returns:
             Columns ``[B, T]`` to add to the batch; none for a loss that looks at each row by itself.
         """
-        inputs = self._inputs(old_log_probs, old_log_probs, advantages, response_mask, {}, columns or {})
+        inputs = self._inputs(
+            old_log_probs, old_log_probs, advantages, response_mask, {}, {} if columns is None else columns
+        )
         return {PREPARED + name: column for name, column in prepare_policy_loss(self.policy_loss, inputs).items()}
 
     def _inputs(
