@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollcast.contracts.balance import karmarkar_karp
+from rollcast.protocol import karmarkar_karp
 
 __all__ = ["Shard", "exchange_items", "plan_shards"]
 

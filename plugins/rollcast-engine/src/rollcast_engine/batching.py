@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from rollcast.contracts.balance import karmarkar_karp
 from rollcast.errors import ConfigError
+from rollcast.protocol import karmarkar_karp
 
 if TYPE_CHECKING:
     from torch import Tensor
