@@ -74,7 +74,7 @@ NPU = Device("npu", "torch.npu", "hccl", "NPU", ("ASCEND_RT_VISIBLE_DEVICES",), 
 XPU = Device("xpu", "torch.xpu", "xccl", "GPU", ("ONEAPI_DEVICE_SELECTOR",), {"ONEAPI_DEVICE_SELECTOR": "*:cpu"})
 
 devices: Registry[Device] = Registry(
-    "rollcast.devices", instance_of(Device), description="kinds of accelerators, and the CPU"
+    "rollcast.devices", instance_of(Device), description="kinds of devices: variables, collective backend, torch module"
 )
 _chosen: int | None = None
 

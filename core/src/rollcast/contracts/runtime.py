@@ -169,7 +169,7 @@ class LaunchSpec:
         threads: CPU threads a process; None shares the cores of a node evenly.
         runtime_env: runtime environment of the processes, those of the roles included.
         detached: the group outlives this process and is found again by its name.
-        parts: returns the snapshot of plugins registered in this process, for :meth:`rollcast.WorkerHost.install`.
+        snapshot: returns the snapshot of plugins registered in this process, for :meth:`rollcast.WorkerHost.install`.
     """
 
     name: str
@@ -178,7 +178,7 @@ class LaunchSpec:
     threads: int | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     detached: bool = False
-    parts: Callable[[], bytes | None] = lambda: None
+    snapshot: Callable[[], bytes | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -314,7 +314,7 @@ class Runtime(ABC):
         return True
 
     @abstractmethod
-    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         """Replace the in-process registrations that the hosts know by a snapshot of the driver's.
 
         Raises:

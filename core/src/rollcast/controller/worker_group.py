@@ -265,7 +265,7 @@ class WorkerGroup:
         role = self.role
         self._refuse_if_lost(method)
         try:
-            shared.install_new_parts(self._timeout)
+            shared.install_new_plugins(self._timeout)
         except CallFailed as failed:
             raise self._explained(failed, "install_plugins", range(self.world_size)) from failed.cause
         present = [(rank, call) for rank, call in calls if call is not None]
@@ -495,11 +495,11 @@ class _GroupHosts:
         name: of the group.
         roles: role → class.
         hosts: by rank.
-        parts_generation: generation of this process's registrations that the hosts know.
+        known_generation: generation of this process's registrations that the hosts know.
     """
 
     def __init__(
-        self, runtime: Runtime, name: str, roles: Mapping[str, type], hosts: Sequence[Host], parts_generation: int
+        self, runtime: Runtime, name: str, roles: Mapping[str, type], hosts: Sequence[Host], known_generation: int
     ) -> None:
         self.runtime = runtime
         self.name = name
@@ -508,7 +508,7 @@ class _GroupHosts:
         self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
         self.closed = False
         self.spec: LaunchSpec | None = None
-        self.parts_generation = parts_generation
+        self.known_generation = known_generation
 
     @classmethod
     def launch(cls, runtime: Runtime, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _GroupHosts:
@@ -532,14 +532,14 @@ class _GroupHosts:
         except CallFailed as failed:
             raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
         # Registrations of this process are sent with the first call; without any, the hosts keep theirs.
-        return cls(runtime, name, found.roles, found.hosts, parts_generation=0)
+        return cls(runtime, name, found.roles, found.hosts, known_generation=0)
 
-    def install_new_parts(self, timeout: float) -> None:
+    def install_new_plugins(self, timeout: float) -> None:
         """Send registrations that are newer than the last call."""
         now = generation()
-        if self.parts_generation != now:
+        if self.known_generation != now:
             self.runtime.install_plugins(self.hosts, snapshot(), timeout)
-            self.parts_generation = now
+            self.known_generation = now
 
 
 def _explain_failure(

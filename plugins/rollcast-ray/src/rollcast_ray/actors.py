@@ -118,9 +118,9 @@ class HostActor:
         """
         os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
-        parts, roles = pickle.loads(blob)
-        if parts is not None:
-            self.host.install(parts)
+        snapshot, roles = pickle.loads(blob)
+        if snapshot is not None:
+            self.host.install(snapshot)
         if "torch" in sys.modules:
             import torch
 
@@ -139,9 +139,9 @@ class HostActor:
                 return replace(context, device_index=index, device_id=name)
         return context
 
-    def install(self, parts: bytes | None) -> None:
+    def install(self, snapshot: bytes | None) -> None:
         """Replace the driver's in-process plugins that this process knows."""
-        self.host.install(parts)
+        self.host.install(snapshot)
 
     def send(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method that the task is named after, ``role.method``, and return its result."""
@@ -198,7 +198,7 @@ def pack_roles(spec: LaunchSpec) -> bytes:
         DispatchError: a class or argument cannot be sent.
     """
     try:
-        return bytes(cloudpickle.dumps((spec.parts(), cloudpickle.dumps(dict(spec.roles)))))
+        return bytes(cloudpickle.dumps((spec.snapshot(), cloudpickle.dumps(dict(spec.roles)))))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise DispatchError(f"the classes or arguments of {spec.name} cannot be sent to workers: {error}") from error
 
