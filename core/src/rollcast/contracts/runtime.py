@@ -199,11 +199,9 @@ class Store(Protocol):
 
     def put(self, value: Any) -> Any:
         """Store a value; return a reference that works in every process of the runtime."""
-        ...
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         """Return the values of the references."""
-        ...
 
 
 class Recording(AbstractContextManager[None], Protocol):
@@ -211,7 +209,6 @@ class Recording(AbstractContextManager[None], Protocol):
 
     def end(self, result: Any) -> None:
         """Record the call's result."""
-        ...
 
 
 class Recorder(Protocol):
@@ -219,7 +216,6 @@ class Recorder(Protocol):
 
     def begin(self, group: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording | None:
         """Start recording this call if it is the one requested; return the recording, else None."""
-        ...
 
 
 class Runtime(ABC):
