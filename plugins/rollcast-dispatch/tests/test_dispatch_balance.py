@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from rollcast import DataProto, Dispatch
 from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProtoFuture
+from rollcast.protocol import DataProtoFuture, karmarkar_karp
 from rollcast.protocol.future import store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
-from rollcast_dispatch.balance import exchange_items, karmarkar_karp, plan_shards
+from rollcast_dispatch.balance import exchange_items, plan_shards
 from rollcast_testing.dispatch import FakeGroup
 
 law = settings(deadline=None, max_examples=150)

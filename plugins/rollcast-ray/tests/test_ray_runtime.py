@@ -11,10 +11,12 @@ import ray
 from controller_workers import Probe
 
 from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
+from rollcast.contracts.runtime import LaunchSpec
 from rollcast.errors import ResourceError
 from rollcast_ray import runtime as ray_runtime
 from rollcast_ray.machine import default_object_store, read_last_lines, require_reachable
 from rollcast_ray.runtime import RayRuntime
+from rollcast_ray.schemas import RayRuntimeConfig
 
 
 @pytest.fixture(autouse=True)
@@ -103,3 +105,22 @@ def test_last_lines_of_a_process_leave_rays_marks_out(tmp_path: pathlib.Path) ->
     (tmp_path / "worker-aa-bb-112.out").write_text("another process\n")
     assert read_last_lines(tmp_path, 12, 3) == ["line 28", "line 29", "said"]
     assert read_last_lines(tmp_path, 13) == []
+
+
+def test_it_is_built_from_its_section(monkeypatch) -> None:
+    settings = RayRuntimeConfig(
+        address="here:1", object_store_memory=7, log_to_driver=True, runtime_env={"env_vars": {"A": "1", "B": "1"}}
+    )
+    runtime = RayRuntime.from_config(settings, processes=10_000)
+    assert (runtime._address, runtime._num_cpus, runtime._object_store_memory) == ("here:1", 10_000, 7)
+    assert RayRuntime.from_config(RayRuntimeConfig(num_cpus=3), processes=10_000)._num_cpus == 3
+    spec = LaunchSpec("g", {}, runtime_env={"env_vars": {"B": "2"}, "working_dir": "w"})
+    found = runtime._with_own_environment(spec).runtime_env
+    assert found == {"env_vars": {"A": "1", "B": "2"}, "working_dir": "w"}
+
+
+def test_processes_start_in_the_runtime_environment(monkeypatch) -> None:
+    settings = RayRuntimeConfig(num_cpus=2, object_store_memory=100 << 20, runtime_env={"env_vars": {"A_KEY": "1"}})
+    with RayRuntime.from_config(settings, processes=1) as runtime:
+        group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Probe), runtime=runtime)
+        assert group.execute_func(lambda worker: __import__("os").environ.get("A_KEY")) == ["1"]

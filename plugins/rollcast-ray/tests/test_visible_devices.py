@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from rollcast.contracts import device
-from rollcast.contracts.device import visible_devices
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ResourceError
-from rollcast_ray.devices import NOSET_SWITCHES, local_device_index, ray_noset_visible_devices
+from rollcast_ray.devices import NOSET_SWITCHES, local_device_index, ray_noset_visible_devices, visible_devices
 
 CUDA, HIP, ROCR, ASCEND = (
     "CUDA_VISIBLE_DEVICES",

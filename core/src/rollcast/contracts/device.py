@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from rollcast.errors import ConfigError, ResourceError
+from rollcast.errors import ConfigError
 from rollcast.plugins import Registry, instance_of
 
 if TYPE_CHECKING:
@@ -30,7 +30,6 @@ __all__ = [
     "local_device",
     "synchronize",
     "use_device",
-    "visible_devices",
 ]
 
 
@@ -75,7 +74,7 @@ NPU = Device("npu", "torch.npu", "hccl", "NPU", ("ASCEND_RT_VISIBLE_DEVICES",), 
 XPU = Device("xpu", "torch.xpu", "xccl", "GPU", ("ONEAPI_DEVICE_SELECTOR",), {"ONEAPI_DEVICE_SELECTOR": "*:cpu"})
 
 devices: Registry[Device] = Registry(
-    "rollcast.devices", instance_of(Device), description="kinds of accelerators, and the CPU"
+    "rollcast.devices", instance_of(Device), description="kinds of devices: variables, collective backend, torch module"
 )
 _chosen: int | None = None
 
@@ -156,50 +155,3 @@ def empty_cache() -> None:
     device = current_device()
     if device is not CPU:
         device.torch_module().empty_cache()
-
-
-def visible_devices(env: Mapping[str, str], resource: str = "GPU") -> list[str] | None:
-    """Return the devices that an environment leaves visible, in the order in which libraries number them.
-
-    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` mean the same on ROCm and have to agree.
-    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers what they choose from, so it stands alone.
-
-    Args:
-        env: the environment.
-        resource: kind of device, as :attr:`Device.resource`.
-
-    Returns:
-        Ids as they are written; None where all devices are visible.
-
-    Raises:
-        ResourceError: the variables contradict each other.
-    """
-    if resource != CUDA.resource:
-        known = [name for device in _accelerators() if device.resource == resource for name in device.visibility]
-        values = [env[name] for name in known if name in env]
-        return _ids(values[0]) if values else None
-    chosen = {name: env[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in env}
-    if any(not _ids(value) for value in chosen.values()):
-        return []
-    if len(set(chosen.values())) > 1:
-        both = " and ".join(f"{name}={value}" for name, value in chosen.items())
-        raise ResourceError(f"{both} contradict each other: ROCm takes them for the same; unset one")
-    if "ROCR_VISIBLE_DEVICES" in env:
-        if chosen:
-            name, value = next(iter(chosen.items()))
-            raise ResourceError(
-                f"ROCR_VISIBLE_DEVICES={env['ROCR_VISIBLE_DEVICES']} renumbers the devices among which {name}={value} "
-                "chooses; set only HIP_VISIBLE_DEVICES"
-            )
-        return _ids(env["ROCR_VISIBLE_DEVICES"])
-    return _ids(next(iter(chosen.values()))) if chosen else None
-
-
-def _ids(value: str) -> list[str]:
-    """Split a list of devices, up to the first that is invalid, as drivers do."""
-    found: list[str] = []
-    for part in (part.strip() for part in value.split(",")):
-        if part in ("", "NoDevFiles", "none") or part.startswith("-"):
-            break
-        found.append(part)
-    return found

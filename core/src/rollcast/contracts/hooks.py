@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 
 import pluggy
 
+from rollcast.contracts.runtime import Runtime
 from rollcast.errors import PluginError, PluginTypeError
 from rollcast.plugins import Registry
 
@@ -57,12 +58,12 @@ def on_configure(config: Config) -> None:
 
 
 @hookspec
-def on_start_workers(workers: MutableMapping[Any, Any], runtime: Any) -> None:
+def on_start_workers(workers: MutableMapping[Any, Any], runtime: Runtime) -> None:
     """The worker classes of a run are chosen, and start next.
 
     Args:
         workers: role to ``ClassWithInitArgs``; a listener may replace a class by one with further options.
-        runtime: the ``Runtime`` that starts the processes.
+        runtime: starts the processes.
     """
 
 

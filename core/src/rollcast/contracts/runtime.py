@@ -169,7 +169,7 @@ class LaunchSpec:
         threads: CPU threads a process; None shares the cores of a node evenly.
         runtime_env: runtime environment of the processes, those of the roles included.
         detached: the group outlives this process and is found again by its name.
-        parts: returns the snapshot of plugins registered in this process, for :meth:`rollcast.WorkerHost.install`.
+        snapshot: returns the snapshot of plugins registered in this process, for :meth:`rollcast.WorkerHost.install`.
     """
 
     name: str
@@ -178,7 +178,7 @@ class LaunchSpec:
     threads: int | None = None
     runtime_env: Mapping[str, Any] = field(default_factory=dict)
     detached: bool = False
-    parts: Callable[[], bytes | None] = lambda: None
+    snapshot: Callable[[], bytes | None] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -199,11 +199,9 @@ class Store(Protocol):
 
     def put(self, value: Any) -> Any:
         """Store a value; return a reference that works in every process of the runtime."""
-        ...
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         """Return the values of the references."""
-        ...
 
 
 class Recording(AbstractContextManager[None], Protocol):
@@ -211,7 +209,6 @@ class Recording(AbstractContextManager[None], Protocol):
 
     def end(self, result: Any) -> None:
         """Record the call's result."""
-        ...
 
 
 class Recorder(Protocol):
@@ -219,7 +216,6 @@ class Recorder(Protocol):
 
     def begin(self, group: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording | None:
         """Start recording this call if it is the one requested; return the recording, else None."""
-        ...
 
 
 class Runtime(ABC):
@@ -314,7 +310,7 @@ class Runtime(ABC):
         return True
 
     @abstractmethod
-    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         """Replace the in-process registrations that the hosts know by a snapshot of the driver's.
 
         Raises:

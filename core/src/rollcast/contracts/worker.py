@@ -24,6 +24,7 @@ class WorkerContext:
         group, role: names, for messages.
         threads: CPU threads that this process should use.
         device_index: number of this process's accelerator among those that it sees; None without one.
+        device_id: id of the accelerator as visibility variables write it; empty without one.
     """
 
     rank: int = 0
@@ -37,6 +38,7 @@ class WorkerContext:
     role: str = "worker"
     threads: int = 1
     device_index: int | None = None
+    device_id: str = ""
 
     def environment(self) -> dict[str, str]:
         """Return the variables that ``torch.distributed`` reads."""

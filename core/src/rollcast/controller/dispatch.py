@@ -140,10 +140,7 @@ class FunctionMode(DispatchMode):
         return self._collect_fn(worker_group, outputs)
 
 
-_Mode = TypeVar("_Mode", DispatchMode, ExecuteMode)
-
-
-def _resolve(mode: Any, base: type[_Mode], registry: Registry[_Mode | type[_Mode]], key: str) -> _Mode:
+def _resolve(mode: Any, base: type, registry: Registry[Any], key: str) -> Any:
     """Return the mode object behind a name, a class or an object."""
     part = registry.get(mode.lower(), requested_by=key) if isinstance(mode, str) else mode
     if isinstance(part, type) and issubclass(part, base):
@@ -251,9 +248,9 @@ def register(
         PluginNotFoundError: no mode of that name is installed.
         DispatchError: the two modes do not go together.
     """
-    dispatch = _resolve(dispatch_mode, DispatchMode, dispatch_modes, "dispatch_mode")
+    dispatch: DispatchMode = _resolve(dispatch_mode, DispatchMode, dispatch_modes, "dispatch_mode")
     chosen = dispatch.default_execute_mode if execute_mode is None else execute_mode
-    execute = _resolve(chosen, ExecuteMode, execute_modes, "execute_mode")
+    execute: ExecuteMode = _resolve(chosen, ExecuteMode, execute_modes, "execute_mode")
     if execute.name not in dispatch.execute_modes:
         raise DispatchError(
             f"dispatch mode {dispatch.name!r} cannot run with execute mode {execute.name!r}; "

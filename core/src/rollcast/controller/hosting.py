@@ -84,9 +84,9 @@ class WorkerHost:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     @staticmethod
-    def install(parts: bytes | None) -> None:
-        """Replace this process's in-process registrations by a snapshot of the driver's (:attr:`LaunchSpec.parts`)."""
-        install_snapshot(parts)
+    def install(snapshot: bytes | None) -> None:
+        """Replace this process's in-process registrations by the driver's (:attr:`LaunchSpec.snapshot`)."""
+        install_snapshot(snapshot)
 
     @staticmethod
     def describe(node: str) -> HostInfo:

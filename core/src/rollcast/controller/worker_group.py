@@ -8,6 +8,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
 from rollcast.contracts.dispatch import MeshInfo, RankCall, RankOutputs
@@ -76,7 +77,14 @@ class WorkerGroup:
         name = name or f"group{next(_counter)}"
         variables, process_env = _merged(name, by_role, env or {}, runtime_env or {})
         spec = LaunchSpec(name, by_role, variables, threads, process_env, detached, snapshot)
-        self._see(_GroupHosts.launch(runtime, resource_pool, spec, launch_timeout), tuple(by_role), timeout)
+        known = generation()
+        try:
+            hosts = runtime.launch(resource_pool, spec, launch_timeout)
+        except CallFailed as failed:
+            where = (name, "+".join(by_role), "__init__", failed.index, None)
+            raise _explain_failure(failed, *where) from failed.cause
+        classes = {role: wrapped.cls for role, wrapped in by_role.items()}
+        self._see(_Processes(runtime, name, classes, hosts, known, spec), tuple(by_role), timeout)
 
     @classmethod
     def attach(
@@ -101,12 +109,17 @@ class WorkerGroup:
             ResourceError: there is no such group, it has lost a rank, or its classes cannot be imported.
             WorkerError: a rank does not answer.
         """
-        shared = _GroupHosts.attach(runtime, name, attach_timeout, roles)
+        try:
+            found = runtime.attach(name, attach_timeout, roles)
+        except CallFailed as failed:
+            raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
+        # Plugins of this process are sent with the first call; without any, the hosts keep theirs.
+        shared = _Processes(runtime, name, dict(found.roles), found.hosts, generation=0)
         group = object.__new__(cls)
         group._see(shared, tuple(shared.roles), timeout)
         return group
 
-    def _see(self, shared: _GroupHosts, roles: tuple[str, ...], timeout: float) -> None:
+    def _see(self, shared: _Processes, roles: tuple[str, ...], timeout: float) -> None:
         self._shared = shared
         self._roles = roles
         self._role = roles[0] if len(roles) == 1 else None
@@ -200,9 +213,6 @@ class WorkerGroup:
             raise DispatchError(f"a view of {self.name} needs a role; it hosts {', '.join(hosted)}")
         return wanted
 
-    def _first_role(self) -> Self:
-        return self._view(self._roles[:1], self._timeout)
-
     def _view(self, roles: tuple[str, ...], timeout: float) -> Self:
         view = object.__new__(type(self))
         view._see(self._shared, roles, timeout)
@@ -264,10 +274,7 @@ class WorkerGroup:
             raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
         role = self.role
         self._refuse_if_lost(method)
-        try:
-            shared.install_new_parts(self._timeout)
-        except CallFailed as failed:
-            raise self._explained(failed, "install_plugins", range(self.world_size)) from failed.cause
+        self._install_new_plugins()
         present = [(rank, call) for rank, call in calls if call is not None]
         values = _SharedValues([call for _, call in present], shared.runtime.put)
         refs: list[Any] = []
@@ -281,6 +288,16 @@ class WorkerGroup:
             shared.runtime.cancel(refs, [shared.hosts[rank] for rank, _ in present[: len(refs)]])
             raise
         return refs
+
+    def _install_new_plugins(self) -> None:
+        shared, now = self._shared, generation()
+        if shared.generation == now:
+            return
+        try:
+            shared.runtime.install_plugins(shared.hosts, snapshot(), self._timeout)
+        except CallFailed as failed:
+            raise self._explained(failed, "install_plugins", range(self.world_size)) from failed.cause
+        shared.generation = now
 
     def receive(
         self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None
@@ -315,8 +332,7 @@ class WorkerGroup:
         return sorted(self._shared.runtime.lost(self._shared.hosts))
 
     def _refuse_if_lost(self, method: str) -> None:
-        shared = self._shared
-        for rank, how in shared.runtime.lost(shared.hosts).items():
+        for rank, how in self.runtime.lost(self._shared.hosts).items():
             raise self._explained(CallFailed(rank, None, how), method, range(self.world_size))
 
     def _explained(self, failed: CallFailed, method: str, ranks: Sequence[int]) -> WorkerError:
@@ -367,11 +383,15 @@ class WorkerGroup:
         Raises:
             WorkerError: the function raised.
         """
-        return self._first_role().execute_all("run_function", function, self.roles, *args, **kwargs)
+        return self._view(self._roles[:1], self._timeout).execute_all(
+            "run_function", function, self.roles, *args, **kwargs
+        )
 
     def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """:meth:`execute_func` on rank 0 alone."""
-        return self._first_role().execute_rank_zero("run_function", function, self.roles, *args, **kwargs)
+        return self._view(self._roles[:1], self._timeout).execute_rank_zero(
+            "run_function", function, self.roles, *args, **kwargs
+        )
 
     # -- end ----------------------------------------------------------------------------------
 
@@ -487,59 +507,23 @@ def _values(call: RankCall) -> tuple[Any, ...]:
     return (*call.args, *call.kwargs.values())
 
 
-class _GroupHosts:
+@dataclass
+class _Processes:
     """The processes that all views of one group share.
 
-    Args:
-        runtime: carries calls to the hosts.
-        name: of the group.
-        roles: role → class.
-        hosts: by rank.
-        parts_generation: generation of this process's registrations that the hosts know.
+    Attributes:
+        generation: generation of this process's in-process plugins that the hosts know.
+        meshes: role and mesh name → each rank's place.
     """
 
-    def __init__(
-        self, runtime: Runtime, name: str, roles: Mapping[str, type], hosts: Sequence[Host], parts_generation: int
-    ) -> None:
-        self.runtime = runtime
-        self.name = name
-        self.roles = dict(roles)
-        self.hosts = list(hosts)
-        self.meshes: dict[tuple[str, str], list[MeshInfo]] = {}
-        self.closed = False
-        self.spec: LaunchSpec | None = None
-        self.parts_generation = parts_generation
-
-    @classmethod
-    def launch(cls, runtime: Runtime, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _GroupHosts:
-        """Start a group; see :class:`WorkerGroup`."""
-        known = generation()
-        try:
-            hosts = runtime.launch(pool, spec, timeout)
-        except CallFailed as failed:
-            raise _explain_failure(
-                failed, spec.name, "+".join(spec.roles), "__init__", failed.index, None
-            ) from failed.cause
-        made = cls(runtime, spec.name, {role: wrapped.cls for role, wrapped in spec.roles.items()}, hosts, known)
-        made.spec = spec
-        return made
-
-    @classmethod
-    def attach(cls, runtime: Runtime, name: str, timeout: float, roles: Mapping[str, type] | None) -> _GroupHosts:
-        """Find a detached group; see :meth:`WorkerGroup.attach`."""
-        try:
-            found = runtime.attach(name, timeout, roles)
-        except CallFailed as failed:
-            raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
-        # Registrations of this process are sent with the first call; without any, the hosts keep theirs.
-        return cls(runtime, name, found.roles, found.hosts, parts_generation=0)
-
-    def install_new_parts(self, timeout: float) -> None:
-        """Send registrations that are newer than the last call."""
-        now = generation()
-        if self.parts_generation != now:
-            self.runtime.install_plugins(self.hosts, snapshot(), timeout)
-            self.parts_generation = now
+    runtime: Runtime
+    name: str
+    roles: dict[str, type]
+    hosts: list[Host]
+    generation: int
+    spec: LaunchSpec | None = None
+    meshes: dict[tuple[str, str], list[MeshInfo]] = field(default_factory=dict)
+    closed: bool = False
 
 
 def _explain_failure(

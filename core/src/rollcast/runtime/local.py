@@ -117,7 +117,7 @@ class LocalRuntime(Runtime):
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         return list(refs)
 
-    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         """Do nothing: the workers share this process's registries."""
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:

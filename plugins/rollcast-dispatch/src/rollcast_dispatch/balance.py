@@ -2,50 +2,12 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
-__all__ = ["Shard", "karmarkar_karp", "plan_shards"]
+from rollcast.protocol import karmarkar_karp
 
-#: Members of a part: an item's number, or two of these.
-_Members = Any
-#: Parts of some of the items as (weight, members), heaviest first; parts without items are left out.
-_Parts = list[tuple[int, _Members]]
-
-
-def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list[list[int]]:
-    """Items in ``parts`` parts of nearly equal weight, by the largest differencing method.
-
-    The heaviest part weighs at most ``max(weights)`` more than the lightest: merging two
-    partitions, heaviest parts with lightest, makes no difference larger than it was in either.
-
-    Args:
-        weights: of the items, at least 0 each.
-        parts: how many parts, at least 1.
-        equal_size: the same number of items in each part; ``parts`` must divide their number.
-
-    Returns:
-        The numbers of each part's items, ascending; the same for the same weights.
-    """
-    order = sorted(range(len(weights)), key=lambda item: -weights[item])
-    step = parts if equal_size else 1
-    heap: list[tuple[int, int, _Parts]] = []
-    for number, start in enumerate(range(0, len(order), step)):
-        found: _Parts = [(weights[item], item) for item in order[start : start + step]]
-        heap.append((-_difference(found, parts), number, found))
-    if not heap:
-        return [[] for _ in range(parts)]
-    heapq.heapify(heap)
-    number = len(heap)
-    while len(heap) > 1:
-        _, _, first = heapq.heappop(heap)
-        merged = _merge(first, heapq.heappop(heap)[2], parts)
-        heapq.heappush(heap, (-_difference(merged, parts), number, merged))
-        number += 1
-    members = [sorted(_flatten(tree)) for _, tree in heap[0][2]]
-    return sorted(members, key=lambda items: items[0]) + [[] for _ in range(parts - len(members))]
+__all__ = ["Shard", "exchange_items", "plan_shards"]
 
 
 def exchange_items(parts: Sequence[list[int]], weights: Sequence[int]) -> list[list[int]]:
@@ -82,31 +44,6 @@ def _best_swap(high: list[int], low: list[int], gap: int, weights: Sequence[int]
             if remaining < least:
                 best, least = (i, k), remaining
     return best
-
-
-def _difference(found: _Parts, parts: int) -> int:
-    return found[0][0] - (found[-1][0] if len(found) == parts else 0)
-
-
-def _merge(first: _Parts, second: _Parts, parts: int) -> _Parts:
-    """The heaviest part of one with the lightest of the other, and so on."""
-    alone = parts - len(second)
-    merged = first[:alone] + second[: parts - len(first)]
-    for (weight, members), (other_weight, others) in zip(first[alone:], reversed(second), strict=False):
-        merged.append((weight + other_weight, (members, others)))
-    merged.sort(key=lambda part: -part[0])
-    return merged
-
-
-def _flatten(tree: _Members) -> list[int]:
-    found, todo = [], [tree]
-    while todo:
-        node = todo.pop()
-        if isinstance(node, tuple):
-            todo.extend(node)
-        else:
-            found.append(node)
-    return found
 
 
 @dataclass(frozen=True)

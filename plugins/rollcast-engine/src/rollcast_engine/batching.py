@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from rollcast.errors import ConfigError
-from rollcast_dispatch.balance import karmarkar_karp
+from rollcast.protocol import karmarkar_karp
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -9,6 +9,7 @@ from typing import Any
 from omegaconf import DictConfig
 
 from rollcast.contracts.hooks import hookimpl
+from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast_profiling.memory_watch import stop_watch
 from rollcast_profiling.meter import StepMeter
@@ -35,7 +36,7 @@ class RunProfiling:
         self._profiler = find_step_profiler(config, Path(config.run_dir))
 
     @hookimpl
-    def on_start_workers(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: str) -> None:
+    def on_start_workers(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
         """Have the runtime start processes as the profiler needs them."""
         if self._profiler is not None:
             self._profiler.equip(workers, runtime)

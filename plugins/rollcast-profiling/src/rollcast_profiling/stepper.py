@@ -50,7 +50,7 @@ class StepProfiler:
         self._failed = False
 
     def equip(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
-        """Give worker classes the options that the tool needs their processes to be started with.
+        """Give worker classes the runtime environment that the tool needs.
 
         Args:
             workers: worker classes by role, changed in place; replicas of a rollout stay as they are.

@@ -24,7 +24,7 @@ from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Outcome
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 from rollcast_ray.control import ControlServer, Interrupted, Interruptible
-from rollcast_ray.devices import local_device_index
+from rollcast_ray.devices import local_device_index, visible_devices
 from rollcast_ray.pools import Slot, remove_groups_made_by
 from rollcast_ray.store import ObjectStore
 
@@ -118,26 +118,30 @@ class HostActor:
         """
         os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
-        parts, roles = pickle.loads(blob)
-        if parts is not None:
-            self.host.install(parts)
+        snapshot, roles = pickle.loads(blob)
+        if snapshot is not None:
+            self.host.install(snapshot)
         if "torch" in sys.modules:
             import torch
 
             torch.set_num_threads(context.threads)
-        index = self._device_index(context)
-        use_device(index)
-        self.host.build(replace(context, device_index=index), pickle.loads(roles))
+        context = self._with_device(context)
+        use_device(context.device_index)
+        self.host.build(context, pickle.loads(roles))
 
-    def _device_index(self, context: WorkerContext) -> int | None:
+    def _with_device(self, context: WorkerContext) -> WorkerContext:
+        """Return the context with the accelerator that Ray gave this process."""
         for kind, ids in ray.get_runtime_context().get_accelerator_ids().items():
+            index = local_device_index(os.environ, ids, context.local_rank, kind) if ids else None
             if ids:
-                return local_device_index(os.environ, ids, context.local_rank, kind)
-        return None
+                visible = visible_devices(os.environ, kind)
+                name = "" if index is None else visible[index] if visible else str(index)
+                return replace(context, device_index=index, device_id=name)
+        return context
 
-    def install(self, parts: bytes | None) -> None:
+    def install(self, snapshot: bytes | None) -> None:
         """Replace the driver's in-process plugins that this process knows."""
-        self.host.install(parts)
+        self.host.install(snapshot)
 
     def send(self, /, *args: Any, **kwargs: Any) -> Any:
         """Run the method that the task is named after, ``role.method``, and return its result."""
@@ -194,7 +198,7 @@ def pack_roles(spec: LaunchSpec) -> bytes:
         DispatchError: a class or argument cannot be sent.
     """
     try:
-        return bytes(cloudpickle.dumps((spec.parts(), cloudpickle.dumps(dict(spec.roles)))))
+        return bytes(cloudpickle.dumps((spec.snapshot(), cloudpickle.dumps(dict(spec.roles)))))
     except (TypeError, AttributeError, pickle.PicklingError) as error:
         raise DispatchError(f"the classes or arguments of {spec.name} cannot be sent to workers: {error}") from error
 

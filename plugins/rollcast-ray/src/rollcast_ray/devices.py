@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from rollcast.contracts.device import CUDA, NPU, XPU, visible_devices
+from rollcast.contracts.device import CUDA, NPU, XPU, devices
 from rollcast.errors import ResourceError
 
-__all__ = ["NOSET_SWITCHES", "local_device_index", "ray_noset_visible_devices"]
+__all__ = ["NOSET_SWITCHES", "local_device_index", "ray_noset_visible_devices", "visible_devices"]
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
 #: Ray's name of an accelerator → the variables by which it hides devices of that kind.
@@ -22,6 +22,14 @@ _VARIABLES = {
 NOSET_SWITCHES = tuple(_NOSET + name for names in _VARIABLES.values() for name in names)
 
 
+def _variables(accelerator: str) -> tuple[str, ...]:
+    """Return the variables that choose among accelerators of a kind, by Ray's name."""
+    if accelerator in _VARIABLES:
+        return _VARIABLES[accelerator]
+    known = [devices.get(name) for name in devices.names()]
+    return tuple(name for device in known if device.resource == accelerator for name in device.visibility)
+
+
 def ray_noset_visible_devices(env: Mapping[str, str], accelerator: str | None = None) -> bool:
     """Return True if a switch keeps Ray from hiding the devices of other processes.
 
@@ -29,16 +37,54 @@ def ray_noset_visible_devices(env: Mapping[str, str], accelerator: str | None = 
         env: an environment.
         accelerator: look only at the switches for this kind, by Ray's name; by default at all.
     """
-    names = NOSET_SWITCHES if accelerator is None else [_NOSET + name for name in _VARIABLES.get(accelerator, ())]
+    names = NOSET_SWITCHES if accelerator is None else [_NOSET + name for name in _variables(accelerator)]
     return any(env.get(name, "").lower() in ("1", "true") for name in names)
 
 
-def _visible(env: Mapping[str, str], accelerator: str) -> list[str] | None:
-    """Return :func:`visible_devices`, also for accelerators that only Ray knows."""
-    own = [env[name] for name in _VARIABLES.get(accelerator, ()) if name in env]
-    if accelerator in (CUDA.resource, NPU.resource) or not own:
-        return visible_devices(env, accelerator)
-    return visible_devices({CUDA.visibility[0]: own[0]})  # all variables list ids in the same form
+def visible_devices(env: Mapping[str, str], accelerator: str = "GPU") -> list[str] | None:
+    """Return the devices that an environment leaves visible, in the order in which libraries number them.
+
+    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` mean the same on ROCm and have to agree.
+    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers what they choose from, so it stands alone.
+
+    Args:
+        env: the environment.
+        accelerator: kind of device, by Ray's name.
+
+    Returns:
+        Ids as they are written; None where all devices are visible.
+
+    Raises:
+        ResourceError: the variables contradict each other.
+    """
+    if accelerator != CUDA.resource:
+        values = [env[name] for name in _variables(accelerator) if name in env]
+        return _ids(values[0]) if values else None
+    chosen = {name: env[name] for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES") if name in env}
+    if any(not _ids(value) for value in chosen.values()):
+        return []
+    if len(set(chosen.values())) > 1:
+        both = " and ".join(f"{name}={value}" for name, value in chosen.items())
+        raise ResourceError(f"{both} contradict each other: ROCm takes them for the same; unset one")
+    if "ROCR_VISIBLE_DEVICES" in env:
+        if chosen:
+            name, value = next(iter(chosen.items()))
+            raise ResourceError(
+                f"ROCR_VISIBLE_DEVICES={env['ROCR_VISIBLE_DEVICES']} renumbers the devices among which {name}={value} "
+                "chooses; set only HIP_VISIBLE_DEVICES"
+            )
+        return _ids(env["ROCR_VISIBLE_DEVICES"])
+    return _ids(next(iter(chosen.values()))) if chosen else None
+
+
+def _ids(value: str) -> list[str]:
+    """Split a list of devices, up to the first that is invalid, as drivers do."""
+    found: list[str] = []
+    for part in (part.strip() for part in value.split(",")):
+        if part in ("", "NoDevFiles", "none") or part.startswith("-"):
+            break
+        found.append(part)
+    return found
 
 
 def local_device_index(
@@ -61,7 +107,7 @@ def local_device_index(
     Raises:
         ResourceError: the environment contradicts itself, or hides the device that Ray gave.
     """
-    visible = _visible(env, accelerator)
+    visible = visible_devices(env, accelerator)
     if visible == []:
         return None
     if not assigned:
@@ -77,5 +123,5 @@ def local_device_index(
         return local_rank % len(visible)  # whoever threw the switch chooses the devices
     raise ResourceError(
         f"Ray gave the process device {given}, but its environment shows only {', '.join(visible)}; leave "
-        f"{', '.join(_VARIABLES.get(accelerator, ()))} out of env, or choose devices yourself under {_NOSET}*=1"
+        f"{', '.join(_variables(accelerator))} out of env, or choose devices yourself under {_NOSET}*=1"
     )

@@ -284,6 +284,7 @@ def _one_rank(result: Any, world_size: int) -> Any:
 
 def compare(recorded: Any, replayed: Any, where: str = "result") -> Iterator[Finding]:
     """Yield a finding for each value of two results: columns of DataProtos, tensors, numbers, items of containers."""
+    pairs: dict[Any, tuple[Any, Any]]
     if isinstance(recorded, DataProto) and isinstance(replayed, DataProto):
         names = {*recorded.keys(), *replayed.keys()}
         pairs = {name: (_column(recorded, name), _column(replayed, name)) for name in names}

@@ -361,8 +361,8 @@ class RayRuntime(Runtime):
     def stacks(self, hosts: Sequence[Host]) -> list[str]:
         return [text or "" for text in ask_all([(host.info.control, {"ask": "stack"}) for host in hosts])]
 
-    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
-        self.gather([host.handle.install.remote(parts) for host in hosts], timeout)
+    def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
+        self.gather([host.handle.install.remote(snapshot) for host in hosts], timeout)
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
         refs = list(refs)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import replace
 
 from rollcast import Worker, register
-from rollcast.contracts.device import CUDA, current_device, visible_devices
+from rollcast.contracts.device import CUDA, current_device
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
 
 __all__ = ["ReplicaWorker"]
@@ -33,9 +32,8 @@ class ReplicaWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def devices(self) -> tuple[str, str]:
-        """This rank's node, and the accelerator that it may use, as it is written (empty for none)."""
-        index, visible = self.context.device_index, visible_devices(os.environ)
-        return self.context.node, "" if index is None else visible[index] if visible else str(index)
+        """Return this rank's node and the id of its accelerator, empty without one."""
+        return self.context.node, self.context.device_id
 
     @register(dispatch_mode="one_to_all")
     def launch(

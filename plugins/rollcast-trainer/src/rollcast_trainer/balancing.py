@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollcast.protocol import DataProto
-from rollcast_dispatch.balance import exchange_items, karmarkar_karp, plan_shards
+from rollcast.protocol import DataProto, karmarkar_karp
+from rollcast_dispatch.balance import exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
 
