@@ -16,6 +16,8 @@ from _report import Comparison, write_report
 
 SEEDS = range(20)
 GOAL = 0.90
+#: One thread, since the order of sums, and with it every sample after the first steps, depends on their number.
+ONE_CORE = ["runtime=local", "runtime.threads_per_worker=1"]
 
 
 @dataclass(frozen=True)
@@ -56,12 +58,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, default=Path("runs/bench/quickstart_seeds.json"))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
-    parser.add_argument("--override", nargs="*", default=["runtime=local"], help="Hydra overrides of every run")
+    parser.add_argument("--override", nargs="*", default=ONE_CORE, help="Hydra overrides of every run")
+    parser.add_argument("--folder", type=Path, help="Keep the run directories here; finished ones are not repeated")
     options = parser.parse_args()
     runs: dict[int, Run] = {}
     with tempfile.TemporaryDirectory(prefix="rollcast_bench_") as scratch:
         for seed in options.seeds:
-            runs[seed] = run = train(Path(scratch) / str(seed), seed, options.override)
+            runs[seed] = run = train((options.folder or Path(scratch)) / str(seed), seed, options.override)
             sys.stderr.write(f"seed {seed}: {run.first:.3f} -> {run.last:.3f} in {run.seconds:.0f} s\n")
     found = [run.last for run in runs.values()]
     notes = ["| seed | steps of the warm-up | after the warm-up | after GRPO |", "|---|---|---|---|"]
