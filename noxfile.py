@@ -7,7 +7,7 @@ python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s lint types docs
 python -m nox -s index                    write the core's index of the plugins of this repository, known.json
-python -m nox -s bench bench_peers        all benchmarks; the names of some after `--`
+python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
 """
 
 from __future__ import annotations
@@ -42,6 +42,8 @@ BENCHMARKS = (
     *("weight_sync", "replica_kill"),
     *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export"),
 )
+#: Benchmarks that run only where they are named, since each takes more than ten minutes.
+LONG_BENCHMARKS = ("quickstart_seeds",)
 #: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
@@ -260,7 +262,7 @@ def bench(session: nox.Session) -> None:
         requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements("rollcast-testing"),
         "psutil",
     )
-    for name in chosen(session, *BENCHMARKS):
+    for name in chosen(session, *BENCHMARKS, *LONG_BENCHMARKS) if session.posargs else BENCHMARKS:
         session.run("python", f"tests/benchmarks/bench_{name}.py")
 
 

@@ -2,7 +2,7 @@
 
 Each side has its own process, and one waits while the other works: whatever slows the machine down
 for a while slows both. Both start from the same weights and stay there: those of the quick start after
-its warm-up and a quarter of its steps, when a fifth of the groups have no advantage, which is the
+its warm-up and 50 of its steps, when a fifth of the groups have no advantage, which is the
 mean of the whole run.
 """
 
@@ -32,7 +32,7 @@ __all__ = ["Options", "Pairs", "StepReport", "Work", "parse_options", "run_side_
 _START_TIMEOUT_S = 180.0
 _STEP_TIMEOUT_S = 120.0
 _TOLERANCE = 0.1
-_LEARNING_STEPS = 25
+_LEARNING_STEPS = 50
 #: AdamW does all its work, but no policy moves: otherwise chance would soon make one side learn
 #: faster than the other, and have other responses and other rows to train on.
 _STANDSTILL_LR = 1e-12

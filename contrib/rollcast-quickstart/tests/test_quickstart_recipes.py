@@ -57,3 +57,16 @@ def test_the_quick_start_on_megatron_is_the_quick_start_on_another_engine() -> N
     assert changes == {"actor.engine.name": "megatron", "placement.n_gpus_per_node": 2}
     assert other["actor.engine.tensor_model_parallel_size"] == 2
     assert all(key.startswith("actor.engine.") for key in base.keys() ^ other.keys())
+
+
+@pytest.mark.parametrize("recipe", ["quickstart", "quickstart_lora", "quickstart_ppo"])
+def test_the_warm_up_stops_when_samples_drawn_as_in_training_earn_rewards(recipe: str) -> None:
+    """Greedy answers may be right long before samples are, and GRPO has nothing to learn from then."""
+    training = settings(recipe)
+    warm_up = settings(training["trainer.warm_start"])
+    assert warm_up["trainer.stop_at.metric"] == "val/reward"
+    assert warm_up["trainer.stop_at.value"] > 0
+    for key in ("temperature", "top_p", "top_k"):
+        assert warm_up[f"rollout.val_kwargs.{key}"] == training[f"rollout.{key}"]
+    # Rows that the accuracy is later measured on have no say in it.
+    assert not set(warm_up["data.val_files"]) & set(training["data.val_files"])

@@ -230,10 +230,10 @@ def test_a_run_does_what_its_plan_says(small_task: SmallTask, tmp_path: Path, ch
 
 
 def test_a_supervised_run(small_task: SmallTask, tmp_path: Path) -> None:
-    plan = make_plan(small_task.sft(tmp_path, "trainer.stop_at_accuracy=0.9"))
+    plan = make_plan(small_task.sft(tmp_path, "trainer.stop_at.value=0.9"))
     found = plan.as_dict()
     assert (found["batch"]["rows"], found["batch"]["optimizer_steps"], found["run"]["optimizer_steps"]) == (5, 1, 4)
-    assert "trainer.stop_at_accuracy may end the run before its last step" in plan.notes
+    assert "trainer.stop_at may end the run before its last step, at val/accuracy >= 0.9" in plan.notes
 
 
 def test_what_is_generated_beyond_the_batch_is_noted(config_folder: Path) -> None:

@@ -48,13 +48,50 @@ def test_it_learns_and_goes_on_from_a_checkpoint(small_task: SmallTask, tmp_path
     assert {sample["ground_truth"] for sample in samples} == {"4.", "5.", "6."}
 
 
-def test_it_stops_at_an_accuracy_and_stays_there(small_task: SmallTask, tmp_path: Path) -> None:
+def test_it_stops_at_a_goal_and_stays_there(small_task: SmallTask, tmp_path: Path) -> None:
     """Any accuracy is at least 0, so it stops at the first validation, and does nothing when started again."""
-    changes = ["trainer.stop_at_accuracy=0.0", "trainer.save_freq=1", "trainer.val_before_train=false"]
+    changes = ["trainer.stop_at.value=0.0", "trainer.save_freq=1", "trainer.val_before_train=false"]
     for _ in range(2):
         assert launch(small_task.sft(tmp_path, *changes)).step == 2
         assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2]
-    assert launch(small_task.sft(tmp_path / "at_once", "trainer.stop_at_accuracy=0.0")).step == 0
+    assert launch(small_task.sft(tmp_path / "at_once", "trainer.stop_at.value=0.0")).step == 0
+
+
+def test_the_goal_is_on_the_metric_that_is_named(small_task: SmallTask, tmp_path: Path) -> None:
+    """Every answer scores 0.5 and none counts as correct, so the run stops by the score and not by the accuracy."""
+    (small_task.folder / "half.py").write_text("def half(_sample):\n    return 0.5\n")
+    half = ["reward=function", f"reward.reward_kwargs.path={small_task.folder / 'half.py'}:half"]
+    for metric, value, step in (("val/reward", 0.5, 2), ("val/reward", 0.6, 4), ("val/accuracy", 0.5, 4)):
+        goal = [f"trainer.stop_at.metric={metric}", f"trainer.stop_at.value={value}", "trainer.val_before_train=false"]
+        run_dir = tmp_path / f"{metric.removeprefix('val/')}-{value}"
+        assert launch(small_task.sft(run_dir, *half, *goal)).step == step
+
+
+def test_a_goal_on_another_metric_does_not_take_over_what_the_first_one_reached(
+    small_task: SmallTask, tmp_path: Path
+) -> None:
+    changes = ["trainer.save_freq=1", "trainer.val_before_train=false"]
+    samples = ["trainer.stop_at.metric=val/samples", "trainer.stop_at.value=5"]
+    assert launch(small_task.sft(tmp_path, *changes, *samples)).step == 2
+    assert launch(small_task.sft(tmp_path, *changes, "trainer.stop_at.value=1.1")).step == 4
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (["trainer.test_freq=-1"], r"trainer\.stop_at\.value is 0\.5, but trainer\.test_freq=-1 never validates"),
+        (["data.val_files=[]"], r"trainer\.stop_at\.value is 0\.5, but data\.val_files is empty"),
+        (
+            ["trainer.stop_at.metric=val/rewards"],
+            r"trainer\.stop_at\.metric is 'val/rewards', which the validation does not .*val/accuracy, val/reward, ",
+        ),
+    ],
+)
+def test_a_goal_that_is_never_measured_is_refused(
+    small_task: SmallTask, tmp_path: Path, changes: list[str], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launch(small_task.sft(tmp_path, "trainer.stop_at.value=0.5", *changes))
 
 
 def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: Path) -> None:

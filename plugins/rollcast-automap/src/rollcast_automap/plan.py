@@ -68,8 +68,9 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
     warm_start = trainer.task.trainer.warm_start
     if warm_start is not None:
         plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
-    if getattr(trainer.task.trainer, "stop_at_accuracy", None) is not None:
-        plan.notes.append("trainer.stop_at_accuracy may end the run before its last step")
+    goal = getattr(trainer.task.trainer, "stop_at", None)
+    if goal is not None and goal.value is not None:
+        plan.notes.append(f"trainer.stop_at may end the run before its last step, at {goal.metric} >= {goal.value:g}")
     return plan
 
 

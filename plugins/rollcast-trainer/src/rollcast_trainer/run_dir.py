@@ -56,7 +56,7 @@ _FREE = (
     "trainer.async_save",
     "trainer.resume_mode",
     "trainer.export",
-    "trainer.stop_at_accuracy",
+    "trainer.stop_at",
 )
 
 

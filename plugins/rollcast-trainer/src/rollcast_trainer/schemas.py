@@ -19,6 +19,7 @@ __all__ = [
     "RewardModelConfig",
     "RewardModelPathConfig",
     "SftTrainerConfig",
+    "StopAtConfig",
     "TrainerConfig",
 ]
 
@@ -291,15 +292,36 @@ class PpoTrainerConfig(TrainerConfig):
 
 
 @dataclass
+class StopAtConfig:
+    """A goal on the validation files that ends a run.
+
+    Attributes:
+        metric: a metric of the validation, sampled as ``rollout.val_kwargs`` says.
+        value: end as soon as the metric is at least this; empty to run all steps.
+    """
+
+    metric: str = "val/accuracy"
+    value: float | None = None
+
+
+@dataclass
 class SftTrainerConfig(TrainerConfig):
     """Keys of ``trainer=sft``.
 
     Attributes:
-        stop_at_accuracy: end as soon as ``val/accuracy`` reaches this; empty to run all steps.
+        stop_at: the goal that ends the run before its last step.
     """
 
     name: str = "sft"
-    stop_at_accuracy: float | None = None
+    stop_at: StopAtConfig = field(default_factory=StopAtConfig)
+
+    def check(self) -> None:
+        super().check()
+        if self.stop_at.value is not None and self.test_freq == -1:
+            raise ConfigError(
+                f"trainer.stop_at.value is {self.stop_at.value:g}, but trainer.test_freq=-1 never validates; "
+                "set trainer.test_freq to the steps between two validations"
+            )
 
 
 def _at_least_one(key: str, value: int | None) -> None:
