@@ -18,8 +18,7 @@ from typing import Any
 
 from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, MeshInfo, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.layout import Layout
-from rollcast_dispatch.splitting import join_shards, split_call, split_lists
+from rollcast_dispatch.sharding import Layout, join_shards, split_call, split_lists
 
 __all__ = [
     "MegatronCompute",

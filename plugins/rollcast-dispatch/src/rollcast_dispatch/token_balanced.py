@@ -11,8 +11,16 @@ import torch
 from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch.balance import Shard, plan_shards
-from rollcast_dispatch.layout import Layout, flat_layout, mesh_layout
-from rollcast_dispatch.splitting import check_batches, concat_batches, is_batch, make_calls, wrong_kinds
+from rollcast_dispatch.sharding import (
+    Layout,
+    check_batches,
+    concat_batches,
+    flat_layout,
+    is_batch,
+    make_calls,
+    mesh_layout,
+    wrong_kinds,
+)
 
 __all__ = ["TokenBalanced", "make_token_balanced_dispatch_fn"]
 

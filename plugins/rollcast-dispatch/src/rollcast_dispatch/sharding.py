@@ -1,4 +1,4 @@
-"""Split a call's batches into equal shards, and join what comes back."""
+"""Shards of a call: how its batches are split and joined, which shard each rank computes and which rank answers."""
 
 from __future__ import annotations
 
@@ -6,43 +6,101 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.contracts.dispatch import RankCall
+from rollcast.contracts.dispatch import DispatchTarget, RankCall, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture
 
 __all__ = [
+    "Layout",
     "Padding",
     "check_batches",
     "concat_batches",
+    "flat_layout",
     "is_batch",
     "join_shards",
     "make_calls",
+    "mesh_layout",
     "split_call",
     "split_lists",
+    "wrong_kinds",
 ]
 
 
 @dataclass(frozen=True)
+class Layout:
+    """How shards lie on the ranks of a group.
+
+    Attributes:
+        shard_of_rank: number of each rank's shard, by rank.
+        answering: the rank whose output counts, by shard.
+    """
+
+    shard_of_rank: tuple[int, ...]
+    answering: tuple[int, ...]
+
+    @property
+    def shards(self) -> int:
+        """Number of shards."""
+        return len(self.answering)
+
+    def spread(self, calls: Sequence[RankCall]) -> list[RankCall]:
+        """Return the call of each rank, from the call of each shard; ranks of a shard share one object."""
+        return [calls[shard] for shard in self.shard_of_rank]
+
+    def answers(self, outputs: RankOutputs) -> list[Any]:
+        """Return the output of each shard, from the outputs of the ranks."""
+        by_rank = dict(zip(outputs.ranks, outputs, strict=True))
+        return [by_rank[rank] for rank in self.answering]
+
+
+def flat_layout(ranks: int) -> Layout:
+    """Return a layout with a shard for each rank."""
+    return Layout(tuple(range(ranks)), tuple(range(ranks)))
+
+
+def mesh_layout(worker_group: DispatchTarget, mesh_name: str) -> Layout:
+    """Return a layout with a shard for each data-parallel rank of a mesh; the rank that collects answers for it.
+
+    Raises:
+        DispatchError: the data-parallel ranks have gaps, or not exactly one rank of each collects.
+    """
+    places = worker_group.mesh(mesh_name)
+    present = sorted({place.dp_rank for place in places})
+    if present != list(range(len(present))):
+        raise DispatchError(
+            f"mesh {mesh_name!r}: the workers registered the data-parallel ranks {present}; "
+            f"they must be 0 to {len(present) - 1} without gaps"
+        )
+    collecting = sorted((place.dp_rank, rank) for rank, place in enumerate(places) if place.is_collect)
+    if [dp_rank for dp_rank, _ in collecting] != present:
+        raise DispatchError(
+            f"mesh {mesh_name!r}: exactly one rank of each data-parallel rank must collect, but those that do "
+            f"are of the data-parallel ranks {[dp_rank for dp_rank, _ in collecting]} (all: {present})"
+        )
+    return Layout(tuple(place.dp_rank for place in places), tuple(rank for _, rank in collecting))
+
+
+@dataclass(frozen=True)
 class Padding:
-    """Rows of the call before padding, and the rows that were added at its end."""
+    """Number of rows of the call before padding, and of rows added at its end."""
 
     rows: int
     added: int
 
 
 def is_batch(value: Any) -> bool:
-    """Whether ``value`` has rows to split: a DataProto or a handle to one."""
+    """Return True if ``value`` has rows to split: a DataProto or a handle to one."""
     return isinstance(value, DataProto | DataProtoFuture)
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """The rows of all batches, in order; a handle, and nothing is moved, if handles are among them."""
+    """Return the rows of all batches, in order; a handle, and nothing moves, if one of them is a handle."""
     handles = any(isinstance(batch, DataProtoFuture) for batch in batches)
     return (DataProtoFuture if handles else DataProto).concat(list(batches))
 
 
 def check_batches(mode: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
-    """The number of rows of a call's batches.
+    """Return the number of rows of a call's batches.
 
     Raises:
         DispatchError: no argument is a batch, or their lengths differ.
@@ -61,7 +119,7 @@ def check_batches(mode: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
 
 
 def make_calls(shards: int, by_arg: Sequence[Sequence[Any]], by_key: Mapping[str, Sequence[Any]]) -> list[RankCall]:
-    """One call a shard, from each argument's values by shard."""
+    """Return one call a shard, from each argument's values by shard."""
     return [
         RankCall(tuple(values[i] for values in by_arg), {key: values[i] for key, values in by_key.items()})
         for i in range(shards)
@@ -71,7 +129,7 @@ def make_calls(shards: int, by_arg: Sequence[Sequence[Any]], by_key: Mapping[str
 def split_call(
     mode: str, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[RankCall], Padding]:
-    """One call a shard: each batch is split, every other value goes to all shards as it is.
+    """Return one call a shard: each batch is split, every other value goes to all shards as it is.
 
     Rows that do not divide are padded with repeated rows; the caller's batch is not touched. An
     empty batch goes to every shard empty.
@@ -94,10 +152,10 @@ def split_call(
 
 
 def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
-    """One call a shard: each argument is a list or tuple with one value for each shard.
+    """Return one call a shard: each argument is a list or tuple with one value for each shard.
 
     Args:
-        unit: what there is one value for, as errors call it.
+        unit: name of a shard in errors, such as ``ranks``.
 
     Raises:
         DispatchError: an argument is something else, or has another number of values.
@@ -115,7 +173,7 @@ def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: 
 
 
 def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
-    """Outputs of the shards, in shard order, as one result without the padding.
+    """Return the outputs of the shards, in shard order, as one result without the padding.
 
     Batches are concatenated, and so are lists; None from every shard is None. Any number of rows may
     come back, unless the call was padded.
@@ -138,7 +196,7 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
 
 
 def wrong_kinds(mode: str, outputs: Sequence[Any]) -> DispatchError:
-    """The error for outputs that cannot be joined."""
+    """Return the error for outputs that cannot be joined."""
     kinds = ", ".join(sorted({type(output).__name__ for output in outputs}))
     return DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
 
@@ -148,6 +206,6 @@ def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding) -> None:
     if padding.added and any(len(output) * shards != sent for output in outputs):
         raise DispatchError(
             f"{mode}: {padding.rows} rows were padded to {sent}, {sent // shards} for each of {shards} shards, which "
-            f"returned {[len(output) for output in outputs]}: what came of the padding cannot be told. Return a row "
+            f"returned {[len(output) for output in outputs]}: padding cannot be told from rows. Return a row "
             f"for each row, or call with a number of rows that {shards} divides"
         )

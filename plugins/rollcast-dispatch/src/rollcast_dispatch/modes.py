@@ -1,4 +1,4 @@
-"""Modes over the ranks of a group, each of which is a data-parallel rank of its own."""
+"""Modes over the ranks of a group, over a named mesh, and over the ranks that serve."""
 
 from __future__ import annotations
 
@@ -6,9 +6,17 @@ from typing import Any
 
 from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.splitting import join_shards, split_call, split_lists
+from rollcast_dispatch.sharding import Layout, join_shards, mesh_layout, split_call, split_lists
 
-__all__ = ["DpCompute", "DpComputeMetric", "DpComputeProto", "DpComputeProtoWithFunc"]
+__all__ = [
+    "DirectRolloutMethod",
+    "DpCompute",
+    "DpComputeMetric",
+    "DpComputeProto",
+    "DpComputeProtoWithFunc",
+    "NdMesh",
+    "make_nd_compute_dataproto_dispatch_fn",
+]
 
 
 class DpCompute(DispatchMode):
@@ -75,3 +83,63 @@ class DpComputeMetric(DpComputeProto):
 
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         return list(outputs)
+
+
+class NdMesh(DispatchMode):
+    """Ranks that share a ``dp_rank`` in the mesh get the same shard; one of each collects.
+
+    The group asks its workers for their places at the first call and remembers them. A shard that
+    several ranks share is stored once.
+
+    Args:
+        mesh_name: as the workers gave it to ``register_mesh``.
+    """
+
+    name = "nd_mesh"
+
+    def __init__(self, mesh_name: str = "default") -> None:
+        self.mesh_name = mesh_name
+
+    def _label(self) -> str:
+        return f"{self.name}({self.mesh_name!r})"
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        layout = mesh_layout(worker_group, self.mesh_name)
+        calls, padding = split_call(self._label(), layout.shards, args, kwargs)
+        return Calls(layout.spread(calls), (layout, padding), layout.answering)
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        layout, padding = outputs.state
+        return join_shards(self._label(), layout.answers(outputs), padding)
+
+
+def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> NdMesh:
+    """The mode for ``@register(dispatch_mode=...)`` of methods that run on the mesh ``mesh_name``."""
+    return NdMesh(mesh_name)
+
+
+class DirectRolloutMethod(DispatchMode):
+    """For methods of a rollout server: the rank that speaks for each replica gets the very arguments.
+
+    Nothing is split, padded or joined, and the other ranks of a replica are not called. The result
+    is the list of outputs, one a replica, in replica order. A replica is a ``dp_rank`` of the mesh,
+    and the rank of it that registered with ``is_collect`` speaks for it. For a method that all
+    ranks of a replica must enter (a collective) use ONE_TO_ALL.
+
+    Args:
+        mesh_name: as the workers gave it to ``register_mesh``.
+    """
+
+    name = "direct_rollout_method"
+
+    def __init__(self, mesh_name: str = "rollout") -> None:
+        self.mesh_name = mesh_name
+
+    def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
+        layout = mesh_layout(worker_group, self.mesh_name)
+        call, serving = RankCall(args, kwargs), set(layout.answering)
+        return Calls([call if rank in serving else None for rank in range(worker_group.world_size)], layout)
+
+    def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
+        layout: Layout = outputs.state
+        return layout.answers(outputs)
