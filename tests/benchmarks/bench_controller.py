@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 import numpy as np
 import ray
@@ -72,6 +72,10 @@ class FreshClone:
 class Stub(Runtime):
     """Hosts without processes: a call's result is there at once, and Ray costs nothing."""
 
+    @classmethod
+    def from_config(cls, config: Any, *, processes: int, run_dir: Path | None = None) -> Self:
+        return cls()
+
     def nodes(self) -> list[NodeResources]:
         return []
 
@@ -93,7 +97,7 @@ class Stub(Runtime):
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         return list(refs)
 
-    def install_plugins(self, hosts: Sequence[Host], parts: bytes | None, timeout: float) -> None:
+    def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         """Nothing to do."""
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
