@@ -14,10 +14,10 @@ from omegaconf import OmegaConf
 
 from rollcast.config import build_section, compose
 from rollcast.config.overrides import format_override, parse_override
-from rollcast.config.schemas import RuntimeConfig
 from rollcast.config.sources import flatten
 from rollcast.config.validation import origin_of
 from rollcast.errors import ConfigError
+from rollcast.runtime.local import LocalRuntimeConfig
 
 RECIPE = ["recipe=tp_recipe"]
 RECIPE_FILE = "tp-task: recipe/tp_recipe.yaml"
@@ -42,7 +42,7 @@ def leaves(overrides: list[str], **options: object) -> dict[str, object]:
         ("trainer.name", "tp_trainer", TRAINER_FILE),
         ("learner.not_in_the_file", 7, "default of tp_task.schemas.Learner"),
         ("placement.nnodes", 1, "rollcast: config.yaml"),
-        ("runtime.name", "ray", "rollcast: runtime/ray.yaml"),
+        ("runtime.name", "ray", "rollcast-ray: runtime/ray.yaml"),
     ],
 )
 def test_value_and_origin(key: str, value: object, origin: str) -> None:
@@ -200,6 +200,6 @@ def test_composing_imports_nothing_heavy() -> None:
 
 
 def test_build_section() -> None:
-    section = build_section(RuntimeConfig, {"name": "local", "num_cpus": "3", "of_another_schema": 1})
-    assert section == RuntimeConfig(name="local", num_cpus=3)
-    assert isinstance(section, RuntimeConfig)
+    section = build_section(LocalRuntimeConfig, {"name": "local", "num_cpus": "3", "of_another_schema": 1})
+    assert section == LocalRuntimeConfig(name="local", num_cpus=3)
+    assert isinstance(section, LocalRuntimeConfig)
