@@ -21,6 +21,7 @@ from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast_profiling.schemas import NsysConfig
 from rollcast_profiling.stepper import StepProfiler
 from rollcast_profiling.tools import NsysProfiler
+from rollcast_ray import RayRuntime
 from rollcast_trainer.roles import Role
 from rollcast_trainer.task_runner import TaskRunner
 
@@ -109,7 +110,7 @@ def test_wrong_names_are_refused_with_what_exists(small_task: SmallTask, tmp_pat
     [
         (["profiler.tool=torch", "profiler.ranks=[1]"], ConfigError, "the largest pool has 1 processes"),
         (["profiler.tool=torch", "profiler.roles=[critic]"], ConfigError, "its roles: actor_rollout"),
-        (["profiler.tool=nsys"], ConfigError, "needs processes that Ray starts for it, but runtime.name=local"),
+        (["profiler.tool=nsys"], ConfigError, "capability runtime_env.*LocalRuntime"),
         pytest.param(
             ["profiler.tool=torch_memory"],
             CapabilityError,
@@ -191,7 +192,7 @@ def test_nsys_starts_the_processes_of_the_chosen_roles(tmp_path: Path) -> None:
     profiler = StepProfiler(config, tmp_path, NsysProfiler)
     workers = {role: ClassWithInitArgs(Worker) for role in (Role.ACTOR_ROLLOUT_REF, Role.CRITIC, Role.ROLLOUT)}
     equipped = dict(workers)
-    profiler.equip(equipped, "ray")
+    profiler.equip(equipped, RayRuntime())
     assert [equipped[role].runtime_env for role in (Role.ACTOR_ROLLOUT_REF, Role.ROLLOUT)] == [{}, {}]
     assert equipped[Role.CRITIC].runtime_env["nsight"] == {
         "trace": "cuda,nvtx,cublas",

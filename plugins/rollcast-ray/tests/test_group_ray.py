@@ -210,7 +210,7 @@ def test_a_part_that_cannot_travel_says_so(probes) -> None:
     held.lock = threading.Lock()
     with (
         dispatch_modes.temporarily("held", held),
-        pytest.raises(PluginError, match=r"plugin 'held' of rollcast\.dispatch_modes .* cannot be sent to workers"),
+        pytest.raises(PluginError, match=r"plugin 'held' of rollcast\.dispatch_modes.* cannot be sent to workers"),
     ):
         probes.place()
     assert len(probes.place()) == 2
