@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -219,3 +220,21 @@ def test_a_run_refuses_an_engine_of_one_rank_on_two(
     config = compose(small_task.ppo(tmp_path, "runtime=ray", "placement.n_gpus_per_node=2")).config
     with pytest.raises(CapabilityError, match=r"actor\.engine\.name=fsdp runs on at most 1 rank"):
         TaskRunner(config, PpoTrainer.schema)
+
+
+@pytest.mark.long
+def test_a_critic_of_fsdp_beside_an_actor_of_megatron(small_task: SmallTask, tmp_path: Path) -> None:
+    pytest.importorskip("rollcast_megatron")
+    pytest.importorskip("megatron.core")
+    two = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
+    engines = ["engine=megatron", "actor.engine.tensor_model_parallel_size=2", "critic.engine={name: fsdp}"]
+    few = ["trainer.total_steps=2", "trainer.save_freq=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    launch(small_task.ppo(tmp_path, "algorithm=gae", *two, *engines, *few))
+    rows = read_metrics(tmp_path)
+    assert all(row[f"{role}/grad_norm"] > 0 for row in rows for role in ("actor", "critic"))
+    assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
+    kept = {role: tmp_path / "checkpoints" / "step_2" / role / "engine.json" for role in ("actor", "critic")}
+    assert {role: json.loads(file.read_text())["engine"] for role, file in kept.items()} == {
+        "actor": "megatron",
+        "critic": "fsdp",
+    }
