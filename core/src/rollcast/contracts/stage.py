@@ -1,7 +1,6 @@
 """The contract of stages: the pieces that a training step is made of, supplied on demand.
 
-A stage declares the columns that it reads and writes. A trainer names its goals; for each column that nobody has
-written yet, the registered stage that writes the column is put in before its reader. A stage of your own::
+For each column that a stage reads and nobody has written yet, the registered stage that writes it is put in before::
 
     class Difficulty(Stage):
         spec = StageSpec(reads=("uid", "token_level_scores"), writes=("difficulty",))
@@ -35,7 +34,7 @@ class StageSpec:
 
     Attributes:
         reads: columns that the stage needs; the stages that write them are put in before it.
-        optional: columns that it reads if a stage of the list writes them; they only decide the order.
+        optional: columns that it reads if a stage writes them; they only decide the order.
         writes: columns that it adds or replaces. A name that ends with ``/`` stands for all with this prefix.
         roles: roles whose workers it calls; the first computes it. Empty for a stage of the driver.
         after: names of stages that come before this one, if they are in the list.
@@ -53,15 +52,15 @@ class StageSpec:
 
 
 class StageRun(Protocol):
-    """The run as a stage sees it. ``workers`` and ``generate`` work once the run has started."""
+    """The run as a stage sees it.
 
-    @property
-    def config(self) -> DictConfig:
-        """The composed configuration."""
+    Attributes:
+        config: composed configuration.
+        step: number of the step under way, from 1.
+    """
 
-    @property
-    def step(self) -> int:
-        """Number of the step under way, from 1."""
+    config: DictConfig
+    step: int
 
     def section(self, path: str, schema: type) -> Any:
         """Return a section of the configuration as an instance of its dataclass."""
@@ -70,23 +69,17 @@ class StageRun(Protocol):
         """Add metrics to those of the step."""
 
     def workers(self, role: str) -> Any:
-        """Return the worker group of a role."""
+        """Return the worker group of a role; only in a step."""
 
     def call(self, role: str, method: str, batch: DataProto) -> DataProto:
-        """Return the rows that a method of a role's workers returns for the rows of ``batch``, in order."""
+        """Return what a method of a role's workers returns for each row of ``batch``, in order; only in a step."""
 
 
 class Stage(ABC):
-    """One stage of a training step; built once a run, before the workers start.
+    """One stage of a training step; built once a run with a :class:`StageRun`, before the workers start."""
 
-    Args:
-        run: see :class:`StageRun`; first-party stages use more of it.
-    """
-
-    #: Declaration of a stage that does not depend on the configuration.
-    spec: ClassVar[StageSpec] = StageSpec()
-    #: Name in ``time/<phase>_s``; empty for the stage's own name.
-    phase: ClassVar[str] = ""
+    spec: ClassVar[StageSpec] = StageSpec()  #: Declaration that does not depend on the configuration.
+    phase: ClassVar[str] = ""  #: Name in ``time/<phase>_s``; empty for the stage's own name.
 
     def __init__(self, run: Any) -> None:
         self.run = run

@@ -41,7 +41,9 @@ class FakeRun:
         """Return a section as an instance of its dataclass."""
         from omegaconf import OmegaConf
 
-        return schema(**(OmegaConf.to_container(OmegaConf.select(self.config, path) or OmegaConf.create({})) or {}))
+        node = OmegaConf.select(self.config, path)
+        values = {} if node is None else OmegaConf.to_container(node)
+        return schema(**{str(key): value for key, value in values.items()}) if isinstance(values, dict) else schema()
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Keep metrics of the step."""

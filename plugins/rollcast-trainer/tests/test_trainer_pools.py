@@ -6,8 +6,7 @@ import pytest
 
 from rollcast.config.schemas import PlacementConfig
 from rollcast.errors import ConfigError
-from rollcast_trainer.placing import build_pools
-from rollcast_trainer.roles import Role
+from rollcast_serving.pools import build_pools
 
 
 def placement(pool, **keys) -> PlacementConfig:
@@ -15,7 +14,7 @@ def placement(pool, **keys) -> PlacementConfig:
 
 
 def test_a_pool_is_given_by_counts_or_by_options() -> None:
-    plain = build_pools(placement([2, 2])).get_resource_pool(Role.CRITIC)
+    plain = build_pools(placement([2, 2])).get_resource_pool("critic")
     assert (plain.process_on_nodes, plain.max_colocate_count, plain.strategy) == ((2, 2), 1, "STRICT_PACK")
     options = {
         "processes": [4],
@@ -25,7 +24,7 @@ def test_a_pool_is_given_by_counts_or_by_options() -> None:
         "resources": {"fast_disk": 0.5},
         "cpus_per_process": 0.5,
     }
-    pool = build_pools(placement(options, device="npu")).get_resource_pool(Role.CRITIC)
+    pool = build_pools(placement(options, device="npu")).get_resource_pool("critic")
     assert (pool.process_on_nodes, pool.max_colocate_count, pool.strategy) == ((4,), 2, "PACK")
     assert pool.bundle() == {"CPU": 0.5, "NPU": 1.0, "accelerator_type:H100": 0.001, "fast_disk": 0.5}
 
