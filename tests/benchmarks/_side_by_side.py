@@ -25,7 +25,7 @@ from rollcast.config import compose
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.run.task_runner import TaskRunner
 
 __all__ = ["Options", "Pairs", "StepReport", "Work", "parse_options", "run_side_by_side"]
 

@@ -33,8 +33,8 @@ from rollcast_automap.memory_model import (
 )
 from rollcast_automap.plan import Plan, plan_run
 from rollcast_testing.tiny import tiny_model_folder
-from rollcast_trainer.parallel import data_parallel_size
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.batch.sizes import data_parallel_size
+from rollcast_trainer.run.task_runner import TaskRunner
 
 
 def make_plan(overrides: Sequence[str], read_data: bool = True) -> Plan:
@@ -300,7 +300,7 @@ def test_held_memory_is_what_workers_hold(small_task: SmallTask, tmp_path: Path,
     overrides = small_task.ppo(tmp_path, *changes)
     items = make_plan(overrides).as_dict()["memory"]["pools"]["global_pool"]["items"]
     with set_up(overrides) as trainer:
-        roles = trainer.group.workers[0].handle.workers
+        roles = trainer.run.actor.group.workers[0].handle.workers
         actor = worker_of(trainer)
         critic = next(worker for worker in roles.values() if hasattr(worker, "critic")).critic
         for name, training in (("actor", actor.actor), ("critic", critic)):

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, launch, read_metrics, without_times
+from trainer_tools import SmallTask, before_stage, launch, read_metrics, without_times
 
 from rollcast import Worker
 from rollcast.config import compose
@@ -22,8 +22,8 @@ from rollcast_profiling.schemas import NsysConfig
 from rollcast_profiling.stepper import StepProfiler
 from rollcast_profiling.tools import NsysProfiler
 from rollcast_ray import RayRuntime
-from rollcast_trainer.roles import Role
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.workers.roles import Role
 
 
 def names_in(trace: Path) -> set[str]:
@@ -73,7 +73,7 @@ def test_steps_that_follow_each_other_in_one_file(small_task: SmallTask, tmp_pat
         "step_4-global_pool-rank_0.pt.trace.json.gz",
         "steps_1-2-global_pool-rank_0.pt.trace.json.gz",
     ]
-    assert {"actor_rollout.compute_log_prob"} <= names_in(tmp_path / "out" / files_of(tmp_path / "out")[1])
+    assert {"actor_rollout.generate_sequences"} <= names_in(tmp_path / "out" / files_of(tmp_path / "out")[1])
 
 
 @pytest.mark.parametrize(
@@ -175,16 +175,16 @@ def test_a_run_that_fails_within_a_profiled_step_leaves_its_trace(small_task: Sm
     def fail(state: Any) -> None:
         raise ZeroDivisionError if trainer.step == 1 else LookupError
 
+    before_stage(trainer, "advantage", fail)
     with trainer.task, pytest.raises(LookupError):
-        trainer.advantage_step = fail
         trainer.fit()
     assert not (tmp_path / "run" / "profiles").exists() or files_of(tmp_path / "run" / "profiles") == []
     second = build(small_task.ppo(tmp_path / "other", "profiler=torch", "profiler.steps=[1]"))
+    before_stage(second, "advantage", fail)
     with second.task, pytest.raises(LookupError):
-        second.advantage_step = fail
         trainer.step = 0
         second.fit()
-    assert {"actor_rollout.compute_log_prob"} <= names_in(next((tmp_path / "other" / "profiles").iterdir()))
+    assert {"actor_rollout.generate_sequences"} <= names_in(next((tmp_path / "other" / "profiles").iterdir()))
 
 
 def test_nsys_starts_the_processes_of_the_chosen_roles(tmp_path: Path) -> None:

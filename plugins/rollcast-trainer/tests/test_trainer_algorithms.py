@@ -7,15 +7,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from trainer_tools import SmallTask, launch, read_metrics, set_up, without_times, worker_of
+from trainer_tools import SmallTask, launch, read_metrics, run_stages, set_up, without_times, worker_of
 
 from rollcast.contracts.algorithm import advantages, policy_losses
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast_trainer.dynamic_batch import first_groups, groups_that_differ, join_generated
-from rollcast_trainer.loop import Timer
-from rollcast_trainer.ppo import StepState
-from rollcast_trainer.roles import Role
+from rollcast_trainer.batch.groups import first_groups, groups_that_differ, join_generated
+from rollcast_trainer.workers.roles import Role, role_trains
 
 pytestmark = pytest.mark.long
 
@@ -133,11 +131,7 @@ def test_the_actor_waits_while_the_critic_warms_up(small_task: SmallTask, tmp_pa
 def test_a_greedy_baseline_is_that_of_the_rows_prompt(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, "algorithm.adv_estimator=remax")) as trainer:
         batch = next(trainer.batches)
-        state = StepState(batch, prompts=batch)
-        trainer.rollout_step(state)
-        trainer.reward_step(state)
-        trainer.baseline_step(state)
-        baselines = state.batch["reward_baselines"].view(len(batch), -1)
+        baselines = run_stages(trainer, batch, until="reward_baselines")["reward_baselines"].view(len(batch), -1)
         assert torch.equal(baselines, baselines[:, :1].expand_as(baselines))
         assert worker_of(trainer) is not None
 
@@ -151,27 +145,25 @@ def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp
 
 
 def test_what_checkpoints_keep() -> None:
-    assert {role for role in Role if not role.trains} == {Role.REF, Role.REWARD_MODEL, Role.ROLLOUT}
+    assert {role for role in Role if not role_trains(role)} == {Role.REF, Role.REWARD_MODEL, Role.ROLLOUT}
 
 
 def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTask, tmp_path: Path) -> None:
     changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3", "rollout.n=2"]
     with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
         for _ in range(3):
-            batch = next(trainer.batches)
-            state, timer = StepState(batch, prompts=batch), Timer()
-            trainer.sample(state, timer)
-            trainer.filter_groups_step(state, timer)
-            kept = int(state.metrics["rollout/kept_groups"])
+            trainer.run.recorder.take()
+            batch = run_stages(trainer, until="filter_groups")
+            metrics = trainer.run.recorder.take()
+            kept = int(metrics["rollout/kept_groups"])
             assert kept <= 4
-            assert kept == 4 or state.metrics["rollout/gen_batches"] == 3
-            assert state.batch["uid"].unique().tolist() == list(range(max(kept, 1)))[: len(state.batch["uid"].unique())]
-            assert state.prompts is not None
+            assert kept == 4 or metrics["rollout/gen_batches"] == 3
+            assert batch["uid"].unique().tolist() == list(range(max(kept, 1)))[: len(batch["uid"].unique())]
             if kept:
-                assert bool(groups_that_differ(state.batch).all())
-                for row in range(len(state.batch)):
-                    mine = state.batch["prompts"][row], state.prompts["input_ids"][int(state.batch["uid"][row])]
-                    assert [i for i in mine[0].tolist() if i] == [i for i in mine[1].tolist() if i]
+                assert bool(groups_that_differ(batch["uid"], batch["token_level_scores"].sum(-1)).all())
+                for group in batch["uid"].unique():
+                    prompts = batch["prompts"][batch["uid"] == group]
+                    assert torch.equal(prompts, prompts[:1].expand_as(prompts))
 
 
 def test_dynamic_batches_train_and_go_on(small_task: SmallTask, tmp_path: Path) -> None:
@@ -201,7 +193,7 @@ def test_batches_of_different_widths_are_joined() -> None:
         )
 
     first, second = generated(2, 3, [0.0, 1.0, 1.0, 1.0]), generated(4, 2, [0.0, 0.0, 2.0, 1.0])
-    assert groups_that_differ(first).tolist() == [True, True, False, False]
+    assert groups_that_differ(first["uid"], first["token_level_scores"].sum(-1)).tolist() == [True, True, False, False]
     joined = join_generated([first, second], 9)
     assert joined["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert joined["input_ids"][0].tolist() == [9, 9, 5, 5, 7, 7, 7]
@@ -210,7 +202,8 @@ def test_batches_of_different_widths_are_joined() -> None:
     assert joined["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3, 4]
     assert joined["response_mask"][4].tolist() == [1, 1, 0]
     assert joined["token_level_scores"].sum(-1).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 1.0]
-    chosen = first_groups(joined.select_idxs(groups_that_differ(joined).nonzero().flatten()), 1)
+    differing = groups_that_differ(joined["uid"], joined["token_level_scores"].sum(-1))
+    chosen = first_groups(joined.select_idxs(differing.nonzero().flatten()), 1)
     assert chosen["uid"].tolist() == [0, 0]
 
 
@@ -233,15 +226,12 @@ def test_a_reward_model_scores_as_transformers_does(small_task: SmallTask, judge
 
     changes = ["reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.rule_weight=0.5"]
     with set_up(small_task.ppo(tmp_path, *changes, "reward_model.weight=2.0")) as trainer:
-        batch = next(trainer.batches)
-        state = StepState(batch, prompts=batch)
-        trainer.rollout_step(state)
-        rules = trainer.scorer.score(state.batch).scores
-        trainer.reward_step(state)
-        scores = state.batch["token_level_scores"].sum(-1)
+        batch = run_stages(trainer, until="reward")
+        rules = trainer.run.scorer.score(batch).scores
+        scores = batch["token_level_scores"].sum(-1)
         model = AutoModelForSequenceClassification.from_pretrained(judge)
-        for row in range(len(state.batch)):
-            ids = state.batch["input_ids"][row][state.batch["attention_mask"][row].bool()]
+        for row in range(len(batch)):
+            ids = batch["input_ids"][row][batch["attention_mask"][row].bool()]
             with torch.no_grad():
                 hidden = model.model(input_ids=ids[None]).last_hidden_state[0, -1]
                 wanted = 2.0 * float(model.score(hidden)) + 0.5 * float(rules[row])

@@ -49,12 +49,12 @@ def test_training_goes_on_while_a_checkpoint_is_written(
     small_task: SmallTask, tmp_path: Path, held: threading.Event
 ) -> None:
     with set_up(small_task.ppo(tmp_path, *ASYNC)) as trainer:
-        trainer._one_step()
+        trainer.train_step()
         saved = weights(trainer)
         assert trainer.task.checkpoints.steps() == []
         trainer.task.trainer.save_freq = -1
         trainer.saver.settle()
-        trainer._one_step()
+        trainer.train_step()
         assert trainer.task.checkpoints.steps() == []
         held.set()
         trainer.saver.settle(wait=True)
@@ -94,17 +94,17 @@ def test_a_failed_write_is_reported_at_the_next_step(
 def test_an_error_in_training_does_not_lose_the_checkpoint_under_way(
     small_task: SmallTask, tmp_path: Path, held: threading.Event, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollcast_trainer.ppo import PpoTrainer
+    from rollcast_trainer.stages.advantage import Advantage
 
-    advantage_step = PpoTrainer.advantage_step
+    call = Advantage.__call__
 
-    def fail(self: PpoTrainer, state: Any) -> None:
-        if self.step == 1:
+    def fail(self: Advantage, batch: Any) -> Any:
+        if self.run.step == 2:
             held.set()
             raise ZeroDivisionError
-        advantage_step(self, state)
+        return call(self, batch)
 
-    monkeypatch.setattr(PpoTrainer, "advantage_step", fail)
+    monkeypatch.setattr(Advantage, "__call__", fail)
     with pytest.raises(ZeroDivisionError):
         launch(small_task.ppo(tmp_path, *ASYNC))
     assert (tmp_path / "checkpoints" / "latest").read_text() == "step_1\n"

@@ -12,7 +12,7 @@ from trainer_tools import SmallTask, launch, read_metrics, set_up
 from rollcast.config import compose
 from rollcast.errors import CapabilityError, ConfigError, DataError, PluginNotFoundError, ResourceError, RewardError
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.run.task_runner import TaskRunner
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
 
     monkeypatch.setattr(JsonlTracker, "close", fail)
     with set_up(small_task.ppo(tmp_path)) as trainer:
-        host = trainer.group.workers[0].handle
+        host = trainer.run.actor.group.workers[0].handle
         assert host.workers
     assert not host.workers
     assert "cannot close" in caplog.text

@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollcast.protocol import DataProto
-from rollcast_trainer.balancing import deal_rows, row_lengths, seqlen_metrics, spread_rows
-from rollcast_trainer.batching import draw_mini_batches, plan_update
+from rollcast_trainer.batch.balance import deal_rows, row_lengths, seqlen_metrics, spread_rows
+from rollcast_trainer.batch.mini_batches import draw_mini_batches, plan_update
 
 WIDTH = 12
 

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast_trainer.batching import BatchAlgebra, count_denominators, draw_mini_batches, plan_update
+from rollcast_trainer.batch.mini_batches import count_denominators, draw_mini_batches, plan_update
+from rollcast_trainer.batch.sizes import BatchAlgebra
 
 WIDTH = 5
 

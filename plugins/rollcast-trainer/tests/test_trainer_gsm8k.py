@@ -14,7 +14,7 @@ from rollcast.config import compose
 from rollcast.contracts.dataset import preprocessors
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.run.task_runner import TaskRunner
 
 MADE_UP = [
     {

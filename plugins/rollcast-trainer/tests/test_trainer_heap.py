@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rollcast_trainer.heap import freeze_heap, frozen_heap, unfreeze_heap
+from rollcast_trainer.workers.heap import freeze_heap, frozen_heap, unfreeze_heap
 
 
 class Node:

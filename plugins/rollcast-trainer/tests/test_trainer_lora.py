@@ -16,9 +16,9 @@ from rollcast.contracts.engine import BaseEngine, EngineCapabilities, ModelConfi
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast_fsdp.engine import FsdpEngine
+from rollcast_serving.adapters import adapter_rank, take_adapters
+from rollcast_serving.negotiation import Choice, check_choice
 from rollcast_testing.tiny import plain_log_probs, plain_model
-from rollcast_trainer.adapters import adapter_rank, take_adapters
-from rollcast_trainer.negotiation import Choice, check_choice
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=16", "actor.optim.lr=3e-2"]
 REPLICA = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
@@ -37,7 +37,7 @@ def of_the_run(row: dict[str, Any]) -> dict[str, float]:
 def test_a_replica_with_only_the_adapter_sent_is_the_same_run(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    launch(small_task.ppo(tmp_path / "in_process", *LORA, "trainer.total_steps=3"))
+    launch(small_task.ppo(tmp_path / "in_process", *LORA, "trainer.total_steps=3", "actor.log_prob_check_rows=-1"))
     gather, gathered = FsdpEngine.get_per_tensor_param, []
 
     def count(self: FsdpEngine) -> Any:
@@ -61,9 +61,9 @@ def test_the_reference_is_the_actor_without_its_adapter(small_task: SmallTask, t
     changes = [*LORA, "actor.use_kl_loss=true", "algorithm.use_kl_in_reward=true"]
     with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
         assert worker_of(trainer).ref is None
-        trainer._one_step()
-        trainer._one_step()
-        batch = roll_out(trainer).batch
+        trainer.train_step()
+        trainer.train_step()
+        batch = roll_out(trainer)[0]
         mask = batch["response_mask"]
         base = plain_log_probs(plain_model(small_task.model), batch)[0].detach()
         torch.testing.assert_close(batch["ref_log_prob"], base, rtol=1e-5, atol=2e-5)

@@ -14,6 +14,7 @@ from trainer_tools import SmallTask, launch, read_metrics, set_up, worker_of
 
 import rollcast_trainer
 from rollcast.config import compose
+from rollcast.contracts.stage import stages
 from rollcast.contracts.trainer import trainers
 
 README = Path(__file__).parents[1] / "README.md"
@@ -64,16 +65,13 @@ def test_the_keys_in_the_readme_exist(tmp_path: Path) -> None:
             assert any(each.startswith(f"{section}.") and each.endswith(key) for each in keys), f"{section}: {key}"
 
 
-def test_the_step_in_the_readme_works(small_task: SmallTask, tmp_path: Path) -> None:
+def test_the_stage_in_the_readme_works(small_task: SmallTask, tmp_path: Path) -> None:
     code = re.search(r"```python\n(.*?)```", README.read_text(), re.DOTALL)
     assert code is not None
     namespace: dict[str, Any] = {}
-    exec(compile(code[1], "my_trainers.py", "exec"), namespace)
-    trainers.register("finished_only", namespace["FinishedOnly"])
-    try:
-        launch(small_task.ppo(tmp_path, "trainer.name=finished_only", "trainer.total_steps=1"))
-    finally:
-        trainers.unregister("finished_only")
+    exec(compile(code[1], "my_stages.py", "exec"), namespace)
+    with stages.temporarily("finished_only", namespace["FinishedOnly"]):
+        launch(small_task.ppo(tmp_path, "trainer.stages.insert=[finished_only]", "trainer.total_steps=1"))
     row = read_metrics(tmp_path)[-1]
     assert row["actor/cut_off_rows"] == 1 - row["rollout/finished"]
     assert row["actor/cut_off_rows"] > 0

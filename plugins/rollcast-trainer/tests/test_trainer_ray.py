@@ -10,14 +10,14 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, global_norm, launch, read_checkpoint, read_metrics, without_times
+from trainer_tools import SmallTask, before_stage, global_norm, launch, read_checkpoint, read_metrics, without_times
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
 from rollcast.contracts.runtime import runtimes
 from rollcast.contracts.trainer import trainers
 from rollcast.protocol import DataProto
 from rollcast_testing.tiny import plain_log_probs, plain_model
-from rollcast_trainer.ppo import PpoTrainer, StepState
+from rollcast_trainer.ppo import PpoTrainer
 
 pytestmark = pytest.mark.long
 
@@ -50,9 +50,9 @@ class Recording(PpoTrainer):
 
     batches_seen: list[DataProto]
 
-    def update_actor_step(self, state: StepState) -> None:
-        type(self).batches_seen.append(state.batch)
-        super().update_actor_step(state)
+    def setup(self) -> None:
+        super().setup()
+        before_stage(self, "update_actor", self.batches_seen.append)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -51,7 +51,8 @@ def children() -> list[psutil.Process]:
 @pytest.fixture(scope="module")
 def in_process(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     folder = tmp_path_factory.mktemp("in_process")
-    launch(small_task.ppo(folder, "trainer.total_steps=2"))
+    # Replicas have their old log-probs computed, for all rows.
+    launch(small_task.ppo(folder, "trainer.total_steps=2", "actor.log_prob_check_rows=-1"))
     return read_metrics(folder)
 
 
@@ -93,21 +94,21 @@ def test_two_ranks_and_two_replicas_with_one_killed(small_task: SmallTask, tmp_p
     """Ranks of the actor resharded into replicas that take turns with it on its pool."""
     two = ["placement.n_gpus_per_node=2", "rollout.mode=hybrid"]
     with set_up(small_task.ppo(tmp_path, *SHARED, *ON_RAY, *two)) as trainer:
-        assert len(trainer.sampler.replicas.addresses) == 2  # type: ignore[attr-defined]
+        assert len(trainer.run.sampler.replicas.addresses) == 2  # type: ignore[attr-defined]
         before = children()
         assert len(before) == 2
-        trainer._one_step()
+        trainer.train_step()
         os.kill(before[0].pid, signal.SIGKILL)
-        trainer._one_step()
+        trainer.train_step()
         assert trainer.metrics["rollout/weight_version"] == 2
         assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
         assert len(children()) == 2
-        generations = [address.generation for address in trainer.sampler.replicas.addresses]  # type: ignore[attr-defined]
+        generations = [address.generation for address in trainer.run.sampler.replicas.addresses]  # type: ignore[attr-defined]
         assert sorted(generations) == [0, 1]
 
 
 def change_actor(trainer: PpoTrainer) -> None:
-    engine = trainer.group.workers[0].handle.workers[trainer.group.role].actor.engine
+    engine = trainer.run.actor.group.workers[0].handle.workers[trainer.run.actor.group.role].actor.engine
     with torch.no_grad():
         for _, parameter in engine.get_per_tensor_param():
             parameter.mul_(1.5)
@@ -117,11 +118,11 @@ def test_the_canary_notices_stale_weights(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with set_up(small_task.ppo(tmp_path, *SHARED)) as trainer:
-        assert trainer.sampler._check_canary() < 1e-4  # type: ignore[attr-defined]
+        assert trainer.run.sampler._check_canary() < 1e-4  # type: ignore[attr-defined]
         change_actor(trainer)
         with pytest.raises(WeightSyncError, match=r"replica 0 .*rollout.canary.tolerance=0.05"):
-            trainer.sampler._check_canary()  # type: ignore[attr-defined]
-        monkeypatch.setattr(trainer.sampler, "_send", lambda *_: {})  # the weights stay where they are
+            trainer.run.sampler._check_canary()  # type: ignore[attr-defined]
+        monkeypatch.setattr(trainer.run.sampler, "_send", lambda *_: {})  # the weights stay where they are
         with pytest.raises(WeightSyncError, match="canary"):
             trainer.sync_weights()
         monkeypatch.undo()
@@ -134,7 +135,7 @@ def test_a_replica_that_was_killed_comes_back_with_the_present_weights(small_tas
         trainer.sync_weights()
         (child,) = children()
         os.kill(child.pid, signal.SIGKILL)
-        trainer._one_step()
+        trainer.train_step()
         assert trainer.metrics["rollout/logprob_gap_max"] < 1e-4
 
 

@@ -15,8 +15,8 @@ import pytest
 from trainer_tools import files_of
 
 from rollcast.errors import CheckpointError, ConfigError, WorkerError
-from rollcast_trainer import run_dir as run_dir_module
-from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, replacing_folder, write_config
+from rollcast_trainer.run import run_dir as run_dir_module
+from rollcast_trainer.run.run_dir import Checkpoints, prepare_run_dir, replacing_folder, write_config
 
 CONFIG: dict[str, Any] = {
     "run_dir": "x",

@@ -19,6 +19,7 @@ import pytest
 import torch
 from trainer_tools import (
     SmallTask,
+    before_stage,
     files_of,
     launch,
     read_checkpoint,
@@ -32,7 +33,8 @@ from trainer_tools import (
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import CheckpointError
-from rollcast_trainer.ppo import PpoTrainer, StepState
+from rollcast.protocol import DataProto
+from rollcast_trainer.ppo import PpoTrainer
 
 NAMED = {
     "step",
@@ -158,10 +160,13 @@ class Interrupted(PpoTrainer):
 
     interrupted_step = 0
 
-    def advantage_step(self, state: StepState) -> None:
+    def setup(self) -> None:
+        super().setup()
+        before_stage(self, "advantage", self.interrupt)
+
+    def interrupt(self, batch: DataProto) -> None:
         if self.step + 1 == self.interrupted_step:
             raise KeyboardInterrupt
-        super().advantage_step(state)
 
 
 @contextmanager
@@ -371,7 +376,7 @@ def test_no_more_checkpoints_than_asked_for_and_the_last_step_has_one(task: Smal
 def test_the_run_is_as_long_as_its_epochs(task: SmallTask, tmp_path: Path) -> None:
     with set_up(task.ppo(tmp_path, "trainer.total_steps=null", "trainer.total_epochs=5")) as trainer:
         assert trainer.total_steps == 15
-        assert trainer.task.actor.optim.total_training_steps == 15
+        assert worker_of(trainer).setup.optim.total_training_steps == 15
 
 
 def test_resume_disabled_starts_anew_and_keeps_the_earlier_run(

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from trainer_tools import SmallTask, launch, read_metrics
 
-from rollcast_trainer.seeds import RowSeeds
+from rollcast_trainer.run.seeds import RowSeeds
 
 
 def test_seeds_follow_from_run_purpose_and_number() -> None:

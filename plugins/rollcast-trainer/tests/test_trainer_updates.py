@@ -9,8 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from trainer_tools import SmallTask, global_norm, launch, read_metrics, roll_out, set_up, without_times, worker_of
+from trainer_tools import (
+    SmallTask,
+    global_norm,
+    launch,
+    read_metrics,
+    roll_out,
+    run_stage,
+    set_up,
+    without_times,
+    worker_of,
+)
 
+from rollcast.config import compose
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
 from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
@@ -18,10 +29,10 @@ from rollcast.protocol import DataProto
 from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_testing.tiny import plain_log_probs, plain_model
-from rollcast_trainer.batching import plan_update
+from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.ppo import PpoTrainer
-from rollcast_trainer.skipping import needs_advantage
-from rollcast_trainer.workers import UpdatePlan
+from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.stages.update_actor import needs_advantage
 
 WIDTH = 6
 Gradients = dict[str, torch.Tensor]
@@ -33,9 +44,8 @@ class Fixed:
     def __init__(self, trainer: PpoTrainer) -> None:
         self.trainer = trainer
         self.engine = worker_of(trainer).actor.engine
-        first = roll_out(trainer)
-        trainer.update_actor_step(first)
-        self.batch = roll_out(trainer).batch
+        run_stage(trainer, "update_actor", roll_out(trainer)[0])
+        self.batch = roll_out(trainer)[0]
         self.everything = torch.arange(len(self.batch))
         # Other log-probs than the policy's present ones, so that ratios and clipping matter.
         noise = torch.randn(self.batch["old_log_probs"].shape, generator=torch.Generator().manual_seed(0))
@@ -215,17 +225,17 @@ def test_a_policy_loss_that_refuses_its_options(loss: Any, says: str) -> None:
 
 def test_kl_in_the_reward(fixed: Fixed) -> None:
     """Scores less 0.2 times the difference of the log-probs, at each token."""
-    state = roll_out(fixed.trainer)
-    batch, mask = state.batch, state.batch["response_mask"]
+    batch, metrics = roll_out(fixed.trainer)
+    mask = batch["response_mask"]
     penalty = (batch["old_log_probs"] - batch["ref_log_prob"]) * mask
     assert penalty.abs().max() > 1e-3
     expected = batch["token_level_scores"] - 0.2 * penalty
     torch.testing.assert_close(batch["token_level_rewards"], expected)
-    assert state.metrics["actor/reward_kl_penalty"] == pytest.approx(float(penalty.sum() / mask.sum()), rel=1e-4)
+    assert metrics["actor/reward_kl_penalty"] == pytest.approx(float(penalty.sum() / mask.sum()), rel=1e-4)
 
 
 def test_advantages_compare_the_samples_of_a_prompt(fixed: Fixed) -> None:
-    batch = roll_out(fixed.trainer).batch
+    batch, _ = roll_out(fixed.trainer)
     assert batch["uid"].tolist() == [uid for uid in range(4) for _ in range(4)]
     scores = batch["token_level_rewards"].sum(-1).reshape(4, 4)
     expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
@@ -233,12 +243,38 @@ def test_advantages_compare_the_samples_of_a_prompt(fixed: Fixed) -> None:
     torch.testing.assert_close(batch["advantages"], spread, rtol=1e-4, atol=1e-5)
 
 
-def test_old_log_probs_and_the_rollouts_own_agree(fixed: Fixed) -> None:
-    state = roll_out(fixed.trainer)
-    assert 0 < state.metrics["rollout/logprob_gap_max"] <= 1e-4
-    assert state.metrics["rollout/logprob_gap_mean"] <= state.metrics["rollout/logprob_gap_max"]
-    gap = (state.batch["old_log_probs"] - state.batch["rollout_log_probs"]).abs() * state.batch["response_mask"]
-    assert state.metrics["rollout/logprob_gap_max"] == float(gap.max())
+def test_old_log_probs_and_the_rollouts_own_agree(small_task: SmallTask, tmp_path: Path) -> None:
+    with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=-1")) as trainer:
+        batch, metrics = roll_out(trainer)
+    assert 0 < metrics["rollout/logprob_gap_max"] <= 1e-4
+    assert metrics["rollout/logprob_gap_mean"] <= metrics["rollout/logprob_gap_max"]
+    gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs() * batch["response_mask"]
+    assert metrics["rollout/logprob_gap_max"] == float(gap.max())
+
+
+def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task: SmallTask, tmp_path: Path) -> None:
+    with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=3")) as trainer:
+        assert [place.name for place in trainer.places].count("old_log_prob") == 0
+        batch, _ = roll_out(trainer)
+        assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
+        own = trainer.run.actor.compute_log_prob(batch)
+        metrics = run_stage(trainer, "log_prob_check", batch)
+    rows = [0, 5, 10]
+    gap = (own["old_log_probs"] - batch["rollout_log_probs"])[rows].abs() * batch["response_mask"][rows]
+    assert metrics["rollout/logprob_gap_max"] == pytest.approx(float(gap.max()), abs=1e-6)
+    entropy = (own["entropy"] * batch["response_mask"])[rows].sum() / batch["response_mask"][rows].sum()
+    assert metrics["actor/entropy"] == pytest.approx(float(entropy), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    "change",
+    ["rollout.top_p=0.9", "rollout.top_k=5", "rollout.temperature=0", "algorithm.rollout_correction.rollout_is=token"],
+)
+def test_log_probs_of_another_distribution_do_not_serve(small_task: SmallTask, tmp_path: Path, change: str) -> None:
+    config = compose(small_task.ppo(tmp_path, change)).config
+    names = [place.name for place in PpoTrainer(TaskRunner(config, PpoTrainer.schema)).places]
+    assert "old_log_prob" in names
+    assert "log_prob_check" not in names
 
 
 def test_one_schedule_step_a_training_step(small_task: SmallTask, tmp_path: Path) -> None:
@@ -248,9 +284,7 @@ def test_one_schedule_step_a_training_step(small_task: SmallTask, tmp_path: Path
         engine = worker_of(trainer).actor.engine
         taken = []
         for _ in range(4):
-            state = roll_out(trainer)
-            trainer.update_actor_step(state)
-            taken.append(state.metrics["actor/lr"])
+            taken.append(run_stage(trainer, "update_actor", roll_out(trainer)[0])["actor/lr"])
         steps = {int(state["step"]) for state in engine.optimizer.state.values()}
     # Up over two of four training steps, and down over the other two.
     assert taken == pytest.approx([0.5e-2, 1e-2, 1e-2, 0.5e-2])
@@ -270,21 +304,20 @@ def test_the_exact_kl_over_the_vocabulary(small_task: SmallTask, tmp_path: Path)
     changes = ["actor.use_kl_loss=true", "actor.kl_loss_type=full", "actor.kl_loss_coef=0.5"]
     changes += ["rollout.temperature=0.8", "actor.ppo_micro_batch_size_per_gpu=5", "ref.engine.param_offload=true"]
     with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
-        trainer.update_actor_step(roll_out(trainer))
-        state = roll_out(trainer)
-        assert "ref_log_prob" not in state.batch
+        run_stage(trainer, "update_actor", roll_out(trainer)[0])
+        batch, _ = roll_out(trainer)
+        assert "ref_log_prob" not in batch
         worker = worker_of(trainer)
         policy, reference = plain_model(small_task.model), plain_model(small_task.model)
         with torch.no_grad():
             for name, tensor in worker.actor.engine.get_per_tensor_param():
                 policy.get_parameter(name).copy_(tensor)
-        batch = state.batch
         data, plan = plan_update(batch, [torch.arange(len(batch))], 1, WIDTH)
         settings = replace(worker.setup.forward, denominators=plan.denominators[0])
         engine = worker.actor.engine
         engine.optimizer_zero_grad()
         with engine.train_mode():
-            _, metrics = engine.forward_backward_batch(data, trainer.loss_function, settings)
+            _, metrics = engine.forward_backward_batch(data, worker.setup.loss_function, settings)
         gradients = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
     mask = batch["response_mask"]
     kl = (dense_kl(policy, reference, batch, 0.8) * mask).sum() / mask.sum()
@@ -324,8 +357,9 @@ def test_what_an_engine_cannot_do_is_refused(small_task: SmallTask, tmp_path: Pa
     kl = ["actor.use_kl_loss=true", "actor.kl_loss_type=full"]
     with pytest.raises(CapabilityError, match=r"kl_loss_type=full .*actor\.engine\.name=lesser .*k3"):
         launch(small_task.ppo(tmp_path, *kl, "actor.engine.name=lesser"))
-    with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*actor\.engine\.name=lesser"):
-        launch(small_task.ppo(tmp_path, "ref.engine.param_offload=true", "actor.engine.name=lesser"))
+    with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*engine lesser"):
+        offload = ["actor.use_kl_loss=true", "ref.engine.param_offload=true"]
+        launch(small_task.ppo(tmp_path, *offload, "actor.engine.name=lesser"))
     apart = ["placement.pools={side: [1]}", "placement.mapping={ref: side}"]
     with pytest.raises(ConfigError, match=r"kl_loss_type=full .*placement\.mapping\.ref is 'side'"):
         launch(small_task.ppo(tmp_path, *kl, *apart))

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from rollcast.config import compose
 from rollcast.contracts.trainer import RunResult, trainers
-from rollcast_trainer.ppo import PpoTrainer, StepState
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast.protocol import DataProto
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.task_runner import TaskRunner
 
 REWARD = '''
 import os
@@ -118,21 +119,47 @@ def set_up(overrides: Sequence[str], trainer_class: type[PpoTrainer] = PpoTraine
         yield trainer
 
 
-def roll_out(trainer: PpoTrainer) -> StepState:
-    """A step up to and including its advantages."""
-    state = StepState(next(trainer.batches), {})
-    trainer.rollout_step(state)
-    trainer.reward_step(state)
-    trainer.old_log_prob_step(state)
-    if trainer.uses_ref_log_prob:
-        trainer.ref_log_prob_step(state)
-    trainer.advantage_step(state)
-    return state
+def run_stages(trainer: PpoTrainer, batch: DataProto | None = None, *, until: str = "", after: str = "") -> DataProto:
+    """The batch after the stages of a step; from the one after ``after`` up to and including ``until``."""
+    names = [place.name for place in trainer.places]
+    first = names.index(after) + 1 if after else 0
+    last = names.index(until) + 1 if until else len(names)
+    current = next(trainer.batches) if batch is None else batch
+    for stage in trainer.stages[first:last]:
+        current = stage(current)
+    return current
+
+
+def roll_out(trainer: PpoTrainer) -> tuple[DataProto, dict[str, float]]:
+    """A step up to and including its advantages, with its metrics."""
+    trainer.run.recorder.take()
+    batch = run_stages(trainer, until="advantage")
+    return batch, trainer.run.recorder.take()
+
+
+def run_stage(trainer: PpoTrainer, name: str, batch: DataProto) -> dict[str, float]:
+    """The metrics of one stage."""
+    trainer.run.recorder.take()
+    trainer.stages[[place.name for place in trainer.places].index(name)](batch)
+    return trainer.run.recorder.take()
+
+
+def before_stage(trainer: PpoTrainer, name: str, action: Callable[[DataProto], None]) -> None:
+    """Have ``action`` called with the batch before a stage of the trainer runs."""
+    stage: Any = trainer.stages[[place.name for place in trainer.places].index(name)]
+    kind = type(stage)
+
+    def call(self: Any, batch: DataProto) -> DataProto:
+        action(batch)
+        return cast("DataProto", kind.__call__(self, batch))
+
+    stage.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
 def worker_of(trainer: PpoTrainer) -> Any:
     """The worker itself; it lives in this process under the runtime ``local``."""
-    return trainer.group.workers[0].handle.workers[trainer.group.role]
+    group = trainer.run.actor.group
+    return group.workers[0].handle.workers[group.role]
 
 
 def read_jsonl(file: Path) -> list[dict[str, Any]]:

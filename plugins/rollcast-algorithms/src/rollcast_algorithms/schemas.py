@@ -44,10 +44,13 @@ class FilterGroupsConfig:
 
     Attributes:
         enable: leave out prompts whose samples all have the same score, and sample further prompts for them.
+        metric: number that the samples of a group must differ in: ``score`` before a manager shaped it,
+            ``shaped_score``, ``accuracy``, or an extra number of the reward.
         max_num_gen_batches: batches of prompts a step at most; the step then goes on with what it has.
     """
 
     enable: bool = False
+    metric: str = "score"
     max_num_gen_batches: int = 10
 
 

@@ -42,7 +42,7 @@ def plan(
     from rollcast.errors import ConfigError
     from rollcast_automap.plan import plan_run
     from rollcast_trainer.loop import LoopTrainer
-    from rollcast_trainer.task_runner import TaskRunner
+    from rollcast_trainer.run.task_runner import TaskRunner
 
     composed = compose(overrides or (), config_dir)
     check_trainer(composed, config_dir)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast_trainer.parallel import ParallelSizes
+from rollcast_trainer.batch.sizes import ParallelSizes
 
 __all__ = ["EngineLayout"]
 

@@ -27,9 +27,10 @@ from rollcast_automap.memory_model import (
 )
 from rollcast_automap.rollout_memory import bound_cache, rollout_items
 from rollcast_automap.splits import check_split
-from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.parallel import data_parallel_size
+from rollcast_trainer.schemas import CriticConfig, RefConfig, RewardModelConfig
+from rollcast_trainer.workers.roles import Role
 
 __all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
 
@@ -37,33 +38,24 @@ __all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
 _USABLE = 0.9
 
 
+#: Titles of roles where they differ from the name.
+_TITLES: dict[str, str] = {Role.ACTOR_ROLLOUT: "actor", Role.REF: "reference", Role.REWARD_MODEL: "reward model"}
+_SECTIONS = {"actor": "actor", "reference": "ref", "critic": "critic", "reward model": "reward_model"}
+
+
 def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
-    """Pool → the roles of this run that live in it."""
-    pools = trainer.task.pools
-    places = {getattr(role, "value", role): pool for role, pool in pools.mapping.items()}
-    actor = places["actor_rollout"]
-    roles = {"actor": actor, "rollout": places["rollout"] if trainer.task.uses_replicas else actor}
-    # Not every trainer has these.
-    if getattr(trainer, "uses_reference", False) and not _is_reference_inside(trainer, places["ref"] == actor):
-        roles["reference"] = places["ref"]
-    if getattr(trainer, "uses_critic", False):
-        roles["critic"] = places["critic"]
-    if _has_reward_model(trainer):
-        roles["reward model"] = places["reward_model"]
+    """Return the roles of this run that live in each pool."""
+    task, pools = trainer.task, trainer.task.pools
+    actor = pools.mapping[Role.ACTOR_ROLLOUT]
+    roles = {"actor": actor, "rollout": pools.mapping[Role.ROLLOUT] if task.uses_replicas else actor}
+    for role in trainer.run.roles[1:]:
+        # An actor without its adapter is the reference.
+        if role != Role.REF or pools.mapping[role] != actor or not task.model.trains_adapter:
+            roles[_TITLES.get(role, role)] = pools.mapping[role]
     found: dict[ResourcePool, list[str]] = {}
-    for role, pool in roles.items():
-        found.setdefault(pools.resource_pool_dict[pool], []).append(role)
+    for title, pool in roles.items():
+        found.setdefault(pools.resource_pool_dict[pool], []).append(title)
     return found
-
-
-def _is_reference_inside(trainer: LoopTrainer, same_pool: bool) -> bool:
-    """Whether the reference is the actor without its adapter."""
-    return same_pool and bool(trainer.task.model.trains_adapter)
-
-
-def _has_reward_model(trainer: LoopTrainer) -> bool:
-    section: Any = getattr(trainer, "reward_model", None)
-    return section is not None and bool(section.enable)
 
 
 def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
@@ -100,11 +92,10 @@ def plan_memory(
     adapter = count_adapter(model)
     if adapter:
         lines.append(("adapter_parameters", adapter, f"{adapter:,} parameters of the adapter that trains"))
-    stored = trained = 0
+    disk = 3 * 4 * adapter
     by_pool: dict[str, Any] = {}
     for pool, roles in placed_roles(trainer).items():
-        layout = EngineLayout.read(trainer.task.engine, pool.world_size)
-        items = [item for role in roles for item in _items(role, trainer, algebra, size, layout, pool, adapter)]
+        items = [item for role in roles for item in _items(role, trainer, algebra, size, pool, adapter)]
         if device_bytes is not None and "rollout" in roles:
             items = bound_cache(items, trainer.task, device_bytes)
         phases = {"held": total(items, "held")}
@@ -121,10 +112,9 @@ def plan_memory(
             by_pool[pool.name]["fits"] = fits = _fits(pool.name, phases, device_bytes, notes)
             room = f"{format_bytes(device_bytes)} on each device"
             lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
-        trained += size.parameters * ("actor" in roles and not adapter)
-        trained += _critic_size(trainer, size).value_parameters * ("critic" in roles)
-        stored = layout.stored + (2 * layout.stored if layout.state is None else layout.state)
-    disk = trained * stored + 3 * 4 * adapter
+        disk += size.parameters * ("actor" in roles and not adapter) * _checkpointed(trainer, "actor", pool)
+        critic = _critic_size(trainer, size).value_parameters * ("critic" in roles)
+        disk += critic * _checkpointed(trainer, "critic", pool)
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
@@ -156,30 +146,36 @@ def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
     return task.model, ""
 
 
+def _engine_of(trainer: LoopTrainer, title: str) -> Any:
+    return trainer.task.role_engine(_SECTIONS.get(title, "actor"))
+
+
+def _checkpointed(trainer: LoopTrainer, title: str, pool: ResourcePool) -> int:
+    """Return the bytes of a parameter in a checkpoint: weight and optimizer state."""
+    layout: EngineLayout = EngineLayout.read(_engine_of(trainer, title), pool.world_size)
+    return layout.stored + (2 * layout.stored if layout.state is None else layout.state)
+
+
 def _items(
-    role: str,
-    trainer: LoopTrainer,
-    algebra: BatchAlgebra,
-    size: ModelSize,
-    layout: EngineLayout,
-    pool: ResourcePool,
-    adapter: int,
+    role: str, trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, pool: ResourcePool, adapter: int
 ) -> list[MemoryItem]:
-    data = trainer.task.data
+    if role not in (*_SECTIONS, "rollout"):
+        return []  # a role of a plugin, whose model is not known here
+    data, layout = trainer.task.data, EngineLayout.read(_engine_of(trainer, role), pool.world_size)
     longest = data.max_prompt_length + data.max_response_length
-    algebra = replace(algebra, dp_size=data_parallel_size(trainer.task.engine, pool.world_size))
+    algebra = replace(algebra, dp_size=data_parallel_size(_engine_of(trainer, role), pool.world_size))
     if role == "reference":
-        ref: Any = trainer.ref  # type: ignore[attr-defined]
-        offload = layout.param_offload or ref.engine.param_offload
+        section: RefConfig = trainer.task.section("ref", RefConfig)
+        offload = layout.param_offload or bool(section.engine.get("param_offload", False))
         return count_frozen("reference", parameters_on_rank(size, layout), replace(layout, param_offload=offload))
     if role == "reward model":
-        judge: Any = trainer.reward_model.model.path  # type: ignore[attr-defined]
+        judge = trainer.task.section("reward_model", RewardModelConfig).model.path
         own = measure_model(replace(trainer.task.model, path=judge), "reward_model.model.path")
         return count_frozen("reward model", parameters_on_rank(own, layout, value_model=True), layout)
     if role == "rollout":
         return rollout_items(trainer, algebra, size, layout, longest, pool.world_size)
     if role == "critic":
-        rows = trainer.critic.ppo_micro_batch_size_per_gpu  # type: ignore[attr-defined]
+        rows = trainer.task.section("critic", CriticConfig).ppo_micro_batch_size_per_gpu
         algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
     passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
     eager = trainer.task.model.attn_implementation == "eager"
@@ -200,12 +196,14 @@ def _items(
 
 
 def _compares_vocabularies(trainer: LoopTrainer) -> bool:
-    return getattr(trainer, "vocabulary_kl", None) is not None
+    return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
 
 
 def _critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:
-    critic: Any = getattr(trainer, "critic", None)
-    if critic is None or critic.model.path is None:
+    if Role.CRITIC not in trainer.run.roles:
+        return actor
+    critic: CriticConfig = trainer.task.section("critic", CriticConfig)
+    if critic.model.path is None:
         return actor
     return measure_model(replace(trainer.task.model, path=critic.model.path), "critic.model.path")
 

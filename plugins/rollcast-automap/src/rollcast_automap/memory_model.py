@@ -14,7 +14,7 @@ from typing import Any, Literal
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import ConfigError
 from rollcast_automap.engine_layout import EngineLayout
-from rollcast_trainer.adapters import adapter_rank, read_adapter_config
+from rollcast_serving.adapters import adapter_rank, read_adapter_config
 
 __all__ = [
     "MemoryItem",

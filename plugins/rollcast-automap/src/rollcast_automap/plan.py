@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.algorithm import advantages, needs_of
 from rollcast.errors import ConfigError
+from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory_facts import largest_pass, placed_roles, plan_memory
 from rollcast_automap.splits import check_engine
-from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.parallel import data_parallel_size, pass_tokens
+from rollcast_trainer.schemas import CriticConfig
+from rollcast_trainer.workers.roles import Role
 
 __all__ = ["Fact", "Plan", "plan_run"]
 
@@ -62,6 +63,7 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
     algebra = find_algebra(trainer)
     plan.sections["batch"] = _batch(trainer, algebra, plan.notes)
     plan.sections["run"] = _run(trainer, algebra, read_data, plan.notes)
+    plan.sections["stages"] = _stages(trainer)
     plan.sections["roles"] = _roles(trainer)
     plan.sections["memory"] = [Fact(*fact) for fact in plan_memory(trainer, algebra, plan.notes, device_bytes)]
     _note_generation(trainer, plan.notes)
@@ -93,7 +95,8 @@ def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> lis
     steps = algebra.mini_batches * algebra.epochs
     _note_remainders(algebra, mini_rows, notes)
     most = "at most " if algebra.micro_batch_tokens is not None else ""
-    critic: Any = trainer.critic if getattr(trainer, "uses_critic", False) else None  # type: ignore[attr-defined]
+    has_critic = Role.CRITIC in trainer.run.roles
+    critic = trainer.task.section("critic", CriticConfig) if has_critic else None
     per_mini = f"{_count(mini_rows, 'row')} ({_count(algebra.mini_batch_prompts, 'prompt')})"
     return [
         Fact("prompts", algebra.prompts, f"{_count(algebra.prompts, 'prompt')} a step"),
@@ -149,19 +152,29 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
 
 
 def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
-    """What is generated beyond a step's rows."""
-    algorithm: Any = getattr(trainer, "algorithm", None)
-    if algorithm is None:
-        return
-    groups = algorithm.filter_groups
-    if groups.enable:
+    """Note what is generated beyond a step's rows."""
+    names = [place.name for place in trainer.places]
+    if "filter_groups" in names:
+        groups = trainer.task.section("algorithm", AlgorithmConfig).filter_groups
         most = _count(groups.max_num_gen_batches, "batch")
         notes.append(
             f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
             "are taken and answered for a step, so the data last for fewer steps"
         )
-    if "reward_baselines" in needs_of(advantages.get(algorithm.adv_estimator)).columns:
-        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
+    if "reward_baselines" in names:
+        notes.append("stage reward_baselines: one greedy response more to each prompt")
+
+
+def _stages(trainer: LoopTrainer) -> list[Fact]:
+    """Return the stages of a step in their order, with the role that computes each and the reason for it."""
+    return [
+        Fact(
+            place.name,
+            {"reason": place.reason, "roles": list(place.spec.roles), "reads": list(place.spec.reads)},
+            f"{place.name} ({place.spec.roles[0] if place.spec.roles else 'driver'}): {place.reason}",
+        )
+        for place in trainer.places
+    ]
 
 
 def nearest(wanted: int, valid: Sequence[int]) -> str:

@@ -8,9 +8,9 @@ from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
 from rollcast_automap.engine_layout import EngineLayout
 from rollcast_automap.memory_model import MemoryItem, ModelSize, Phase, count_kv_cache
-from rollcast_trainer.batching import BatchAlgebra
+from rollcast_trainer.batch.sizes import BatchAlgebra
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.task_runner import TaskRunner
+from rollcast_trainer.run.task_runner import TaskRunner
 
 __all__ = ["bound_cache", "count_replicas", "rollout_items"]
 

@@ -8,8 +8,8 @@ from rollcast.contracts.engine import EngineSetup
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
 from rollcast_automap.memory_model import ModelSize
+from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.parallel import ParallelSizes
 
 __all__ = ["check_engine", "check_split"]
 

@@ -57,7 +57,7 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as a JSON object.")] = False,
 ) -> None:
     """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
-    from rollcast_trainer.validation import answer_extractor, summarize_samples
+    from rollcast_eval.statistics import answer_extractor, summarize_samples
 
     target = output or Path("eval") / f"{prompts.stem}.jsonl"
     job = _build(prompts, target, overrides, config_dir, scored=True)

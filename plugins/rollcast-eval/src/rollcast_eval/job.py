@@ -29,14 +29,13 @@ from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
+from rollcast_eval.scoring import RewardScorer
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
-from rollcast_trainer.placing import build_pools
-from rollcast_trainer.rewarding import RewardScorer
-from rollcast_trainer.roles import Role
 
 __all__ = ["SampleJob"]
 
@@ -157,8 +156,8 @@ class SampleJob:
             routing = replace(routing, chunk=None, streams=1)
         try:
             wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
-            groups = start_groups(pool, {Role.ROLLOUT: wanted}, runtime=runtime)
-            replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(runtime.nodes()) == 1)
+            groups = start_groups(pool, {ROLLOUT: wanted}, runtime=runtime)
+            replicas = Replicas(groups[ROLLOUT], routing, replica.launch_timeout_s, len(runtime.nodes()) == 1)
             try:
                 yield replicas
             finally:

@@ -72,7 +72,7 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_trainer.loop import LoopTrainer
-    from rollcast_trainer.task_runner import TaskRunner
+    from rollcast_trainer.run.task_runner import TaskRunner
 
     composed = compose(overrides, config_dir)
     check_trainer(composed, config_dir)

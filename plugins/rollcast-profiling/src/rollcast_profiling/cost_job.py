@@ -23,9 +23,9 @@ from rollcast_profiling.costs import CostTable, Measurement, Phase, RoleLayout
 from rollcast_profiling.devices import describe_device
 from rollcast_profiling.flops import ModelFlops, read_model_flops
 from rollcast_profiling.passes import PassShape, measure_passes
+from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.parallel import ParallelSizes
-from rollcast_trainer.roles import Role
+from rollcast_trainer.workers.roles import Role
 
 __all__ = ["CostJob", "Grid", "a_step"]
 
@@ -58,7 +58,7 @@ class _Engine:
     """A role that passes go through: its name, where its engine is, and its model."""
 
     name: str
-    role: Role
+    role: str
     attribute: str
     trains: bool
     model_path: str
@@ -94,14 +94,10 @@ class CostJob:
         self._say = progress or self._say
         with task:
             self._check_model(Path(task.model.path))
-            trainer.total_steps = 1
-            if task.actor.optim.total_training_steps < 1:
-                task.actor.optim.total_training_steps = 1
+            trainer.run.total_steps = 1
             self._say("starting workers")
             task.start()
-            trainer.groups = trainer.start_workers()
-            trainer.group = next(iter(trainer.groups.values()))
-            trainer.sampler = task.start_sampler(trainer.groups)
+            trainer.run.start(trainer.stages)
             self._measure_sync()
             self._measure_rollout()
             for engine in self._engines():
@@ -177,7 +173,7 @@ class CostJob:
             columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
             prompts = DataProto.from_dict({**columns, "seed": seeds})
             start = time.perf_counter()
-            self._trainer.sampler.generate(prompts, sampling)
+            self._trainer.run.sampler.generate(prompts, sampling)
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
 
@@ -185,7 +181,7 @@ class CostJob:
         task = self._trainer.task
         ranks = task.pools.get_resource_pool(Role.ROLLOUT if task.uses_replicas else Role.ACTOR_ROLLOUT).world_size
         tensor = task.rollout.tensor_model_parallel_size
-        parts = ranks // tensor if task.uses_replicas else self._trainer.dp_size
+        parts = ranks // tensor if task.uses_replicas else self._trainer.run.ranks_of(Role.ACTOR_ROLLOUT)
         return self._layout(task.rollout.name, task.model.path, ranks, parts, ParallelSizes(tensor), task.rollout)
 
     # -- the engines --------------------------------------------------------------------------
@@ -193,22 +189,23 @@ class CostJob:
     def _engines(self) -> list[_Engine]:
         if not set(_ENGINE_PHASES) & set(self._grid.phases):
             return []
-        paths, found = self._trainer.model_paths(), []
-        actor = next(iter(paths.values()))
-        for role in self._trainer.groups:
+        paths: dict[str, str] = self._trainer.run.model_paths
+        found: list[_Engine] = []
+        actor = paths[Role.ACTOR_ROLLOUT]
+        for role in self._trainer.run.groups:
             path = paths.get(role, actor)
             if role in (Role.ACTOR_ROLLOUT, Role.ACTOR_ROLLOUT_REF):
                 found.append(_Engine("actor", role, "actor", True, path))
-            if role.has_reference:
+            if role in (Role.REF, Role.ACTOR_ROLLOUT_REF):
                 found.append(_Engine("ref", role, "ref", False, actor))
-            if role is Role.CRITIC:
+            if role == Role.CRITIC:
                 found.append(_Engine("critic", role, "critic", True, path))
-            if role is Role.REWARD_MODEL:
+            if role == Role.REWARD_MODEL:
                 found.append(_Engine("reward_model", role, "model", False, path))
         return found
 
     def _measure_engine(self, engine: _Engine) -> None:
-        self._trainer.sampler.rest()
+        self._trainer.run.sampler.rest()
         data, layout = self._trainer.task.data, self._engine_layout(engine)
         share = data.max_response_length / (data.max_prompt_length + data.max_response_length)
         value_model = engine.role in (Role.CRITIC, Role.REWARD_MODEL)
@@ -231,7 +228,7 @@ class CostJob:
         """Whether there was memory enough."""
         phases = self._grid.phases
         trains = engine.trains and bool({"forward_backward", "backward", "optimizer"} & set(phases))
-        group = self._trainer.groups[engine.role]
+        group = self._trainer.run.groups[engine.role]
         by_rank = group.execute_func(measure_passes, engine.attribute, shape, self._grid.repeats, trains)
         failed = {name for cost in by_rank for name in cost.out_of_memory}
         peaks = {name: max(cost.peaks.get(name, 0) for cost in by_rank) for name in ("forward", "forward_backward")}
@@ -306,8 +303,8 @@ class CostJob:
         return self._counters[key]
 
     def _engine_layout(self, engine: _Engine) -> RoleLayout:
-        config, group = self._trainer.task.engine, self._trainer.groups[engine.role]
-        parts = self._trainer.ranks_of(engine.role)
+        config, group = self._trainer.task.role_engine(engine.name), self._trainer.run.groups[engine.role]
+        parts = self._trainer.run.ranks_of(engine.role)
         sizes = ParallelSizes.read(config)
         return self._layout(config.name, engine.model_path, group.world_size, parts, sizes, config)
 
@@ -334,7 +331,7 @@ class CostJob:
         return CostTable(
             created=datetime.now(UTC).isoformat(timespec="seconds"),
             versions={name: importlib.metadata.version(name) for name in names},
-            device=self._trainer.group.execute_func_rank_zero(describe_device),
+            device=self._trainer.run.actor.group.execute_func_rank_zero(describe_device),
             nodes=list(self._trainer.task.pools.get_resource_pool(Role.ACTOR_ROLLOUT).process_on_nodes),
             roles=roles,
             measurements=self._found,

@@ -13,8 +13,8 @@ from rollcast.errors import ConfigError
 from rollcast_profiling.devices import DeviceInfo, describe_device
 from rollcast_profiling.flops import ModelFlops, Pass, read_model_flops
 from rollcast_profiling.memory_watch import Peak, start_watch, take_peaks
-from rollcast_trainer.metering import Meter
-from rollcast_trainer.roles import Role
+from rollcast_trainer.workers.meter import Meter
+from rollcast_trainer.workers.roles import Role
 
 __all__ = ["PHASES", "StepMeter"]
 
@@ -51,10 +51,10 @@ class StepMeter(Meter):
     """
 
     def __init__(
-        self, groups: Mapping[Role, WorkerGroup], models: Mapping[Role, str], trust_remote_code: bool = False
+        self, groups: Mapping[str, WorkerGroup], models: Mapping[str, str], trust_remote_code: bool = False
     ) -> None:
         # Roles of one pool share its processes, which are asked once.
-        self._processes = {group.name: group for role, group in groups.items() if role is not Role.ROLLOUT}
+        self._processes = {group.name: group for role, group in groups.items() if role != Role.ROLLOUT}
         self._ranks = {role: group.world_size for role, group in groups.items()}
         self._all_ranks = sum({group.name: group.world_size for group in groups.values()}.values())
         self._models = dict(models)
@@ -81,8 +81,8 @@ class StepMeter(Meter):
     @contextmanager
     def measuring(
         self,
-        role: Role,
-        played_as: Role,
+        role: str,
+        played_as: str,
         method: str,
         lengths: Sequence[int],
         head_tokens: int,
@@ -109,7 +109,7 @@ class StepMeter(Meter):
         before, spent = self._work.get(name, (0.0, 0.0))
         self._work[name] = before + operations, spent + seconds
 
-    def _counter(self, role: Role) -> ModelFlops | None:
+    def _counter(self, role: str) -> ModelFlops | None:
         path = self._models.get(role) or next(iter(self._models.values()))
         gives_values = role in (Role.CRITIC, Role.REWARD_MODEL)
         key = (path, gives_values)

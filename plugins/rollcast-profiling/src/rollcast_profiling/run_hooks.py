@@ -15,7 +15,6 @@ from rollcast_profiling.memory_watch import stop_watch
 from rollcast_profiling.meter import StepMeter
 from rollcast_profiling.stepper import StepProfiler, find_step_profiler
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.roles import Role
 
 __all__ = ["RunProfiling"]
 
@@ -36,7 +35,7 @@ class RunProfiling:
         self._profiler = find_step_profiler(config, Path(config.run_dir))
 
     @hookimpl
-    def on_start_workers(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
+    def on_start_workers(self, workers: MutableMapping[str, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
         """Have the runtime start processes as the profiler needs them."""
         if self._profiler is not None:
             self._profiler.equip(workers, runtime)
@@ -45,7 +44,8 @@ class RunProfiling:
     def on_fit_start(self, trainer: Any) -> None:
         """Meter the trainer's worker calls, and check the profiler on the workers."""
         if isinstance(trainer, LoopTrainer):
-            trainer.meter = StepMeter(trainer.groups, trainer.model_paths(), trainer.task.model.trust_remote_code)
+            run = trainer.run
+            run.meter = StepMeter(run.groups, run.model_paths, run.task.model.trust_remote_code)
         if self._profiler is not None:
             self._profiler.on_fit_start(trainer)
 

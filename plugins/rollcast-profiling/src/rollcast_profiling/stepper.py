@@ -13,10 +13,11 @@ from rollcast import WorkerGroup
 from rollcast.config.validation import build_section
 from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
 from rollcast.contracts.runtime import Runtime
+from rollcast.contracts.stage import roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RollcastError
 from rollcast_profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
-from rollcast_trainer.roles import Role
+from rollcast_trainer.workers.roles import Role, placed_as
 
 __all__ = ["StepProfiler", "find_step_profiler"]
 
@@ -49,7 +50,7 @@ class StepProfiler:
         self._ends_at: int | None = None
         self._failed = False
 
-    def equip(self, workers: MutableMapping[Role, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
+    def equip(self, workers: MutableMapping[str, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
         """Give worker classes the runtime environment that the tool needs.
 
         Args:
@@ -73,23 +74,23 @@ class StepProfiler:
             if self._concerns([role]):
                 workers[role] = cls.with_options(runtime_env=wanted)
 
-    def _concerns(self, roles: Sequence[Role]) -> bool:
+    def _concerns(self, roles: Sequence[str]) -> bool:
         wanted = set(self.config.roles)
-        return any(role is not Role.ROLLOUT and (not wanted or role.placed_as in wanted) for role in roles)
+        return any(role != Role.ROLLOUT and (not wanted or placed_as(role) in wanted) for role in roles)
 
     # -- the run's events ---------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any) -> None:
         """Ask the workers whether the tool can look into them."""
-        members: dict[str, list[Role]] = {}
-        for role, group in trainer.groups.items():
+        members: dict[str, list[str]] = {}
+        for role, group in trainer.run.groups.items():
             members.setdefault(group.name, []).append(role)
-        by_name = {group.name: group for role, group in trainer.groups.items() if role is not Role.ROLLOUT}
+        by_name = {group.name: group for role, group in trainer.run.groups.items() if role != Role.ROLLOUT}
         self._groups = {name: group for name, group in by_name.items() if self._concerns(members[name])}
         if not self._groups:
             raise ConfigError(
                 f"profiler.roles={list(self.config.roles)}: no workers of this run play one of them; its roles: "
-                f"{', '.join(sorted(role.placed_as for role in trainer.groups if role is not Role.ROLLOUT))}"
+                f"{', '.join(sorted(placed_as(role) for role in trainer.run.groups if role != Role.ROLLOUT))}"
             )
         most = max(group.world_size for group in self._groups.values())
         if not self.config.all_ranks and min(self.config.ranks) >= most:
@@ -188,7 +189,7 @@ def _check(config: ProfilerConfig) -> None:
         raise ConfigError(f"profiler.steps is {list(config.steps)}; steps count from 1")
     if not config.all_ranks and (not config.ranks or min(config.ranks) < 0):
         raise ConfigError(f"profiler.ranks is {list(config.ranks)}; give ranks from 0, or profiler.all_ranks=true")
-    known = sorted({role.placed_as for role in Role if role is not Role.ROLLOUT})
+    known = sorted(roles.names())
     unknown = sorted(set(config.roles) - set(known))
     if unknown:
         raise ConfigError(f"profiler.roles names {', '.join(unknown)}; roles: {', '.join(known)}")

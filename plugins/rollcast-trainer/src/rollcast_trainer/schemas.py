@@ -15,10 +15,10 @@ __all__ = [
     "PpoActorConfig",
     "PpoTrainerConfig",
     "RefConfig",
-    "RefEngineConfig",
     "RewardModelConfig",
     "RewardModelPathConfig",
     "SftTrainerConfig",
+    "StagesConfig",
     "StopAtConfig",
     "TrainerConfig",
 ]
@@ -70,6 +70,8 @@ class PpoActorConfig(ActorConfig):
         ppo_mini_batch_size: prompts an optimizer step (each with ``rollout.n`` samples).
         log_prob_micro_batch_size_per_gpu: rows a pass that computes log-probs only; empty for
             ``ppo_micro_batch_size_per_gpu``.
+        log_prob_check_rows: rows of a step on which the rollout's log-probs are compared with the actor's, where
+            the rollout's serve as the old ones; 0 for none, -1 to compute the old ones of all rows.
         ppo_epochs: passes over the step's batch.
         shuffle: draw the rows of the mini-batches at random, anew in each epoch, from the seed and
             the step; otherwise they are cut from the batch in its order.
@@ -87,6 +89,7 @@ class PpoActorConfig(ActorConfig):
 
     ppo_mini_batch_size: int = 64
     log_prob_micro_batch_size_per_gpu: int | None = None
+    log_prob_check_rows: int = 8
     ppo_epochs: int = 1
     shuffle: bool = True
     policy_loss: str = "vanilla"
@@ -107,25 +110,15 @@ class PpoActorConfig(ActorConfig):
 
 
 @dataclass
-class RefEngineConfig:
-    """What the reference's engine does otherwise than the actor's, whose other keys it shares.
-
-    Attributes:
-        param_offload: keep the weights in host memory between passes.
-    """
-
-    param_offload: bool = False
-
-
-@dataclass
 class RefConfig:
     """The reference policy: the initial model, frozen.
 
     Attributes:
-        engine: how it is held.
+        engine: keys in which the reference's engine differs from the actor's; with another ``name``, all that differ
+            from that engine's defaults. ``param_offload`` keeps the weights in host memory between passes.
     """
 
-    engine: RefEngineConfig = field(default_factory=RefEngineConfig)
+    engine: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass
@@ -141,12 +134,13 @@ class RewardModelPathConfig:
 
 @dataclass
 class RewardModelConfig:
-    """A model that scores responses, on the actor's engine. Names are verl's where it has one.
+    """A model that scores responses. Names are verl's where it has one.
 
     Attributes:
         enable: whether there is one.
         model: which.
         micro_batch_size_per_gpu: rows a pass; empty for the actor's of log-probs.
+        engine: keys in which its engine differs from the actor's.
         weight, rule_weight: a row's score is ``weight`` times the model's plus ``rule_weight`` times
             that of ``reward``. Accuracy is always that of ``reward``.
     """
@@ -154,6 +148,7 @@ class RewardModelConfig:
     enable: bool = False
     model: RewardModelPathConfig = field(default_factory=RewardModelPathConfig)
     micro_batch_size_per_gpu: int | None = None
+    engine: dict[str, Any] = field(default_factory=dict)
     weight: float = 1.0
     rule_weight: float = 0.0
 
@@ -172,10 +167,11 @@ class CriticModelConfig:
 
 @dataclass
 class CriticConfig:
-    """The value model, which runs where the estimator needs values; on the actor's engine.
+    """The value model, which runs where the estimator needs values.
 
     Attributes:
         model: what it starts from.
+        engine: keys in which its engine differs from the actor's.
         optim: optimizer and schedule; one scheduler step is one training step.
         ppo_mini_batch_size: prompts an optimizer step; empty for the actor's.
         ppo_micro_batch_size_per_gpu: rows a pass; empty for the actor's.
@@ -185,6 +181,7 @@ class CriticConfig:
     """
 
     model: CriticModelConfig = field(default_factory=CriticModelConfig)
+    engine: dict[str, Any] = field(default_factory=dict)
     optim: OptimConfig = field(default_factory=OptimConfig)
     ppo_mini_batch_size: int | None = None
     ppo_micro_batch_size_per_gpu: int | None = None
@@ -274,16 +271,33 @@ class TrainerConfig:
 
 
 @dataclass
+class StagesConfig:
+    """A recipe's changes to the list of stages, by names in ``rollcast.stages``.
+
+    Attributes:
+        insert: stages that are put in although nothing reads what they write.
+        replace: name of a stage to the name of the one that takes its place.
+        remove: stages that are never put in.
+    """
+
+    insert: list[str] = field(default_factory=list)
+    replace: dict[str, str] = field(default_factory=dict)
+    remove: list[str] = field(default_factory=list)
+
+
+@dataclass
 class PpoTrainerConfig(TrainerConfig):
     """Keys of ``trainer=ppo``.
 
     Attributes:
         critic_warmup: steps at the start that train the critic alone.
+        stages: changes to the list of stages, see ``rollcast plan``.
     """
 
     actor_schema: ClassVar[type[ActorConfig]] = PpoActorConfig
 
     critic_warmup: int = 0
+    stages: StagesConfig = field(default_factory=StagesConfig)
 
     def check(self) -> None:
         super().check()

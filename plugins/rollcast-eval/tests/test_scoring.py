@@ -1,0 +1,192 @@
+"""From generated rows to samples and scores."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, rewards
+from rollcast.errors import ConfigError, RewardError
+from rollcast.protocol import DataProto
+from rollcast_data.tokenizer import load_tokenizer
+from rollcast_eval.scoring import RewardScorer, Scored, summarize
+
+SEEN: list[RewardSample] = []
+
+
+def echo(sample: RewardSample) -> RewardResult:
+    SEEN.append(sample)
+    score = float(len(sample.response))
+    return RewardResult(score, extra={"length": score} if sample.finished else {})
+
+
+class Short(BaseReward):
+    """Forgets its last sample."""
+
+    def score(self, sample: RewardSample) -> float:
+        return 0.0
+
+    def score_batch(self, samples: Sequence[RewardSample]) -> list[float]:
+        return [0.0] * (len(samples) - 1)
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    parts: dict[str, Any] = {
+        "test_echo": echo,
+        "test_nan": lambda sample: float("nan"),
+        "test_short": Short,
+    }
+    for name, part in parts.items():
+        rewards.register(name, part)
+    SEEN.clear()
+    yield
+    for name in parts:
+        rewards.unregister(name)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_folder: Path) -> Any:
+    return load_tokenizer(model_folder)
+
+
+def generated(tokenizer: Any) -> DataProto:
+    """Two rows: "7+1=" answered by "8" and the end token, and "2=" by "1a b" without one."""
+    eos = tokenizer.eos_token_id
+    prompts = [tokenizer("7+1=")["input_ids"], [0, 0, *tokenizer("2=")["input_ids"]]]
+    responses = [[*tokenizer("8")["input_ids"], eos, 0, 0], tokenizer("1a b")["input_ids"]]
+    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
+    prompt_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    return DataProto.from_dict(
+        tensors={
+            "prompts": torch.tensor(prompts),
+            "responses": torch.tensor(responses),
+            "attention_mask": torch.cat([prompt_mask, mask], 1),
+            "response_mask": mask,
+            "finished": torch.tensor([True, False]),
+        },
+        non_tensors={
+            "ground_truth": ["8", "x"],
+            "data_source": ["sums", "others"],
+            "extra_info": [{"level": 3}, {}],
+        },
+    )
+
+
+def test_samples_carry_text_ids_and_the_row(tokenizer: Any) -> None:
+    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(generated(tokenizer))
+    first, second = SEEN
+    assert (first.prompt, first.response, first.ground_truth, first.data_source) == ("7+1=", "8", "8", "sums")
+    assert (first.finished, dict(first.extra_info)) == (True, {"level": 3})
+    assert list(first.response_ids) == [*tokenizer("8")["input_ids"], tokenizer.eos_token_id]
+    assert (second.prompt, second.response, second.finished) == ("2=", "1a b", False)
+    assert scored.scores.tolist() == [1.0, 4.0]
+
+
+def test_the_score_stands_at_the_last_token_of_the_policy() -> None:
+    samples = [RewardSample("", "") for _ in range(3)]
+    scored = Scored(samples, [RewardResult(score) for score in (1.0, 2.0, 3.0)], 1.0)
+    # Whole, with another's tokens at its end, and empty.
+    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
+    assert scored.token_level_scores(mask).tolist() == [[0, 0, 1, 0], [0, 2, 0, 0], [3, 0, 0, 0]]
+    gaps = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0]])
+    assert scored.token_level_scores(gaps).tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0]]
+
+
+def test_metrics_of_a_batch(tokenizer: Any) -> None:
+    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(generated(tokenizer))
+    assert scored.metrics("reward") == {
+        "reward/mean": 2.5,
+        "reward/max": 4.0,
+        "reward/min": 1.0,
+        "reward/errors": 0.0,
+        # Only the finished sample has it.
+        "reward/length": 1.0,
+    }
+    assert scored.accuracy == 1.0
+
+
+def test_correct_is_what_the_result_says_or_a_full_score() -> None:
+    samples = [RewardSample("", "") for _ in range(4)]
+    results = [RewardResult(1.0), RewardResult(0.9), RewardResult(0.0, correct=True), RewardResult(1.0, correct=False)]
+    scored = Scored(samples, results, 1.0)
+    assert scored.correct == [True, False, True, False]
+    assert scored.accuracy == 0.5
+
+
+def test_sample_rows_keep_their_own_columns_whatever_a_reward_adds() -> None:
+    scored = Scored([RewardSample("p", "r", "t", "s")], [RewardResult(0.5, extra={"prompt": 9.0, "length": 2.0})], 1.0)
+    (row,) = scored.as_rows()
+    assert row == {
+        "prompt": "p",
+        "response": "r",
+        "ground_truth": "t",
+        "data_source": "s",
+        "finished": True,
+        "score": 0.5,
+        "correct": False,
+        "length": 2.0,
+    }
+
+
+def test_a_validation_is_summed_up_by_source_too() -> None:
+    rows = [
+        {"correct": True, "score": 1.0, "data_source": "a"},
+        {"correct": False, "score": 0.5, "data_source": "a"},
+        {"correct": True, "score": 1.0, "data_source": "b"},
+        {"correct": True, "score": 1.0, "data_source": "b"},
+    ]
+    metrics = summarize(rows)
+    assert metrics == {
+        "val/accuracy": 0.75,
+        "val/reward": 0.875,
+        "val/samples": 4.0,
+        "val/accuracy/a": 0.5,
+        "val/accuracy/b": 1.0,
+    }
+    assert "val/accuracy/a" not in summarize(rows[:2])
+
+
+@pytest.mark.parametrize(("name", "says"), [("test_nan", "nan"), ("test_short", "2 samples were given, 1 scores")])
+def test_bad_scores_are_refused(tokenizer: Any, name: str, says: str) -> None:
+    with pytest.raises(RewardError, match=says):
+        RewardScorer(name, "naive", {}, tokenizer).score(generated(tokenizer))
+
+
+def test_options_that_a_reward_does_not_take(tokenizer: Any) -> None:
+    with pytest.raises(ConfigError, match=r"reward.reward_kwargs .*'test_short'"):
+        RewardScorer("test_short", "naive", {"limit": 3}, tokenizer)
+
+
+def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
+    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+    results = [
+        RewardResult(1.0, token_scores=[0.5, 0.25, 0.125]),
+        RewardResult(2.0),
+        RewardResult(3.0, token_scores=[]),
+        RewardResult(-1.0, token_scores=[-1.0]),
+    ]
+    scored = Scored([RewardSample("", "")] * 4, results, 1.0)
+    expected = [[0.5, 0.25, 0, 0.25, 0], [0, 0, 2, 0, 0], [3, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]
+    assert scored.token_level_scores(mask).tolist() == expected
+    # A reward model's 10, and half of the results' own.
+    scored.rule_weight, scored.scores = 0.5, 10.0 + 0.5 * scored.scores
+    expected = [[0.25, 0.125, 0, 10.125, 0], [0, 0, 11, 0, 0], [11.5, 0, 0, 0, 0], [9.5, 0, 0, 0, 0]]
+    assert scored.token_level_scores(mask).tolist() == expected
+
+
+def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
+    batch = generated(tokenizer)
+    scorer = RewardScorer("test_echo", "naive", {}, tokenizer)
+    scorer.score(batch)
+    assert [list(sample.turn_ids) for sample in SEEN] == [[], []]
+    SEEN.clear()
+    turns = torch.arange(batch["responses"].shape[1]).expand(len(batch), -1)
+    scorer.score(batch.with_columns({"turn_ids": turns.clone()}))
+    for sample, mask in zip(SEEN, batch["response_mask"], strict=True):
+        assert list(sample.turn_ids) == mask.nonzero().squeeze(-1).tolist()
+        assert len(sample.turn_ids) == len(sample.response_ids)

@@ -1,0 +1,93 @@
+"""From the config's ``placement`` section to pools and the roles in them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Hashable, Mapping
+from typing import Any
+
+from rollcast import ResourcePool, ResourcePoolManager
+from rollcast.config.schemas import PlacementConfig, PoolConfig
+from rollcast.config.validation import build_section
+from rollcast.contracts.device import CUDA, Device, find_device
+from rollcast.contracts.stage import roles
+from rollcast.errors import ConfigError, ResourceError
+
+__all__ = ["GLOBAL_POOL", "ROLLOUT", "build_pools"]
+
+#: The pool of ``placement.nnodes`` and ``placement.n_gpus_per_node``.
+GLOBAL_POOL = "global_pool"
+#: Role of the replicas of a rollout.
+ROLLOUT = "rollout"
+
+
+def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
+    """The pools, and for each role the one in which it lives.
+
+    Raises:
+        ConfigError: a number, a device, a role or a pool is not valid; names the key and what is.
+    """
+    device = find_device(placement.device)
+    for key in ("nnodes", "n_gpus_per_node"):
+        if getattr(placement, key) < 1:
+            raise ConfigError(f"placement.{key} is {getattr(placement, key)}; it must be at least 1")
+    if GLOBAL_POOL in placement.pools:
+        raise ConfigError(f"placement.pools names {GLOBAL_POOL!r}; its size is placement.nnodes and n_gpus_per_node")
+    pools = {GLOBAL_POOL: PoolConfig([placement.n_gpus_per_node] * placement.nnodes)}
+    pools |= {name: _read_pool(name, value) for name, value in placement.pools.items()}
+    _check_mapping(placement, pools)
+    mapping: dict[Hashable, str] = {role: placement.mapping.get(role, GLOBAL_POOL) for role in _known_roles()}
+    used = {name: _build_pool(name, pool, device) for name, pool in pools.items() if name in mapping.values()}
+    return ResourcePoolManager(used, mapping)
+
+
+def _read_pool(name: str, value: Any) -> PoolConfig:
+    """Return a pool of ``placement.pools``, given as a list of counts or as a mapping with options."""
+    key = f"placement.pools.{name}"
+    if isinstance(value, Mapping):
+        known = [entry.name for entry in dataclasses.fields(PoolConfig)]
+        unknown = sorted(set(map(str, value)) - set(known))
+        if unknown:
+            raise ConfigError(f"there is no key {key}.{unknown[0]}; keys of a pool: {', '.join(known)}")
+        pool: PoolConfig = build_section(PoolConfig, value, key)
+        key = f"{key}.processes"
+    else:
+        pool = build_section(PoolConfig, {"processes": value}, key)
+    if not pool.processes or min(pool.processes) < 1:
+        raise ConfigError(f"{key} is {pool.processes}; give the processes on each node, as in [8, 8]")
+    return pool
+
+
+def _build_pool(name: str, pool: PoolConfig, device: Device) -> ResourcePool:
+    uses_device = bool(device.resource)
+    try:
+        return ResourcePool(
+            pool.processes,
+            use_gpu=uses_device,
+            max_colocate_count=pool.max_colocate_count,
+            name=name,
+            cpus_per_process=pool.cpus_per_process,
+            accelerator=device.resource or CUDA.resource,
+            accelerator_type=pool.accelerator_type,
+            resources=pool.resources,
+            strategy=pool.strategy,
+        )
+    except ResourceError as error:
+        raise ConfigError(f"placement.pools.{name}: {error}") from error
+
+
+def _check_mapping(placement: PlacementConfig, pools: Collection[str]) -> None:
+    known = _known_roles()
+    for role, pool in placement.mapping.items():
+        if role not in known:
+            raise ConfigError(f"placement.mapping names the role {role!r}; roles: {', '.join(known)}")
+        if pool not in pools:
+            raise ConfigError(f"placement.mapping.{role} is {pool!r}, no pool; pools: {', '.join(pools)}")
+    unused = set(placement.pools) - set(placement.mapping.values())
+    if unused:
+        raise ConfigError(f"no role of placement.mapping lives in placement.pools.{', '.join(sorted(unused))}")
+
+
+def _known_roles() -> list[str]:
+    """Return the names that ``placement.mapping`` may have: registered roles, and the rollout's replicas."""
+    return sorted({*roles.names(), ROLLOUT})

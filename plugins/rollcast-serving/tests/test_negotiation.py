@@ -1,0 +1,119 @@
+"""Which combinations of engine, rollout, sync and mode are refused, why, and what is offered instead."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+from rollcast.contracts.engine import BaseEngine, EngineCapabilities
+from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
+from rollcast.contracts.weight_sync import weight_syncs
+from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
+
+CHOICE = Choice("e", "r", "hybrid", "in_process")
+
+
+def parts(engine: dict[str, Any], rollout: dict[str, Any]) -> tuple[type[BaseEngine], type[BaseRollout]]:
+    engine_class = type("E", (BaseEngine,), {"capabilities": EngineCapabilities(**engine)})
+    rollout_class = type("R", (BaseRollout,), {"capabilities": RolloutCapabilities(**rollout)})
+    return engine_class, rollout_class
+
+
+EVERYWHERE = {"modes": frozenset(RolloutMode)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "engine", "rollout", "words"),
+    [
+        (
+            {"mode": "colocated"},
+            {"in_process_module": True},
+            {**EVERYWHERE, "in_process": True},
+            r"sync 'in_process' has the modes hybrid; this would work: .*mode=colocated, .*sync=shared_memory",
+        ),
+        (
+            {"mode": "standalone", "weight_sync": "shared_memory"},
+            {},
+            {"modes": frozenset({RolloutMode.HYBRID})},
+            r"rollout 'r' has the modes hybrid; this would work: .*mode=hybrid, .*sync=shared_memory",
+        ),
+        ({}, {"in_process_module": True}, EVERYWHERE, r"rollout 'r' cannot generate with it; .*sync=shared_memory"),
+        ({}, {}, {**EVERYWHERE, "in_process": True}, r"engine 'e' has none that can generate; .*shared_memory"),
+        (
+            {"tensor_parallel": 2, "weight_sync": "disk"},
+            {},
+            EVERYWHERE,
+            r"no tensor parallelism \(rollout.tensor_model_parallel_size\); this would work: .*sync=disk",
+        ),
+        ({}, {}, {}, r"has the modes none; nothing else that is installed works either"),
+    ],
+)
+def test_refused_with_the_nearest(
+    changes: dict[str, Any], engine: dict[str, Any], rollout: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(CapabilityError, match=words):
+        check_choice(dataclasses.replace(CHOICE, **changes), *parts(engine, rollout))
+
+
+def test_what_is_offered_works() -> None:
+    """Over every combination: either it passes, or nothing that passes was near it."""
+    for in_process_module in (True, False):
+        for in_process in (True, False):
+            both = parts({"in_process_module": in_process_module}, {**EVERYWHERE, "in_process": in_process})
+            passed = []
+            for mode in RolloutMode:
+                for sync in weight_syncs.names():
+                    choice = Choice("e", "r", mode.value, sync)
+                    try:
+                        check_choice(choice, *both)
+                        passed.append(choice)
+                    except CapabilityError as error:
+                        assert "this would work" in str(error)
+            alone = {(choice.mode, choice.weight_sync) for choice in passed}
+            assert (("hybrid", "in_process") in alone) == (in_process and in_process_module)
+            assert {("colocated", "shared_memory"), ("standalone", "collective"), ("hybrid", "disk")} <= alone
+
+
+def test_what_is_no_combination() -> None:
+    with pytest.raises(ConfigError, match=r"rollout.mode is 'remote'; modes: hybrid, colocated, standalone"):
+        check_choice(dataclasses.replace(CHOICE, mode="remote"), *parts({}, EVERYWHERE))
+    with pytest.raises(PluginNotFoundError, match="teleport"):
+        check_choice(dataclasses.replace(CHOICE, weight_sync="teleport"), *parts({}, EVERYWHERE))
+
+
+@pytest.mark.parametrize(
+    ("mode", "same_process", "own_pool", "processes", "size", "words"),
+    [
+        ("hybrid", True, True, 2, 1, "lives in the actor's processes"),
+        ("standalone", False, False, 2, 1, "needs a pool of its own"),
+        ("colocated", False, True, 2, 1, "rollout.mode=standalone, not colocated"),
+        ("colocated", False, False, 3, 2, "does not divide the 3 processes"),
+    ],
+)
+def test_places(mode: str, same_process: bool, own_pool: bool, processes: int, size: int, words: str) -> None:
+    choice = Choice("e", "r", mode, "shared_memory", size)
+    with pytest.raises(ConfigError, match=words):
+        check_places(choice, same_process, own_pool, processes)
+
+
+def test_places_that_fit() -> None:
+    check_places(Choice("e", "r", "standalone", "disk", 2), False, True, 4)
+    check_places(Choice("e", "r", "colocated", "disk"), False, False, 3)
+    check_places(CHOICE, True, False, 1)
+
+
+@pytest.mark.parametrize(
+    ("engine", "rollout", "words"),
+    [
+        (1, None, r"actor.engine.name=e runs on at most 1 rank \(.*\), but the pool of role actor has 4"),
+        (None, 2, r"rollout.name=r runs on at most 2 ranks \(.*\), but the pool of role rollout has 3; .* a pool of 2"),
+    ],
+)
+def test_an_engine_or_a_rollout_of_few_ranks(engine: int | None, rollout: int | None, words: str) -> None:
+    limits = EngineCapabilities(max_world_size=engine), RolloutCapabilities(max_world_size=rollout)
+    with pytest.raises(CapabilityError, match=words):
+        check_world_sizes(CHOICE, *limits, 4, 3)
+    check_world_sizes(CHOICE, *limits, 1, 2)

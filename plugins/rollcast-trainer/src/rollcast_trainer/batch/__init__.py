@@ -1,0 +1,1 @@
+"""Batches: columns, sizes, mini-batches and their balance over ranks."""

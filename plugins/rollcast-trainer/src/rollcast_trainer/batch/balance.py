@@ -1,0 +1,82 @@
+"""Balance of rows over data-parallel ranks, by tokens.
+
+Mini-batches are formed in ``mini_batches``; this module only chooses the rank of each row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from rollcast.protocol import DataProto, karmarkar_karp
+from rollcast_dispatch.balance import exchange_items, plan_shards
+
+__all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
+
+
+def row_lengths(batch: DataProto) -> list[int]:
+    """Tokens of each row, prompt and response, by ``attention_mask`` ``[B, S]``."""
+    lengths: list[int] = (batch["attention_mask"] != 0).sum(-1).tolist()
+    return lengths
+
+
+def deal_rows(lengths: Sequence[int], parts: int) -> list[list[int]]:
+    """Rows (their numbers) in ``parts`` parts of one size.
+
+    The heaviest part is never heavier than if the rows were dealt out one after the other, which is
+    what happens where that is as good.
+
+    Args:
+        lengths: tokens of each row; ``parts`` divides their number.
+        parts: at least 1.
+    """
+    in_turn = [list(range(part, len(lengths), parts)) for part in range(parts)]
+    if parts == 1 or len(set(lengths)) < 2:
+        return in_turn
+    balanced = exchange_items(karmarkar_karp(lengths, parts, equal_size=True), lengths)
+    return balanced if max(_tokens(balanced, lengths)) < max(_tokens(in_turn, lengths)) else in_turn
+
+
+def spread_rows(call: Callable[[DataProto], DataProto], batch: DataProto, ranks: int) -> DataProto:
+    """What ``call`` gives for each row, in the batch's order, with the rows spread over the ranks.
+
+    Args:
+        call: splits a batch into equal shards in a row, one a rank, and gives a row for each row.
+        batch: ``B`` rows with ``attention_mask``.
+        ranks: at least 1.
+    """
+    if ranks == 1 or not len(batch):
+        return call(batch)
+    shards = plan_shards(row_lengths(batch), ranks, None, equal_size=True)
+    sent = [row for shard in shards for row in (*shard.rows, *shard.padding)]
+    if sent[: len(batch)] == list(range(len(batch))):
+        return call(batch)
+    places, start = [0] * len(batch), 0
+    for shard in shards:
+        for offset, row in enumerate(shard.rows):
+            places[row] = start + offset
+        start += len(shard.rows) + len(shard.padding)
+    return call(batch.select_idxs(sent)).select_idxs(places)
+
+
+def seqlen_metrics(lengths: Sequence[int], ranks: int) -> dict[str, float]:
+    """Tokens of a step's rows on the ranks, by verl's names ``global_seqlen/...``.
+
+    ``min``, ``max`` and ``minmax_diff`` are of the rows in their order, ``balanced_min`` and
+    ``balanced_max`` of the rows as they are spread, filler not counted; ``mean`` is a rank's share.
+    """
+    size = -(-len(lengths) // ranks)
+    before = [sum(lengths[start : start + size]) for start in range(0, size * ranks, size)]
+    after = [sum(lengths[row] for row in shard.rows) for shard in plan_shards(lengths, ranks, None, equal_size=True)]
+    values = {
+        "min": min(before),
+        "max": max(before),
+        "minmax_diff": max(before) - min(before),
+        "balanced_min": min(after),
+        "balanced_max": max(after),
+        "mean": sum(lengths) / ranks,
+    }
+    return {f"global_seqlen/{name}": float(value) for name, value in values.items()}
+
+
+def _tokens(parts: Sequence[Sequence[int]], lengths: Sequence[int]) -> list[int]:
+    return [sum(lengths[row] for row in part) for part in parts]

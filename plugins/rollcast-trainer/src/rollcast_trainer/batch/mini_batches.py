@@ -1,0 +1,124 @@
+"""Mini-batches: how they are drawn from a batch, and how their rows become shards."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from rollcast.contracts.algorithm import Denominators
+from rollcast.protocol import DataProto
+from rollcast_trainer.batch.balance import deal_rows
+
+__all__ = ["UpdatePlan", "count_denominators", "draw_mini_batches", "plan_update", "without_advantage"]
+
+
+@dataclass(frozen=True)
+class UpdatePlan:
+    """Mini-batches of a rank's rows: contiguous, the same number of rows on every rank.
+
+    Attributes:
+        rows_per_rank: rows of each mini-batch on each rank.
+        denominators: counts of each whole mini-batch, rows that were left out included.
+        epochs: passes over all mini-batches.
+    """
+
+    rows_per_rank: Sequence[int]
+    denominators: Sequence[Denominators]
+    epochs: int = 1
+
+
+def count_denominators(response_mask: torch.Tensor, max_tokens: int) -> Denominators:
+    """Counts of a mini-batch from its mask ``[B, T]``."""
+    return Denominators(
+        tokens=float(response_mask.sum()),
+        sequences=float((response_mask.sum(-1) > 0).sum()),
+        max_tokens=float(max_tokens),
+    )
+
+
+def draw_mini_batches(rows: int, count: int, epochs: int, seed: int | None) -> tuple[list[torch.Tensor], int]:
+    """Row indices (int64) of each mini-batch, and how often to go through them all.
+
+    Rows are drawn one by one: the samples of a prompt may fall into different mini-batches.
+
+    Args:
+        rows: rows of the batch.
+        count: mini-batches an epoch.
+        epochs: passes over the batch.
+        seed: of the order, which is new in each epoch; None for the order of the batch.
+    """
+    if seed is None:
+        return list(torch.arange(rows).chunk(count)), epochs
+    generator = torch.Generator().manual_seed(seed)
+    orders = [torch.randperm(rows, generator=generator) for _ in range(epochs)]
+    return [part for order in orders for part in order.chunk(count)], 1
+
+
+def plan_update(
+    batch: DataProto,
+    mini_batches: Sequence[torch.Tensor],
+    dp_size: int,
+    max_tokens: int,
+    epochs: int = 1,
+    skip_rows: torch.Tensor | None = None,
+    lengths: Sequence[int] | None = None,
+) -> tuple[DataProto, UpdatePlan]:
+    """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
+
+    Args:
+        batch: ``B`` rows with at least ``response_mask`` ``[B, T]``.
+        mini_batches: row indices (int64) of each mini-batch, none of them empty.
+        dp_size: shards; any number, the rows need not divide.
+        max_tokens: the longest response that the run allows.
+        epochs: how often the workers go through all mini-batches.
+        skip_rows: bool ``[B]``; these rows add nothing to the gradient and are not sent. They stay
+            in the denominators.
+        lengths: tokens of each row; a mini-batch's rows are then spread over the shards by
+            :func:`deal_rows`, and without them dealt out in turn.
+
+    Returns:
+        The arranged batch, and the plan for the workers. Rows that fill up a rank's part repeat
+        another row under a zero mask.
+    """
+    mask = batch["response_mask"]
+    blocks: list[list[int]] = [[] for _ in range(dp_size)]
+    filler: list[list[bool]] = [[] for _ in range(dp_size)]
+    rows_per_rank: list[int] = []
+    denominators: list[Denominators] = []
+    for rows in mini_batches:
+        kept = rows if skip_rows is None else rows[~skip_rows[rows]]
+        denominators.append(_denominators(mask, rows, kept, max_tokens))
+        indices = kept.tolist()
+        # At least one row each: ranks that share a model run every pass together.
+        per_rank = max(-(-len(indices) // dp_size), 1)
+        missing = per_rank * dp_size - len(indices)
+        real = [True] * len(indices) + [False] * missing
+        candidates = indices or rows.tolist()
+        indices += [candidates[0] if lengths is None else min(candidates, key=lengths.__getitem__)] * missing
+        rows_per_rank.append(per_rank)
+        weights = [0] * len(indices) if lengths is None else [lengths[index] for index in indices]
+        for rank, part in enumerate(deal_rows(weights, dp_size)):
+            blocks[rank] += [indices[place] for place in part]
+            filler[rank] += [real[place] for place in part]
+    order = torch.tensor([index for block in blocks for index in block], dtype=torch.int64)
+    keep = torch.tensor([flag for block in filler for flag in block], dtype=torch.bool)
+    arranged = batch.select_idxs(order)
+    if not bool(keep.all()):
+        masked = arranged["response_mask"] * keep.unsqueeze(-1).to(arranged["response_mask"].dtype)
+        arranged = arranged.with_columns({"response_mask": masked})
+    return arranged, UpdatePlan(tuple(rows_per_rank), tuple(denominators), epochs)
+
+
+def _denominators(mask: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int) -> Denominators:
+    whole = count_denominators(mask[rows], max_tokens)
+    if len(kept) == len(rows):
+        return whole
+    return replace(whole, present_tokens=float(mask[kept].sum()))
+
+
+def without_advantage(batch: DataProto) -> torch.Tensor:
+    """Return the rows (bool ``[B]``) whose advantage is zero at every token."""
+    advantages: torch.Tensor = batch["advantages"]
+    return advantages.abs().amax(-1) == 0

@@ -1,0 +1,93 @@
+"""A run's checkpoints, written while the workers wait, or while they train on."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+from rollcast import WorkerGroup
+from rollcast.errors import RollcastError
+from rollcast_trainer.run.run_dir import Checkpoints
+
+__all__ = ["CheckpointSaver"]
+
+logger = logging.getLogger(__name__)
+
+
+class CheckpointSaver:
+    """Has all groups write their parts, and makes a checkpoint of them when the last is there.
+
+    Args:
+        checkpoints: of the run.
+        groups: whose state is kept.
+        in_background: groups go on as soon as their state is copied; one checkpoint is under way at a time.
+        on_saved: called with step and folder of each that is complete.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Checkpoints,
+        groups: Sequence[WorkerGroup],
+        in_background: bool,
+        on_saved: Callable[[int, Path], None],
+    ) -> None:
+        self._checkpoints = checkpoints
+        self._groups = groups
+        self._in_background = in_background
+        self._on_saved = on_saved
+        self._pending: tuple[int, AbstractContextManager[Path]] | None = None
+
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, or begin to; the one before is waited for.
+
+        Raises:
+            CheckpointError: it cannot be written, or the one before could not; earlier ones are whole.
+        """
+        self.settle(wait=True)
+        writing = self._checkpoints.writing(step, state)
+        self._pending = (step, writing)
+        folder = str(writing.__enter__().resolve())
+        try:
+            for group in self._groups:
+                (group.start_checkpoint if self._in_background else group.save_checkpoint)(folder)
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        self.settle(wait=not self._in_background)
+
+    def settle(self, wait: bool = False) -> None:
+        """Complete the checkpoint that is under way, if all of it is written.
+
+        Args:
+            wait: until it is.
+
+        Raises:
+            CheckpointError: it could not be written; earlier ones are whole.
+        """
+        if self._pending is None:
+            return
+        try:
+            written = [group.finish_checkpoint(wait) for group in self._groups]
+        except BaseException as error:
+            self._give_up(error)
+            raise
+        if all(all(ranks) for ranks in written):
+            (step, writing), self._pending = self._pending, None
+            writing.__exit__(None, None, None)
+            self._on_saved(step, self._checkpoints.path(step))
+
+    def rescue(self) -> None:
+        """Complete the checkpoint under way although the run has failed, if that still works."""
+        try:
+            self.settle(wait=True)
+        except RollcastError as error:
+            logger.warning("the checkpoint that was under way is lost: %s", error)
+
+    def _give_up(self, error: BaseException) -> None:
+        """Remove what was written; an error of the disk is raised as one of the checkpoint."""
+        if self._pending is not None:
+            (_, writing), self._pending = self._pending, None
+            writing.__exit__(type(error), error, error.__traceback__)

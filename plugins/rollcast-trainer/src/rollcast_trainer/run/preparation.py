@@ -1,0 +1,80 @@
+"""What a run checks and prepares before its workers start."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollcast.contracts.dataset import preprocessors
+from rollcast.contracts.trainer import trainers
+from rollcast.errors import ConfigError
+from rollcast_data.schemas import DataConfig
+from rollcast_trainer.run.run_dir import check_same_run
+
+__all__ = ["preprocess_data", "train_warm_start"]
+
+logger = logging.getLogger(__name__)
+
+
+def preprocess_data(data: DataConfig, seed: int) -> None:
+    """Run ``data.preprocess`` unless the data files are there.
+
+    Raises:
+        ConfigError: there is no folder to write into.
+        DataError: the source is missing or malformed.
+    """
+    if data.preprocess is None:
+        return
+    if data.preprocess_dir is None:
+        raise ConfigError(f"data.preprocess={data.preprocess} needs data.preprocess_dir, the folder to write into")
+    preprocessor = preprocessors.get(data.preprocess, requested_by="data.preprocess")()
+    files = [*data.train_files, *data.val_files]
+    if files and all(Path(file).exists() for file in files):
+        return
+    source = None if data.preprocess_source is None else Path(data.preprocess_source)
+    report = preprocessor.run(source, Path(data.preprocess_dir), seed)
+    written = ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items())
+    logger.info("%s wrote %s", data.preprocess, written)
+
+
+def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[str, Any]) -> Path:
+    """Train ``recipe`` in ``run_dir/warm_start``, unless its exported model is there already.
+
+    Args:
+        recipe: name of the recipe.
+        run_dir: of the run that it is for.
+        seed: that run's.
+        sections: parts of the config that both share, such as ``runtime``.
+
+    Returns:
+        The folder of the exported model.
+
+    Raises:
+        ConfigError: the folder holds a warm start with other settings.
+    """
+    from rollcast.config import compose
+    from rollcast.config.overrides import format_override
+
+    folder = run_dir / "warm_start"
+    exported = folder / "export"
+    config: DictConfig = compose(
+        [
+            f"recipe={recipe}",
+            format_override("run_dir", str(folder)),
+            f"trainer.seed={seed}",
+            "trainer.export=true",
+        ]
+    ).config
+    for name, section in sections.items():
+        config[name] = section
+    if exported.is_dir():
+        check_same_run(folder, OmegaConf.to_container(config))  # type: ignore[arg-type]
+        logger.info("warm start: the model in %s is there already", exported)
+        return exported
+    logger.info("warm start: training recipe %s in %s", recipe, folder)
+    trainers.get(config.trainer.name).launch(config)
+    return exported

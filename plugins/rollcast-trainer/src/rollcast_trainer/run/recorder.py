@@ -1,0 +1,64 @@
+"""Metrics and phase times of the step under way."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from rollcast.contracts.profiler import mark
+
+__all__ = ["Recorder"]
+
+
+class Recorder:
+    """Collects the metrics of a step; given to stages when they are built."""
+
+    def __init__(self) -> None:
+        self._metrics: dict[str, float] = {}
+        self._seconds: dict[str, float] = {}
+        self._running: list[tuple[str, float]] = []
+        self._is_muted = False
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics; ignored while muted."""
+        if not self._is_muted:
+            self._metrics.update(metrics)
+
+    @contextmanager
+    def muted(self, is_muted: bool = True) -> Iterator[None]:
+        """Ignore metrics that are recorded in the block, if ``is_muted``."""
+        before, self._is_muted = self._is_muted, self._is_muted or is_muted
+        try:
+            yield
+        finally:
+            self._is_muted = before
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time a block as ``time/<name>_s``, without the phases inside it; profilers show the name."""
+        self._stop_clock()
+        self._running.append((name, time.perf_counter()))
+        try:
+            with mark(name):
+                yield
+        finally:
+            self._stop_clock()
+            self._running.pop()
+            if self._running:
+                self._running[-1] = (self._running[-1][0], time.perf_counter())
+
+    def _stop_clock(self) -> None:
+        if self._running:
+            name, start = self._running[-1]
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self, phase: str) -> float:
+        """Return the seconds that a phase of this step has taken so far."""
+        return self._seconds.get(phase, 0.0)
+
+    def take(self) -> dict[str, float]:
+        """Return the metrics and ``time/<phase>_s`` of the step, and start the next."""
+        found = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
+        self._metrics, self._seconds = {}, {}
+        return found

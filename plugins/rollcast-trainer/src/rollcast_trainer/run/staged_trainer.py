@@ -1,0 +1,159 @@
+"""A trainer made of stages: how it is built, set up, saved and resumed; the loop itself is in ``loop``."""
+
+from __future__ import annotations
+
+import logging
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from rollcast.contracts.stage import Stage
+from rollcast.contracts.trainer import BaseTrainer
+from rollcast.protocol import DataProto
+from rollcast_data.loader import EpochIterator
+from rollcast_trainer.batch.sizes import ParallelSizes
+from rollcast_trainer.run.checkpoint_saver import CheckpointSaver
+from rollcast_trainer.run.run_dir import replacing_folder
+from rollcast_trainer.run.supply import Place
+from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.run.validation import validate
+from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.workers.roles import role_trains
+
+__all__ = ["StagedTrainer"]
+
+logger = logging.getLogger(__name__)
+
+
+class StagedTrainer(BaseTrainer):
+    """A trainer whose step is a list of stages, before its loop.
+
+    Attributes:
+        task: config sections, run directory, data and runtime of the run.
+        run: workers, sampling, scoring and metrics that the stages share.
+        places, stages: the stages of a step by name, with the reason for each, and the stages themselves.
+        step, total_steps: training steps that are done, and those of the run; the latter known after :meth:`setup`.
+        best_accuracy: the highest ``val/accuracy`` so far, ``-inf`` before any.
+        metrics, latest: metrics of the last step, and the last value of each metric of the run.
+        batches, val_batches: training and validation prompts; set by :meth:`setup`.
+        saver: writes the checkpoints; set by :meth:`setup`.
+
+    Args:
+        task: the run, not yet entered; a config that cannot work is refused here.
+
+    Raises:
+        RollcastError: the config cannot work.
+    """
+
+    schema: ClassVar[type[TrainerConfig]] = TrainerConfig
+
+    batches: EpochIterator
+    val_batches: list[DataProto]
+    saver: CheckpointSaver
+
+    def __init__(self, task: TaskRunner) -> None:
+        self.task, self.step, self.total_steps = task, 0, 0
+        self.best_accuracy = float("-inf")
+        self.metrics: dict[str, float] = {}
+        self.latest: dict[str, float] = {}
+        task.trainer.check()
+        longest = task.data.max_prompt_length + task.data.max_response_length
+        task.actor.check(longest, ParallelSizes.read(task.engine).context)
+        self.run = TrainingRun(task, self)
+        built = self.build_stages()
+        self.places: Sequence[Place] = [place for place, _ in built]
+        self.stages: list[Stage] = [stage for _, stage in built]
+        self.run.use(self.places)
+        self.run.resample = lambda stage: self.run_stages(next(self.batches), stage)
+
+    @property
+    def run_name(self) -> str:
+        """The run directory's name."""
+        return self.task.run_dir.name
+
+    @abstractmethod
+    def build_stages(self) -> list[tuple[Place, Stage]]:
+        """Return the stages of a step in their order; nothing has been started."""
+
+    @abstractmethod
+    def run_stages(self, batch: DataProto, before: Stage | None = None) -> DataProto:
+        """Return the batch after all stages; or as it is before one that asks for further rows, without metrics."""
+
+    def load_val_batches(self) -> list[DataProto]:
+        """Return the validation prompts, collated."""
+        return self.task.val_batches(self.task.data.dataset)
+
+    def should_stop(self) -> bool:
+        """True to end before ``total_steps``; asked before each step."""
+        return False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the trainer beside its stages, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+
+    def setup(self) -> None:
+        """Read the data, start the workers, and go back to the last checkpoint if there is one."""
+        task, run = self.task, self.run
+        self.batches = task.train_batches()
+        self.total_steps = run.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
+        run.scorer = task.scorer()
+        self.val_batches = self.load_val_batches()
+        task.start()
+        run.start(self.stages)
+        trained = [group for role, group in run.groups.items() if role_trains(role)]
+        self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce)
+        if task.start_step:
+            self._resume(task.start_step)
+
+    def sync_weights(self) -> dict[str, float]:
+        """Send the actor's weights to the rollout, as the version of the present step."""
+        return self.run.sampler.sync(self.step)
+
+    def validate(self) -> dict[str, float]:
+        """Generate and score the validation prompts."""
+        metrics = validate(self.run, self.val_batches, self.step)
+        self.best_accuracy = max(self.best_accuracy, metrics["val/accuracy"])
+        return metrics
+
+    def export(self) -> None:
+        """Write the actor as a Hugging Face folder, complete or not at all; raises CheckpointError."""
+        with replacing_folder(self.task.run_dir / "export") as folder:
+            self.run.actor.group.export(str(folder.resolve()))
+
+    def save_checkpoint(self) -> None:
+        """Write ``checkpoints/step_N``, complete or not at all; raises CheckpointError. Earlier ones stay whole."""
+        kept = {place.name: stage.state_dict() for place, stage in zip(self.places, self.stages, strict=True)}
+        state: dict[str, Any] = {
+            "step": self.step,
+            "data": self.batches.state_dict(),
+            "best_accuracy": self.best_accuracy if self.best_accuracy > float("-inf") else None,
+            "accuracy": self.metrics.get("val/accuracy"),
+            "trainer": self.state_dict(),
+            "stages": {name: each for name, each in kept.items() if each},
+        }
+        self.saver.save(self.step, state)
+
+    def _announce(self, step: int, path: Path) -> None:
+        self.run.emit("on_checkpoint_saved", step=step, path=str(path))
+
+    def _resume(self, step: int) -> None:
+        state = self.task.checkpoints.load_state(step)
+        self.batches.load_state_dict(state["data"])
+        if state["best_accuracy"] is not None:
+            self.best_accuracy = float(state["best_accuracy"])
+        kept = state.get("stages", {})
+        for place, stage in zip(self.places, self.stages, strict=True):
+            if place.name in kept:
+                stage.load_state_dict(kept[place.name])
+        self.load_state_dict(state.get("trainer", {}))
+        path = self.task.checkpoints.path(step)
+        for role, group in self.run.groups.items():
+            if role_trains(role):
+                group.load_checkpoint(str(path.resolve()))
+        self.step = step
+        logger.info("resumed from %s", path)

@@ -1,0 +1,190 @@
+"""The list of stages of a step: stages are put in for the columns that a later stage reads."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollcast.contracts.stage import StageSpec, stages
+from rollcast.errors import ConfigError, PluginError
+
+__all__ = ["Changes", "Place", "declare_stages", "supply"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One stage of the list.
+
+    Attributes:
+        name: registry name.
+        spec: declaration for this run.
+        reason: reader and column, goal, or stage for which it is in the list.
+    """
+
+    name: str
+    spec: StageSpec
+    reason: str
+
+
+@dataclass(frozen=True)
+class Changes:
+    """A recipe's changes to the list (``trainer.stages``).
+
+    Attributes:
+        insert: names of stages that are put in although nothing reads what they write.
+        replace: name of a stage to the name of the one that takes its place.
+        remove: names of stages that are never put in.
+    """
+
+    insert: Sequence[str] = ()
+    replace: Mapping[str, str] = field(default_factory=dict)
+    remove: Collection[str] = ()
+
+
+def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
+    """Return the declarations of all registered stages that have a part in this run.
+
+    A stage that cannot be loaded is left out with a warning, unless the recipe names it.
+
+    Raises:
+        ConfigError: the recipe names a stage that does not exist or has no part in the run.
+        PluginError: a stage that the recipe names cannot be loaded.
+    """
+    wanted = {*changes.insert, *changes.replace.values()}
+    for key, names in (("insert", changes.insert), ("replace", changes.replace), ("remove", changes.remove)):
+        for name in (*names, *(changes.replace.values() if key == "replace" else ())):
+            stages.find(name, requested_by=f"trainer.stages.{key}")
+    found: dict[str, StageSpec] = {}
+    for name in stages.names():
+        if name in changes.remove or name in changes.replace:
+            continue
+        try:
+            spec = stages.get(name).declare(run)
+        except PluginError as error:
+            if name in wanted:
+                raise
+            logger.warning("left out the stage %r: %s", name, error)
+            continue
+        if spec is not None:
+            found[name] = spec
+        elif name in wanted:
+            raise ConfigError(f"trainer.stages names {name!r}, which has no part in a run with this configuration")
+    return found
+
+
+def supply(
+    goals: Sequence[str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes | None = None
+) -> list[Place]:
+    """Return the stages that reach the goals, in the order in which they run.
+
+    Args:
+        goals: names of stages; each is in the list unless the recipe removes it.
+        specs: declarations by name.
+        given: columns of the batch that the first stage gets.
+        changes: of the recipe.
+
+    Raises:
+        ConfigError: nothing writes a column that is read, two stages write it, or stages wait for each other.
+    """
+    changes = changes or Changes()
+    reasons: dict[str, str] = {}
+    for goal in goals:
+        name = changes.replace.get(goal, goal)
+        if name not in changes.remove:
+            reasons[_known(name, "a goal of the trainer", specs)] = "goal of the trainer"
+    for name in changes.insert:
+        reasons.setdefault(_known(name, "trainer.stages.insert", specs), "trainer.stages.insert")
+    _close(reasons, specs, given, changes)
+    return [Place(name, specs[name], reasons[name]) for name in _order(list(reasons), specs)]
+
+
+def _known(name: str, asked: str, specs: Mapping[str, StageSpec]) -> str:
+    if name not in specs:
+        raise ConfigError(f"{asked} is the stage {name!r}, which is not there; stages: {', '.join(sorted(specs))}")
+    return name
+
+
+def _close(reasons: dict[str, str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes) -> None:
+    """Add the stages that those in ``reasons`` need, until nothing is missing."""
+    while True:
+        missing: list[tuple[str, str, list[str]]] = []
+        for name in list(reasons):
+            for brought in (changes.replace.get(each, each) for each in specs[name].brings):
+                if brought not in changes.remove:
+                    reasons.setdefault(_known(brought, f"brought by {name}", specs), f"comes with {name}")
+            for column in specs[name].reads:
+                if column in given or any(_writes(specs[each], column) for each in reasons if each != name):
+                    continue
+                missing.append((name, column, [each for each in specs if _writes(specs[each], column)]))
+        if not missing:
+            return
+        # A column with two writers may get one of them for another column's sake.
+        reader, column, writers = min(missing, key=lambda each: len(each[2]) != 1)
+        _refuse(reader, column, [each for each in writers if each != reader], given, specs)
+        reasons[next(each for each in writers if each != reader)] = f"{reader} reads {column}"
+
+
+def _writes(spec: StageSpec, column: str) -> bool:
+    return any(column == name or (name.endswith("/") and column.startswith(name)) for name in spec.writes)
+
+
+def _refuse(
+    reader: str, column: str, writers: Sequence[str], given: Collection[str], specs: Mapping[str, StageSpec]
+) -> None:
+    if not writers:
+        columns = sorted({*given, *(name for spec in specs.values() for name in spec.writes)})
+        raise ConfigError(
+            f"stage {reader!r} reads the column {column!r}, which no stage writes and the dataset does not have; "
+            f"columns: {', '.join(columns)}. Install or register a stage that writes it (rollcast.stages)"
+        )
+    if len(writers) > 1:
+        raise ConfigError(
+            f"stage {reader!r} reads the column {column!r}, which {' and '.join(writers)} both write; choose one with "
+            f"trainer.stages.remove=[{writers[0]}] or trainer.stages.remove=[{writers[1]}]"
+        )
+
+
+def _order(names: Sequence[str], specs: Mapping[str, StageSpec]) -> list[str]:
+    """Return the names so that each comes after what it depends on; otherwise in the order of their reads."""
+    needs = {name: _dependencies(name, names, specs) for name in names}
+    for barrier in (name for name in names if specs[name].changes_rows):
+        before = _all_before(barrier, needs)
+        for name in names:
+            if name not in before and name != barrier and barrier not in needs[name]:
+                needs[name].append(barrier)
+    order: list[str] = []
+    for name in names:
+        _visit(name, needs, order, ())
+    return order
+
+
+def _dependencies(name: str, names: Sequence[str], specs: Mapping[str, StageSpec]) -> list[str]:
+    spec = specs[name]
+    columns = (*spec.reads, *spec.optional)
+    writers = [other for column in columns for other in names if other != name and _writes(specs[other], column)]
+    return list(dict.fromkeys([*writers, *(other for other in spec.after if other in names)]))
+
+
+def _all_before(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:
+    found: set[str] = set()
+    waiting = list(needs[name])
+    while waiting:
+        current = waiting.pop()
+        if current not in found:
+            found.add(current)
+            waiting += needs[current]
+    return found
+
+
+def _visit(name: str, needs: Mapping[str, Sequence[str]], order: list[str], path: tuple[str, ...]) -> None:
+    if name in order:
+        return
+    if name in path:
+        raise ConfigError(f"stages wait for each other: {' -> '.join((*path[path.index(name) :], name))}")
+    for other in needs[name]:
+        _visit(other, needs, order, (*path, name))
+    order.append(name)

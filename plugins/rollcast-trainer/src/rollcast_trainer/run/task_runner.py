@@ -1,0 +1,406 @@
+"""TaskRunner: everything a run stands on, started in order and stopped whatever happens."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import logging
+from collections.abc import Hashable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self, cast
+
+from omegaconf import DictConfig, OmegaConf
+
+from rollcast import WorkerGroup, start_groups
+from rollcast.config.schemas import PlacementConfig
+from rollcast.config.validation import build_section
+from rollcast.contracts.dataset import BaseDataset, datasets
+from rollcast.contracts.device import hide_accelerators
+from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
+from rollcast.contracts.hooks import build_hook_manager
+from rollcast.contracts.reward import RewardSettings
+from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
+from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
+from rollcast.contracts.worker import ClassWithInitArgs
+from rollcast.errors import ConfigError, DataError
+from rollcast.protocol import DataProto
+from rollcast_data.loader import EpochIterator, FirstRows, build_loader
+from rollcast_data.schemas import DataConfig
+from rollcast_data.tokenizer import load_tokenizer
+from rollcast_eval.scoring import RewardScorer
+from rollcast_ray.recording import CallRecorder
+from rollcast_report.tracker_set import TrackerSet
+from rollcast_rewards.schemas import RewardConfig
+from rollcast_serving.adapters import take_adapters
+from rollcast_serving.launcher import ReplicaSpec
+from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
+from rollcast_serving.pools import build_pools
+from rollcast_serving.replicas import Replicas
+from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
+from rollcast_serving.worker import ReplicaWorker
+from rollcast_trainer.run.preparation import preprocess_data, train_warm_start
+from rollcast_trainer.run.run_dir import Checkpoints, prepare_run_dir, write_config
+from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.workers.roles import Role, placed_as
+from rollcast_trainer.workers.training import WorkerSetup
+
+if TYPE_CHECKING:
+    from pluggy import PluginManager
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["TaskRunner"]
+
+logger = logging.getLogger(__name__)
+#: Most tokens of the canary's prompt.
+_CANARY_PROMPT = 8
+
+
+class TaskRunner:
+    """What the trainers share: config sections, run directory, data, runtime, groups, trackers.
+
+    Built, it has read the config and found the parts, and nothing has been started or written.
+    Entered as a context manager, it has its run directory and the data files. :meth:`start` brings
+    up the runtime. Leaving the context stops the workers and closes the trackers.
+
+    Args:
+        config: the composed config.
+        trainer_schema: dataclass of the ``trainer`` section, which names that of ``actor``.
+
+    Raises:
+        ConfigError: a section has a wrong value.
+        PluginError: an engine, rollout, tracker or runtime does not exist or does not load.
+        CapabilityError: engine, rollout and weight sync cannot work together.
+    """
+
+    def __init__(self, config: DictConfig, trainer_schema: type[TrainerConfig] = TrainerConfig) -> None:
+        self.config = config
+        self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
+        self.run_dir = Path(config.run_dir)
+        self.trainer = self.section("trainer", trainer_schema)
+        self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
+        self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
+        self.placement = self.section("placement", PlacementConfig)
+        self.model = self.section("model", ModelConfig)
+        self.actor: Any = self.section("actor", trainer_schema.actor_schema)
+        self.data = self.section("data", DataConfig)
+        self.reward = self.section("reward", RewardConfig)
+        self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))
+        self.engine = self.section("actor.engine", self.engine_class.config_schema)
+        self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
+        self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
+        take_adapters(self.rollout, self.model)
+        choice = self._choice()
+        check_choice(choice, self.engine_class, self.rollout_class)
+        self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
+        self.pools = build_pools(self.placement)
+        self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
+        places = self.pools.get_resource_pool(Role.ROLLOUT).world_size
+        check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), places)
+        engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
+        check_world_sizes(choice, engine, rollout, self.world_size, places)
+        self.checkpoints = Checkpoints(
+            self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
+        )
+        self.start_step = 0
+        self.hooks: PluginManager = build_hook_manager()
+        self._runtime: Runtime | None = None
+        self._scorers: list[RewardScorer] = []
+        self._samplers: list[Sampler] = []
+        self._tokenizer: PreTrainedTokenizerBase | None = None
+        self.emit("on_configure", config=config)
+
+    def _choice(self) -> Choice:
+        rollout = self.rollout
+        size = rollout.tensor_model_parallel_size
+        trains_adapter = self.model.trains_adapter
+        return Choice(self.engine.name, rollout.name, rollout.mode, rollout.weight_sync, size, trains_adapter)
+
+    def section(self, path: str, schema: type) -> Any:
+        """A section of the config as an instance of its dataclass.
+
+        Raises:
+            ConfigError: a value has the wrong type.
+        """
+        return build_section(schema, OmegaConf.select(self.config, path), path)
+
+    def section_of(self, values: Mapping[str, Any], schema: type, path: str) -> Any:
+        """Return values as an instance of a dataclass; ``path`` names them in messages.
+
+        Raises:
+            ConfigError: a value has the wrong type.
+        """
+        return build_section(schema, OmegaConf.create(dict(values)), path)
+
+    def _name_of(self, path: str) -> str:
+        name = OmegaConf.select(self.config, f"{path}.name")
+        if name is None:
+            group = path.rpartition(".")[2]
+            raise ConfigError(f"{path}.name is not set; choose one with {group}=...")
+        return str(name)
+
+    # -- start and stop -----------------------------------------------------------------------
+
+    def __enter__(self) -> Self:
+        self.start_step = prepare_run_dir(self.run_dir, self.plain, self.trainer.resume_mode)
+        write_config(self.run_dir, OmegaConf.to_yaml(self.config))
+        preprocess_data(self.data, self.trainer.seed)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:
+            if self._runtime is not None:
+                stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
+                stack.callback(self._runtime.shutdown)
+            stack.callback(self._trackers.close)
+            for scorer in self._scorers:
+                stack.callback(scorer.close)
+            for sampler in self._samplers:
+                stack.callback(sampler.close)
+        self._runtime, self._scorers, self._samplers = None, [], []
+
+    def start(self) -> None:
+        """Bring up the runtime, train the warm start if there is one, and start the trackers.
+
+        Raises:
+            ResourceError: the machines do not have what the run asks for.
+        """
+        self._runtime = self._build_runtime()
+        self.pools.check(self._runtime.nodes())
+        if self.trainer.warm_start is not None:
+            shared = {name: self.config[name].copy() for name in ("runtime", "placement")}
+            shared["runtime"].record = None  # the calls of the run itself are meant
+            exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
+            self.model.path, self.model.random_init = str(exported), False
+        self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
+
+    def _build_runtime(self) -> Runtime:
+        settings = self.runtime_config
+        made = self._runtime_class.from_config(settings, processes=self.processes, run_dir=self.run_dir)
+        if settings.record is not None:
+            made.recorder = CallRecorder(settings.record, self.run_dir / "records")
+        return made
+
+    # -- what a trainer builds its loop from --------------------------------------------------
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The model's tokenizer."""
+        if self._tokenizer is None:
+            self._tokenizer = load_tokenizer(self.model.path, self.model.trust_remote_code)
+        return self._tokenizer
+
+    @property
+    def world_size(self) -> int:
+        """Worker processes of the actor."""
+        return self.pools.get_resource_pool(Role.ACTOR_ROLLOUT).world_size
+
+    @property
+    def processes(self) -> int:
+        """Worker processes of all pools."""
+        return sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
+
+    def has_own_pool(self, role: str) -> bool:
+        """True if a role lives apart from the actor."""
+        return self.pools.mapping[role] != self.pools.mapping[Role.ACTOR_ROLLOUT]
+
+    def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
+        """A dataset over ``files`` with the config's settings and some changed."""
+        settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
+        dataset_class = cast("Any", datasets.get(name))
+        return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
+
+    def train_batches(self) -> EpochIterator:
+        """Endless training batches of ``data.train_batch_size`` rows.
+
+        Raises:
+            ConfigError, DataError: there are no files, or they do not make one batch.
+        """
+        if not self.data.train_files:
+            raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
+        with _naming("data.train_files"):
+            dataset = self.build_dataset(self.data.train_files, self.data.dataset)
+        with _naming("data.train_batch_size"):
+            size, workers = self.data.train_batch_size, self.data.num_workers
+            return EpochIterator(build_loader(dataset, size, self.data.shuffle, self.trainer.seed, True, workers))
+
+    def val_batches(self, dataset_name: str, **changes: Any) -> list[DataProto]:
+        """One pass over the validation prompts; empty without ``data.val_files``.
+
+        Args:
+            dataset_name: of a dataset that gives prompts.
+            **changes: keys of the ``data`` section that differ for it.
+
+        Raises:
+            DataError: a file or row is missing or malformed.
+        """
+        if not self.data.val_files:
+            return []
+        with _naming("data.val_files"):
+            dataset = self.build_dataset(self.data.val_files, dataset_name, **changes)
+            rows = FirstRows(dataset, self.data.val_max_samples)
+            size = min(self.data.val_batch_size or len(rows), len(rows))
+            return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
+
+    def scorer(self) -> RewardScorer:
+        """The run's reward."""
+        reward = self.reward
+        settings = RewardSettings(
+            reward.on_error, reward.max_bad_share, reward.timeout_s, self.data.max_response_length
+        )
+        scorer = RewardScorer(
+            reward.name,
+            reward.reward_manager,
+            reward.reward_kwargs,
+            self.tokenizer,
+            settings,
+            reward.reward_manager_kwargs,
+        )
+        self._scorers.append(scorer)
+        return scorer
+
+    def role_engine(self, section: str) -> Any:
+        """Return the engine settings of a role: the actor's, changed by the keys of ``<section>.engine``.
+
+        With another ``name`` the defaults are those of that engine.
+
+        Raises:
+            ConfigError: a key is not one of the engine's, or has the wrong type.
+            PluginNotFoundError: there is no such engine.
+        """
+        node = OmegaConf.select(self.config, f"{section}.engine")
+        own = cast("dict[str, Any]", OmegaConf.to_container(node)) if node else {}
+        if section == "ref":
+            own.pop("param_offload", None)  # the worker moves the frozen weights, whatever the engine
+        if section == "actor" or not own:
+            return self.engine
+        name = own.get("name") or self.engine.name
+        schema = engines.get(name, requested_by=f"{section}.engine.name").config_schema
+        known = [each.name for each in dataclasses.fields(schema)]
+        for key in own:
+            if key not in known:
+                near = difflib.get_close_matches(key, known, 1)
+                hint = f"did you mean {section}.engine.{near[0]}?" if near else f"keys: {', '.join(known)}"
+                raise ConfigError(f"{section}.engine.{key} is no key of the engine {name}; {hint}")
+        base = asdict(self.engine) if name == self.engine.name else {}
+        return self.section_of({**base, **own, "name": name}, schema, f"{section}.engine")
+
+    def worker_role(self, role: str) -> str:
+        """Return the name in ``rollcast.roles`` of the class that plays a role."""
+        return placed_as(role)
+
+    def worker_setup(self, **parts: Any) -> WorkerSetup:
+        """Return the setup of a role's workers; ``parts`` are the fields beside seed and token ids."""
+        tokenizer = self.tokenizer
+        return WorkerSetup(
+            seed=self.trainer.seed,
+            pad_token_id=int(tokenizer.pad_token_id),
+            eos_token_id=int(tokenizer.eos_token_id),
+            **parts,
+        )
+
+    def start_roles(self, workers: Mapping[str, ClassWithInitArgs[Any]]) -> dict[str, WorkerGroup]:
+        """Start a group in each pool and build the models; roles of one pool share its processes.
+
+        Raises:
+            ResourceError: a pool cannot be placed.
+            WorkerError: a worker or model cannot be built.
+        """
+        if self._runtime is None:
+            raise RuntimeError("TaskRunner.start has to be called first, inside the context")
+        chosen = dict(workers)
+        self.emit("on_start_workers", workers=chosen, runtime=self._runtime)
+        everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
+        if self.uses_replicas:
+            replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
+            everyone[Role.ROLLOUT] = replica
+        groups = start_groups(
+            self.pools,
+            everyone,
+            runtime=self._runtime,
+            timeout=self.runtime_config.call_timeout_s,
+            launch_timeout=self.runtime_config.launch_timeout_s,
+            env=hide_accelerators() if self.placement.device == "cpu" else None,
+            threads=self.runtime_config.threads_per_worker,
+        )
+        for role, worker in chosen.items():
+            if hasattr(worker.cls, "init_model"):
+                groups[role].init_model()
+        return {str(role): group for role, group in groups.items()}
+
+    @property
+    def uses_replicas(self) -> bool:
+        """Whether the rollout runs in processes of its own."""
+        sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
+        return not sync.capabilities.same_process
+
+    def _replica_spec(self) -> ReplicaSpec:
+        replica, tokenizer = self.rollout.replica, self.tokenizer
+        hidden = hide_accelerators() if self.placement.device == "cpu" else {}
+        return ReplicaSpec(
+            rollout=asdict(self.rollout),
+            model_path=self.model.path,
+            seed=self.trainer.seed,
+            pad_token_id=int(tokenizer.pad_token_id),
+            eos_token_id=int(tokenizer.eos_token_id),
+            python=replica.python,
+            env={**hidden, **self.rollout_class.environment(self.rollout), **replica.env},
+            launch_timeout_s=replica.launch_timeout_s,
+            log_dir=str((self.run_dir / "logs").resolve()),
+        )
+
+    def start_sampler(self, groups: Mapping[str, WorkerGroup]) -> Sampler:
+        """What generates with the actor's weights, over the groups that :meth:`start_roles` gave.
+
+        Raises:
+            WorkerError: a replica cannot be started.
+        """
+        actor = next(iter(groups.values()))
+        if not self.uses_replicas or self._runtime is None:
+            return InProcessSampler(actor)
+        replica = self.rollout.replica
+        continuous = self.rollout_class.capabilities.continuous_batching
+        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        if not continuous:
+            routing = dataclasses.replace(routing, chunk=None, streams=1)
+        replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(self._runtime.nodes()) == 1)
+        takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
+        sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)
+        self._samplers.append(sampler)
+        return sampler
+
+    def _canary(self) -> Canary:
+        """Token ids from all over the vocabulary; what they mean does not matter."""
+        size, count = len(self.tokenizer), min(_CANARY_PROMPT, self.data.max_prompt_length)
+        sampling = SamplingParams(
+            temperature=self.rollout.temperature or 1.0,
+            max_tokens=min(self.rollout.canary.max_tokens, self.data.max_response_length),
+            ignore_eos=True,
+        )
+        ids = [size * (place + 1) // (count + 1) for place in range(count)]
+        return Canary(ids, sampling, self.rollout.canary, int(self.tokenizer.pad_token_id))
+
+    def emit(self, event: str, **values: Any) -> None:
+        """Call a hook of every tracker and plugin."""
+        getattr(self.hooks.hook, event)(**values)
+
+
+def _tell_if_nothing_recorded(recorder: object) -> None:
+    if isinstance(recorder, CallRecorder) and recorder.recorded is None:
+        calls = recorder.describe_calls()
+        logger.warning("runtime.record=%s recorded nothing; calls that were made: %s", recorder.wanted, calls)
+
+
+@contextmanager
+def _naming(key: str) -> Iterator[None]:
+    """Errors about the data say which key they come from."""
+    try:
+        yield
+    except DataError as error:
+        raise DataError(f"{key}: {error}") from error

@@ -1,0 +1,243 @@
+"""The run as stages see it: configuration, workers, sampling, scoring and the metrics of the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from omegaconf import DictConfig
+
+from rollcast import WorkerGroup
+from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.stage import Stage, roles
+from rollcast.contracts.worker import ClassWithInitArgs
+from rollcast.protocol import DataProto
+from rollcast_eval.scoring import RewardScorer
+from rollcast_serving.generation import trim_responses
+from rollcast_serving.sampler import Sampler
+from rollcast_trainer.batch.columns import PROMPT
+from rollcast_trainer.run.recorder import Recorder
+from rollcast_trainer.run.seeds import RowSeeds
+from rollcast_trainer.run.supply import Place
+from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.workers.handles import (
+    ActorHandle,
+    CriticHandle,
+    Playing,
+    ReferenceHandle,
+    RewardModelHandle,
+    RoleHandle,
+)
+from rollcast_trainer.workers.meter import Meter
+from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.workers.training import WorkerSetup
+
+__all__ = ["TrainingRun"]
+
+
+class TrainingRun:
+    """What stages, validation and the loop share.
+
+    Attributes:
+        task: config sections, run directory, data and runtime.
+        trainer: argument ``trainer`` of the hooks.
+        roles: names of the roles that the stages call, the actor's first.
+        groups: workers by role; empty before :meth:`start`.
+        recorder: metrics and times of the step under way.
+        columns_read: columns that the stages of the list read.
+        model_paths: folder of each role's model; filled by :meth:`start`.
+        meter: counts what calls to workers cost; a hook may set another in ``on_fit_start``.
+        seeds: seeds of the rows that are generated.
+        total_steps: training steps of the run; 0 before the data are read.
+        scorer, sampler: the reward, and what generates; set when the run starts.
+        resample: returns the rows of further prompts as they are before a stage that changes rows.
+    """
+
+    scorer: RewardScorer
+    sampler: Sampler
+    resample: Callable[[Stage], DataProto]
+
+    def __init__(self, task: TaskRunner, trainer: Any) -> None:
+        self.task = task
+        self.trainer = trainer
+        self.roles: list[str] = [str(Role.ACTOR_ROLLOUT)]
+        self.groups: dict[str, WorkerGroup] = {}
+        self.recorder = Recorder()
+        self.meter = Meter()
+        self.seeds = RowSeeds(task.trainer.seed)
+        self.total_steps = 0
+        self.model_paths: dict[str, str] = {}
+        self.columns_read: frozenset[str] = frozenset()
+
+    # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
+
+    @property
+    def config(self) -> DictConfig:
+        """The composed configuration."""
+        return self.task.config
+
+    @property
+    def step(self) -> int:
+        """Number of the step under way, from 1."""
+        return int(self.trainer.step) + 1
+
+    def section(self, path: str, schema: type) -> Any:
+        """Return a section of the configuration as an instance of its dataclass."""
+        return self.task.section(path, schema)
+
+    def record(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics to those of the step."""
+        self.recorder.record(metrics)
+
+    def workers(self, role: str) -> WorkerGroup:
+        """Return the worker group that plays a role."""
+        return self._playing(role).group
+
+    def call(self, role: str, method: str, batch: DataProto) -> DataProto:
+        """Return the rows that a method of a role's workers returns for the rows of ``batch``, in order."""
+        handle = RoleHandle(self._playing(role))
+        return handle.infer(method, getattr(handle.group, method), batch)
+
+    # -- typed workers ------------------------------------------------------------------------
+
+    @property
+    def actor(self) -> ActorHandle:
+        """The policy in training."""
+        return ActorHandle(self._playing(Role.ACTOR_ROLLOUT))
+
+    @property
+    def reference(self) -> ReferenceHandle:
+        """The reference policy."""
+        return ReferenceHandle(self._playing(Role.REF))
+
+    @property
+    def critic(self) -> CriticHandle:
+        """The value model."""
+        return CriticHandle(self._playing(Role.CRITIC))
+
+    @property
+    def reward_model(self) -> RewardModelHandle:
+        """The model that scores responses."""
+        return RewardModelHandle(self._playing(Role.REWARD_MODEL))
+
+    def _playing(self, role: str) -> Playing:
+        # A replica engine that takes turns gives its memory up before the workers compute.
+        self.sampler.rest()
+        played_as = self.played_as(role)
+        settings = self.task.trainer
+        longest = self.task.data.max_response_length
+        return Playing(role, played_as, self.groups[played_as], self.meter, settings.balance_batch, longest)
+
+    def played_as(self, role: str) -> str:
+        """Return the role itself if it has workers of its own, else the actor's, which play it too."""
+        return role if role in self.groups else next(iter(self.groups))
+
+    def ranks_of(self, role: str) -> int:
+        """Return the number of data-parallel ranks of the workers that play a role."""
+        played_as = self.played_as(role)
+        return Playing(role, played_as, self.groups[played_as], self.meter, False, 0).ranks
+
+    # -- start --------------------------------------------------------------------------------
+
+    def use(self, places: Sequence[Place]) -> None:
+        """Take the list of stages: which roles they call, and which columns they read."""
+        called = [role for place in places for role in place.spec.roles]
+        self.roles = list(dict.fromkeys([str(Role.ACTOR_ROLLOUT), *map(str, called)]))
+        self.columns_read = frozenset(name for place in places for name in (*place.spec.reads, *place.spec.optional))
+
+    def start(self, stages: Sequence[Stage]) -> None:
+        """Start the workers of all roles, set up by the stages that call them, and the sampler."""
+        setups = {role: self._base_setup(role) for role in self.roles}
+        for stage in stages:
+            setups = {role: stage.configure(role, setup) for role, setup in setups.items()}
+        self.model_paths = {role: setup.model.path for role, setup in setups.items() if hasattr(setup, "model")}
+        setups = self._fuse_reference(setups)
+        classes = {role: roles.get(self.task.worker_role(role)) for role in setups}
+        workers = {role: ClassWithInitArgs(classes[role], setup) for role, setup in setups.items()}
+        self.groups = self.task.start_roles(workers)
+        self.sampler = self.task.start_sampler(self.groups)
+
+    def _base_setup(self, role: str) -> WorkerSetup:
+        """Return the setup of a role's workers before its stages adjust it: a frozen model on the role's engine."""
+        task, settings = self.task, self.forward_settings()
+        is_actor = role == Role.ACTOR_ROLLOUT
+        key = "actor" if is_actor else role
+        return task.worker_setup(
+            key=key,
+            engine=task.role_engine(key),
+            model=task.model if is_actor else task.model.without_adapter(),
+            optim=self.schedule(task.actor.optim) if is_actor else None,
+            rollout=task.rollout if is_actor else None,
+            loss_function=None,
+            has_reference=False,
+            forward=settings,
+            infer=settings,
+        )
+
+    def _fuse_reference(self, setups: Mapping[str, WorkerSetup]) -> dict[str, WorkerSetup]:
+        """Put a reference with the actor's engine and pool into the actor's workers."""
+        actor, reference = setups[Role.ACTOR_ROLLOUT], setups.get(Role.REF)
+        if reference is None or self.task.has_own_pool(Role.REF) or reference.engine != actor.engine:
+            return dict(setups)
+        fused = replace(actor, has_reference=True, offload_reference=reference.offload_reference)
+        others = {role: setup for role, setup in setups.items() if role not in (Role.ACTOR_ROLLOUT, Role.REF)}
+        return {Role.ACTOR_ROLLOUT_REF: fused, **others}
+
+    def schedule(self, optim: Any) -> Any:
+        """Return optimizer settings whose schedule is as long as the run, unless they say how long it is."""
+        if optim.total_training_steps >= 1:
+            return optim
+        return replace(optim, total_training_steps=self.total_steps)
+
+    def forward_settings(self) -> ForwardSettings:
+        """Return how batches go through the model in updates."""
+        actor = self.task.actor
+        return ForwardSettings(
+            temperature=self.task.rollout.temperature or 1.0,
+            micro_batch_size_per_gpu=actor.ppo_micro_batch_size_per_gpu,
+            max_token_len_per_gpu=actor.ppo_max_token_len_per_gpu if actor.use_dynamic_bsz else None,
+            max_response_length=self.task.data.max_response_length,
+        )
+
+    def is_read(self, column: str) -> bool:
+        """True if a stage of the list reads a column; one that ends with ``/`` stands for all with this prefix."""
+        return any(name == column or (column.endswith("/") and name.startswith(column)) for name in self.columns_read)
+
+    def order_seed(self, stream: int) -> int | None:
+        """Return the seed of the order of rows in this step's mini-batches; None to keep the batch's order."""
+        if not self.task.actor.shuffle:
+            return None
+        seed = int(self.task.trainer.seed)
+        return (seed * 1_000_003 + self.step - 1 + stream * 500_009) & 0x7FFF_FFFF
+
+    # -- generation and events ----------------------------------------------------------------
+
+    def sampling(self, validation: bool = False) -> SamplingParams:
+        """Return the sampling of responses, for training or for validation."""
+        rollout = self.task.rollout
+        chosen = rollout.val_kwargs if validation else rollout
+        return SamplingParams(
+            temperature=chosen.temperature,
+            top_p=chosen.top_p,
+            top_k=chosen.top_k,
+            max_tokens=self.task.data.max_response_length,
+        )
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return a response for each prompt with the prompts' other columns, cut to the longest response.
+
+        Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
+        """
+        seeds = {"seed": self.seeds.draw(len(prompts))}
+        output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling)
+        return prompts.drop(PROMPT).joined(trim_responses(output))
+
+    def emit(self, event: str, **values: Any) -> None:
+        """Call a hook of every tracker and plugin with the trainer."""
+        self.task.emit(event, trainer=self.trainer, **values)
+
+    def emit_batch(self, event: str, batch: DataProto) -> None:
+        """Call a hook about the batch of the step under way."""
+        self.emit(event, step=self.step, batch=batch)

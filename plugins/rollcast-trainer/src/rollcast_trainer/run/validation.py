@@ -1,0 +1,35 @@
+"""Validation: the validation prompts are generated, scored and summarized."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollcast.protocol import DataProto
+from rollcast_eval.scoring import Scored, summarize
+from rollcast_eval.statistics import answer_extractor, pick_samples, summarize_samples
+from rollcast_trainer.run.training_run import TrainingRun
+
+__all__ = ["validate"]
+
+
+def validate(run: TrainingRun, batches: Sequence[DataProto], step: int) -> dict[str, float]:
+    """Generate and score the validation prompts, call ``on_validation_end``, and return the metrics.
+
+    Args:
+        run: started.
+        batches: validation prompts, collated.
+        step: training steps that are done.
+    """
+    task = run.task
+    sampling, repeats = run.sampling(validation=True), task.rollout.val_kwargs.n
+    run.seeds.begin(f"validation {step}")
+    scored: list[Scored] = []
+    for batch in batches:
+        prompts = batch.repeat(repeats, interleave=True) if repeats > 1 else batch
+        scored.append(run.scorer.score(run.generate(prompts, sampling)))
+    rows = [row for part in scored for row in part.as_rows()]
+    extract = answer_extractor(run.scorer.reward)
+    metrics = {**summarize_samples(rows, max(repeats, 1), extract, task.trainer.seed), **summarize(rows)}
+    logged = pick_samples(rows, task.trainer.log_val_generations)
+    run.emit("on_validation_end", step=step, metrics=metrics, samples=logged)
+    return metrics

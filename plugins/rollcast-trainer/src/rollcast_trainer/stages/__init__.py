@@ -1,0 +1,1 @@
+"""The stages of a training step with sampled responses."""

@@ -1,0 +1,73 @@
+"""The critic: values of the states, and its update."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rollcast.contracts.algorithm import loss_aggregations
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.protocol import DataProto
+from rollcast_algorithms.value_loss import ValueLoss
+from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.mini_batches import draw_mini_batches
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.schemas import CriticConfig
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["UpdateCritic", "Values"]
+
+
+class Values(Stage):
+    """``values`` float32 ``[B, T]``: the critic's values of the states in which tokens were chosen."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "values"
+    spec: ClassVar[StageSpec] = StageSpec(
+        reads=MODEL, writes=("values",), roles=(Role.CRITIC,), after=("filter_groups",), brings=("update_critic",)
+    )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: CriticConfig = run.section("critic", CriticConfig)
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != Role.CRITIC:
+            return setup
+        config, path = self._config, self._config.model.path
+        model = replace(
+            setup.model, path=path or setup.model.path, random_init=setup.model.random_init and path is None
+        )
+        rows = config.ppo_micro_batch_size_per_gpu or setup.forward.micro_batch_size_per_gpu
+        settings = replace(setup.forward, micro_batch_size_per_gpu=rows)
+        return replace(setup, model=model, forward=settings, infer=settings)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        return batch.joined(self.run.critic.compute_values(batch))
+
+
+class UpdateCritic(Stage):
+    """Mini-batches over all rows, each an optimizer step of the critic."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "update_critic"
+    spec: ClassVar[StageSpec] = StageSpec(reads=("values", "returns"), roles=(Role.CRITIC,))
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: CriticConfig = run.section("critic", CriticConfig)
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != Role.CRITIC:
+            return setup
+        loss = ValueLoss(loss_aggregations.get(self._config.loss_agg_mode), self._config.cliprange_value)
+        return replace(setup, optim=self.run.schedule(self._config.optim), loss_function=loss)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        critic, policy = self._config, self.run.task.actor
+        prompts = critic.ppo_mini_batch_size or policy.ppo_mini_batch_size
+        count = max(self.run.task.data.train_batch_size // prompts, 1)
+        seed = self.run.order_seed(1)
+        mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, seed)
+        self.run.record(self.run.critic.update_critic(batch, mini_batches, epochs))
+        return batch

@@ -1,0 +1,177 @@
+"""Log-probs of the sampled tokens under the policy before the update and under the reference."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+from rollcast.contracts.engine import engines
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast.protocol import DataProto
+from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
+from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.stages.policy_gap import KEPT, acts, correction_columns, log_prob_metrics, rollout_log_probs_serve
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs", "configure_reference"]
+
+
+def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
+    """Return the batch with ``old_log_probs`` and what else the actor's setup asks for; records gap and entropy."""
+    output = run.actor.compute_log_prob(batch)
+    run.record(log_prob_metrics(batch, output))
+    return batch.joined(output.drop(["entropy"]))
+
+
+class OldLogProb(Stage):
+    """``old_log_probs`` float32 ``[B, T]``, and ``sum_pi_squared`` where a stage reads it."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "old_log_prob"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec:
+        bypasses = run.section("algorithm", AlgorithmConfig).rollout_correction.bypass_mode
+        others = bypasses or rollout_log_probs_serve(run)
+        gives = run.task.engine_class.capabilities.sum_pi_squared
+        return StageSpec(
+            reads=("rollout_log_probs",),
+            writes=(*([] if others else ["old_log_probs"]), *(["sum_pi_squared"] if gives else [])),
+            roles=(Role.ACTOR_ROLLOUT,),
+            after=("filter_groups",),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._writes_old = "old_log_probs" in self.declare(run).writes
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != Role.ACTOR_ROLLOUT or not self.run.is_read("sum_pi_squared"):
+            return setup
+        return replace(setup, infer=replace(setup.infer, calculate_sum_pi_squared=True))
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        found = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)
+        return found if self._writes_old else found.with_columns({"old_log_probs": batch["old_log_probs"]})
+
+
+class RolloutCorrection(Stage):
+    """Weights and rejection by the log-probs of rollout and actor.
+
+    With ``bypass_mode`` this stage also chooses, from the gap that was last measured, whether the step computes
+    ``old_log_probs`` or takes the rollout's; the gap is part of a checkpoint.
+    """
+
+    run: TrainingRun
+    phase: ClassVar[str] = "old_log_prob"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        config: RolloutCorrectionConfig = run.section("algorithm", AlgorithmConfig).rollout_correction
+        if not acts(config):
+            return None
+        columns = correction_columns(config)
+        if config.bypass_mode:
+            return StageSpec(reads=("rollout_log_probs",), writes=("old_log_probs", *columns), roles=("actor_rollout",))
+        return StageSpec(reads=("rollout_log_probs", "old_log_probs"), writes=columns)
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: RolloutCorrectionConfig = run.section("algorithm", AlgorithmConfig).rollout_correction
+        self._last_gap: float | None = None
+        self._steps_since = 0
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        if not self._config.bypass_mode:
+            return self._correct(batch)
+        self._steps_since += 1
+        if may_bypass(self._config, self._last_gap, self._steps_since):
+            return self._bypass(batch)
+        return self._correct(add_old_log_probs(self.run, batch))
+
+    def _bypass(self, batch: DataProto) -> DataProto:
+        """Return the batch with the rollout's log-probs for the old ones, and so with weights of 1."""
+        columns = {"old_log_probs": batch["rollout_log_probs"], KEPT: batch["response_mask"]}
+        if self._config.rollout_is is not None:
+            columns["rollout_is_weights"] = (batch["response_mask"] != 0).float()
+        return batch.with_columns(columns)
+
+    def _correct(self, batch: DataProto) -> DataProto:
+        """Return the batch with weights and with the mask of what is kept.
+
+        Raises:
+            ConfigError: a key of ``algorithm.rollout_correction`` is not valid.
+        """
+        try:
+            found = correct_rollout(
+                batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"], self._config
+            )
+        except ValueError as error:
+            raise ConfigError(f"algorithm.rollout_correction: {error}") from error
+        self._last_gap, self._steps_since = found.metrics["rollout_corr/k3_kl"], 0
+        self.run.record(found.metrics)
+        columns = {KEPT: found.response_mask}
+        if found.weights is not None:
+            columns["rollout_is_weights"] = found.weights
+        return batch.with_columns(columns)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"last_gap": self._last_gap, "steps_since": self._steps_since}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._last_gap, self._steps_since = state["last_gap"], int(state["steps_since"])
+
+
+def configure_reference(run: TrainingRun, role: str, setup: Any) -> Any:
+    """Return the setup of the reference's workers: offloaded between passes if ``ref.engine`` says so.
+
+    Raises:
+        CapabilityError: the engine cannot move its weights.
+    """
+    if role != Role.REF:
+        return setup
+    check_offload(run)
+    rows = run.task.actor.log_prob_micro_batch_size_per_gpu or setup.infer.micro_batch_size_per_gpu
+    infer = replace(setup.infer, micro_batch_size_per_gpu=rows)
+    return replace(setup, infer=infer, offload_reference=_offloads(run), model=run.task.model)
+
+
+def _offloads(run: TrainingRun) -> bool:
+    from omegaconf import OmegaConf
+
+    return bool(OmegaConf.select(run.config, "ref.engine.param_offload", default=False))
+
+
+def check_offload(run: TrainingRun) -> None:
+    """Refuse to offload the reference of an engine that cannot.
+
+    Raises:
+        CapabilityError: names the engine.
+    """
+    name = run.task.role_engine("ref").name
+    if _offloads(run) and not engines.get(name).capabilities.offload:
+        raise CapabilityError(f"ref.engine.param_offload is true, but the engine {name} cannot move its weights")
+
+
+class RefLogProb(Stage):
+    """``ref_log_prob`` float32 ``[B, T]``: log-probs under the reference policy."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "ref_log_prob"
+    spec: ClassVar[StageSpec] = StageSpec(
+        reads=MODEL, writes=("ref_log_prob",), roles=(Role.REF,), after=("filter_groups",)
+    )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        check_offload(run)
+
+    def configure(self, role: str, setup: Any) -> Any:
+        return configure_reference(self.run, role, setup)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        return batch.joined(self.run.reference.compute_ref_log_prob(batch))

@@ -1,0 +1,51 @@
+"""The gap between the policy that sampled and the policy in training: when it is measured, and what corrects it."""
+
+from __future__ import annotations
+
+from rollcast.contracts.weight_sync import weight_syncs
+from rollcast.protocol import DataProto
+from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_trainer.run.training_run import TrainingRun
+
+__all__ = ["KEPT", "acts", "correction_columns", "log_prob_metrics", "rollout_log_probs_serve"]
+
+KEPT = "kept_mask"
+"""Column ``[B, T]``: the response mask without what the correction rejected."""
+
+
+def acts(config: RolloutCorrectionConfig) -> bool:
+    """True if the configuration asks for weights, for rejection or for steps without the old log-probs' pass."""
+    asked = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
+    return config.bypass_mode or any(value is not None for value in asked)
+
+
+def correction_columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
+    """Return the columns that the correction adds for the update."""
+    if not acts(config):
+        return ()
+    return (KEPT, *(["rollout_is_weights"] if config.rollout_is is not None else []))
+
+
+def rollout_log_probs_serve(run: TrainingRun) -> bool:
+    """True if the rollout's log-probs are the policy's own, so that they serve as ``old_log_probs``.
+
+    They are where the rollout shares the actor's weights in its process, samples at the temperature of the update,
+    and cuts nothing off the distribution.
+    """
+    task, rollout = run.task, run.task.rollout
+    if task.actor.log_prob_check_rows < 0 or acts(run.section("algorithm", AlgorithmConfig).rollout_correction):
+        return False
+    same_process = bool(weight_syncs.get(rollout.weight_sync).capabilities.same_process)
+    return same_process and rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k in (-1, 0)
+
+
+def log_prob_metrics(batch: DataProto, output: DataProto) -> dict[str, float]:
+    """Return the entropy, and the gap between the rollout's log-probs and those of the actor in ``output``."""
+    mask = batch["response_mask"].bool()
+    tokens = max(int(mask.sum()), 1)
+    gap = (output["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~mask, 0.0)
+    return {
+        "actor/entropy": float(output["entropy"].masked_fill(~mask, 0.0).sum()) / tokens,
+        "rollout/logprob_gap_max": float(gap.max()),
+        "rollout/logprob_gap_mean": float(gap.sum()) / tokens,
+    }

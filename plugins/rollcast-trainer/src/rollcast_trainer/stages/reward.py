@@ -1,0 +1,228 @@
+"""Scores: of the reward, of a reward model, less a KL penalty, and the groups in which they differ."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from rollcast.contracts.algorithm import (
+    REWARD_COMPONENT,
+    KlControllerSettings,
+    kl_controllers,
+    kl_penalties,
+    needs_vocabulary,
+)
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import CapabilityError, ConfigError, RewardError
+from rollcast.protocol import DataProto
+from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_eval.scoring import Scored
+from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.groups import groups_that_differ, join_groups
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.schemas import RewardModelConfig
+from rollcast_trainer.workers.reward_model import check_reward_model
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["FilterGroups", "KlInReward", "Reward", "RewardModelScores"]
+
+logger = logging.getLogger(__name__)
+#: Column of the scores that the samples of a kept group differ in, float32 ``[B]``.
+_FILTERED = "filter_groups_score"
+#: Extra number of a result by which a manager changed the score.
+_SHAPING = "overlong_penalty"
+
+
+class RewardModelScores(Stage):
+    """``rm_scores`` float32 ``[B]``: the reward model's score of each response."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "reward"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        if not run.section("reward_model", RewardModelConfig).enable:
+            return None
+        return StageSpec(reads=MODEL, writes=("rm_scores",), roles=(Role.REWARD_MODEL,))
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: RewardModelConfig = run.section("reward_model", RewardModelConfig)
+        self._path = check_reward_model(self._config.model.path)
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != Role.REWARD_MODEL:
+            return setup
+        rows = self._config.micro_batch_size_per_gpu or self.run.task.actor.log_prob_micro_batch_size_per_gpu
+        infer = replace(setup.infer, micro_batch_size_per_gpu=rows or setup.infer.micro_batch_size_per_gpu)
+        return replace(setup, model=replace(setup.model, path=self._path, random_init=False), infer=infer)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        scores = self.run.reward_model.compute_rm_score(batch)["rm_scores"]
+        self.run.record({"reward/model_mean": float(scores.mean())})
+        return batch.with_columns({"rm_scores": scores})
+
+
+class Reward(Stage):
+    """``token_level_scores`` float32 ``[B, T]``: the score of each response at its last token.
+
+    Rows that ``reward.on_error=drop`` drops leave the batch.
+    """
+
+    run: TrainingRun
+    phase: ClassVar[str] = "reward"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec:
+        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+        has_model = run.section("reward_model", RewardModelConfig).enable
+        filters = algorithm.filter_groups.enable
+        rewards = [] if algorithm.use_kl_in_reward else ["token_level_rewards"]
+        return StageSpec(
+            reads=("responses", "response_mask", "finished", *(["rm_scores"] if has_model else [])),
+            writes=("token_level_scores", *rewards, REWARD_COMPONENT, *([_FILTERED] if filters else [])),
+            brings=("filter_groups",) if filters else (),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+        self._model: RewardModelConfig = run.section("reward_model", RewardModelConfig)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        scored = self.run.scorer.score(batch)
+        if "rm_scores" in batch:
+            scored.rule_weight = self._model.rule_weight
+            scored.scores = self._model.weight * batch["rm_scores"] + scored.rule_weight * scored.scores
+        scores = scored.token_level_scores(batch["response_mask"])
+        columns = {"token_level_scores": scores}
+        if not self._algorithm.use_kl_in_reward:
+            columns["token_level_rewards"] = scores
+        if self.run.is_read(REWARD_COMPONENT):
+            columns |= {REWARD_COMPONENT + name: values for name, values in scored.components().items()}
+        if self._algorithm.filter_groups.enable:
+            columns[_FILTERED] = _filtered_scores(scored, self._algorithm.filter_groups.metric)
+        batch = batch.with_columns(columns)
+        if not bool(scored.kept.all()):
+            if not bool(scored.kept.any()):
+                raise RewardError(f"no sample of step {self.run.step} has a score: {scored.results[0].error}")
+            batch = batch.select_idxs(scored.kept.nonzero().flatten())
+        self.run.record({**scored.metrics("reward"), "reward/accuracy": scored.accuracy})
+        if not self._algorithm.filter_groups.enable:
+            self.run.emit_batch("on_batch_after_reward", batch)
+        return batch
+
+
+def _filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
+    """Return the number of each sample by which groups are filtered, float32 ``[B]``.
+
+    Raises:
+        ConfigError: the metric is none of the reward's numbers.
+    """
+    if metric == "shaped_score":
+        return scored.scores
+    if metric == "score":
+        shaping = [float(result.extra.get(_SHAPING, 0.0)) for result in scored.results]
+        return scored.scores - scored.rule_weight * torch.tensor(shaping, dtype=torch.float32)
+    if metric == "accuracy":
+        return torch.tensor([float(correct) for correct in scored.correct])
+    components = scored.components()
+    if metric not in components:
+        raise ConfigError(
+            f"algorithm.filter_groups.metric is {metric!r}; valid: score, shaped_score, accuracy and the extra numbers "
+            f"of the reward ({', '.join(components) or 'none'})"
+        )
+    return components[metric]
+
+
+class FilterGroups(Stage):
+    """Groups whose scores differ; further prompts are sampled in place of the others.
+
+    The metrics of sampling and reward are those of the first batch; ``rollout/gen_batches`` and
+    ``rollout/kept_groups`` count.
+    """
+
+    run: TrainingRun
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+        limit = algorithm.filter_groups.max_num_gen_batches
+        if limit < 1:
+            raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
+        if not algorithm.filter_groups.enable:
+            return None
+        return StageSpec(reads=("uid", _FILTERED), after=("reward",), changes_rows=True)
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._limit = run.section("algorithm", AlgorithmConfig).filter_groups.max_num_gen_batches
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        wanted = self.run.task.data.train_batch_size
+        kept: list[DataProto] = []
+        current, groups, count = batch, 0, 0
+        while True:
+            count += 1
+            differing = current.select_idxs(groups_that_differ(current["uid"], current[_FILTERED]).nonzero().flatten())
+            kept.append(differing)
+            groups += len(differing["uid"].unique())
+            if groups >= wanted or count >= self._limit:
+                break
+            current = self.run.resample(self)
+        self.run.record({"rollout/gen_batches": float(count), "rollout/kept_groups": float(min(groups, wanted))})
+        if groups:
+            batch = join_groups(kept, wanted, int(self.run.task.tokenizer.pad_token_id))
+        else:
+            logger.warning("step %d: no group of %d batches has scores that differ", self.run.step, count)
+        self.run.emit_batch("on_batch_after_reward", batch)
+        return batch
+
+
+class KlInReward(Stage):
+    """``token_level_rewards`` float32 ``[B, T]``: the scores less ``coefficient * penalty`` at each token."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "advantage"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        if not run.section("algorithm", AlgorithmConfig).use_kl_in_reward:
+            return None
+        return StageSpec(
+            reads=("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob"),
+            writes=("token_level_rewards",),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+        self._penalty = kl_penalties.get(algorithm.kl_penalty, "algorithm.kl_penalty")
+        if needs_vocabulary(self._penalty):
+            raise CapabilityError(
+                f"algorithm.kl_penalty={algorithm.kl_penalty} needs the log-probs of the whole vocabulary; in the "
+                "reward only penalties of the sampled tokens can stand, such as k1"
+            )
+        settings = KlControllerSettings(algorithm.kl_coef, algorithm.target_kl, algorithm.horizon)
+        self._controller = kl_controllers.get(algorithm.kl_controller)(settings)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        inside = batch["response_mask"] != 0
+        # Nothing wild may stand under the zeros of the mask.
+        old, ref = (batch[name].masked_fill(~inside, 0.0) for name in ("old_log_probs", "ref_log_prob"))
+        penalty = self._penalty(old, ref).masked_fill(~inside, 0.0)
+        coefficient = self._controller.value
+        mean = float(penalty.sum()) / max(float(inside.sum()), 1.0)
+        self._controller.update(mean, len(batch))
+        self.run.record({"actor/reward_kl_penalty": mean, "actor/kl_coef": coefficient})
+        return batch.with_columns({"token_level_rewards": batch["token_level_scores"] - coefficient * penalty})
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._controller.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._controller.load_state_dict(state)

@@ -1,0 +1,97 @@
+"""Generation: responses to the step's prompts, greedy baselines, and the check of the rollout's log-probs."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import ClassVar
+
+import torch
+
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.protocol import DataProto
+from rollcast_trainer.batch.columns import GENERATED, PROMPT
+from rollcast_trainer.batch.groups import first_rows
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["LogProbCheck", "RewardBaselines", "Rollout"]
+
+
+class Rollout(Stage):
+    """``rollout.n`` responses for each prompt; rows of a prompt share ``uid`` (int64 ``[B]``)."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "generate"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec:
+        serves = rollout_log_probs_serve(run)
+        checks = serves and run.task.actor.log_prob_check_rows > 0
+        return StageSpec(
+            reads=PROMPT,
+            writes=(*GENERATED, *(["old_log_probs"] if serves else [])),
+            roles=(Role.ACTOR_ROLLOUT,),
+            brings=("log_prob_check",) if checks else (),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._serves = rollout_log_probs_serve(run)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        start = time.perf_counter()
+        prompts = batch.with_columns({"uid": torch.arange(len(batch))})
+        rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
+        generated = self.run.generate(rows, self.run.sampling())
+        if self._serves:
+            generated = generated.with_columns({"old_log_probs": generated["rollout_log_probs"]})
+        lengths = generated["response_mask"].sum(-1).float()
+        tokens = float(lengths.sum())
+        self.run.record(
+            {
+                "rollout/tokens": tokens,
+                "rollout/response_length_mean": float(lengths.mean()),
+                "rollout/finished": float(generated["finished"].float().mean()),
+                "rollout/tokens_per_s": tokens / max(time.perf_counter() - start, 1e-9),
+            }
+        )
+        self.run.emit_batch("on_batch_after_rollout", generated)
+        return generated
+
+
+class LogProbCheck(Stage):
+    """The gap between the rollout's log-probs and the actor's, and the entropy, on some rows of the batch."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "old_log_prob"
+    spec: ClassVar[StageSpec] = StageSpec(reads=("rollout_log_probs",), roles=(Role.ACTOR_ROLLOUT,))
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        count = min(self.run.task.actor.log_prob_check_rows, len(batch))
+        # Rows of different prompts, the same in a run that is resumed.
+        rows = batch.select_idxs(torch.arange(count) * len(batch) // max(count, 1))
+        self.run.record(log_prob_metrics(rows, self.run.actor.compute_log_prob(rows)))
+        return batch
+
+
+class RewardBaselines(Stage):
+    """The score of a greedy response to each row's prompt: ``reward_baselines`` float32 ``[B]``."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "baseline"
+    spec: ClassVar[StageSpec] = StageSpec(
+        reads=("uid", "prompts"), writes=("reward_baselines",), roles=(Role.ACTOR_ROLLOUT,), after=("reward",)
+    )
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        first, place = first_rows(batch)
+        rows = batch.select_idxs(first)
+        width = rows["prompts"].shape[1]
+        columns = {name: rows[name][:, :width] for name in PROMPT}
+        prompts = DataProto.from_dict(columns, dict(rows.non_tensor_batch))
+        greedy = replace(self.run.sampling(), temperature=0.0)
+        scores = self.run.scorer.score(self.run.generate(prompts, greedy)).scores
+        self.run.record({"reward/baseline_mean": float(scores.mean())})
+        return batch.with_columns({"reward_baselines": scores[place]})

@@ -1,0 +1,168 @@
+"""The update of the policy."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from rollcast.contracts.algorithm import Denominators, kl_penalties, loss_aggregations, needs_vocabulary, policy_losses
+from rollcast.contracts.engine import LossInputs
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast.protocol import DataProto
+from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
+from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
+from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.schemas import PpoActorConfig
+from rollcast_trainer.stages.log_probs import configure_reference
+from rollcast_trainer.stages.policy_gap import KEPT, correction_columns
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
+
+
+class UpdateActor(Stage):
+    """Mini-batches over the rows, each an optimizer step of the policy.
+
+    Attributes:
+        loss_function: loss that the update minimises.
+        vocabulary_kl: name of the KL penalty in the loss, if it is one that the engine calculates.
+    """
+
+    run: TrainingRun
+    phase: ClassVar[str] = "update_actor"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec:
+        policy: PpoActorConfig = run.task.actor
+        exact = find_vocabulary_kl(run) is not None
+        correction = run.section("algorithm", AlgorithmConfig).rollout_correction
+        needs = build_loss(policy, correction.rollout_is is not None).needs
+        columns = [name for name in sorted(needs.columns) if name != "advantages"]
+        rejected = [KEPT] if KEPT in correction_columns(correction) else []
+        return StageSpec(
+            reads=("token_level_scores", *columns, *rejected, "advantages"),
+            optional=tuple(sorted(needs.optional)),
+            roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
+            after=("update_critic", "log_prob_check"),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._policy: PpoActorConfig = run.task.actor
+        config = run.section("algorithm", AlgorithmConfig).rollout_correction
+        self.vocabulary_kl = find_vocabulary_kl(run)
+        self.loss_function = build_loss(self._policy, config.rollout_is is not None)
+        self._may_skip = self._policy.skip_zero_advantage and needs_advantage(self.loss_function)
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != Role.ACTOR_ROLLOUT:
+            return configure_reference(self.run, role, setup) if self.vocabulary_kl is not None else setup
+        policy = self._policy
+        rows = policy.log_prob_micro_batch_size_per_gpu or policy.ppo_micro_batch_size_per_gpu
+        uses_entropy, exact = policy.entropy_coeff != 0, self.vocabulary_kl
+        return replace(
+            setup,
+            loss_function=self.loss_function,
+            forward=replace(setup.forward, calculate_entropy=uses_entropy, vocabulary_kl=exact),
+            infer=replace(setup.infer, calculate_entropy=True, micro_batch_size_per_gpu=rows),
+        )
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        run, policy = self.run, self._policy
+        ranks = run.ranks_of(Role.ACTOR_ROLLOUT)
+        if run.task.trainer.balance_batch and ranks > 1:
+            run.record(seqlen_metrics(row_lengths(batch), ranks))
+        if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
+            return batch
+        # What the correction rejected is not under the update's mask.
+        rows = batch.with_columns({"response_mask": batch[KEPT]}) if KEPT in batch else batch
+        loss = self.loss_function
+        prepared = loss.prepare(rows["old_log_probs"], rows["advantages"], rows["response_mask"], rows.batch)
+        count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
+        mini_batches, epochs = draw_mini_batches(len(rows), count, policy.ppo_epochs, run.order_seed(0))
+        skipped = without_advantage(rows) if self._may_skip else None
+        read = [name for name in loss.needs.select(rows.batch) if name not in MODEL]
+        columns = rows.with_columns(prepared).select([*MODEL, *read, *prepared])
+        run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
+        return batch
+
+
+def needs_advantage(loss: PpoLoss) -> bool:
+    """Whether a row with zero advantages has no gradient, so that it may be left out of an update.
+
+    Terms beside the policy loss always have one. The policy loss itself is tried on a few tokens,
+    which also finds options that it refuses.
+
+    Raises:
+        ConfigError: it does not take its options.
+    """
+    generator = torch.Generator().manual_seed(0)
+    old = torch.rand((4, 16), generator=generator).log()
+    new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
+    mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
+    try:
+        columns = {"old_log_probs": old, "advantages": nothing, **loss.prepare(old, nothing, mask)}
+        tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
+        counts = Denominators(64.0, 4.0, 16.0)
+        total = tried(LossInputs(new, None, None, mask, columns, counts)).loss
+    except (ValueError, TypeError, LookupError) as error:
+        raise ConfigError(f"actor.policy_loss does not work with the settings in actor: {error}") from error
+    if loss.entropy_coeff or loss.kl_penalty is not None:
+        return False
+    if not total.requires_grad:
+        return True
+    (gradient,) = torch.autograd.grad(total, new, allow_unused=True)
+    return gradient is None or not bool(gradient.any())
+
+
+def find_vocabulary_kl(run: TrainingRun) -> str | None:
+    """Return the name of the KL penalty in the loss if it is one of the whole vocabulary, which the engine calculates.
+
+    Raises:
+        CapabilityError: the engine cannot.
+        ConfigError: the reference is not where the actor is.
+    """
+    task, policy = run.task, run.task.actor
+    name = str(policy.kl_loss_type)
+    if not policy.use_kl_loss or not needs_vocabulary(kl_penalties.get(name)):
+        return None
+    if not task.engine_class.capabilities.vocabulary_kl:
+        raise CapabilityError(
+            f"actor.kl_loss_type={name} needs the policy's and the reference's log-probs of the whole vocabulary, "
+            f"which actor.engine.name={task.engine.name} does not compare; choose a penalty of the sampled tokens, "
+            "such as k3, or an engine that does, such as fsdp"
+        )
+    if task.has_own_pool(Role.REF):
+        raise ConfigError(
+            f"actor.kl_loss_type={name} compares policy and reference in one process, but placement.mapping.ref is "
+            f"{task.pools.mapping[Role.REF]!r}, where the actor is not; take ref out of placement.mapping, or choose a "
+            "penalty of the sampled tokens, such as k3"
+        )
+    if task.role_engine("ref") != task.engine:
+        raise ConfigError(
+            f"actor.kl_loss_type={name} compares policy and reference in one engine, but ref.engine differs from "
+            "actor.engine; take ref.engine out, or choose a penalty of the sampled tokens, such as k3"
+        )
+    return name
+
+
+def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
+    """What the update minimises."""
+    return make_ppo_loss(
+        policy_losses.get(policy.policy_loss),
+        loss_aggregations.get(policy.loss_agg_mode),
+        clip_ratio_low=policy.clip_ratio_low,
+        clip_ratio_high=policy.clip_ratio_high,
+        clip_ratio_c=policy.clip_ratio_c,
+        entropy_coeff=policy.entropy_coeff,
+        kl_penalty=kl_penalties.get(policy.kl_loss_type) if policy.use_kl_loss else None,
+        kl_loss_coef=policy.kl_loss_coef if policy.use_kl_loss else 0.0,
+        options=policy.policy_loss_kwargs,
+        use_rollout_is_weights=use_rollout_is_weights,
+    )

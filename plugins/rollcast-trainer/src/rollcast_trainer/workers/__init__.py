@@ -1,0 +1,1 @@
+"""Roles and the workers that play them."""

@@ -1,0 +1,246 @@
+"""The actor's worker: policy, rollout and (if asked for) reference policy in one process."""
+
+from __future__ import annotations
+
+import pickle
+import random
+import time
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+from typing import ClassVar
+
+import numpy as np
+import torch
+
+from rollcast import Worker, register
+from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
+from rollcast.contracts.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
+from rollcast.errors import CapabilityError, CheckpointError, WeightSyncError
+from rollcast.protocol import DataProto
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_serving.client import ReplicaReceiver
+from rollcast_serving.generation import generate_sequences
+from rollcast_serving.launcher import ReplicaAddress
+from rollcast_trainer.batch.mini_batches import UpdatePlan
+from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap
+from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
+
+__all__ = ["ActorRolloutRefWorker"]
+
+
+def _seed_process(seed: int) -> None:
+    """Dropout and the like draw from the process's own streams."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    np.random.seed(seed % 2**32)
+
+
+class ActorRolloutRefWorker(Worker):
+    """Actor, rollout and (if asked for) reference policy in one process; the mesh is ``actor``."""
+
+    trains: ClassVar[bool] = True
+    mesh: ClassVar[str] = "actor"
+
+    def __init__(self, setup: WorkerSetup) -> None:
+        self.setup = setup
+        self.actor = TrainingWorker(setup)
+        needs_copy = setup.has_reference and not setup.model.trains_adapter
+        self.ref = TrainingWorker(setup, frozen=True, offload=setup.offload_reference) if needs_copy else None
+        self.is_built = False
+        self.rollout: BaseRollout | None = None
+        self.weight_sync: BaseWeightSync | None = None
+        #: Replicas that have had the base weights.
+        self._based: set[ReplicaAddress] = set()
+
+    @register(dispatch_mode="one_to_all")
+    def init_model(self) -> None:
+        """Build actor, reference and rollout, and register the mesh."""
+        for part in (self.actor, self.ref):
+            if part is not None:
+                part.init_model()
+        engine = self.actor.engine
+        if self.setup.has_reference and self.setup.forward.vocabulary_kl is not None:
+            engine.set_reference(engine if self.ref is None else self.ref.engine)
+        self.register_mesh("actor", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
+        seed = self.setup.seed * 1_000_003 + engine.get_data_parallel_rank()
+        _seed_process(seed)
+        if self.setup.rollout is not None:
+            self._build_rollout(seed)
+        self.is_built = True
+        freeze_heap()
+
+    def _build_rollout(self, seed: int) -> None:
+        config = self.setup.rollout
+        sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
+        if not sync_class.capabilities.same_process:
+            settings = SyncSettings(config.update_weights_bucket_megabytes << 20)
+            self.weight_sync = sync_class(self.actor.engine, (), settings)
+            return
+        rollout_class = rollouts.get(config.name, requested_by="rollout.name")
+        self.rollout = rollout_class(
+            RolloutSetup(
+                config=config,
+                model_path=self.setup.model.path,
+                seed=seed,
+                pad_token_id=self.setup.pad_token_id,
+                eos_token_id=self.setup.eos_token_id,
+            )
+        )
+        self.weight_sync = sync_class(self.actor.engine, [self.rollout])
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """A response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
+        if self.rollout is None:
+            raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
+        return await generate_sequences(self.rollout, prompts, sampling, self.setup.pad_token_id)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """``old_log_probs`` and ``entropy`` under the actor, float32 ``[B, T]``."""
+        return self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
+        if not self.setup.has_reference:
+            raise CapabilityError(
+                "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
+            )
+        plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
+        if self.ref is not None:
+            output = self.ref.infer_batch(data, plain)
+        else:
+            with self.actor.engine.disable_adapter():
+                output = self.actor.infer_batch(data, plain)
+        return output.rename({"log_probs": "ref_log_prob"})
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    def update_actor(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
+        """Optimizer steps over the plan's mini-batches; metrics, the same on every rank."""
+        if self.setup.loss_function is None:
+            raise CapabilityError("this worker was built without a loss function and cannot train")
+        compared = self.ref if self.setup.forward.vocabulary_kl is not None else None
+        with nullcontext() if compared is None else compared.on_device():
+            return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
+
+    @register(dispatch_mode="one_to_all")
+    async def update_weights(self, version: int, replicas: Sequence[ReplicaAddress] = ()) -> dict[str, float]:
+        """Make the rollout, or replicas, generate with the actor's present weights, as ``version``.
+
+        Args:
+            version: of the weights.
+            replicas: where they are to go, if they are not in this process. With a sync within nodes
+                the first rank of each node serves its node's, else rank 0 serves all.
+
+        Returns:
+            Metrics; nothing on a rank that sent nothing.
+
+        Raises:
+            WeightSyncError: they did not arrive as they are.
+        """
+        if self.weight_sync is None:
+            return {}
+        if not self.weight_sync.capabilities.same_process:
+            self.weight_sync.targets = [ReplicaReceiver(address) for address in self._served(replicas)]
+        start = time.perf_counter()
+        reports = await self.weight_sync.sync(version, only_adapter=self._based.issuperset(replicas))
+        self._based.update(replicas)
+        for report in reports:
+            if report.version != version:
+                raise WeightSyncError(
+                    f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
+                    f"which reports {report.version}"
+                )
+        if not reports:
+            return {}
+        return {
+            "rollout/weight_version": float(version),
+            "sync/tensors": float(reports[0].tensors),
+            "sync/bytes": float(sum(report.bytes for report in reports)),
+            "sync/seconds": time.perf_counter() - start,
+            "sync/load_seconds": max(report.load_seconds for report in reports),
+        }
+
+    def _served(self, replicas: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
+        sync = self.weight_sync
+        if sync is not None and sync.capabilities.same_node:
+            return [each for each in replicas if each.node == self.context.node and not self.context.local_rank]
+        return list(replicas) if self.rank == 0 else []
+
+    @register(dispatch_mode="one_to_all")
+    def save_checkpoint(self, path: str) -> None:
+        """Write the actor's state and the rollout's sampler under ``path``.
+
+        Raises:
+            CheckpointError: something could not be written.
+        """
+        self.actor.engine.save_checkpoint(Path(path) / "actor")
+        self._save_rollout(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def start_checkpoint(self, path: str) -> None:
+        """The same, but what can be written meanwhile is; see :meth:`finish_checkpoint`."""
+        self.actor.engine.start_checkpoint(Path(path) / "actor")
+        self._save_rollout(Path(path))
+
+    @register(dispatch_mode="one_to_all")
+    def finish_checkpoint(self, wait: bool) -> bool:
+        """Whether all that :meth:`start_checkpoint` began is written.
+
+        Raises:
+            CheckpointError: it could not be written.
+        """
+        return self.actor.engine.finish_checkpoint(wait)
+
+    def _save_rollout(self, folder: Path) -> None:
+        if self.rollout is None:
+            return
+        try:
+            torch.save(self.rollout.state_dict(), folder / f"rollout_rank_{self.rank}.pt")
+        except (OSError, RuntimeError) as error:  # torch's own writer raises RuntimeError on a full disk
+            raise CheckpointError(f"the rollout's state cannot be written to {folder}: {error}") from error
+
+    @register(dispatch_mode="one_to_all")
+    def load_checkpoint(self, path: str) -> None:
+        """Take back what :meth:`save_checkpoint` wrote; a rank that was not there then samples anew.
+
+        Raises:
+            CheckpointError: it is incomplete or of another model.
+        """
+        folder = Path(path)
+        self.actor.engine.load_checkpoint(folder / "actor")
+        state = folder / f"rollout_rank_{self.rank}.pt"
+        if self.rollout is None or not state.exists():
+            return
+        try:
+            self.rollout.load_state_dict(torch.load(state, weights_only=True))
+        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+            raise CheckpointError(f"{state} cannot be read: {error}") from error
+
+    def record_state(self, folder: str) -> None:
+        """A checkpoint, if there is a model already."""
+        if self.is_built:
+            self.save_checkpoint(folder)
+
+    def replay_state(self, folder: str) -> None:
+        """The model and its checkpoint, if the record has one."""
+        if (Path(folder) / "actor").exists():
+            self.init_model()
+            self.load_checkpoint(folder)
+
+    @register(dispatch_mode="one_to_all")
+    def export(self, path: str) -> None:
+        """Write the actor as a Hugging Face folder."""
+        self.actor.engine.export(Path(path))
+
+    def close(self) -> None:
+        """Stop the rollout and leave the process group."""
+        if self.weight_sync is not None:
+            self.weight_sync.close()
+        if self.rollout is not None:
+            self.rollout.close()
+        leave_process_group()
+        unfreeze_heap()

@@ -1,0 +1,45 @@
+"""The roles that workers play in a run.
+
+A role is a name. The registry ``rollcast.roles`` says which worker class plays it; a class attribute ``trains`` says
+whether checkpoints keep its state, and ``mesh`` names the mesh that its workers register.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from rollcast.contracts.stage import roles
+
+__all__ = ["Role", "mesh_of", "placed_as", "role_trains"]
+
+
+class Role(StrEnum):
+    """Names of the roles of this package; a recipe may add others."""
+
+    ACTOR_ROLLOUT = "actor_rollout"
+    """The policy in training, and its rollout in the same process."""
+    ACTOR_ROLLOUT_REF = "actor_rollout_ref"
+    """The same with the frozen reference policy beside it."""
+    REF = "ref"
+    """The reference policy by itself."""
+    CRITIC = "critic"
+    """The value model."""
+    ROLLOUT = "rollout"
+    """Replicas of an inference engine, in processes of their own."""
+    REWARD_MODEL = "reward_model"
+    """The model that scores responses."""
+
+
+def placed_as(role: str) -> str:
+    """Return the role's name in ``placement.mapping``: a reference beside the actor changes nothing there."""
+    return str(Role.ACTOR_ROLLOUT) if role == Role.ACTOR_ROLLOUT_REF else str(role)
+
+
+def role_trains(role: str) -> bool:
+    """True if checkpoints keep the state of the role's workers."""
+    return role != Role.ROLLOUT and bool(getattr(roles.get(placed_as(role)), "trains", False))
+
+
+def mesh_of(role: str) -> str:
+    """Return the name of the mesh that the role's workers register; the role's name unless the class says otherwise."""
+    return str(getattr(roles.get(placed_as(role)), "mesh", role))

@@ -1,0 +1,159 @@
+"""An engine behind registered methods, and the setup that every worker of a run is built from."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from rollcast import Worker, register
+from rollcast.contracts.engine import (
+    BaseEngine,
+    EngineSetup,
+    ForwardSettings,
+    LossFunction,
+    ModelConfig,
+    ModelType,
+    OptimConfig,
+    engines,
+)
+from rollcast.protocol import DataProto
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_trainer.batch.mini_batches import UpdatePlan
+
+__all__ = ["TrainingWorker", "WorkerSetup", "leave_process_group"]
+
+
+@dataclass(frozen=True)
+class WorkerSetup:
+    """What the workers of a run are built from; everything in it can be pickled.
+
+    Attributes:
+        engine: the engine's own config, an instance of its schema, whose ``name`` is its registry name.
+        optim: None for a worker that never trains.
+        rollout: the rollout's config, or None for a worker that never generates.
+        loss_function: what ``update_actor`` minimises.
+        has_reference: keep a frozen copy of the initial model. Not needed where an adapter trains: there the
+            actor without it is the reference.
+        offload_reference: keep that copy in host memory between passes.
+        forward, infer: how batches go through the model when training, and when only computing.
+        key: section of the config that the role's ``engine`` belongs to, for messages.
+    """
+
+    model: ModelConfig
+    engine: Any
+    optim: OptimConfig | None
+    rollout: Any
+    loss_function: LossFunction | None
+    has_reference: bool
+    seed: int
+    pad_token_id: int
+    eos_token_id: int
+    forward: ForwardSettings
+    infer: ForwardSettings
+    offload_reference: bool = False
+    key: str = "actor"
+
+
+class TrainingWorker(Worker):
+    """An engine behind registered methods; the mesh is called ``train``.
+
+    Args:
+        setup: of the run's workers.
+        frozen: build no optimizer.
+        model_type: what the model gives.
+        prefix: of the optimizer's metrics.
+        offload: keep the model in host memory outside of :meth:`on_device`.
+    """
+
+    def __init__(
+        self,
+        setup: WorkerSetup,
+        frozen: bool = False,
+        model_type: ModelType = "language_model",
+        prefix: str = "actor",
+        offload: bool = False,
+    ) -> None:
+        self.setup = setup
+        self.prefix = prefix
+        self.offload = offload
+        engine_class = engines.get(setup.engine.name, requested_by=f"{setup.key}.engine.name")
+        self.engine: BaseEngine = engine_class(
+            EngineSetup(
+                model_type=model_type,
+                model=setup.model,
+                engine=setup.engine,
+                optim=None if frozen else setup.optim,
+                context=self.context,
+                seed=setup.seed,
+            )
+        )
+
+    @register(dispatch_mode="one_to_all")
+    def init_model(self) -> None:
+        """Build the model; after it the workers know their data-parallel ranks."""
+        self.engine.initialize()
+        self.register_mesh("train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs())
+        if self.offload:
+            self.engine.to("cpu", optimizer=False, grad=False)
+
+    @contextmanager
+    def on_device(self) -> Iterator[None]:
+        """The model on the device, for the calls inside."""
+        if not self.offload:
+            yield
+            return
+        self.engine.to("accelerator", optimizer=False, grad=False)
+        try:
+            yield
+        finally:
+            self.engine.to("cpu", optimizer=False, grad=False)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def train_mini_batches(
+        self, data: DataProto, plan: UpdatePlan, loss_function: LossFunction, settings: ForwardSettings
+    ) -> list[dict[str, float]]:
+        """Optimizer steps over the plan's mini-batches, and then one step of the schedule.
+
+        Returns:
+            The mean of each metric over the steps, once a rank and the same on all.
+        """
+        starts = itertools.accumulate(plan.rows_per_rank, initial=0)
+        pieces = [data.slice(start, start + rows) for start, rows in zip(starts, plan.rows_per_rank, strict=False)]
+        steps: list[dict[str, float]] = []
+        with self.engine.train_mode():
+            for _ in range(plan.epochs):
+                for piece, denominators in zip(pieces, plan.denominators, strict=True):
+                    step_settings = replace(settings, denominators=denominators)
+                    output = self.engine.train_batch(piece, loss_function, step_settings)
+                    steps.append(
+                        {
+                            **output.metrics,
+                            f"{self.prefix}/grad_norm": output.grad_norm,
+                            f"{self.prefix}/lr": output.lr,
+                            f"{self.prefix}/skipped_steps": float(output.skipped),
+                        }
+                    )
+            self.engine.lr_scheduler_step()
+        return [_mean(steps)]
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
+    def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
+        """``log_probs`` (and ``entropy``), or ``values``, of the responses, float32 ``[B, T]``."""
+        with self.on_device(), self.engine.eval_mode():
+            return self.engine.infer_batch(data, settings)[0]
+
+
+def leave_process_group() -> None:
+    """Leave torch's process group, if the process is in one; may be called again."""
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _mean(steps: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    given = {key: [step[key] for step in steps if key in step] for key in {key: 0 for step in steps for key in step}}
+    return {key: sum(values) / len(values) for key, values in given.items()}

@@ -1,0 +1,240 @@
+"""The list of stages: what is put in for what is read, in which order, and what a recipe can change."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from trainer_tools import SmallTask, launch, read_metrics, run_stages, set_up
+
+from rollcast import Worker, register
+from rollcast.config import compose
+from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
+from rollcast.contracts.engine import engines
+from rollcast.contracts.stage import Stage, StageSpec, roles, stages
+from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast.protocol import DataProto
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.supply import Changes, supply
+from rollcast_trainer.run.task_runner import TaskRunner
+
+A = {
+    "make": StageSpec(reads=("prompt",), writes=("text", "x/")),
+    "score": StageSpec(reads=("text",), writes=("score",)),
+    "learn": StageSpec(reads=("score", "weight"), after=("check",)),
+    "weigh": StageSpec(reads=("text", "score"), writes=("weight",)),
+    "check": StageSpec(reads=("text",)),
+    "never": StageSpec(reads=("nothing",), writes=("unused",)),
+}
+
+
+def names(*goals: str, specs: dict[str, StageSpec] = A, changes: Changes | None = None) -> list[str]:
+    return [place.name for place in supply(goals, specs, ["prompt"], changes)]
+
+
+def test_what_is_read_is_written_before() -> None:
+    assert names("learn") == ["make", "score", "weigh", "learn"]
+    assert {place.name: place.reason for place in supply(["learn"], A, ["prompt"])} == {
+        "make": "score reads text",
+        "score": "learn reads score",
+        "weigh": "learn reads weight",
+        "learn": "goal of the trainer",
+    }
+
+
+def test_a_prefix_stands_for_all_its_columns() -> None:
+    assert names("read", specs={**A, "read": StageSpec(reads=("x/3",))}) == ["make", "read"]
+
+
+def test_nothing_writes_a_column() -> None:
+    with pytest.raises(ConfigError, match=r"'never' reads the column 'nothing', which no stage writes"):
+        names("never")
+
+
+def test_two_writers_of_a_column_need_a_choice() -> None:
+    specs = {**A, "heavier": StageSpec(writes=("weight",))}
+    with pytest.raises(ConfigError, match=r"'learn' reads the column 'weight', which weigh and heavier both write"):
+        names("learn", specs=specs)
+    assert names("learn", specs={name: specs[name] for name in specs if name != "weigh"}) == [
+        "make",
+        "score",
+        "heavier",
+        "learn",
+    ]
+    # A writer that is in the list anyway is taken.
+    assert "weigh" not in names("heavier", "learn", specs=specs)
+
+
+def test_stages_that_wait_for_each_other_are_named() -> None:
+    specs = {"a": StageSpec(reads=("y",), writes=("x",)), "b": StageSpec(reads=("x",), writes=("y",))}
+    with pytest.raises(ConfigError, match="a -> b -> a"):
+        names("a", specs=specs)
+
+
+def test_what_changes_rows_comes_before_all_that_it_does_not_need() -> None:
+    specs = {
+        **A,
+        "filter": StageSpec(reads=("score",), changes_rows=True),
+        "score": StageSpec(reads=("text",), writes=("score",), brings=("filter",)),
+    }
+    assert names("learn", "check", specs=specs) == ["make", "score", "filter", "weigh", "check", "learn"]
+
+
+def test_a_recipe_inserts_replaces_and_removes() -> None:
+    specs = {**A, "other": StageSpec(reads=("prompt",), writes=("text",))}
+    without = {name: spec for name, spec in specs.items() if name != "make"}
+    assert names("learn", specs=without, changes=Changes(insert=["check"])) == [
+        *("other", "score", "weigh", "check", "learn"),
+    ]
+    assert names("learn", "check", changes=Changes(remove=["check"])) == ["make", "score", "weigh", "learn"]
+
+
+# -- in a run -------------------------------------------------------------------------------------
+
+
+class Difficulty(Stage):
+    """The share of wrong samples of each prompt."""
+
+    spec: ClassVar[StageSpec] = StageSpec(reads=("uid", "token_level_scores"), writes=("old_log_probs_seen",))
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        wrong = (batch["token_level_scores"].sum(-1) <= 0).float()
+        self.run.record({"reward/wrong": float(wrong.mean())})
+        return batch.with_columns({"old_log_probs_seen": wrong})
+
+
+class Judge(Worker):
+    """A stranger's worker: counts the digits of each response."""
+
+    mesh: ClassVar[str] = "bench"
+
+    def __init__(self, setup: Any) -> None:
+        self.setup = setup
+
+    @register(dispatch_mode="one_to_all")
+    def init_model(self) -> None:
+        self.register_mesh("bench", self.rank, True)
+
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("bench"))
+    def judge(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"judged": (data["responses"] * data["response_mask"]).sum(-1).float()})
+
+
+class Judging(Stage):
+    spec: ClassVar[StageSpec] = StageSpec(reads=("responses", "response_mask"), writes=("judged",), roles=("judge",))
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        rows = batch.select(["attention_mask", "responses", "response_mask"])
+        judged = self.run.call("judge", "judge", rows)
+        self.run.record({"judge/mean": float(judged["judged"].mean())})
+        return batch.joined(judged)
+
+
+@pytest.fixture
+def strangers() -> Iterator[None]:
+    with (
+        stages.temporarily("difficulty", Difficulty),
+        stages.temporarily("judging", Judging),
+        roles.temporarily("judge", Judge),
+    ):
+        yield
+
+
+SHORT = ["trainer.total_steps=1", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+
+
+def places_of(overrides: list[str]) -> list[str]:
+    return [place.name for place in PpoTrainer(TaskRunner(compose(overrides).config, PpoTrainer.schema)).places]
+
+
+def test_each_estimator_gets_what_it_reads(small_task: SmallTask, tmp_path: Path) -> None:
+    plain = ["rollout", "reward", "advantage", "log_prob_check", "update_actor"]
+    assert places_of(small_task.ppo(tmp_path)) == plain
+    critic = places_of(small_task.ppo(tmp_path, "algorithm=gae", "actor.use_kl_loss=true"))
+    assert {*critic} == {*plain, "ref_log_prob", "values", "update_critic"}
+    assert critic[-2:] == ["log_prob_check", "update_actor"] or critic[-1] == "update_actor"
+    assert critic.index("values") < critic.index("advantage") < critic.index("update_critic")
+    kl = places_of(small_task.ppo(tmp_path, "algorithm.use_kl_in_reward=true"))
+    assert kl.index("ref_log_prob") < kl.index("kl_in_reward") < kl.index("advantage")
+    remax = places_of(small_task.ppo(tmp_path, "algorithm=remax", "algorithm.filter_groups.enable=true"))
+    assert remax.index("filter_groups") == 2
+    assert "reward_baselines" in remax
+
+
+@pytest.mark.usefixtures("strangers")
+def test_a_strangers_stage_is_inserted(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(small_task.ppo(tmp_path, *SHORT, "trainer.stages.insert=[difficulty]"))
+    row = read_metrics(tmp_path)[-1]
+    assert row["reward/wrong"] == pytest.approx(1 - row["reward/accuracy"])
+    assert row["time/difficulty_s"] > 0
+
+
+@pytest.mark.usefixtures("strangers")
+@pytest.mark.parametrize("placement", [[], ["placement.pools={bench: [1]}", "placement.mapping={judge: bench}"]])
+def test_a_strangers_role_gets_workers_and_a_pool(small_task: SmallTask, tmp_path: Path, placement: list[str]) -> None:
+    def judged(inputs: AdvantageInputs) -> AdvantageOutputs:
+        return AdvantageOutputs.from_scores(inputs.token_level_rewards.sum(-1), inputs.response_mask)
+
+    with advantages.temporarily("judged", judged):
+        overrides = small_task.ppo(tmp_path, "algorithm.adv_estimator=judged", "trainer.stages.insert=[judging]")
+        with set_up([*overrides, *placement]) as trainer:
+            batch = run_stages(trainer, until="judging")
+            assert torch.equal(batch["judged"], (batch["responses"] * batch["response_mask"]).sum(-1).float())
+            assert set(trainer.run.groups) == {"actor_rollout", "judge"}
+            same = trainer.run.groups["judge"].name == trainer.run.groups["actor_rollout"].name
+            assert same == (not placement)
+
+
+def test_what_a_recipe_names_has_to_exist(small_task: SmallTask, tmp_path: Path) -> None:
+    with pytest.raises(PluginNotFoundError, match=r"'nowhere'[\s\S]*trainer\.stages\.insert"):
+        places_of(small_task.ppo(tmp_path, "trainer.stages.insert=[nowhere]"))
+    with pytest.raises(ConfigError, match=r"values.*no stage writes"):
+        places_of(small_task.ppo(tmp_path, "algorithm=gae", "trainer.stages.remove=[values]"))
+    with pytest.raises(ConfigError, match=r"kl_in_reward.*no part"):
+        places_of(small_task.ppo(tmp_path, "trainer.stages.insert=[kl_in_reward]"))
+
+
+def test_a_role_has_an_engine_of_its_own(small_task: SmallTask, tmp_path: Path) -> None:
+    overrides = small_task.ppo(tmp_path, "algorithm=gae", "critic.engine.param_offload=true")
+    with set_up(overrides) as trainer:
+        task = trainer.task
+        assert (task.engine.param_offload, task.role_engine("critic").param_offload) == (False, True)
+        critic = trainer.run.critic.group
+        assert critic.workers[0].handle.workers[critic.role].setup.engine.param_offload
+    with pytest.raises(ConfigError, match=r"critic\.engine\.param_ofload .*did you mean critic\.engine\.param_offload"):
+        places_of(small_task.ppo(tmp_path, "algorithm=gae", "critic.engine.param_ofload=true"))
+
+
+def test_a_run_refuses_an_engine_of_one_rank_on_two(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine_class = engines.get("fsdp")
+    limited = dataclasses.replace(engine_class.capabilities, max_world_size=1)
+    monkeypatch.setattr(engine_class, "capabilities", limited)
+    config = compose(small_task.ppo(tmp_path, "runtime=ray", "placement.n_gpus_per_node=2")).config
+    with pytest.raises(CapabilityError, match=r"actor\.engine\.name=fsdp runs on at most 1 rank"):
+        TaskRunner(config, PpoTrainer.schema)
+
+
+@pytest.mark.long
+def test_a_critic_of_fsdp_beside_an_actor_of_megatron(small_task: SmallTask, tmp_path: Path) -> None:
+    pytest.importorskip("rollcast_megatron")
+    pytest.importorskip("megatron.core")
+    two = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
+    engines = ["engine=megatron", "actor.engine.tensor_model_parallel_size=2", "critic.engine={name: fsdp}"]
+    few = ["trainer.total_steps=2", "trainer.save_freq=2", "trainer.val_before_train=false", "trainer.test_freq=-1"]
+    launch(small_task.ppo(tmp_path, "algorithm=gae", *two, *engines, *few))
+    rows = read_metrics(tmp_path)
+    assert all(row[f"{role}/grad_norm"] > 0 for row in rows for role in ("actor", "critic"))
+    assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
+    kept = {role: tmp_path / "checkpoints" / "step_2" / role / "engine.json" for role in ("actor", "critic")}
+    assert {role: json.loads(file.read_text())["engine"] for role, file in kept.items()} == {
+        "actor": "megatron",
+        "critic": "fsdp",
+    }
