@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollcast.config import compose
-from rollcast.config.sources import flatten
+from rollcast.contracts.config import flatten
 
 
 def settings(recipe: str) -> dict[str, Any]:

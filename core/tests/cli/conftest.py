@@ -72,11 +72,9 @@ CODE = """
     Engine.__abstractmethods__ = frozenset()
 """
 CONF = """
-    from dataclasses import dataclass
+    from rollcast.contracts.config import ConfigSchema, config
 
-    from rollcast.config.schemas import ConfigSchema
-
-    @dataclass
+    @config
     class Keys:
         name: str = "tp_cli"
         what: str = ""

@@ -145,6 +145,7 @@ def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
     assert re.fullmatch(r"tp_cli +# tp-cli: trainer/tp_cli.yaml", shown["trainer.name"])
     assert re.fullmatch(r'"" +# tp-cli: trainer/tp_cli.yaml', shown["trainer.what"])
     assert shown["run_dir"].startswith('"null" ')
+    assert re.fullmatch(r"ray +# rollcast-ray: runtime/ray.yaml", shown["runtime.name"])
     assert re.fullmatch(r"null +# default of rollcast_ray.schemas.RayRuntimeConfig", shown["runtime.address"])
     # Aligned: every equals sign and every origin stands in one column.
     assert len({line.index(" = ") for line in lines}) == 1
@@ -158,6 +159,7 @@ def test_config_as_json(run: Run, cli_plugin: Path) -> None:
     assert shown["keys"]["runtime.num_cpus"] == {
         "value": None,
         "origin": "default of rollcast_ray.schemas.RayRuntimeConfig",
+        "doc": "Logical CPUs of an embedded Ray; null for all cores, or more if there are more processes.",
     }
 
 

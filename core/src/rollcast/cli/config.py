@@ -34,8 +34,8 @@ def config(
     from omegaconf import OmegaConf
 
     from rollcast.config import compose
-    from rollcast.config.sources import flatten
-    from rollcast.config.validation import origin_of
+    from rollcast.config.sections import origin_of
+    from rollcast.contracts.config import flatten
 
     composed = compose(overrides or (), config_dir, allow_missing=True)
     values = flatten(OmegaConf.to_container(composed.config, throw_on_missing=False))

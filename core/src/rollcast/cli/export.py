@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -29,7 +30,7 @@ def export(
     _traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config, weights and tokenizer."""
-    from rollcast.config.validation import build_section
+    from rollcast.config.sections import build_section
     from rollcast.contracts.engine import ModelConfig, engines
     from rollcast.errors import CheckpointError, ConfigError
 
@@ -45,7 +46,7 @@ def export(
         raise ConfigError(f"{file} has no {missing}, which says what the checkpoint is of; is it a run's config.yaml?")
     engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
     model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
-    model.path = _find_model(model.path, str(settings.get("run_dir", "")), run_dir)
+    model = replace(model, path=_find_model(model.path, str(settings.get("run_dir", "")), run_dir))
     hide_library_bars()
     engine_class.export_checkpoint(checkpoint / "actor", model, output)
     print_lines(f"exported {checkpoint} to {output}")

@@ -38,7 +38,7 @@ def plugins(
     Nothing is imported without --check: metadata shows conflicts, versions that do not fit and
     missing distributions. The exit code is 0 in any state; with --check it is 1 if a plugin is broken.
     """
-    from rollcast.config.parts import registry_modules
+    from rollcast.config.named import registry_modules
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None

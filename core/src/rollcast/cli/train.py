@@ -27,13 +27,13 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     in its run_dir. Ctrl-C stops the workers; a second one ends at once.
     """
     from rollcast.config import compose
-    from rollcast.config.parts import load_parts
+    from rollcast.config.named import load_named
     from rollcast.contracts.trainer import trainers
 
     composed = compose(overrides or (), config_dir)
     check_trainer(composed, config_dir)
     # A part that cannot be loaded is found here, not after the minutes that come before its first use.
-    load_parts(composed.config, composed.origins)
+    load_named(composed.config, composed.origins, composed.sections)
     trainer = trainers.get(composed.config.trainer.name)
     run_dir = Path(composed.config.run_dir)
     hide_library_bars()

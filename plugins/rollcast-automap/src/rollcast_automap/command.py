@@ -36,8 +36,8 @@ def plan(
     Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
     """
     from rollcast.cli.train import check_trainer
-    from rollcast.config import compose
-    from rollcast.config.parts import load_parts
+    from rollcast import compose
+    from rollcast import load_named
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_automap.plan import plan_run
@@ -46,7 +46,7 @@ def plan(
 
     composed = compose(overrides or (), config_dir)
     check_trainer(composed, config_dir)
-    load_parts(composed.config, composed.origins)
+    load_named(composed.config, composed.origins, composed.sections)
     name = composed.config.trainer.name
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):

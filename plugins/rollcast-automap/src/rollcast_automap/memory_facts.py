@@ -170,7 +170,7 @@ def _items(
     algebra = replace(algebra, dp_size=data_parallel_size(trainer.task.engine, pool.world_size))
     if role == "reference":
         ref: Any = trainer.ref  # type: ignore[attr-defined]
-        offload = layout.param_offload or ref.engine.param_offload
+        offload = layout.param_offload or getattr(ref, "param_offload", False)
         return count_frozen("reference", parameters_on_rank(size, layout), replace(layout, param_offload=offload))
     if role == "reward model":
         judge: Any = trainer.reward_model.model.path  # type: ignore[attr-defined]

@@ -75,14 +75,14 @@ def evaluate(
 def _build(
     prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
 ) -> SampleJob:
-    from rollcast.config import compose
-    from rollcast.config.parts import load_parts
+    from rollcast import compose
+    from rollcast import load_named
     from rollcast.errors import DataError
 
     if not prompts.is_file():
         raise DataError(f"there is no file of prompts {prompts}")
     composed = compose(["trainer=sample", *(overrides or ())], config_dir)
-    load_parts(composed.config, composed.origins)
+    load_named(composed.config, composed.origins, composed.sections)
     hide_library_bars()
     from rollcast_eval.job import SampleJob
 

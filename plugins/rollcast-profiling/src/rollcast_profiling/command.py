@@ -66,9 +66,9 @@ def profile(
 def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
     """The recipe's trainer, in a run directory of its own beside the file to write."""
     from rollcast.cli.train import check_trainer
-    from rollcast.config import compose
-    from rollcast.config.overrides import format_override
-    from rollcast.config.parts import load_parts
+    from rollcast import compose
+    from rollcast import format_override
+    from rollcast import load_named
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_trainer.loop import LoopTrainer
@@ -88,7 +88,7 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
         "runtime.record=null",
     ]
     composed = compose([*overrides, *own], config_dir)
-    load_parts(composed.config, composed.origins)
+    load_named(composed.config, composed.origins, composed.sections)
     name = composed.config.trainer.name
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):

@@ -95,8 +95,6 @@ class CostJob:
         with task:
             self._check_model(Path(task.model.path))
             trainer.total_steps = 1
-            if task.actor.optim.total_training_steps < 1:
-                task.actor.optim.total_training_steps = 1
             self._say("starting workers")
             task.start()
             trainer.groups = trainer.start_workers()
@@ -123,7 +121,8 @@ class CostJob:
         files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
         if not files and not self._trainer.task.model.random_init:
             logger.info("%s holds no weights: random ones are measured", folder)
-            self._trainer.task.model.random_init = True
+            task = self._trainer.task
+            task.model = replace(task.model, random_init=True)
 
     # -- the rollout --------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,7 +15,7 @@ import torch
 from omegaconf import DictConfig
 
 from rollcast import WorkerGroup
-from rollcast.contracts.engine import ForwardSettings
+from rollcast.contracts.engine import ForwardSettings, OptimConfig
 from rollcast.contracts.profiler import mark
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.trainer import BaseTrainer, RunResult
@@ -31,7 +32,7 @@ from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import replacing_folder
 from rollcast_trainer.sampling import Sampler
 from rollcast_trainer.saving import CheckpointSaver
-from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.schemas import RunConfig
 from rollcast_trainer.seeds import RowSeeds
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.validation import answer_extractor, pick_samples, summarize_samples
@@ -85,7 +86,7 @@ class LoopTrainer(BaseTrainer):
         RollcastError: the config cannot work.
     """
 
-    schema: ClassVar[type[TrainerConfig]] = TrainerConfig
+    schema: ClassVar[type[RunConfig]] = RunConfig
 
     batches: EpochIterator
     val_batches: list[DataProto]
@@ -105,7 +106,6 @@ class LoopTrainer(BaseTrainer):
         self._latest: dict[str, float] = {}
         self.meter = Meter()
         self._seeds = RowSeeds(task.trainer.seed)
-        task.trainer.check()
         longest = task.data.max_prompt_length + task.data.max_response_length
         task.actor.check(longest, ParallelSizes.read(task.engine).context)
 
@@ -164,6 +164,12 @@ class LoopTrainer(BaseTrainer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what :meth:`state_dict` gave."""
 
+    def scheduled(self, optim: OptimConfig) -> OptimConfig:
+        """Return ``optim`` with a schedule of the run's length, unless it sets another."""
+        if optim.total_training_steps >= 1:
+            return optim
+        return replace(optim, total_training_steps=self.total_steps)
+
     # -- the loop -----------------------------------------------------------------------------
 
     def setup(self) -> None:
@@ -171,8 +177,6 @@ class LoopTrainer(BaseTrainer):
         task = self.task
         self.batches = task.train_batches()
         self.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
-        if task.actor.optim.total_training_steps < 1:
-            task.actor.optim.total_training_steps = self.total_steps
         self.scorer = task.scorer()
         self.val_batches = self.load_val_batches()
         task.start()

@@ -31,7 +31,7 @@ from rollcast_trainer.reference import RefWorker
 from rollcast_trainer.reward_kl import RewardKl
 from rollcast_trainer.reward_model import RewardModelWorker, check_reward_model
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoTrainerConfig, RefConfig, RewardModelConfig
+from rollcast_trainer.schemas import CriticConfig, PpoActorConfig, PpoConfig, RewardModelConfig
 from rollcast_trainer.setups import value_setup
 from rollcast_trainer.skipping import needs_advantage, without_advantage
 from rollcast_trainer.step_state import StepState
@@ -48,22 +48,22 @@ class PpoTrainer(LoopTrainer):
     """Generate, reward, log-probs, advantages, update; each a method that a recipe can replace.
 
     Attributes:
-        policy, ref, critic, algorithm: the config's sections ``actor``, ``ref``, ``critic``, ``algorithm``.
+        policy, critic, algorithm: The config's sections ``actor``, ``critic`` and ``algorithm``.
+        ref: The section ``ref.engine``.
         algebra: the sizes of a step.
         vocabulary_kl: name of the KL penalty in the loss, if it is one that the engine calculates.
         loss_function: what the update minimises.
     """
 
-    schema = PpoTrainerConfig
+    schema = PpoConfig
 
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)
         self.policy: PpoActorConfig = task.actor
-        self.critic: CriticConfig = task.section("critic", CriticConfig)
-        self.critic.check()
-        self.ref: RefConfig = task.section("ref", RefConfig)
+        self.critic: CriticConfig = task.sections.critic
+        self.ref = task.role_engine("ref")
         check_offload(task, self.ref)
-        self.reward_model: RewardModelConfig = task.section("reward_model", RewardModelConfig)
+        self.reward_model: RewardModelConfig = task.sections.reward_model
         if self.reward_model.enable:
             check_reward_model(self.reward_model.model.path)
         self.algorithm: AlgorithmConfig = task.section("algorithm", AlgorithmConfig)
@@ -105,7 +105,8 @@ class PpoTrainer(LoopTrainer):
         setup = self.task.worker_setup(
             loss_function=self.loss_function,
             has_reference=fused,
-            offload_reference=self.ref.engine.param_offload,
+            optim=self.scheduled(self.policy.optim),
+            offload_reference=getattr(self.ref, "param_offload", False),
             forward=replace(
                 settings,
                 calculate_entropy=self.policy.entropy_coeff != 0,
@@ -131,13 +132,11 @@ class PpoTrainer(LoopTrainer):
 
     def _critic_setup(self, setup: WorkerSetup) -> WorkerSetup:
         critic = self.critic
-        if critic.optim.total_training_steps < 1:
-            critic.optim.total_training_steps = self.total_steps
         rows = critic.ppo_micro_batch_size_per_gpu or self.policy.ppo_micro_batch_size_per_gpu
         values = value_setup(setup, critic.model.path, rows)
         forward = replace(values.forward, micro_batch_size_per_gpu=rows)
         loss = ValueLoss(loss_aggregations.get(critic.loss_agg_mode), critic.cliprange_value)
-        return replace(values, optim=critic.optim, loss_function=loss, forward=forward, infer=forward)
+        return replace(values, optim=self.scheduled(critic.optim), loss_function=loss, forward=forward, infer=forward)
 
     def train_step(self, batch: DataProto, timer: Timer) -> dict[str, float]:
         state = StepState(batch, prompts=batch)

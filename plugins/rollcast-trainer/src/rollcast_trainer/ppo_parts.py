@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rollcast.contracts.algorithm import (
     Needs,
     kl_penalties,
@@ -15,7 +17,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batching import BatchAlgebra
 from rollcast_trainer.parallel import data_parallel_size, pass_tokens
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import PpoActorConfig, RefConfig
+from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.task_runner import TaskRunner
 
 __all__ = ["build_algebra", "build_loss", "check_needs", "check_offload", "find_vocabulary_kl"]
@@ -52,9 +54,6 @@ def check_needs(task: TaskRunner, algorithm: AlgorithmConfig, needs: Needs, samp
             raise CapabilityError(
                 f"algorithm.adv_estimator={name} needs {need}, which actor.engine.name={task.engine.name} cannot give"
             )
-    limit = algorithm.filter_groups.max_num_gen_batches
-    if limit < 1:
-        raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
     if needs.compares_samples and samples < 2:
         raise ConfigError(
             f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
@@ -87,13 +86,17 @@ def find_vocabulary_kl(task: TaskRunner, policy: PpoActorConfig) -> str | None:
     return name
 
 
-def check_offload(task: TaskRunner, ref: RefConfig) -> None:
+def check_offload(task: TaskRunner, ref: Any) -> None:
     """Refuse to offload the reference of an engine that cannot.
 
+    Args:
+        task: The run.
+        ref: The section ``ref.engine``.
+
     Raises:
-        CapabilityError: names the engine.
+        CapabilityError: The engine's name.
     """
-    if ref.engine.param_offload and not task.engine_class.capabilities.offload:
+    if getattr(ref, "param_offload", False) and not task.engine_class.capabilities.offload:
         raise CapabilityError(
             f"ref.engine.param_offload is true, but actor.engine.name={task.engine.name} cannot move its weights"
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.config.rollout import CanaryConfig
+from rollcast.contracts.sections import CanaryConfig
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import WeightSyncError
 from rollcast.protocol import DataProto

@@ -15,7 +15,7 @@ from rollcast.protocol import DataProto
 from rollcast_algorithms.losses import SftLoss
 from rollcast_trainer.loop import LoopTrainer, Timer
 from rollcast_trainer.roles import Role
-from rollcast_trainer.schemas import SftTrainerConfig
+from rollcast_trainer.schemas import SftConfig
 from rollcast_trainer.task_runner import TaskRunner
 from rollcast_trainer.workers import ActorRolloutRefWorker
 
@@ -27,16 +27,23 @@ _COLUMNS = ["input_ids", "attention_mask", "position_ids", "responses", "respons
 class SftTrainer(LoopTrainer):
     """One optimizer step a batch; ends early at a goal on the validation files (``trainer.stop_at``)."""
 
-    schema = SftTrainerConfig
+    schema = SftConfig
 
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)
+        task.trainer.check()
         self._highest = float("-inf")  # of trainer.stop_at.metric
 
     def start_workers(self) -> dict[Role, WorkerGroup]:
         # A rollout's temperature has no part in a supervised loss.
         settings = replace(self.forward_settings(), temperature=1.0)
-        setup = self.task.worker_setup(loss_function=SftLoss(), has_reference=False, forward=settings, infer=settings)
+        setup = self.task.worker_setup(
+            optim=self.scheduled(self.task.actor.optim),
+            loss_function=SftLoss(),
+            has_reference=False,
+            forward=settings,
+            infer=settings,
+        )
         return self.task.start_roles({Role.ACTOR_ROLLOUT: ClassWithInitArgs(ActorRolloutRefWorker, setup)})
 
     def load_val_batches(self) -> list[DataProto]:

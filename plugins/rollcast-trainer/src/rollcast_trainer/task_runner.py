@@ -13,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import WorkerGroup, start_groups
-from rollcast.config.schemas import PlacementConfig
-from rollcast.config.validation import build_section
+from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.device import hide_accelerators
-from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
+from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, DataError
@@ -44,7 +43,7 @@ from rollcast_trainer.rewarding import RewardScorer
 from rollcast_trainer.roles import Role
 from rollcast_trainer.run_dir import Checkpoints, prepare_run_dir, write_config
 from rollcast_trainer.sampling import Canary, InProcessSampler, ReplicaSampler, Sampler
-from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.schemas import RunConfig
 from rollcast_trainer.startup import preprocess_data, train_warm_start
 from rollcast_trainer.workers import WorkerSetup
 
@@ -68,7 +67,7 @@ class TaskRunner:
 
     Args:
         config: the composed config.
-        trainer_schema: dataclass of the ``trainer`` section, which names that of ``actor``.
+        schema: The trainer's schema, whose fields are the sections that it reads.
 
     Raises:
         ConfigError: a section has a wrong value.
@@ -76,23 +75,23 @@ class TaskRunner:
         CapabilityError: engine, rollout and weight sync cannot work together.
     """
 
-    def __init__(self, config: DictConfig, trainer_schema: type[TrainerConfig] = TrainerConfig) -> None:
+    def __init__(self, config: DictConfig, schema: type[RunConfig] = RunConfig) -> None:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
-        self.trainer = self.section("trainer", trainer_schema)
+        self.sections: Any = build_section(schema, config)
+        self.trainer = self.sections.trainer
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
         self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
         self.placement = self.section("placement", PlacementConfig)
-        self.model = self.section("model", ModelConfig)
-        self.actor: Any = self.section("actor", trainer_schema.actor_schema)
+        self.model = self.sections.model
+        self.actor = self.sections.actor
         self.data = self.section("data", DataConfig)
         self.reward = self.section("reward", RewardConfig)
         self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
-        self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
-        take_adapters(self.rollout, self.model)
+        self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
@@ -125,6 +124,11 @@ class TaskRunner:
             ConfigError: a value has the wrong type.
         """
         return build_section(schema, OmegaConf.select(self.config, path), path)
+
+    def role_engine(self, role: str) -> Any:
+        """Return the section ``<role>.engine`` as an instance of its engine's schema."""
+        path = f"{role}.engine"
+        return self.section(path, engines.get(self._name_of(path), requested_by=f"{path}.name").config_schema)
 
     def _name_of(self, path: str) -> str:
         name = OmegaConf.select(self.config, f"{path}.name")
@@ -164,10 +168,10 @@ class TaskRunner:
         self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
-            shared = {name: self.config[name].copy() for name in ("runtime", "placement")}
-            shared["runtime"].record = None  # the calls of the run itself are meant
+            # runtime.record means the calls of the run itself.
+            shared = {"runtime": {**self.plain["runtime"], "record": None}, "placement": self.plain["placement"]}
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
-            self.model.path, self.model.random_init = str(exported), False
+            self.model = dataclasses.replace(self.model, path=str(exported), random_init=False)
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
 
     def _build_runtime(self) -> Runtime:

@@ -115,6 +115,7 @@ class TrainingWorker(Worker):
                 optim=None if frozen else setup.optim,
                 context=self.context,
                 seed=setup.seed,
+                section=prefix,
             )
         )
 
