@@ -147,8 +147,7 @@ def test_this_reader_sees_what_it_should() -> None:
         "json",
         "rollcast.contracts.engine",
         "rollcast_fsdp.engine",
-        "rollcast.config.assembly",
-    }
+        }
 
 
 # -- what an import brings in ---------------------------------------------------------------------
@@ -205,13 +204,6 @@ STILL_PRIVATE = {
     "rollcast.cli.options",
     "rollcast.cli.output",
     "rollcast.cli.train",
-    "rollcast.config",
-    "rollcast.config.overrides",
-    "rollcast.config.parts",
-    "rollcast.config.rollout",
-    "rollcast.config.schemas",
-    "rollcast.config.sources",
-    "rollcast.config.validation",
 }
 
 

@@ -16,9 +16,9 @@ from omegaconf.errors import ReadonlyConfigError
 
 from rollcast.config import build_section, compose
 from rollcast.config.overrides import format_override, parse_override
-from rollcast.contracts.sections import RuntimeConfig
-from rollcast.contracts.config import flatten
 from rollcast.config.sections import origin_of
+from rollcast.contracts.config import flatten
+from rollcast.contracts.sections import RuntimeConfig
 from rollcast.errors import ConfigError
 
 RECIPE = ["recipe=tp_recipe"]

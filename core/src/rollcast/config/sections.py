@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import inspect
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -121,7 +122,7 @@ def _owners(schema: type, path: str) -> dict[str, str]:
     """Dotted key → the origin of its default: the class that declares it."""
     owners: dict[str, str] = {}
     for name, kind in field_types(schema).items():
-        declares = next(base for base in schema.__mro__ if name in base.__dict__.get("__annotations__", ()))
+        declares = next(base for base in schema.__mro__ if name in inspect.get_annotations(base))
         inner = _dataclass_in(kind)
         owners[_join(path, name)] = f"default of {declares.__module__}.{declares.__qualname__}"
         owners |= _owners(inner, _join(path, name)) if inner else {}
@@ -449,7 +450,12 @@ def _describe(kind: Any, value: Any = None) -> str:
 
 def _describe_bounds(metadata: Iterable[Any]) -> str:
     marks = [each for mark in metadata for each in (getattr(mark, "metadata", None) or [mark])]
-    bounds = {name: getattr(mark, name) for mark in marks for name in _BOUNDS if isinstance(mark, (Ge, Gt, Le, Lt)) and hasattr(mark, name)}
+    bounds = {
+        name: getattr(mark, name)
+        for mark in marks
+        for name in _BOUNDS
+        if isinstance(mark, (Ge, Gt, Le, Lt)) and hasattr(mark, name)
+    }
     if set(bounds) == {"ge", "le"}:
         return f"from {bounds['ge']:g} to {bounds['le']:g}"
     return " and ".join(f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())

@@ -22,6 +22,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import inspect
+import itertools
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -124,7 +125,7 @@ def field_docs(schema: type) -> dict[str, str]:
         except (OSError, TypeError):
             continue  # built in, or made without a source file
         body = tree.body[0].body if isinstance(tree.body[0], ast.ClassDef) else []
-        for statement, below in zip(body, body[1:], strict=False):
+        for statement, below in itertools.pairwise(body):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 text: Any = below.value.value if _is_string(below) else None  # type: ignore[attr-defined]
                 docs |= {statement.target.id: " ".join(text.split())} if text else {}

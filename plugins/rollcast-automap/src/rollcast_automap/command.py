@@ -35,9 +35,8 @@ def plan(
 
     Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
     """
+    from rollcast import compose, load_named
     from rollcast.cli.train import check_trainer
-    from rollcast import compose
-    from rollcast import load_named
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_automap.plan import plan_run

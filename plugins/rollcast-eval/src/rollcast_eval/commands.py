@@ -75,8 +75,7 @@ def evaluate(
 def _build(
     prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
 ) -> SampleJob:
-    from rollcast import compose
-    from rollcast import load_named
+    from rollcast import compose, load_named
     from rollcast.errors import DataError
 
     if not prompts.is_file():

@@ -20,8 +20,8 @@ from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
-from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer

@@ -1,4 +1,4 @@
-"""Schema of the engine's config section; importable without torch, so that a config is checked before anything loads."""
+"""Schema of the engine's config section; importable without torch, so that it is checked before anything loads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from rollcast.contracts.config import Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["MegatronConfig"]
-
 
 
 @config

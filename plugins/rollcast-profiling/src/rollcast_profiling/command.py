@@ -65,10 +65,8 @@ def profile(
 
 def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
     """The recipe's trainer, in a run directory of its own beside the file to write."""
+    from rollcast import compose, format_override, load_named
     from rollcast.cli.train import check_trainer
-    from rollcast import compose
-    from rollcast import format_override
-    from rollcast import load_named
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_trainer.loop import LoopTrainer
