@@ -147,7 +147,8 @@ def test_this_reader_sees_what_it_should() -> None:
         "json",
         "rollcast.contracts.engine",
         "rollcast_fsdp.engine",
-        }
+        "rollcast.config.assembly",
+    }
 
 
 # -- what an import brings in ---------------------------------------------------------------------

@@ -18,8 +18,8 @@ from rollcast.config import build_section, compose
 from rollcast.config.overrides import format_override, parse_override
 from rollcast.config.sections import origin_of
 from rollcast.contracts.config import flatten
-from rollcast.contracts.sections import RuntimeConfig
 from rollcast.errors import ConfigError
+from rollcast.runtime.local import LocalRuntimeConfig
 
 RECIPE = ["recipe=tp_recipe"]
 RECIPE_FILE = "tp-task: recipe/tp_recipe.yaml"
@@ -45,7 +45,7 @@ def leaves(overrides: list[str], **options: object) -> dict[str, object]:
         ("learner.not_in_the_file", 7, "default of tp_task.schemas.Learner"),
         ("trackers", ["console", "jsonl", "report"], "rollcast: config.yaml"),
         ("placement.nnodes", 1, "default of rollcast.contracts.sections.PlacementConfig"),
-        ("runtime.name", "ray", "rollcast: runtime/ray.yaml"),
+        ("runtime.name", "ray", "rollcast-ray: runtime/ray.yaml"),
     ],
 )
 def test_value_and_origin(key: str, value: object, origin: str) -> None:
@@ -282,17 +282,17 @@ def test_neither_import_nor_help_loads_pydantic() -> None:
 
 
 def test_instances_are_frozen() -> None:
-    section = build_section(RuntimeConfig, {})
+    section = build_section(LocalRuntimeConfig, {})
     with pytest.raises(dataclasses.FrozenInstanceError):
         section.name = "local"  # type: ignore[misc]
 
 
 def test_closed_section_refuses_unknown_keys() -> None:
     with pytest.raises(ConfigError, match=r"no key 'runtime.num_cpu'; did you mean 'runtime.num_cpus'"):
-        build_section(RuntimeConfig, {"num_cpu": 1}, "runtime", closed=True)
+        build_section(LocalRuntimeConfig, {"num_cpu": 1}, "runtime", closed=True)
 
 
 def test_build_section() -> None:
-    section = build_section(RuntimeConfig, {"name": "local", "num_cpus": "3", "of_another_schema": 1})
-    assert section == RuntimeConfig(name="local", num_cpus=3)
-    assert isinstance(section, RuntimeConfig)
+    section = build_section(LocalRuntimeConfig, {"name": "local", "num_cpus": "3", "of_another_schema": 1})
+    assert section == LocalRuntimeConfig(name="local", num_cpus=3)
+    assert isinstance(section, LocalRuntimeConfig)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from rollcast.config.named import check_named
 from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override
@@ -138,8 +138,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
             raise ConfigError(f"{origin_of(key, origins)}: {key}={raw}: {reason}") from error
-    resolved: Any = OmegaConf.to_container(config, resolve=True, throw_on_missing=False)
-    return resolved
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, config, flatten
+from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, config, field_docs, flatten
 from rollcast.errors import ConfigError
 
 __all__ = [
@@ -107,6 +107,15 @@ def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
             yield from walk(key, inner)
 
 
+def walk_docs(path: str, schema: type) -> dict[str, str]:
+    """The doc sentence of every key of a schema below ``path``."""
+    docs = {_join(path, name): text for name, text in field_docs(schema).items()}
+    for name, kind in field_types(schema).items():
+        inner = _dataclass_in(kind)
+        docs |= walk_docs(_join(path, name), inner) if inner else {}
+    return docs
+
+
 def _defaults(schema: type) -> dict[str, Any]:
     """The defaults of a schema as nested mappings; ``???`` where there is none."""
     tree: dict[str, Any] = {}
@@ -195,6 +204,13 @@ class Sections:
             known |= dict(walk(each.path, each.schema))
         return known
 
+    def docs(self) -> dict[str, str]:
+        """Return the doc sentence of every key and section that has one, by dotted key."""
+        docs: dict[str, str] = {}
+        for each in reversed(self.placed):
+            docs |= walk_docs(each.path, each.schema)
+        return docs
+
     def check_keys(self, tree: Mapping[str, Any], origins: Mapping[str, str]) -> None:
         """Refuse keys that no schema has.
 
@@ -208,7 +224,7 @@ class Sections:
                 key = _join(prefix, str(name))
                 if key not in known:
                     leaf = next(iter(flatten({name: value}, prefix)))
-                    raise ConfigError(_unknown_key(leaf, known, origin_of(leaf, origins)))
+                    raise ConfigError(_unknown_key(leaf, known, origins))
                 if _hosts(known[key]) or not _is_mapping(known[key]):
                     check(value, key)
 
@@ -286,8 +302,8 @@ def _own(schema: type, node: Any, closed: bool = False) -> Any:
 
 
 def validate_section(
-    schema: type[S], node: Any, path: str, origins: Mapping[str, str], unset: Sequence[str] = (), closed: bool = False
-) -> S | None:
+    schema: type, node: Any, path: str, origins: Mapping[str, str], unset: Sequence[str] = (), closed: bool = False
+) -> Any:
     """Build a schema's instance from plain values; None where it lacks a value that ``unset`` names.
 
     Raises:
@@ -297,7 +313,7 @@ def validate_section(
 
     own = _own(schema, {} if node is None else node, closed)
     try:
-        instance: S = _adapter(schema).validate_python(own)
+        instance = _adapter(schema).validate_python(own)
     except ValidationError as error:
         found = [each for each in error.errors(include_url=False) if each["type"] != "missing"]
         if not found and unset:
@@ -316,7 +332,7 @@ def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapp
         types_of = {_unwrap(option)[0] for option in _options(_unwrap(kind)[0])}
         if isinstance(value, bool) and types_of & {int, float} and bool not in types_of:
             key = _join(path, name)
-            raise ConfigError(f"{origin_of(key, origins)}: {key} must be {_describe(kind, value)}, got {_show(value)}")
+            raise ConfigError(f"{_where(key, origins)}{key} must be {_describe(kind, value)}, got {_show(value)}")
 
 
 def build_section(
@@ -346,7 +362,8 @@ def build_section(
     for key, value in flatten(tree, path).items():
         if value == MISSING and key in known:
             raise ConfigError(_unset(key, origins or {}))
-    return typing.cast("S", validate_section(schema, tree, path, origins or {}, closed=closed))
+    instance: S = validate_section(schema, tree, path, origins or {}, closed=closed)
+    return instance
 
 
 def _nest(path: str, node: Any) -> dict[str, Any]:
@@ -374,6 +391,10 @@ def origin_of(key: str, origins: Mapping[str, str]) -> str:
     return below[-1] if below else "config"
 
 
+def _where(key: str, origins: Mapping[str, str]) -> str:
+    return f"{origin_of(key, origins)}: " if origins else ""
+
+
 def _unset(key: str, origins: Mapping[str, str]) -> str:
     return f"{key} must be set; {origin_of(key, origins)} leaves it open: add {key}=... to the command"
 
@@ -391,16 +412,18 @@ def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str
     return None
 
 
-def _unknown_key(key: str, known: Mapping[str, Any], origin: str) -> str:
+def _unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> str:
     section = key.rpartition(".")[0]
     siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
     candidate = _suggest(key, known, siblings)
-    sentences = [f"{origin}: there is no key {key!r}" + (f"; did you mean {candidate!r}?" if candidate else ".")]
+    sentences = [
+        f"{_where(key, origins)}there is no key {key!r}" + (f"; did you mean {candidate!r}?" if candidate else ".")
+    ]
     if siblings:
         sentences.append(f"Keys of {section or 'the top level'}: {', '.join(siblings)}.")
     elif known.get(section) is not None:
         sentences.append(f"{section!r} is a value, not a section.")
-    if "trainer" not in known:
+    if origins and "trainer" not in known:
         sentences.append("No trainer is chosen: most keys come with trainer=... or recipe=...")
     return " ".join(sentences)
 
@@ -414,10 +437,10 @@ def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origin
             break
         kind, key = field_types(inner)[step], _join(key, str(step))
         value = value.get(step) if isinstance(value, Mapping) else None
-    where = origin_of(key, origins)
+    where = _where(key, origins)
     if error["type"] == "value_error":
-        return f"{where}: {key}: {error['ctx']['error']}"
-    return f"{where}: {key} must be {_describe(kind, value)}, got {_show(value)}"
+        return f"{where}{key}: {error['ctx']['error']}"
+    return f"{where}{key} must be {_describe(kind, value)}, got {_show(value)}"
 
 
 def _show(value: Any) -> str:

@@ -79,7 +79,8 @@ class TaskRunner:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
-        self.sections: Any = build_section(schema, config)
+        #: Typed by the trainer, whose schema it is.
+        self.sections: Any = build_section(cast("type[Any]", schema), config)
         self.trainer = self.sections.trainer
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
         self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
