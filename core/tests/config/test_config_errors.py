@@ -267,8 +267,6 @@ def test_part_that_two_distributions_claim(make_dist: Callable[..., Path]) -> No
 
 
 def test_broken_part_is_found_by_loading_not_by_composing(make_dist: Callable[..., Path]) -> None:
-    from rollcast.config.named import load_named
-
     make_dist(
         "tp-broken",
         {"rollcast.rewards": {"tp_bad": "tp_broken:reward"}},
@@ -276,10 +274,9 @@ def test_broken_part_is_found_by_loading_not_by_composing(make_dist: Callable[..
     )
     composed = compose([RECIPE, "reward.name=tp_bad"])
     with pytest.raises(PluginLoadError, match="half built") as caught:
-        load_named(composed.config, composed.origins, composed.sections)
+        composed.load_plugins()
     assert "reward.name (override 'reward.name=tp_bad')" in str(caught.value)
-    sound = compose([RECIPE, "trackers=[]"])
-    load_named(sound.config, {}, sound.sections)
+    compose([RECIPE, "trackers=[]"]).load_plugins()
 
 
 # -- packages -----------------------------------------------------------------------------------

@@ -23,7 +23,8 @@ def config(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A JSON object: key to value, origin and doc sentence, and the chosen options.")
+        bool,
+        typer.Option("--json", help="A JSON object: key to value, origin and doc sentence, and the chosen options."),
     ] = False,
     docs: Annotated[bool, typer.Option("--docs", help="Show what each key means, too.")] = False,
     _traceback: Traceback = False,
@@ -42,7 +43,9 @@ def config(
     origins = {key: origin_of(key, composed.origins) for key in values}
     meanings = composed.sections.docs() if docs or as_json else {}
     if as_json:
-        keys = {key: {"value": value, "origin": origins[key], "doc": meanings.get(key)} for key, value in values.items()}
+        keys = {
+            key: {"value": value, "origin": origins[key], "doc": meanings.get(key)} for key, value in values.items()
+        }
         typer.echo(json.dumps({"choices": composed.choices, "keys": keys}, indent=2))
     else:
         print_lines(*_render(values, origins, meanings))

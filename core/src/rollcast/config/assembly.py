@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rollcast.config.named import check_named
+from rollcast.config.named import find_named
 from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override
 from rollcast.config.sections import Sections, origin_of, place_schemas
 from rollcast.config.sources import (
     ConfigSource,
     Sources,
     find_config_files,
+    find_options,
     find_sources,
     load_schemas,
     register_search_path,
@@ -47,6 +48,15 @@ class Composed:
     choices: dict[str, str]
     sections: Sections
 
+    def load_plugins(self) -> None:
+        """Import every plugin that the config names, so that a broken one is found before anything starts.
+
+        Raises:
+            PluginError: A plugin is missing, broken, or not of its group's kind; the cause is chained.
+        """
+        for registry, key, name in find_named(self.config, self.sections):
+            registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
+
     def plain(self) -> dict[str, Any]:
         """Return the tree as nested mappings that may be changed."""
         from omegaconf import OmegaConf
@@ -55,7 +65,13 @@ class Composed:
         return dict(tree)
 
 
-def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, allow_missing: bool = False) -> Composed:
+def compose(
+    overrides: Sequence[str] = (),
+    config_dir: Path | None = None,
+    *,
+    allow_missing: bool = False,
+    needs_trainer: bool = False,
+) -> Composed:
     """Compose, resolve and validate a configuration.
 
     Args:
@@ -63,6 +79,7 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, al
             its default.
         config_dir: A folder of further config groups, searched first.
         allow_missing: Leave mandatory values that nobody set as ``???`` instead of raising.
+        needs_trainer: Refuse a configuration without a trainer.
 
     Raises:
         ConfigError: An override cannot be read, names no option or key, or a schema refuses a value; the message
@@ -98,8 +115,20 @@ def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, al
         raise ConfigError(f"{origin_of('run_dir', origins)}: run_dir is empty; give a folder to write into")
     config = OmegaConf.create(tree)
     OmegaConf.set_readonly(config, True)
-    check_named(config, origins, sections)
+    if needs_trainer and OmegaConf.select(config, "trainer.name") is None:
+        raise ConfigError(_no_trainer(config_dir))
+    for registry, key, name in find_named(config, sections):  # from metadata alone
+        registry.find(name, requested_by=f"{key} ({origin_of(key, origins)})")
     return Composed(config, origins, choices, sections)
+
+
+def _no_trainer(config_dir: Path | None) -> str:
+    recipes, trainers = (", ".join(find_options(group, config_dir)) for group in ("recipe", "trainer"))
+    return (
+        "no trainer is chosen: give recipe=... or trainer=...\n"
+        f"recipes: {recipes or 'none (install a plugin that has some, or give --config-dir)'}\n"
+        f"trainers: {trainers or 'none (pip install rollcast-trainer)'}"
+    )
 
 
 def _add_origins(origins: dict[str, str], values: Sequence[Override]) -> None:

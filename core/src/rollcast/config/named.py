@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from rollcast.config.sections import Sections, origin_of
+from rollcast.config.sections import Sections
 from rollcast.plugins import Registry
 from rollcast.plugins.registry import find_registries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["check_named", "find_named", "load_named", "registry_modules"]
+__all__ = ["find_named", "registry_modules"]
 
 
 def registry_modules() -> tuple[str, ...]:
@@ -42,24 +42,3 @@ def find_named(config: DictConfig, sections: Sections) -> Iterator[tuple[Registr
             names = [value] if isinstance(value, str) else list(value) if OmegaConf.is_list(value) else []
             for name in names:
                 yield registry, key, name
-
-
-def check_named(config: DictConfig, origins: Mapping[str, str], sections: Sections) -> None:
-    """Refuse names that nothing provides, from metadata alone.
-
-    Raises:
-        PluginNotFoundError: The names that exist, and the nearest.
-        PluginConflictError: Two distributions claim the name.
-    """
-    for registry, key, name in find_named(config, sections):
-        registry.find(name, requested_by=f"{key} ({origin_of(key, origins)})")
-
-
-def load_named(config: DictConfig, origins: Mapping[str, str], sections: Sections) -> None:
-    """Import every plugin that the config names, so that a broken one is found before anything starts.
-
-    Raises:
-        PluginError: A plugin is missing, broken, or not of its group's kind; the cause is chained.
-    """
-    for registry, key, name in find_named(config, sections):
-        registry.get(name, requested_by=f"{key} ({origin_of(key, origins)})")

@@ -8,16 +8,18 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.cli.options import Traceback
-from rollcast.cli.output import hide_library_bars, print_lines
-from rollcast.cli.train import find_newest_checkpoint
+from rollcast.contracts.command import Traceback, hide_library_bars, print_lines
+from rollcast.contracts.files import find_newest_checkpoint
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["export"]
+__all__ = ["app", "export"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.command()
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder, RUN_DIR/checkpoints/step_N.")
@@ -30,7 +32,7 @@ def export(
     _traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config, weights and tokenizer."""
-    from rollcast.config.sections import build_section
+    from rollcast import build_section
     from rollcast.contracts.engine import ModelConfig, engines
     from rollcast.errors import CheckpointError, ConfigError
 
