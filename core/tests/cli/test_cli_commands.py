@@ -116,7 +116,11 @@ def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
 def test_config_as_json(run: Run, cli_plugin: Path) -> None:
     shown = json.loads(run("config", "trainer=tp_cli", "trackers=[jsonl]", "--json").out)
     assert shown["choices"]["trainer"] == "tp_cli"
-    assert shown["keys"]["trackers"] == {"value": ["jsonl"], "origin": "override 'trackers=[jsonl]'"}
+    assert shown["keys"]["trackers"] == {
+        "value": ["jsonl"],
+        "origin": "override 'trackers=[jsonl]'",
+        "doc": "Registry names of the trackers.",
+    }
     assert shown["keys"]["runtime.num_cpus"] == {
         "value": None,
         "origin": "default of rollcast_ray.schemas.RayRuntimeConfig",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
+import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -114,6 +115,35 @@ def walk_docs(path: str, schema: type) -> dict[str, str]:
         inner = _dataclass_in(kind)
         docs |= walk_docs(_join(path, name), inner) if inner else {}
     return docs
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key as the docs show it: its dotted name below the section, type, default and doc sentence."""
+
+    name: str
+    kind: str
+    default: str
+    doc: str
+
+
+def walk_keys(sections: Sections, path: str) -> Iterator[Key]:
+    """Yield the keys of a section, those of the most particular schema first.
+
+    Raises:
+        ConfigError: No schema holds at ``path``.
+    """
+    found: dict[str, Key] = {}
+    for each in sections.placed:
+        docs, defaults = walk_docs(each.path, each.schema), flatten(_nest(each.path, _defaults(each.schema)))
+        for key, kind in walk(each.path, each.schema):
+            inside = key.startswith(f"{path}.") and _dataclass_in(kind) is None and _hosts(kind) is None
+            name = key.removeprefix(f"{path}.")
+            if inside and name not in found:
+                found[name] = Key(name, _describe(kind, 0), json.dumps(defaults.get(key)), docs.get(key, ""))
+    if not found:
+        raise ConfigError(f"no schema holds at {path!r}")
+    yield from found.values()
 
 
 def _defaults(schema: type) -> dict[str, Any]:
