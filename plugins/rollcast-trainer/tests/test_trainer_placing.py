@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollcast.config.schemas import PlacementConfig
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.errors import ConfigError
 from rollcast_trainer.placing import build_pools
 from rollcast_trainer.roles import Role

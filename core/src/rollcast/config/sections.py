@@ -134,7 +134,7 @@ def walk_keys(sections: Sections, path: str) -> Iterator[Key]:
         ConfigError: No schema holds at ``path``.
     """
     found: dict[str, Key] = {}
-    for each in sections.placed:
+    for each in (each for each in sections.placed if each.hosts is None or each.path == path):
         docs, defaults = walk_docs(each.path, each.schema), flatten(_nest(each.path, _defaults(each.schema)))
         for key, kind in walk(each.path, each.schema):
             inside = key.startswith(f"{path}.") and _dataclass_in(kind) is None and _hosts(kind) is None
@@ -491,8 +491,8 @@ def _describe(kind: Any, value: Any = None) -> str:
     fits = isinstance(value, (int, float) if bare is float else bare) if bare in (int, float) else False
     if bounds and fits and not isinstance(value, bool):
         return bounds
-    if bare is type(None):
-        return "null"
+    if bare in (type(None), Any):
+        return "null" if bare is type(None) else "anything"
     if origin is list:
         count = next((f"{mark.min_length} " for mark in metadata if isinstance(mark, Len)), "")
         inner = _options(_unwrap(arguments[0])[0])

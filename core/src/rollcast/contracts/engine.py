@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
 from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, Positive, config

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Fraction, Ge, Gt, Hosts, NonNegative, Positive, PositiveOrOff, config
+from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, Positive, PositiveOrOff, config
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.errors import ConfigError
 
@@ -156,7 +156,7 @@ class CriticModelConfig:
 class CriticOptimConfig(OptimConfig):
     """The critic's optimizer and schedule."""
 
-    lr: float = 1e-5
+    lr: Annotated[float, Ge(0)] = 1e-5
     """Peak learning rate."""
 
 
