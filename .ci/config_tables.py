@@ -9,13 +9,15 @@ key below PATH that its own schema declares, with type, default and doc sentence
 from __future__ import annotations
 
 import functools
+import json
 import re
 import sys
 from pathlib import Path
 
 from rollcast import compose
+from rollcast.config import sections as schemas
 from rollcast.config.assembly import Composed
-from rollcast.config.sections import walk_keys
+from rollcast.contracts.config import flatten
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- keys: (\S+)((?: \S+=\S+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
@@ -30,10 +32,21 @@ def composed(overrides: tuple[str, ...]) -> Composed:
 
 def table(path: str, overrides: tuple[str, ...]) -> str:
     """Return the Markdown table of a section."""
+    found: dict[str, tuple[str, ...]] = {}
+    for each in composed(overrides).sections.placed:
+        if each.hosts is not None and each.path != path:
+            continue  # an engine has a table of its own
+        docs = schemas.walk_docs(each.path, each.schema)
+        defaults = flatten(schemas.nest(each.path, schemas.defaults_of(each.schema)))
+        for key, kind in schemas.walk(each.path, each.schema):
+            name = key.removeprefix(f"{path}.")
+            if name != key and schemas.dataclass_in(kind) is None and schemas.hosts_of(kind) is None:
+                default = json.dumps(defaults.get(key))
+                found.setdefault(name, (f"`{name}`", schemas.describe(kind, 0), f"`{default}`", docs.get(key, "")))
+    if not found:
+        raise SystemExit(f"no schema holds at {path!r} with {' '.join(overrides)}")
     rows = ["| key | values | default | |", "|---|---|---|---|"]
-    for key in walk_keys(composed(overrides).sections, path):
-        cells = (f"`{key.name}`", key.kind, f"`{key.default}`", key.doc)
-        rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+    rows += ["| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |" for cells in found.values()]
     return "\n".join(rows) + "\n"
 
 

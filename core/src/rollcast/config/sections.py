@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import inspect
-import json
 import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -82,7 +81,7 @@ def _options(kind: Any) -> tuple[Any, ...]:
     return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
 
 
-def _dataclass_in(kind: Any) -> type | None:
+def dataclass_in(kind: Any) -> type | None:
     options = (_unwrap(option)[0] for option in _options(_unwrap(kind)[0]))
     return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
 
@@ -91,7 +90,7 @@ def _is_mapping(kind: Any) -> bool:
     return any((typing.get_origin(option) or option) in (dict, Mapping) for option in _options(_unwrap(kind)[0]))
 
 
-def _hosts(kind: Any) -> Hosts | None:
+def hosts_of(kind: Any) -> Hosts | None:
     return next((each for each in _unwrap(kind)[1] if isinstance(each, Hosts)), None)
 
 
@@ -102,7 +101,7 @@ def _join(path: str, name: str) -> str:
 def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
     """Every key of a schema below ``path``, sections included, with its annotation."""
     for name, kind in field_types(schema).items():
-        key, inner = _join(path, name), _dataclass_in(kind)
+        key, inner = _join(path, name), dataclass_in(kind)
         yield key, kind
         if inner is not None:
             yield from walk(key, inner)
@@ -112,41 +111,12 @@ def walk_docs(path: str, schema: type) -> dict[str, str]:
     """The doc sentence of every key of a schema below ``path``."""
     docs = {_join(path, name): text for name, text in field_docs(schema).items()}
     for name, kind in field_types(schema).items():
-        inner = _dataclass_in(kind)
+        inner = dataclass_in(kind)
         docs |= walk_docs(_join(path, name), inner) if inner else {}
     return docs
 
 
-@dataclass(frozen=True)
-class Key:
-    """A key as the docs show it: its dotted name below the section, type, default and doc sentence."""
-
-    name: str
-    kind: str
-    default: str
-    doc: str
-
-
-def walk_keys(sections: Sections, path: str) -> Iterator[Key]:
-    """Yield the keys of a section, those of the most particular schema first.
-
-    Raises:
-        ConfigError: No schema holds at ``path``.
-    """
-    found: dict[str, Key] = {}
-    for each in (each for each in sections.placed if each.hosts is None or each.path == path):
-        docs, defaults = walk_docs(each.path, each.schema), flatten(_nest(each.path, _defaults(each.schema)))
-        for key, kind in walk(each.path, each.schema):
-            inside = key.startswith(f"{path}.") and _dataclass_in(kind) is None and _hosts(kind) is None
-            name = key.removeprefix(f"{path}.")
-            if inside and name not in found:
-                found[name] = Key(name, _describe(kind, 0), json.dumps(defaults.get(key)), docs.get(key, ""))
-    if not found:
-        raise ConfigError(f"no schema holds at {path!r}")
-    yield from found.values()
-
-
-def _defaults(schema: type) -> dict[str, Any]:
+def defaults_of(schema: type) -> dict[str, Any]:
     """The defaults of a schema as nested mappings; ``???`` where there is none."""
     tree: dict[str, Any] = {}
     for entry in dataclasses.fields(schema):
@@ -162,7 +132,7 @@ def _owners(schema: type, path: str) -> dict[str, str]:
     owners: dict[str, str] = {}
     for name, kind in field_types(schema).items():
         declares = next(base for base in schema.__mro__ if name in inspect.get_annotations(base))
-        inner = _dataclass_in(kind)
+        inner = dataclass_in(kind)
         owners[_join(path, name)] = f"default of {declares.__module__}.{declares.__qualname__}"
         owners |= _owners(inner, _join(path, name)) if inner else {}
     return owners
@@ -198,7 +168,7 @@ def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], t
     ranked = sorted(schemas, key=lambda schema: (not schema.option, not schema.group))
     placed = [Section(schema.path, schema.schema) for schema in ranked if schema.path is not None and holds(schema)]
     placed.append(Section("", RootConfig))
-    found = {key: mark for each in placed for key, kind in walk(each.path, each.schema) if (mark := _hosts(kind))}
+    found = {key: mark for each in placed for key, kind in walk(each.path, each.schema) if (mark := hosts_of(kind))}
     options: dict[str, str | None] = {}
     for path, mark in sorted(found.items(), key=lambda item: bool(item[1].like)):
         able = [schema for schema in ranked if schema.path is None and schema.group == mark.group]
@@ -255,7 +225,7 @@ class Sections:
                 if key not in known:
                     leaf = next(iter(flatten({name: value}, prefix)))
                     raise ConfigError(_unknown_key(leaf, known, origins))
-                if _hosts(known[key]) or not _is_mapping(known[key]):
+                if hosts_of(known[key]) or not _is_mapping(known[key]):
                     check(value, key)
 
         check(tree, "")
@@ -271,7 +241,7 @@ class Sections:
             if mark is not None and mark.like and self.options[path] == self.options.get(mark.like):
                 like = find(tree, mark.like)
                 _merge(target, like, path, {f"{path}.{key}": f"as {mark.like}.{key}" for key in flatten(like)}, origins)
-            _merge(target, _defaults(schema), path, _owners(schema, path), origins)
+            _merge(target, defaults_of(schema), path, _owners(schema, path), origins)
 
     def validate(self, tree: dict[str, Any], origins: Mapping[str, str], allow_missing: bool) -> None:
         """Give every value the type of its schema, in place.
@@ -326,7 +296,7 @@ def _own(schema: type, node: Any, closed: bool = False) -> Any:
     own: dict[str, Any] = {}
     for name, value in node.items():
         if (name in kinds or closed) and value != MISSING:
-            inner = _dataclass_in(kinds.get(name))
+            inner = dataclass_in(kinds.get(name))
             own[name] = _own(inner, value, closed) if inner else value
     return own
 
@@ -356,13 +326,13 @@ def validate_section(
 def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:
     """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
     for name, kind in field_types(schema).items():
-        inner, value = _dataclass_in(kind), own.get(name)
+        inner, value = dataclass_in(kind), own.get(name)
         if inner is not None and isinstance(value, Mapping):
             _refuse_bools(inner, value, _join(path, name), origins)
         types_of = {_unwrap(option)[0] for option in _options(_unwrap(kind)[0])}
         if isinstance(value, bool) and types_of & {int, float} and bool not in types_of:
             key = _join(path, name)
-            raise ConfigError(f"{_where(key, origins)}{key} must be {_describe(kind, value)}, got {_show(value)}")
+            raise ConfigError(f"{_where(key, origins)}{key} must be {describe(kind, value)}, got {_show(value)}")
 
 
 def build_section(
@@ -385,10 +355,10 @@ def build_section(
     plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=False) if OmegaConf.is_config(node) else node
     known = dict(walk(path, schema))
     if closed and isinstance(plain, Mapping):
-        Sections((Section(path, schema),), {}).check_keys(_nest(path, plain), origins or {})
+        Sections((Section(path, schema),), {}).check_keys(nest(path, plain), origins or {})
     tree = _plain({} if plain is None else plain)
     if isinstance(tree, dict):
-        _merge(tree, _defaults(schema), path, {}, {})
+        _merge(tree, defaults_of(schema), path, {}, {})
     for key, value in flatten(tree, path).items():
         if value == MISSING and key in known:
             raise ConfigError(_unset(key, origins or {}))
@@ -396,7 +366,7 @@ def build_section(
     return instance
 
 
-def _nest(path: str, node: Any) -> dict[str, Any]:
+def nest(path: str, node: Any) -> dict[str, Any]:
     for step in reversed(path.split(".")) if path else ():
         node = {step: node}
     return typing.cast("dict[str, Any]", node)
@@ -462,7 +432,7 @@ def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origin
     """The message for pydantic's error, about the key as it is written in a configuration."""
     kind, value, key = schema, own, path
     for step in error["loc"]:
-        inner = _dataclass_in(kind)
+        inner = dataclass_in(kind)
         if inner is None or step not in field_types(inner):
             break
         kind, key = field_types(inner)[step], _join(key, str(step))
@@ -470,21 +440,21 @@ def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origin
     where = _where(key, origins)
     if error["type"] == "value_error":
         return f"{where}{key}: {error['ctx']['error']}"
-    return f"{where}{key} must be {_describe(kind, value)}, got {_show(value)}"
+    return f"{where}{key} must be {describe(kind, value)}, got {_show(value)}"
 
 
 def _show(value: Any) -> str:
     return "null" if value is None else repr(value)
 
 
-def _describe(kind: Any, value: Any = None) -> str:
+def describe(kind: Any, value: Any = None) -> str:
     """The values that a type takes; only its bounds if ``value`` is of the type itself."""
     bare, metadata = _unwrap(kind)
     if isinstance(bare, type) and dataclasses.is_dataclass(bare):
         return f"a section with the keys {', '.join(field_types(bare))}"
     arguments, origin = typing.get_args(bare), typing.get_origin(bare)
     if origin in (types.UnionType, typing.Union):
-        return " or ".join(_describe(option, value) for option in arguments)
+        return " or ".join(describe(option, value) for option in arguments)
     if origin is typing.Literal:
         return ("one of " if len(arguments) > 1 else "") + ", ".join(str(each) for each in arguments)
     bounds = _describe_bounds(metadata)
@@ -496,7 +466,7 @@ def _describe(kind: Any, value: Any = None) -> str:
     if origin is list:
         count = next((f"{mark.min_length} " for mark in metadata if isinstance(mark, Len)), "")
         inner = _options(_unwrap(arguments[0])[0])
-        words = _describe(inner[0]).removeprefix("one of ") if typing.get_origin(inner[0]) is typing.Literal else ""
+        words = describe(inner[0]).removeprefix("one of ") if typing.get_origin(inner[0]) is typing.Literal else ""
         return f"a list of {count}{words or _PLURALS.get(inner[0], 'values')}"
     return "a mapping" if _is_mapping(bare) else _TYPE_NAMES.get(bare, str(getattr(bare, "__name__", bare)))
 
