@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from trainer_tools import SmallTask, launch, read_metrics, set_up
 
 from rollcast.config import compose
@@ -161,8 +162,9 @@ def test_more_processes_than_the_runtime_can_host(small_task: SmallTask, tmp_pat
 
 
 def test_tool_of_no_engine(small_task: SmallTask, tmp_path: Path) -> None:
-    config = compose(small_task.ppo(tmp_path)).config
-    config.actor.engine = None
+    tree = compose(small_task.ppo(tmp_path)).plain()
+    tree["actor"]["engine"] = {}
+    config = OmegaConf.create(tree)
     with pytest.raises(ConfigError, match=r"actor.engine.name is not set; choose one with engine="):
         TaskRunner(config, PpoTrainer.schema)
 
