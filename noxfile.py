@@ -6,6 +6,7 @@ python -m nox -s "plugin(fsdp)"           one distribution's tests, with only wh
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s lint types docs
+python -m nox -s config_docs              write the tables of configuration keys into the docs
 python -m nox -s index                    write the core's index of the plugins of this repository, known.json
 python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
 """
@@ -239,6 +240,12 @@ def types(session: nox.Session) -> None:
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+
+
+@nox.session(default=False, venv_backend="none")
+def config_docs(session: nox.Session) -> None:
+    """Write the tables of configuration keys into the docs, from the schemas."""
+    session.run("python", ".ci/config_tables.py", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")

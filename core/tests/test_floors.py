@@ -200,19 +200,6 @@ def test_light_modules_bring_in_nothing_heavy(modules) -> None:
 
 #: Modules of the core that plugins may import, beside ``rollcast.contracts.*``.
 SURFACE = {"rollcast", "rollcast.errors", "rollcast.protocol", "rollcast.plugins"}
-#: Other modules of the core that plugins still import. To be emptied; none may be added.
-STILL_PRIVATE = {
-    "rollcast.cli.options",
-    "rollcast.cli.output",
-    "rollcast.cli.train",
-    "rollcast.config",
-    "rollcast.config.overrides",
-    "rollcast.config.parts",
-    "rollcast.config.rollout",
-    "rollcast.config.schemas",
-    "rollcast.config.sources",
-    "rollcast.config.validation",
-}
 
 
 def private_imports() -> dict[str, set[str]]:
@@ -239,11 +226,7 @@ def is_declared(module: str) -> bool:
 
 def test_plugins_import_only_the_declared_surface() -> None:
     found = private_imports()
-    assert {module: sorted(users) for module, users in found.items() if module not in STILL_PRIVATE} == {}
-
-
-def test_the_list_of_private_imports_names_no_module_that_nobody_imports() -> None:
-    assert set(private_imports()) >= STILL_PRIVATE
+    assert {module: sorted(users) for module, users in found.items()} == {}
 
 
 def test_every_distribution_is_typed() -> None:

@@ -6,7 +6,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from rollcast.config import compose
-from rollcast.config.sources import flatten
+from rollcast.contracts.config import flatten
 
 
 def settings(recipe: str) -> dict[str, Any]:
@@ -54,9 +54,18 @@ def test_the_quick_start_on_megatron_is_the_quick_start_on_another_engine() -> N
     pytest.importorskip("rollcast_megatron")
     base, other = settings("quickstart"), settings("quickstart_megatron")
     changes = {key: value for key, value in other.items() if base.get(key, value) != value}
-    assert changes == {"actor.engine.name": "megatron", "placement.n_gpus_per_node": 2}
+    engines = dict.fromkeys((f"{role}.engine.name" for role in ("actor", "critic", "ref", "reward_model")), "megatron")
+    assert changes == {**engines, "placement.n_gpus_per_node": 2}
     assert other["actor.engine.tensor_model_parallel_size"] == 2
-    assert all(key.startswith("actor.engine.") for key in base.keys() ^ other.keys())
+    assert all(".engine." in key for key in base.keys() ^ other.keys())
+
+
+def test_the_quick_start_takes_another_engine() -> None:
+    pytest.importorskip("rollcast_megatron")
+    assert settings("quickstart")["actor.engine.share_prompts"] is True
+    composed = compose(["recipe=quickstart", "engine=megatron"])
+    assert composed.config.actor.engine.name == "megatron"
+    assert "share_prompts" not in composed.config.actor.engine
 
 
 @pytest.mark.parametrize("recipe", ["quickstart", "quickstart_lora", "quickstart_ppo"])

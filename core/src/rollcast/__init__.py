@@ -12,6 +12,10 @@ from rollcast._lazy import lazy_exports as lazy_exports
 
 if TYPE_CHECKING:
     from rollcast._version import __version__ as __version__
+    from rollcast.config.assembly import Composed as Composed
+    from rollcast.config.assembly import compose as compose
+    from rollcast.config.overrides import format_override as format_override
+    from rollcast.config.sections import build_section as build_section
     from rollcast.contracts.dispatch import DispatchMode as DispatchMode
     from rollcast.contracts.pools import ResourcePool as ResourcePool
     from rollcast.contracts.worker import ClassWithInitArgs as ClassWithInitArgs
@@ -33,6 +37,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "rollcast._lazy": ["lazy_exports"],
         "rollcast._version": ["__version__"],
+        "rollcast.config.assembly": ["Composed", "compose"],
+        "rollcast.config.overrides": ["format_override"],
+        "rollcast.config.sections": ["build_section"],
         "rollcast.contracts.dispatch": ["DispatchMode"],
         "rollcast.contracts.pools": ["ResourcePool"],
         "rollcast.contracts.worker": ["ClassWithInitArgs"],

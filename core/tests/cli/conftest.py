@@ -21,8 +21,6 @@ CODE = """
     import os
     from pathlib import Path
 
-    from rollcast.contracts.dataset import BasePreprocessor, PreprocessReport
-    from rollcast.contracts.engine import BaseEngine
     from rollcast.contracts.trainer import BaseTrainer, RunResult
     from rollcast.errors import CheckpointError, DataError, RewardError, WorkerError
 
@@ -54,29 +52,11 @@ CODE = """
             if what == "interrupt":
                 raise KeyboardInterrupt
             return RunResult(config.trainer.steps, run_dir)
-
-    class Preprocessor(BasePreprocessor):
-        '''Numbers.'''
-
-        def run(self, source, output, seed=0):
-            (output / "train.jsonl").write_text(f"{source} {seed}")
-            return PreprocessReport({"train.jsonl": 12345, "test.jsonl": 6}, ["a note on [these]"])
-
-    class Engine(BaseEngine):
-        @classmethod
-        def export_checkpoint(cls, checkpoint, model, output):
-            output.mkdir(parents=True, exist_ok=True)
-            (output / "model").write_text(f"{checkpoint.name} {model.path} {model.attn_implementation}")
-
-    # Enough of an engine to be exported from: the rest is never called here.
-    Engine.__abstractmethods__ = frozenset()
 """
 CONF = """
-    from dataclasses import dataclass
+    from rollcast.contracts.config import ConfigSchema, config
 
-    from rollcast.config.schemas import ConfigSchema
-
-    @dataclass
+    @config
     class Keys:
         name: str = "tp_cli"
         what: str = ""
@@ -129,14 +109,12 @@ def clean_process(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def cli_plugin(make_dist: Callable[..., Path]) -> Path:
-    """Trainer, preprocessor and engine, each called ``tp_cli``."""
+    """A trainer called ``tp_cli``."""
     return make_dist(
         "tp-cli",
         {
             "rollcast.configs": {"tp_cli": "tp_cli_conf"},
             "rollcast.trainers": {"tp_cli": "tp_cli_code:Trainer"},
-            "rollcast.preprocessors": {"tp_cli": "tp_cli_code:Preprocessor"},
-            "rollcast.engines": {"tp_cli": "tp_cli_code:Engine"},
         },
         {
             "tp_cli_code.py": CODE,

@@ -18,11 +18,11 @@ HEAVY = "torch", "tensordict", "ray", "transformers"
 def test_help_lists_the_commands(run: Run) -> None:
     done = run("--help")
     assert done.code == 0
-    for command in ("train", "preprocess", "plugins", "config", "export", "version"):
+    for command in ("train", "plugins", "config", "version"):
         assert re.search(rf"^\W*{command}\s", done.out, re.MULTILINE), command
 
 
-@pytest.mark.parametrize("command", ["train", "preprocess", "plugins", "config", "export", "version"])
+@pytest.mark.parametrize("command", ["train", "plugins", "config", "version"])
 def test_help_of_a_command(run: Run, command: str) -> None:
     done = run(command, "--help")
     assert done.code == 0
@@ -52,10 +52,7 @@ def test_nothing_heavy_is_imported(run_apart: Run, cli_plugin: Path, arguments: 
     [
         (["plugns"], "plugns"),
         (["train", "--nope"], "--nope"),
-        (["preprocess"], "NAME"),
-        (["preprocess", "tp_cli"], "--output"),
-        (["export", "here"], "OUTPUT"),
-        (["preprocess", "tp_cli", "--output", "x", "--seed", "many"], "--seed"),
+        (["config", "--jsn"], "--json"),
     ],
 )
 def test_mistakes_in_the_command_line(run: Run, arguments: list[str], says: str) -> None:
@@ -97,42 +94,6 @@ def test_train_loads_every_named_part_before_it_starts(
     assert not Path("runs").exists()
 
 
-# -- preprocess ---------------------------------------------------------------------------------
-
-
-def test_preprocess_counts_rows(run: Run, cli_plugin: Path, tmp_path: Path) -> None:
-    done = run("preprocess", "tp_cli", "--input", str(tmp_path), "--output", "data/new", "--seed", "7")
-    assert done.code == 0, done.err
-    assert done.out.splitlines() == [
-        "12,345 rows  data/new/train.jsonl",
-        "     6 rows  data/new/test.jsonl",
-        "a note on [these]",
-    ]
-    assert Path("data/new/train.jsonl").read_text() == f"{tmp_path} 7"
-
-
-def test_preprocess_without_input(run: Run, cli_plugin: Path) -> None:
-    assert run("preprocess", "tp_cli", "--output", "data").code == 0
-    assert Path("data/train.jsonl").read_text() == "None 0"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["tp_cil", "--output", "d"], ["'tp_cil'", "Did you mean 'tp_cli'?"]),
-        (["tp_cli", "--output", "d", "--input", "gone"], ["--input gone"]),
-        (["tp_cli", "--output", "file"], ["--output file"]),
-    ],
-)
-def test_preprocess_refuses(run: Run, cli_plugin: Path, arguments: list[str], says: list[str]) -> None:
-    Path("file").write_text("")
-    done = run("preprocess", *arguments)
-    assert done.code == 2
-    for word in says:
-        assert word in done.err
-    assert not Path("d").exists()
-
-
 # -- config -------------------------------------------------------------------------------------
 
 
@@ -145,6 +106,7 @@ def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
     assert re.fullmatch(r"tp_cli +# tp-cli: trainer/tp_cli.yaml", shown["trainer.name"])
     assert re.fullmatch(r'"" +# tp-cli: trainer/tp_cli.yaml', shown["trainer.what"])
     assert shown["run_dir"].startswith('"null" ')
+    assert re.fullmatch(r"ray +# rollcast-ray: runtime/ray.yaml", shown["runtime.name"])
     assert re.fullmatch(r"null +# default of rollcast_ray.schemas.RayRuntimeConfig", shown["runtime.address"])
     # Aligned: every equals sign and every origin stands in one column.
     assert len({line.index(" = ") for line in lines}) == 1
@@ -154,10 +116,15 @@ def test_config_shows_value_and_origin(run: Run, cli_plugin: Path) -> None:
 def test_config_as_json(run: Run, cli_plugin: Path) -> None:
     shown = json.loads(run("config", "trainer=tp_cli", "trackers=[jsonl]", "--json").out)
     assert shown["choices"]["trainer"] == "tp_cli"
-    assert shown["keys"]["trackers"] == {"value": ["jsonl"], "origin": "override 'trackers=[jsonl]'"}
+    assert shown["keys"]["trackers"] == {
+        "value": ["jsonl"],
+        "origin": "override 'trackers=[jsonl]'",
+        "doc": "Registry names of the trackers.",
+    }
     assert shown["keys"]["runtime.num_cpus"] == {
         "value": None,
         "origin": "default of rollcast_ray.schemas.RayRuntimeConfig",
+        "doc": "Logical CPUs of an embedded Ray; null for all cores, or more if there are more processes.",
     }
 
 
@@ -254,68 +221,6 @@ def test_plugins_unknown_group(run: Run) -> None:
     done = run("plugins", "engine")
     assert done.code == 2
     assert "did you mean 'engines'?" in done.err
-
-
-# -- export -------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
-    folder = tmp_path / "cwd" / "runs" / "old" / "checkpoints" / "step_3"
-    (folder / "actor").mkdir(parents=True)
-    (folder.parent / "step_12" / "actor").mkdir(parents=True)
-    (tmp_path / "cwd" / "runs" / "old" / "config.yaml").write_text(
-        "run_dir: runs/first\nmodel:\n  path: runs/first/task/model\n  attn_implementation: eager\n"
-        "actor:\n  engine:\n    name: tp_cli\n"
-    )
-    return folder
-
-
-def test_export_hands_the_engine_what_it_needs(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
-    done = run("export", "runs/old/checkpoints/step_3", "out/new")
-    assert done.code == 0, done.err
-    # The run was called runs/first when it ran, and has been moved since.
-    moved = checkpoint.parent.parent / "task" / "model"
-    assert Path("out/new/model").read_text() == f"actor {moved} eager"
-
-
-def test_export_keeps_a_model_path_that_exists(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
-    Path("runs/first/task/model").mkdir(parents=True)
-    assert run("export", "runs/old/checkpoints/step_3", "out").code == 0
-    assert Path("out/model").read_text() == "actor runs/first/task/model eager"
-
-
-def test_export_with_a_config_of_its_own(checkpoint: Path, run: Run, cli_plugin: Path) -> None:
-    Path("mine.yaml").write_text("model:\n  path: /m\nactor:\n  engine:\n    name: tp_cli\n")
-    assert run("export", "runs/old/checkpoints/step_3", "out", "--config", "mine.yaml").code == 0
-    assert Path("out/model").read_text() == "actor /m sdpa"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "says"),
-    [
-        (["runs/old", "out"], "did you mean runs/old/checkpoints/step_12?"),
-        (["runs/old/checkpoints/step_4", "out"], "step_4 does not exist; did you mean runs/old/checkpoints/step_12?"),
-        (["nowhere", "out"], "nowhere does not exist; a checkpoint is a folder RUN_DIR/checkpoints/step_N"),
-        (["runs/old/checkpoints/step_3", "runs"], "runs exists and is not an empty folder"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "none.yaml"], "none.yaml cannot be read"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "list.yaml"], "list.yaml holds no mapping"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "torn.yaml"], "torn.yaml cannot be read"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "bare.yaml"], "bare.yaml has no actor.engine.name"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "model.yaml"], "model.path must be set; model.yaml"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "other.yaml"], "actor.engine.name (other.yaml)"),
-    ],
-)
-def test_export_refuses(checkpoint: Path, run: Run, cli_plugin: Path, arguments: list[str], says: str) -> None:
-    Path("list.yaml").write_text("- 1\n")
-    Path("torn.yaml").write_text("a: [\n")
-    Path("bare.yaml").write_text("model:\n  path: x\n")
-    Path("model.yaml").write_text("model:\n  random_init: true\nactor:\n  engine:\n    name: tp_cli\n")
-    Path("other.yaml").write_text("model:\n  path: x\nactor:\n  engine:\n    name: tp_clii\n")
-    done = run("export", *arguments)
-    assert done.code == 2
-    assert says in done.err
-    assert not Path("out").exists()
 
 
 # -- version ------------------------------------------------------------------------------------

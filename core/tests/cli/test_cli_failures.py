@@ -109,7 +109,7 @@ def test_output_into_a_closed_pipe_is_no_error_message(run_apart: Run, tmp_path:
 
 STUCK = """
 import sys, time
-from rollcast.cli.signals import stoppable
+from rollcast.cli.terminal import stoppable
 
 def hang():
     # Not in one go: Python sees a signal that came in the instant before a blocking call only after it.
@@ -160,7 +160,7 @@ def test_second_signal_ends_what_hangs(number: signal.Signals) -> None:
 
 
 def test_handlers_are_given_back() -> None:
-    from rollcast.cli.signals import stoppable
+    from rollcast.cli.terminal import stoppable
 
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with stoppable():
@@ -169,7 +169,7 @@ def test_handlers_are_given_back() -> None:
 
 
 def test_forked_child_dies_by_the_signal_as_it_would_have() -> None:
-    from rollcast.cli.signals import stoppable
+    from rollcast.cli.terminal import stoppable
 
     with stoppable():
         ready, tell = os.pipe()
@@ -190,7 +190,7 @@ def test_forked_child_dies_by_the_signal_as_it_would_have() -> None:
 
 
 def test_logging_shows_rollcast_from_info_and_others_from_warning(capsys: pytest.CaptureFixture[str]) -> None:
-    from rollcast.cli.logs import set_up_logging
+    from rollcast.cli.terminal import set_up_logging
 
     root = logging.getLogger()
     root.handlers[:] = []

@@ -10,48 +10,82 @@ import pytest
 
 from rollcast.plugins import discovery
 
-SCHEMAS = """
-    from dataclasses import dataclass, field
-    from typing import Any
+SCHEMAS = '''
+    from dataclasses import field
+    from typing import Annotated, Any, Literal
 
-    @dataclass
+    from rollcast.contracts.config import Fraction, Hosts, Len, Positive, PositiveOrOff, config
+
+    @config
     class Inner:
         rate: float = 0.5
-        betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+        share: Fraction = 1.0
+        betas: Annotated[list[float], Len(2, 2)] = field(default_factory=lambda: [0.9, 0.999])
 
-    @dataclass
+    @config
     class Learner:
         path: str = "???"
         inner: Inner = field(default_factory=Inner)
         limit: int | None = None
         quick: bool = False
         not_in_the_file: int = 7
+        """A key that
+        no file sets."""
+        mode: Literal["eager", "lazy"] = "eager"
+        unit: Annotated[dict[str, Any], Hosts("tp_unit")] = field(default_factory=dict)
 
-    @dataclass
+    @config
     class TrainerKeys:
         name: str = "tp_trainer"
         seed: int = 0
         note: str = ""
+        save_freq: PositiveOrOff = -1
 
-    @dataclass
+    @config
     class RewardKeys:
         name: str = "tp_reward"
         reward_kwargs: dict[str, Any] = field(default_factory=dict)
-"""
+
+    @config
+    class Critic:
+        unit: Annotated[dict[str, Any], Hosts("tp_unit", like="learner.unit")] = field(default_factory=dict)
+
+    @config
+    class Run:
+        """Every section of the trainer, in one schema."""
+
+        learner: Learner = field(default_factory=Learner)
+        critic: Critic = field(default_factory=Critic)
+        trainer: TrainerKeys = field(default_factory=TrainerKeys)
+        reward: RewardKeys = field(default_factory=RewardKeys)
+
+    @config
+    class RoundUnit:
+        name: str = "round"
+        size: Positive = 1
+        radius: float = 0.5
+
+    @config
+    class SquareUnit:
+        name: str = "square"
+        size: Positive = 2
+        side: float = 0.25
+'''
 CONF = """
-    from rollcast.config.schemas import ConfigSchema
-    from tp_task.schemas import Learner, RewardKeys, TrainerKeys
+    from rollcast.contracts.config import ConfigSchema
+    from tp_task.schemas import RoundUnit, Run, SquareUnit
 
     SCHEMAS = (
-        ConfigSchema(path="learner", schema=Learner, group="trainer", option="tp_trainer"),
-        ConfigSchema(path="trainer", schema=TrainerKeys, group="trainer", option="tp_trainer"),
-        ConfigSchema(path="reward", schema=RewardKeys, group="trainer", option="tp_trainer"),
+        ConfigSchema(path="", schema=Run, group="trainer", option="tp_trainer"),
+        ConfigSchema(schema=RoundUnit, group="tp_unit", option="round"),
+        ConfigSchema(schema=SquareUnit, group="tp_unit", option="square"),
     )
 """
 TRAINER = """\
     # @package _global_
     defaults:
       - /tp_engine: small
+      - /tp_unit: round
       - _self_
 
     learner:
@@ -125,6 +159,8 @@ def task_plugin(make_dist: Callable[..., Path]) -> Path:
             "tp_task/conf/trainer/tp_trainer.yaml": TRAINER,
             "tp_task/conf/tp_engine/small.yaml": ENGINE,
             "tp_task/conf/tp_engine/large.yaml": ENGINE,
+            "tp_task/conf/tp_unit/round.yaml": "# @package learner.unit\nname: round\n",
+            "tp_task/conf/tp_unit/square.yaml": "# @package learner.unit\nname: square\n",
             "tp_task/conf/recipe/tp_recipe.yaml": RECIPE,
         },
         version="2.5",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from pathlib import Path
@@ -11,11 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
+from omegaconf.errors import ReadonlyConfigError
 
 from rollcast.config import build_section, compose
 from rollcast.config.overrides import format_override, parse_override
-from rollcast.config.sources import flatten
-from rollcast.config.validation import origin_of
+from rollcast.config.sections import origin_of
+from rollcast.contracts.config import flatten
 from rollcast.errors import ConfigError
 from rollcast.runtime.local import LocalRuntimeConfig
 
@@ -41,7 +43,8 @@ def leaves(overrides: list[str], **options: object) -> dict[str, object]:
         ("learner.inner.rate", 0.25, TRAINER_FILE),
         ("trainer.name", "tp_trainer", TRAINER_FILE),
         ("learner.not_in_the_file", 7, "default of tp_task.schemas.Learner"),
-        ("placement.nnodes", 1, "rollcast: config.yaml"),
+        ("trackers", ["console", "jsonl", "report"], "rollcast: config.yaml"),
+        ("placement.nnodes", 1, "default of rollcast.contracts.sections.PlacementConfig"),
         ("runtime.name", "ray", "rollcast-ray: runtime/ray.yaml"),
     ],
 )
@@ -93,6 +96,81 @@ def test_values_take_the_type_of_their_schema() -> None:
     composed = compose([*RECIPE, "learner.inner.rate=2", "trainer.seed='12'"])
     assert isinstance(composed.config.learner.inner.rate, float)
     assert composed.config.trainer.seed == 12
+
+
+def test_interpolation_reaches_a_default() -> None:
+    assert leaves([*RECIPE, "trainer.note=${learner.not_in_the_file}"])["trainer.note"] == "7"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "value", "origin"),
+    [
+        (["~learner.limit"], "learner.limit", None, "default of tp_task.schemas.Learner"),
+        (["~learner.not_in_the_file"], "learner.not_in_the_file", 7, "default of tp_task.schemas.Learner"),
+        (["learner.limit=9", "~learner.limit"], "learner.limit", None, "default of tp_task.schemas.Learner"),
+        (["~learner.limit", "learner.limit=9"], "learner.limit", 9, "override 'learner.limit=9'"),
+        (["~learner.inner"], "learner.inner.rate", 0.5, "default of tp_task.schemas.Inner"),
+        (["~learner.inner", "learner.inner.rate=2"], "learner.inner.rate", 2.0, "override 'learner.inner.rate=2'"),
+    ],
+)
+def test_removed_key_has_its_default(overrides: list[str], key: str, value: object, origin: str) -> None:
+    composed = compose([*RECIPE, *overrides])
+    assert OmegaConf.select(composed.config, key) == value
+    assert composed.origins[key] == origin
+
+
+def test_the_tree_is_read_only() -> None:
+    composed = compose(RECIPE)
+    with pytest.raises(ReadonlyConfigError):
+        composed.config.trainer.seed = 1
+    composed.plain()["trainer"]["seed"] = 1
+    assert composed.config.trainer.seed == 11
+
+
+# -- sections that host a group -----------------------------------------------------------------
+
+
+def test_section_like_another_has_its_values() -> None:
+    composed = compose([*RECIPE, "learner.unit.radius=3"])
+    assert composed.config.critic.unit == {"name": "round", "size": 1, "radius": 3.0}
+    assert composed.origins["critic.unit.radius"] == "as learner.unit.radius"
+    assert composed.origins["critic.unit.size"] == "as learner.unit.size"
+
+
+def test_section_like_another_keeps_its_own_values() -> None:
+    composed = compose([*RECIPE, "learner.unit.radius=3", "learner.unit.size=4", "critic.unit.size=5"])
+    assert composed.config.critic.unit == {"name": "round", "size": 5, "radius": 3.0}
+    assert composed.origins["critic.unit.size"] == "override 'critic.unit.size=5'"
+
+
+def test_name_decides_which_schema_a_section_follows() -> None:
+    composed = compose([*RECIPE, "learner.unit.size=4", "critic.unit.name=square", "critic.unit.side=1"])
+    assert composed.config.critic.unit == {"name": "square", "size": 2, "side": 1.0}
+    assert composed.config.learner.unit == {"name": "round", "size": 4, "radius": 0.5}
+    with pytest.raises(ConfigError, match=r"there is no key 'critic.unit.radius'.*Keys of critic.unit: name, side"):
+        compose([*RECIPE, "critic.unit.name=square", "critic.unit.radius=1"])
+
+
+def test_choice_of_the_group_decides_for_all_sections() -> None:
+    composed = compose([*RECIPE, "tp_unit=square"])
+    assert composed.config.learner.unit == composed.config.critic.unit == {"name": "square", "size": 2, "side": 0.25}
+
+
+def test_name_without_a_schema_follows_the_choice() -> None:
+    unit = compose([*RECIPE, "learner.unit.name=home_made", "learner.unit.radius=3"]).config.learner.unit
+    assert unit == {"name": "home_made", "size": 1, "radius": 3.0}
+
+
+def test_recipe_tunes_one_option_without_breaking_another(tmp_path: Path) -> None:
+    recipe = (
+        "# @package _global_\ndefaults:\n  - tp_recipe\n"
+        "  - optional /tp_tune: ${choice:tp_unit}\n  - _self_\ntrainer:\n  seed: 99\n"
+    )
+    write(tmp_path / "my", "recipe/mine.yaml", recipe)
+    write(tmp_path / "my", "tp_tune/round.yaml", "# @package learner.unit\nradius: 8\n")
+    assert compose(["recipe=mine"], tmp_path / "my").config.learner.unit.radius == 8.0
+    square = compose(["recipe=mine", "tp_unit=square"], tmp_path / "my").config.learner.unit
+    assert square == {"name": "square", "size": 2, "side": 0.25}
 
 
 def test_choices() -> None:
@@ -175,11 +253,6 @@ def test_core_has_few_keys_of_its_own() -> None:
     assert 5 < len(own) < 60
 
 
-def test_core_files_have_every_key_of_their_schemas() -> None:
-    """Nothing in the core is set by a default that no file shows."""
-    assert not [origin for origin in compose().origins.values() if origin.startswith("default of rollcast.")]
-
-
 def test_surrounding_hydra_is_left_alone() -> None:
     from hydra import compose as hydra_compose
     from hydra import initialize_config_module
@@ -197,6 +270,26 @@ def test_composing_imports_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_neither_import_nor_help_loads_pydantic() -> None:
+    code = (
+        "import sys, rollcast.contracts.engine, rollcast.contracts.sections, rollcast.cli.app\n"
+        "assert 'pydantic' not in sys.modules; from rollcast import compose; compose(['run_dir=x']); "
+        "assert 'pydantic' in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_instances_are_frozen() -> None:
+    section = build_section(LocalRuntimeConfig, {})
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        section.name = "local"  # type: ignore[misc]
+
+
+def test_closed_section_refuses_unknown_keys() -> None:
+    with pytest.raises(ConfigError, match=r"no key 'runtime.num_cpu'; did you mean 'runtime.num_cpus'"):
+        build_section(LocalRuntimeConfig, {"num_cpu": 1}, "runtime", closed=True)
 
 
 def test_build_section() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from typing import Any
 
@@ -140,7 +141,7 @@ def test_masked_tokens_and_padding_mean_nothing(level: str, estimate: str, seed:
 @pytest.mark.parametrize("width", [0, 3])
 def test_no_tokens_at_all(width: int) -> None:
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_max_k3", rollout_rs_threshold=0.1)
-    config.rollout_is_batch_normalize = True
+    config = dataclasses.replace(config, rollout_is_batch_normalize=True)
     nothing = torch.zeros(2, width)
     out = correct_rollout(nothing, nothing, nothing, config)
     assert out.weights is not None

@@ -138,11 +138,11 @@ def test_verl_columns(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> 
 @pytest.mark.parametrize(
     ("config", "complaint"),
     [
-        ({"promt_key": "x"}, r"unknown key data\.promt_key: did you mean data\.prompt_key\?"),
-        ({"zzzz": 1}, "valid keys: dataset, train_files"),
-        ({"truncation": "middle"}, r"data\.truncation is 'middle'; it is one of error, left, right"),
+        ({"promt_key": "x"}, r"there is no key 'data\.promt_key'; did you mean 'data\.prompt_key'\?"),
+        ({"zzzz": 1}, "Keys of data: apply_chat_template, .*train_files"),
+        ({"truncation": "middle"}, r"data\.truncation must be one of error, left, right, got 'middle'"),
         ({"apply_chat_template": "yes"}, r"data\.apply_chat_template"),
-        ({"max_prompt_length": 0}, r"data\.max_prompt_length is 0"),
+        ({"max_prompt_length": 0}, r"data\.max_prompt_length must be at least 1, got 0"),
         ({"num_workers": -1}, r"data\.num_workers"),
         ({"val_max_samples": 0}, r"data\.val_max_samples"),
     ],

@@ -13,6 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from rollcast import build_section
 from rollcast.contracts.engine import OptimConfig
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast_engine.optim import build_optimizer, check_optim, optimizers, prime_optimizer
@@ -99,21 +100,27 @@ def test_the_warm_up_as_a_ratio(total: int, ratio: float) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"lr_scheduler_type": "step"}, "lr_scheduler_type is 'step'; valid: constant, linear, cosine, wsd"),
-        ({"lr_scheduler_type": "cosine", "total_training_steps": -1}, "cosine needs optim.total_training_steps"),
-        ({"lr_warmup_steps_ratio": 0.1, "total_training_steps": -1}, "lr_warmup_steps_ratio=0.1 needs optim.total"),
-        ({"lr_warmup_steps_ratio": 1.5}, "lr_warmup_steps_ratio is 1.5"),
-        ({"min_lr_ratio": -0.1}, "min_lr_ratio is -0.1"),
-        ({"lr_scheduler_type": "wsd", "lr_wsd_decay_style": "sudden"}, "valid: linear, cosine, minus_sqrt"),
-        ({"lr_scheduler_type": "wsd", "lr_wsd_decay_steps": 0}, "lr_wsd_decay_steps is 0"),
+        ({"lr_scheduler_type": "step"}, "lr_scheduler_type must be one of constant, linear, cosine, wsd, got 'step'"),
+        ({"lr_scheduler_type": "cosine", "total_training_steps": -1}, "cosine needs critic.optim.total_training_steps"),
+        (
+            {"lr_warmup_steps_ratio": 0.1, "total_training_steps": -1},
+            "lr_warmup_steps_ratio=0.1 needs critic.optim.total",
+        ),
+        ({"lr_warmup_steps_ratio": 1.5}, r"critic\.optim\.lr_warmup_steps_ratio must be from 0 to 1, got 1.5"),
+        ({"min_lr_ratio": -0.1}, "min_lr_ratio must be from 0 to 1, got -0.1"),
+        (
+            {"lr_scheduler_type": "wsd", "lr_wsd_decay_style": "sudden"},
+            "one of linear, cosine, minus_sqrt, got 'sudden'",
+        ),
+        ({"lr_scheduler_type": "wsd", "lr_wsd_decay_steps": 0}, "lr_wsd_decay_steps must be at least 1 or null, got 0"),
         ({"lr_scheduler_type": "wsd", "lr_warmup_steps": 8, "lr_wsd_decay_steps": 3}, "do not fit into .*steps=10"),
-        ({"clip_grad": 0.0}, "clip_grad is 0.0"),
-        ({"betas": [0.9]}, "betas"),
+        ({"clip_grad": 0.0}, "clip_grad must be above 0, got 0.0"),
+        ({"betas": [0.9]}, "betas must be a list of 2 numbers"),
     ],
 )
 def test_wrong_values_are_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        check_optim(OptimConfig(**{"total_training_steps": 10, **changes}))
+        check_optim(build_section(OptimConfig, {"total_training_steps": 10, **changes}, "critic.optim"), "critic.optim")
 
 
 def test_an_unknown_optimizer_is_refused_with_those_that_exist() -> None:

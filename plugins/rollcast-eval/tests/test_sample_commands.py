@@ -85,8 +85,8 @@ def test_eval_scores_and_counts(small_task: SmallTask, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [
-        (["rollout.n=0"], ConfigError, "rollout.n is 0"),
-        (["sample.chunk_size=0"], ConfigError, "sample.chunk_size is 0"),
+        (["rollout.n=0"], ConfigError, "rollout.n must be at least 1, got 0"),
+        (["sample.chunk_size=0"], ConfigError, "sample.chunk_size must be at least 1, got 0"),
         (["rollout.nn=2"], ConfigError, r"rollout.nn"),
         (["model.path=/no/such/folder"], RollcastError, "/no/such/folder"),
         (["data.prompt_key=question"], DataError, "question"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import fsdp_scenarios as scenarios
 import pytest
@@ -15,6 +15,7 @@ import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file
 from transformers import AutoModelForTokenClassification
 
+from rollcast import build_section
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, LossOutput, ModelConfig, OptimConfig
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CheckpointError, ConfigError
@@ -35,11 +36,10 @@ def test_schemas_and_conf_need_no_torch() -> None:
     assert answer.returncode == 0, answer.stderr
 
 
-def test_yaml_has_every_key_with_its_default() -> None:
+def test_yaml_holds_the_name_alone() -> None:
     text = (Path(sys.modules["rollcast_fsdp.conf"].__file__ or "").parent / "engine" / "fsdp.yaml").read_text()
     assert text.startswith("# @package actor.engine\n")
-    defaults = FsdpConfig()
-    assert yaml.safe_load(text) == {f.name: getattr(defaults, f.name) for f in fields(FsdpConfig)}
+    assert yaml.safe_load(text) == {"name": FsdpConfig().name}
     assert SCHEMAS[0].schema is FsdpConfig
 
 
@@ -49,30 +49,49 @@ def test_yaml_has_every_key_with_its_default() -> None:
         ({"fsdp_size": 2}, r"fsdp_size is 2, but the group has 1 ranks; use -1 for all of them, or one of 1"),
         ({"fsdp_size": 0}, "fsdp_size is 0"),
         ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2, but the group has 1 ranks"),
-        ({"model_dtype": "float32"}, "model_dtype is 'float32'; valid: fp32, bf16"),
+        ({"model_dtype": "float32"}, r"actor\.engine\.model_dtype must be one of fp32, bf16, got 'float32'"),
         ({"share_prompts": True, "enable_gradient_checkpointing": True}, "share_prompts is true, and so is"),
-        ({"share_prompts": True, "use_remove_padding": True}, "share_prompts is true, and so is use_remove_padding"),
-        ({"param_dtype": "fp16"}, "param_dtype is 'fp16'; valid: fp32, bf16"),
-        ({"reduce_dtype": "half"}, "reduce_dtype is 'half'; valid: fp32, bf16"),
+        (
+            {"share_prompts": True, "use_remove_padding": True},
+            r"share_prompts is true, and so is actor\.engine\.use_remove_padding",
+        ),
+        ({"param_dtype": "fp16"}, "param_dtype must be one of fp32, bf16 or null, got 'fp16'"),
+        ({"reduce_dtype": "half"}, "reduce_dtype must be one of fp32, bf16 or null, got 'half'"),
     ],
 )
 def test_wrong_engine_keys_are_named(keys: dict[str, object], message: str) -> None:
-    setup = EngineSetup("language_model", ModelConfig("x"), FsdpConfig(**keys), None, ALONE)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=message):
+        FsdpEngine(
+            EngineSetup(
+                "language_model", ModelConfig("x"), build_section(FsdpConfig, keys, "actor.engine"), None, ALONE
+            )
+        )
+
+
+def test_keys_are_named_as_those_of_the_role() -> None:
+    setup = EngineSetup("value_model", ModelConfig("x"), FsdpConfig(fsdp_size=2), None, ALONE, section="critic")
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.fsdp_size is 2"):
+        FsdpEngine(setup)
+    optim = OptimConfig(lr_scheduler_type="cosine")
+    setup = EngineSetup("value_model", ModelConfig("x"), FsdpConfig(), optim, ALONE, section="critic")
+    with pytest.raises(
+        ConfigError, match=r"^critic\.optim\.lr_scheduler_type=cosine needs critic\.optim\.total_training"
+    ):
         FsdpEngine(setup)
 
 
 @pytest.mark.parametrize(
-    ("optim", "message"),
+    ("keys", "message"),
     [
-        (OptimConfig(lr_scheduler_type="step"), "lr_scheduler_type is 'step'; valid: constant, linear, cosine, wsd"),
-        (OptimConfig(lr_scheduler_type="cosine"), "needs optim.total_training_steps"),
-        (OptimConfig(clip_grad=0.0), "clip_grad is 0.0"),
-        (OptimConfig(betas=[0.9]), "betas"),
+        ({"lr_scheduler_type": "step"}, "lr_scheduler_type must be one of constant, linear, cosine, wsd, got 'step'"),
+        ({"lr_scheduler_type": "cosine"}, "needs actor.optim.total_training_steps"),
+        ({"clip_grad": 0.0}, r"actor\.optim\.clip_grad must be above 0, got 0.0"),
+        ({"betas": [0.9]}, r"betas must be a list of 2 numbers, got \[0.9\]"),
     ],
 )
-def test_wrong_optimizer_keys_are_named(optim: OptimConfig, message: str) -> None:
+def test_wrong_optimizer_keys_are_named(keys: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
+        optim = build_section(OptimConfig, keys, "actor.optim")
         FsdpEngine(EngineSetup("language_model", ModelConfig("x"), FsdpConfig(), optim, ALONE))
 
 
@@ -254,5 +273,5 @@ def test_meshes_that_do_not_fit_the_ranks_name_those_that_do(key: str, size: int
 
 
 def test_sequences_are_shared_in_packs_only() -> None:
-    with pytest.raises(ConfigError, match="splits packed sequences; set use_remove_padding=true too"):
+    with pytest.raises(ConfigError, match=r"splits packed sequences; set actor\.engine\.use_remove_padding=true too"):
         FsdpConfig(ulysses_sequence_parallel_size=2).check(2)

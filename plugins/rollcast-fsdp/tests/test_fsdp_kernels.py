@@ -55,7 +55,7 @@ def test_compiling_needs_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_compiling_and_shared_prompts_exclude_each_other() -> None:
-    with pytest.raises(ConfigError, match="share_prompts is true, and so is use_torch_compile"):
+    with pytest.raises(ConfigError, match=r"share_prompts is true, and so is actor\.engine\.use_torch_compile"):
         FsdpConfig(use_torch_compile=True, share_prompts=True).check(1)
 
 

@@ -14,6 +14,7 @@ import torch
 from megatron_models import family_config, family_folder
 from safetensors.torch import load_file, save_file
 
+from rollcast import build_section
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, ModelConfig
 from rollcast.errors import CapabilityError, ConfigError, DataProtoError
 from rollcast_megatron.engine import MegatronEngine
@@ -31,22 +32,34 @@ PP2 = {"pipeline_model_parallel_size": 2}
     [
         ({"tensor_model_parallel_size": 3}, 8, r"multiple of 3 ranks, but the group has 8; .*would fit: 1x1, .*8x1"),
         ({**TP2, **PP2}, 2, r"multiple of 4 ranks, but the group has 2"),
-        ({"pipeline_model_parallel_size": 0}, 2, r"pipeline_model_parallel_size is 0"),
+        (
+            {"pipeline_model_parallel_size": 0},
+            2,
+            r"actor\.engine\.pipeline_model_parallel_size must be at least 1, got 0",
+        ),
         ({"context_parallel_size": 2}, 2, r"context_parallel_size is 2, and only 1 is supported: .*whole rows"),
         ({"expert_model_parallel_size": 2}, 2, r"expert_model_parallel_size is 2, .*no mixture of experts"),
-        ({"sequence_parallel": True}, 2, r"sequence_parallel is true, but tensor_model_parallel_size is 1"),
-        ({"dtype": "fp8"}, 1, r"dtype is 'fp8'; valid: float32, bfloat16"),
-        ({"recompute_granularity": "half"}, 1, r"recompute_granularity is 'half'"),
-        ({"recompute_granularity": "full"}, 1, r"recompute_method is None"),
-        ({"recompute_granularity": "full", "recompute_method": "block"}, 1, r"recompute_num_layers is None"),
+        (
+            {"sequence_parallel": True},
+            2,
+            r"sequence_parallel is true, but actor\.engine\.tensor_model_parallel_size is 1",
+        ),
+        ({"dtype": "fp8"}, 1, r"dtype must be one of float32, bfloat16, got 'fp8'"),
+        (
+            {"recompute_granularity": "half"},
+            1,
+            r"recompute_granularity must be one of full, selective or null, got 'half'",
+        ),
+        ({"recompute_granularity": "full"}, 1, r"recompute_method is null"),
+        ({"recompute_granularity": "full", "recompute_method": "block"}, 1, r"recompute_num_layers is null"),
         ({"recompute_num_layers": 1}, 1, r"belong to recompute_granularity=full"),
-        ({"head_chunk_size": 0}, 1, r"head_chunk_size is 0"),
+        ({"head_chunk_size": 0}, 1, r"head_chunk_size must be at least 1, got 0"),
     ],
     ids=str,
 )
 def test_keys(keys: dict[str, Any], ranks: int, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        MegatronConfig(**keys).check(ranks)
+        build_section(MegatronConfig, keys, "actor.engine").check(ranks)
 
 
 def test_what_it_does_not_train() -> None:

@@ -83,10 +83,19 @@ def test_steps_that_follow_each_other_in_one_file(small_task: SmallTask, tmp_pat
         (["profiler=torch", "profiler.steps=[0]"], "steps count from 1"),
         (["profiler=torch", "profiler.steps=[1]", "profiler.ranks=[]"], "give ranks from 0, or profiler.all_ranks"),
         (["profiler=torch", "profiler.steps=[1]", "profiler.roles=[judge]"], "names judge; roles: actor_rollout, cr"),
-        (["profiler=torch", "profiler.steps=[1]", "profiler.contents=[gpu]"], "names gpu; valid: cpu, cuda, mem"),
+        (
+            ["profiler=torch", "profiler.steps=[1]", "profiler.contents=[gpu]"],
+            "contents must be a list of cpu, cuda, mem",
+        ),
         (["profiler=torch", "profiler.steps=[1]", "profiler.contents=[stack]"], "it needs cpu or cuda"),
-        (["profiler=torch_memory", "profiler.steps=[1]", "profiler.context=some"], "profiler.context is 'some'; valid"),
-        (["profiler=torch_memory", "profiler.steps=[1]", "profiler.stack_depth=0"], "it must be at least 1"),
+        (
+            ["profiler=torch_memory", "profiler.steps=[1]", "profiler.context=some"],
+            "profiler.context must be one of all, alloc, state, got 'some'",
+        ),
+        (
+            ["profiler=torch_memory", "profiler.steps=[1]", "profiler.stack_depth=0"],
+            "profiler.stack_depth must be at least 1, got 0",
+        ),
         (["profiler=nsys", "profiler.steps=[1]", "profiler.options={output: x}"], "names output, which the profiler"),
     ],
 )

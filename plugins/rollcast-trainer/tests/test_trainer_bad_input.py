@@ -7,6 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from trainer_tools import SmallTask, launch, read_metrics, set_up
 
 from rollcast.config import compose
@@ -21,29 +22,37 @@ from rollcast_trainer.run.task_runner import TaskRunner
         (["actor.ppo_mini_batch_size=3"], ConfigError, r"data.train_batch_size=4 .*actor.ppo_mini_batch_size=2 or 4"),
         (["actor.ppo_mini_batch_size=8"], ConfigError, r"actor.ppo_mini_batch_size=4, or data.train_batch_size=8"),
         (["rollout.n=1"], ConfigError, r"algorithm.adv_estimator=grpo .*rollout.n is 1"),
-        (["rollout.n=0"], ConfigError, r"rollout.n is 0"),
-        (["actor.ppo_epochs=0"], ConfigError, r"actor.ppo_epochs is 0"),
-        (["actor.ppo_micro_batch_size_per_gpu=0"], ConfigError, r"actor.ppo_micro_batch_size_per_gpu is 0"),
-        (["actor.log_prob_micro_batch_size_per_gpu=-1"], ConfigError, r"log_prob_micro_batch_size_per_gpu is -1"),
+        (["rollout.n=0"], ConfigError, r"rollout.n must be at least 1, got 0"),
+        (["actor.ppo_epochs=0"], ConfigError, r"actor.ppo_epochs must be at least 1, got 0"),
+        (
+            ["actor.ppo_micro_batch_size_per_gpu=0"],
+            ConfigError,
+            r"actor.ppo_micro_batch_size_per_gpu must be at least 1 or null, got 0",
+        ),
+        (
+            ["actor.log_prob_micro_batch_size_per_gpu=-1"],
+            ConfigError,
+            r"log_prob_micro_batch_size_per_gpu must be at least 1 or null, got -1",
+        ),
         (
             ["actor.use_dynamic_bsz=true", "actor.ppo_max_token_len_per_gpu=20"],
             ConfigError,
             r"ppo_max_token_len_per_gpu is 20, .*22 tokens",
         ),
-        (["trainer.save_freq=0"], ConfigError, r"trainer.save_freq is 0"),
-        (["trainer.max_ckpt_to_keep=0"], ConfigError, r"trainer.max_ckpt_to_keep is 0"),
-        (["trainer.total_steps=0"], ConfigError, r"trainer.total_steps is 0"),
-        (["trainer.resume_mode=never"], ConfigError, r"trainer.resume_mode is 'never'; valid: auto, disable"),
+        (["trainer.save_freq=0"], ConfigError, r"trainer.save_freq must be -1 or at least 1, got 0"),
+        (["trainer.max_ckpt_to_keep=0"], ConfigError, r"trainer.max_ckpt_to_keep must be -1 or at least 1, got 0"),
+        (["trainer.total_steps=0"], ConfigError, r"trainer.total_steps must be at least 1 or null, got 0"),
+        (["trainer.resume_mode=never"], ConfigError, r"trainer.resume_mode must be one of auto, disable, got 'never'"),
         (["placement.device=tpu"], ConfigError, r"placement.device is 'tpu'"),
-        (["placement.nnodes=0"], ConfigError, r"placement.nnodes is 0"),
+        (["placement.nnodes=0"], ConfigError, r"placement.nnodes must be at least 1, got 0"),
         (["placement.mapping={critic: apart}"], ConfigError, r"placement.mapping.critic is 'apart', no pool"),
         (["placement.mapping={judge: global_pool}"], ConfigError, r"role 'judge'; roles: actor_rollout, critic, ref"),
         (["placement.pools={apart: [0]}"], ConfigError, r"placement.pools.apart is \[0\]"),
         (["placement.pools={apart: [1]}"], ConfigError, r"no role of placement.mapping lives in placement.pools.apart"),
         (["placement.pools={global_pool: [1]}"], ConfigError, r"placement.pools names 'global_pool'"),
-        (["critic.cliprange_value=0"], ConfigError, r"critic.cliprange_value is 0"),
-        (["critic.ppo_epochs=0"], ConfigError, r"critic.ppo_epochs is 0"),
-        (["trainer.critic_warmup=-1"], ConfigError, r"trainer.critic_warmup is -1"),
+        (["critic.cliprange_value=0"], ConfigError, r"critic.cliprange_value must be above 0, got 0"),
+        (["critic.ppo_epochs=0"], ConfigError, r"critic.ppo_epochs must be at least 1, got 0"),
+        (["trainer.critic_warmup=-1"], ConfigError, r"trainer.critic_warmup must be at least 0, got -1"),
         (["rollout.mode=standalone"], CapabilityError, r"rollout.mode=standalone.*hybrid"),
         (["actor.policy_loss=vanila"], PluginNotFoundError, r"actor.policy_loss.*vanila.*vanilla"),
         (["actor.loss_agg_mode=tokens"], PluginNotFoundError, r"actor.loss_agg_mode.*token-mean"),
@@ -153,8 +162,9 @@ def test_more_processes_than_the_runtime_can_host(small_task: SmallTask, tmp_pat
 
 
 def test_tool_of_no_engine(small_task: SmallTask, tmp_path: Path) -> None:
-    config = compose(small_task.ppo(tmp_path)).config
-    config.actor.engine = None
+    tree = compose(small_task.ppo(tmp_path)).plain()
+    tree["actor"]["engine"] = {}
+    config = OmegaConf.create(tree)
     with pytest.raises(ConfigError, match=r"actor.engine.name is not set; choose one with engine="):
         TaskRunner(config, PpoTrainer.schema)
 

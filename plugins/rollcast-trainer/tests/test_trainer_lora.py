@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from trainer_tools import SmallTask, launch, read_metrics, roll_out, set_up, without_times, worker_of
 
+from rollcast.contracts.config import config
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities, ModelConfig
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
 from rollcast.errors import CapabilityError, ConfigError
@@ -130,13 +130,19 @@ def test_parts_without_adapters_are_refused(engine: dict[str, Any], rollout: dic
     check_choice(plain, engine_class, rollout_class)
 
 
+@config
+class Engine:
+    enable_lora: bool = False
+    max_lora_rank: int = 16
+
+
 @pytest.mark.parametrize(("rank", "before", "after"), [(4, 16, 16), (20, 16, 32), (64, 8, 64)])
 def test_a_rollout_that_has_to_be_told_is_told(rank: int, before: int, after: int) -> None:
-    rollout = SimpleNamespace(enable_lora=False, max_lora_rank=before)
-    take_adapters(rollout, ModelConfig(path="x"))
+    rollout = Engine(max_lora_rank=before)
+    assert take_adapters(rollout, ModelConfig(path="x")) is rollout
+    told = take_adapters(rollout, ModelConfig(path="x", lora_rank=rank))
+    assert (told.enable_lora, told.max_lora_rank) == (True, after)
     assert not rollout.enable_lora
-    take_adapters(rollout, ModelConfig(path="x", lora_rank=rank))
-    assert (rollout.enable_lora, rollout.max_lora_rank) == (True, after)
 
 
 def test_the_rank_of_an_adapters_folder(tmp_path: Path) -> None:

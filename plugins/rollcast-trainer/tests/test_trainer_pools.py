@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rollcast.config.schemas import PlacementConfig
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.errors import ConfigError
 from rollcast_serving.pools import build_pools
 
@@ -32,7 +32,10 @@ def test_a_pool_is_given_by_counts_or_by_options() -> None:
 @pytest.mark.parametrize(
     ("pool", "message"),
     [
-        ({"processes": [1], "strateg": "PACK"}, r"no key placement\.pools\.other\.strateg; keys of a pool: .*strategy"),
+        (
+            {"processes": [1], "strateg": "PACK"},
+            r"no key 'placement\.pools\.other\.strateg'; did you mean 'placement\.pools\.other\.strategy'",
+        ),
         ({"processes": [1], "strategy": "SPREAD"}, r"placement\.pools\.other: .*strategy is 'SPREAD'; valid"),
         ({"processes": [0]}, r"placement\.pools\.other\.processes is \[0\]; give the processes on each node"),
         ({"strategy": "PACK"}, r"placement\.pools\.other\.processes is \[\]"),

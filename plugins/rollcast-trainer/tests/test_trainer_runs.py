@@ -377,6 +377,7 @@ def test_the_run_is_as_long_as_its_epochs(task: SmallTask, tmp_path: Path) -> No
     with set_up(task.ppo(tmp_path, "trainer.total_steps=null", "trainer.total_epochs=5")) as trainer:
         assert trainer.total_steps == 15
         assert worker_of(trainer).setup.optim.total_training_steps == 15
+        assert trainer.task.actor.optim.total_training_steps == -1
 
 
 def test_resume_disabled_starts_anew_and_keeps_the_earlier_run(

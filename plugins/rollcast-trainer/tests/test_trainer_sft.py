@@ -8,7 +8,7 @@ import pytest
 import torch
 from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics, without_times
 
-from rollcast.config import Composed
+from rollcast import Composed, compose
 from rollcast.errors import ConfigError
 from rollcast_data.tokenizer import load_tokenizer
 
@@ -102,17 +102,14 @@ def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: P
 @pytest.fixture
 def warm_recipe(small_task: SmallTask, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a supervised recipe that exists for this test only."""
-    import rollcast.config
-
-    real = rollcast.config.compose
 
     def compose_warm(overrides: list[str]) -> Composed:
         given = dict(each.split("=", 1) for each in overrides)
         assert given.pop("recipe") == "warm"
         run_dir = Path(given.pop("run_dir").strip("'"))
-        return real(small_task.sft(run_dir, *(f"{key}={value}" for key, value in given.items())))
+        return compose(small_task.sft(run_dir, *(f"{key}={value}" for key, value in given.items())))
 
-    monkeypatch.setattr(rollcast.config, "compose", compose_warm, raising=False)
+    monkeypatch.setattr("rollcast_trainer.startup.compose", compose_warm)
     return "trainer.warm_start=warm"
 
 

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.cli.options import Traceback
-from rollcast.cli.output import print_lines
+from rollcast.contracts.command import Traceback, print_lines
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -38,11 +37,11 @@ def plugins(
     Nothing is imported without --check: metadata shows conflicts, versions that do not fit and
     missing distributions. The exit code is 0 in any state; with --check it is 1 if a plugin is broken.
     """
-    from rollcast.config.parts import registry_modules
+    from rollcast.config.named import registry_modules
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
-    modules = (*registry_modules(), "rollcast.cli.extensions") if check else None
+    modules = (*registry_modules(), "rollcast.cli.app") if check else None
     rows = report(check, groups, modules)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))

@@ -1,4 +1,4 @@
-"""Configuration: schemas, and their assembly from installed plugins by Hydra."""
+"""Configuration: assembled by Hydra from installed plugins' files, held to the schemas that the plugins declare."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from rollcast._lazy import lazy_exports
 if TYPE_CHECKING:
     from rollcast.config.assembly import Composed as Composed
     from rollcast.config.assembly import compose as compose
-    from rollcast.config.validation import build_section as build_section
+    from rollcast.config.sections import build_section as build_section
 
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
-    {"rollcast.config.assembly": ["Composed", "compose"], "rollcast.config.validation": ["build_section"]},
+    {"rollcast.config.assembly": ["Composed", "compose"], "rollcast.config.sections": ["build_section"]},
 )

@@ -5,29 +5,23 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from rollcast.config.overrides import (
-    Override,
-    check_option,
-    explain_option,
-    parse_override,
-    prepare_override,
-)
-from rollcast.config.parts import check_parts
-from rollcast.config.schemas import ConfigSchema
+from rollcast.config.named import find_named
+from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override
+from rollcast.config.sections import Sections, origin_of, place_schemas
 from rollcast.config.sources import (
     ConfigSource,
     Sources,
     find_config_files,
+    find_options,
     find_sources,
-    flatten,
     load_schemas,
     register_search_path,
 )
-from rollcast.config.validation import active_schemas, validate
+from rollcast.contracts.config import flatten
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -40,53 +34,140 @@ _NO_GROUP = re.compile(r"(?:In '(?P<file>[^']+)': )?Could not override '(?P<grou
 
 @dataclass(frozen=True)
 class Composed:
-    """A resolved configuration.
+    """A resolved and validated configuration.
 
     Attributes:
-        config: the whole tree, validated.
-        origins: dotted key → the file or override that its value came from.
-        choices: config group → chosen option.
-        schemas: the schemas in force.
+        config: The whole tree, read-only.
+        origins: Dotted key → the file, override or default that its value came from.
+        choices: Config group → chosen option.
+        sections: The schemas in force.
     """
 
     config: DictConfig
     origins: dict[str, str]
     choices: dict[str, str]
-    schemas: list[ConfigSchema] = field(default_factory=list)
+    sections: Sections
+
+    def load_plugins(self) -> None:
+        """Import every plugin that the config names, so that a broken one is found before anything starts.
+
+        Raises:
+            PluginError: A plugin is missing, broken, or not of its group's kind; the cause is chained.
+        """
+        for registry, key, name in find_named(self.config, self.sections):
+            registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
+
+    def plain(self) -> dict[str, Any]:
+        """Return the tree as nested mappings that may be changed."""
+        from omegaconf import OmegaConf
+
+        tree: Any = OmegaConf.to_container(self.config, throw_on_missing=False)
+        return dict(tree)
 
 
-def compose(overrides: Sequence[str] = (), config_dir: Path | None = None, *, allow_missing: bool = False) -> Composed:
-    """Compose, resolve and validate.
+def compose(
+    overrides: Sequence[str] = (),
+    config_dir: Path | None = None,
+    *,
+    allow_missing: bool = False,
+    needs_trainer: bool = False,
+) -> Composed:
+    """Compose, resolve and validate a configuration.
 
     Args:
-        overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``.
-        config_dir: a folder of further config groups, searched first.
-        allow_missing: leave mandatory values that nobody set as ``???`` instead of raising.
+        overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``. ``~key`` sends a key back to
+            its default.
+        config_dir: A folder of further config groups, searched first.
+        allow_missing: Leave mandatory values that nobody set as ``???`` instead of raising.
+        needs_trainer: Refuse a configuration without a trainer.
 
     Raises:
-        ConfigError: an override cannot be read, names no option or key, or a value has the wrong
-            type; the message names the file or override, the key and the nearest valid one.
-        PluginNotFoundError: a key names a part that nothing provides.
-        PluginConflictError: a key names a part that two distributions claim.
+        ConfigError: An override cannot be read, names no option or key, or a schema refuses a value; the message
+            names the file or override, the key and the nearest valid one.
+        PluginNotFoundError: A key names a plugin that nothing provides.
+        PluginConflictError: A key names a plugin that two distributions claim.
     """
+    from omegaconf import OmegaConf
+
     parsed = [parse_override(text) for text in overrides]
     sources = find_sources(config_dir)
     schemas = load_schemas(sources.found)
     with _hydra(sources.found):
         chosen, values = _split(parsed, sources)
         group_texts = [override.text for override in chosen]
-        base, choices = _compose(group_texts, sources)
-        active = active_schemas(schemas, choices)
-        prepared = [prepare_override(override, base, active) for override in values]
-        config, choices = _compose([*group_texts, *prepared], sources)
-        origins = _origins(sources.found, group_texts)
+        texts = [*group_texts, *(override.hydra_text for override in values)]
+        with _choice_resolver({}) as asked:
+            composed, choices = _compose(texts, sources)
+        if asked:  # a file depends on a choice, so the choices have to be known before it is read
+            with _choice_resolver(choices):
+                composed, choices = _compose(texts, sources)
+        with _choice_resolver(choices):
+            origins = _origins(sources.found, group_texts)
+    _add_origins(origins, values)
+    tree: Any = OmegaConf.to_container(composed, throw_on_missing=False)
+    sections = place_schemas(schemas, choices, tree)
+    sections.check_keys(tree, origins)
+    _take_out_removed(tree)
+    sections.fill(tree, origins)
+    tree = _resolve(OmegaConf.create(tree), origins)
+    sections.validate(tree, origins, allow_missing)
+    if not tree["run_dir"]:
+        raise ConfigError(f"{origin_of('run_dir', origins)}: run_dir is empty; give a folder to write into")
+    config = OmegaConf.create(tree)
+    OmegaConf.set_readonly(config, True)
+    if needs_trainer and OmegaConf.select(config, "trainer.name") is None:
+        raise ConfigError(_no_trainer(config_dir))
+    for registry, key, name in find_named(config, sections):  # from metadata alone
+        registry.find(name, requested_by=f"{key} ({origin_of(key, origins)})")
+    return Composed(config, origins, choices, sections)
+
+
+def _no_trainer(config_dir: Path | None) -> str:
+    recipes, trainers = (", ".join(find_options(group, config_dir)) for group in ("recipe", "trainer"))
+    return (
+        "no trainer is chosen: give recipe=... or trainer=...\n"
+        f"recipes: {recipes or 'none (install a plugin that has some, or give --config-dir)'}\n"
+        f"trainers: {trainers or 'none (pip install rollcast-trainer)'}"
+    )
+
+
+def _add_origins(origins: dict[str, str], values: Sequence[Override]) -> None:
     for override in values:
         # A whole section may have been given as one mapping.
         leaves = flatten({override.key: override.value}) if override.value != {} else {}
+        if override.deletes:
+            for key in [key for key in origins if f"{key}.".startswith(f"{override.key}.")]:
+                del origins[key]
         origins |= dict.fromkeys(leaves, override.origin)
-    validate(config, active, origins, allow_missing)
-    check_parts(config, origins)
-    return Composed(config, origins, choices, active)
+
+
+def _take_out_removed(tree: dict[str, Any]) -> None:
+    for key, value in list(tree.items()):
+        if value == REMOVED:
+            del tree[key]
+        elif isinstance(value, dict):
+            _take_out_removed(value)
+
+
+def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
+    """The tree with every interpolation in place."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
+
+    for key, raw in flatten(OmegaConf.to_container(config)).items():
+        if "${" not in str(raw):
+            continue
+        try:
+            value = OmegaConf.select(config, key)
+            if OmegaConf.is_config(value):
+                OmegaConf.to_container(value, resolve=True)
+        except InterpolationToMissingValueError:
+            # The value that it refers to is reported as missing, once it is certain that nothing sets it.
+            OmegaConf.update(config, key, "???")
+        except OmegaConfBaseException as error:
+            reason = str(error).splitlines()[0]
+            raise ConfigError(f"{origin_of(key, origins)}: {key}={raw}: {reason}") from error
+    return cast("dict[str, Any]", OmegaConf.to_container(config, resolve=True, throw_on_missing=False))
 
 
 @contextmanager
@@ -105,6 +186,27 @@ def _hydra(sources: Sequence[ConfigSource]) -> Iterator[None]:
         GlobalHydra.instance().hydra = outer
 
 
+@contextmanager
+def _choice_resolver(choices: Mapping[str, str]) -> Iterator[set[str]]:
+    """Let ``${choice:engine}`` stand for a group's choice in defaults lists; yields the groups that were asked for.
+
+    Hydra's own ``${engine}`` knows only groups that were met before, which those of a recipe's trainer are not.
+    """
+    from omegaconf import OmegaConf
+
+    asked: set[str] = set()
+
+    def choice(group: str) -> str:
+        asked.add(group)
+        return choices.get(group, "none")
+
+    OmegaConf.register_new_resolver("choice", choice, replace=True)
+    try:
+        yield asked
+    finally:
+        OmegaConf.clear_resolver("choice")
+
+
 def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Override], list[Override]]:
     """Overrides that choose an option of a config group, and those that set a value."""
     from hydra.core.global_hydra import GlobalHydra
@@ -115,11 +217,13 @@ def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Overri
     values: list[Override] = []
     for override in overrides:
         # ``trainer={seed: 1}`` sets keys of the section that is named like the group.
-        if override.key not in groups or isinstance(override.value, dict):
+        if override.key in groups and not isinstance(override.value, dict):
+            check_option(override, loader.get_group_options(override.key), sources.broken)
+            chosen.append(override)
+        elif override.packaged:
+            raise ConfigError(f"{override.origin}: {override.key!r} is not a config group that something chosen has")
+        else:
             values.append(override)
-            continue
-        check_option(override, loader.get_group_options(override.key), sources.broken)
-        chosen.append(override)
     return chosen, values
 
 

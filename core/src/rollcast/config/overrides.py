@@ -1,26 +1,22 @@
-"""A person's overrides, told apart and checked before Hydra sees them."""
+"""Overrides of the command line: parsed, told apart, and checked before Hydra sees them."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from rollcast.config.sources import flatten
-from rollcast.config.validation import check_key, is_mapping_key, nearest, open_mapping
+from rollcast.config.sections import nearest
 from rollcast.errors import ConfigError
 from rollcast.plugins.discovery import find_known
 
-if TYPE_CHECKING:
-    from omegaconf import DictConfig
+__all__ = ["REMOVED", "Override", "check_option", "explain_option", "format_override", "parse_override"]
 
-    from rollcast.config.schemas import ConfigSchema
-
-__all__ = ["Override", "check_option", "explain_option", "format_override", "parse_override", "prepare_override"]
-
-#: Config group → the registry group whose parts its options name.
-_PART_GROUPS = {
+#: Value of a key that ``~key`` sends back to its default; taken out again after Hydra has merged everything.
+REMOVED = "__rollcast_removed__"
+#: Config group → the registry group whose plugins its options name.
+_PLUGIN_GROUPS = {
     "engine": "rollcast.engines",
     "rollout": "rollcast.rollouts",
     "trainer": "rollcast.trainers",
@@ -34,14 +30,14 @@ _PART_GROUPS = {
 
 @dataclass(frozen=True)
 class Override:
-    """One override as it was parsed.
+    """A parsed override.
 
     Attributes:
-        text: as it was written.
-        key: dotted key, or config group.
-        value: the parsed value; None where a key is deleted.
-        deletes: written ``~key``.
-        packaged: written ``group@package=option``, which only groups can be.
+        text: The override as it was written.
+        key: Dotted key, or config group.
+        value: The parsed value; None where a key is removed.
+        deletes: True for ``~key``.
+        packaged: True for ``group@package=option``, which only groups can be.
     """
 
     text: str
@@ -52,22 +48,30 @@ class Override:
 
     @property
     def origin(self) -> str:
-        """How messages and origins name it."""
+        """Name in messages and origins."""
         return f"override {self.text!r}"
+
+    @property
+    def hydra_text(self) -> str:
+        """The override for Hydra, which sets a key no matter if a file sets it too.
+
+        "+" and "++" are habits from elsewhere: the schemas say which keys exist, so there is nothing to force.
+        """
+        return f"++{self.key}={REMOVED}" if self.deletes else f"++{self.text.lstrip('+')}"
 
 
 def format_override(key: str, value: str) -> str:
-    """An override that sets ``key`` to this very text, whatever characters it holds."""
+    """Return an override that sets ``key`` to exactly this text, whatever characters it holds."""
     # Hydra reads a backslash as itself, except before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"{key}='{escaped}'"
 
 
 def parse_override(text: str) -> Override:
-    """Read one override.
+    """Parse one override.
 
     Raises:
-        ConfigError: it is not an override, or it holds several values, as for a sweep.
+        ConfigError: The text is no override, or it holds several values, as for a sweep.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins  # noqa: F401  # the parser needs the plugin system loaded
@@ -90,7 +94,7 @@ def check_option(override: Override, options: Sequence[str], broken: Sequence[st
     """Refuse a choice of a config group that is not one of its options.
 
     Raises:
-        ConfigError: with the options and the nearest one.
+        ConfigError: The options and the nearest one.
     """
     group, option = override.key, override.value
     if override.deletes:
@@ -104,35 +108,12 @@ def check_option(override: Override, options: Sequence[str], broken: Sequence[st
 
 
 def explain_option(group: str, option: str, options: Sequence[str], broken: Iterable[str], where: str = "") -> str:
-    """The message for an option that no source has."""
+    """Return the message for an option that no source has."""
     message = f"{where}{group}={option}: no installed plugin provides it; installed: {', '.join(options) or 'none'}"
     close = nearest(option, options)
     if close:
         message += f"; did you mean {group}={close}?"
-    provider = find_known(_PART_GROUPS[group]).get(option) if group in _PART_GROUPS else None
+    provider = find_known(_PLUGIN_GROUPS[group]).get(option) if group in _PLUGIN_GROUPS else None
     if provider:
         message += f"; to add it: pip install {provider}"
     return "\n".join([message, *broken])
-
-
-def prepare_override(override: Override, base: DictConfig, schemas: Sequence[ConfigSchema]) -> str:
-    """The override as Hydra gets it: known keys only, set whether or not a file sets them too.
-
-    Raises:
-        ConfigError: unknown key, or the removal of a key that a schema has.
-    """
-    key, value = override.key, override.value
-    if override.packaged:
-        raise ConfigError(f"{override.origin}: {key!r} is not a config group that something chosen has")
-    inside = open_mapping(key, schemas)
-    if override.deletes:
-        if inside:
-            return override.text
-        check_key(key, base, schemas, override.origin)
-        raise ConfigError(f"{override.origin}: {key!r} cannot be removed; set it to another value")
-    if not inside and not (isinstance(value, dict) and is_mapping_key(key, schemas)):
-        for leaf in flatten({key: value}):
-            if not open_mapping(leaf, schemas):
-                check_key(leaf, base, schemas, override.origin)
-    # "+" and "++" are habits from elsewhere: what may be set is known, so there is nothing to force.
-    return f"++{override.text.lstrip('+')}"

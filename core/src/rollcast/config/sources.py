@@ -1,4 +1,4 @@
-"""Where configuration comes from: the packages that installed plugins announce, read as files."""
+"""Sources of configuration: the packages that installed plugins announce, and a folder of the user's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast.errors import ConfigError
 from rollcast.plugins import Registry
 from rollcast.plugins.discovery import find_plugins
@@ -21,7 +21,6 @@ __all__ = [
     "find_config_files",
     "find_options",
     "find_sources",
-    "flatten",
     "load_schemas",
     "register_search_path",
 ]
@@ -45,9 +44,9 @@ class ConfigSource:
     """A folder of YAML files: an installed package's, or a folder of the user's.
 
     Attributes:
-        provider: the distribution; ``--config-dir`` for the user's folder.
-        package: the package that holds the files; empty for the user's folder.
-        folder: where the files are.
+        provider: Name of the distribution; ``--config-dir`` for the user's folder.
+        package: Name of the package that holds the files; empty for the user's folder.
+        folder: Path of the files.
     """
 
     provider: str
@@ -60,7 +59,7 @@ class ConfigSource:
         return f"pkg://{self.package}" if self.package else f"file://{self.folder}"
 
     def describe(self, config_path: str) -> str:
-        """How a message names one of the files."""
+        """Return the name of one of the files for messages."""
         return f"{self.provider}: {config_path}.yaml" if self.package else str(self.folder / f"{config_path}.yaml")
 
 
@@ -73,7 +72,7 @@ class Sources:
 
 
 def find_sources(config_dir: Path | None = None) -> Sources:
-    """The user's folder first, then every installed config package that can be located.
+    """Return the user's folder, then every installed config package that can be located.
 
     A package that cannot be imported is logged and left out: it must not stop a run that does not
     use it.
@@ -108,25 +107,25 @@ def _check_schemas(module: Any) -> None:
 
 
 def load_schemas(sources: Sequence[ConfigSource]) -> list[ConfigSchema]:
-    """The schemas that the sources announce; a user's folder announces none."""
+    """Return the schemas that the sources announce; a user's folder announces none."""
     packages = [importlib.import_module(source.package) for source in sources if source.package]
     return [schema for package in packages for schema in getattr(package, "SCHEMAS", ())]
 
 
 def find_config_files(sources: Sequence[ConfigSource], config_path: str) -> list[tuple[ConfigSource, Path]]:
-    """Every file for ``group/option`` in search order; Hydra takes the first."""
+    """Return every file for ``group/option`` in search order; Hydra takes the first."""
     files = [(source, source.folder / f"{config_path}.yaml") for source in sources]
     return [(source, file) for source, file in files if file.is_file()]
 
 
 def find_options(group: str, config_dir: Path | None = None) -> list[str]:
-    """The options of a config group, sorted."""
+    """Return the options of a config group, sorted."""
     found = find_sources(config_dir).found
     return sorted({file.stem for source in found for file in (source.folder / group).glob("*.yaml")})
 
 
 def register_search_path(sources: Sequence[ConfigSource]) -> None:
-    """Let Hydra find the sources; later calls replace the list."""
+    """Let Hydra find the sources; a later call replaces the list."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -140,13 +139,3 @@ def register_search_path(sources: Sequence[ConfigSource]) -> None:
 
         Plugins.instance().register(RollcastSearchPath)
     _state["sources"] = tuple(sources)
-
-
-def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Dotted key → leaf of nested mappings; empty mappings and lists are leaves."""
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree} if prefix else {}
-    leaves: dict[str, Any] = {}
-    for key, value in tree.items():
-        leaves |= flatten(value, f"{prefix}.{key}" if prefix else str(key))
-    return leaves

@@ -20,9 +20,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Protocol
 
 from rollcast.contracts.algorithm import Denominators
+from rollcast.contracts.config import Fraction, Ge, Gt, Len, NonNegative, Positive, config
 from rollcast.errors import CapabilityError
 from rollcast.plugins import Registry, subclass_of
 
@@ -51,32 +52,29 @@ __all__ = [
 ModelType = Literal["language_model", "value_model"]
 
 
-@dataclass
+@config
 class ModelConfig:
-    """The config's ``model`` section: the Hugging Face folder and how it is loaded.
-
-    Attributes:
-        path: folder with ``config.json`` and a tokenizer, and with weights unless ``random_init``.
-        random_init: start from random weights drawn with ``trainer.seed``.
-        attn_implementation: transformers' name of the attention, such as ``sdpa`` or ``eager``.
-        trust_remote_code: allow the folder's own Python code.
-        use_liger: use Liger's kernels for norms, rotary embedding and feed-forward, on CUDA devices.
-        lora_rank: rank of a LoRA adapter to train instead of the model; 0 for none. Names are verl's.
-        lora_alpha: the adapter's output is scaled by ``lora_alpha / lora_rank``.
-        target_modules: modules to adapt: names of linear layers, a regular expression, or
-            ``all-linear`` for all but the vocabulary head.
-        lora_adapter_path: folder in PEFT's format to start from; its rank, alpha and targets are used.
-    """
+    """The model's Hugging Face folder, and how it is loaded."""
 
     path: str = "???"
+    """Folder with `config.json` and a tokenizer, and with weights unless `random_init`."""
     random_init: bool = False
+    """Start from random weights drawn with `trainer.seed`."""
     attn_implementation: str = "sdpa"
+    """Attention implementation of transformers, such as `sdpa` or `eager`."""
     trust_remote_code: bool = False
+    """Allow the folder's own Python code."""
     use_liger: bool = False
-    lora_rank: int = 0
-    lora_alpha: int = 16
+    """Run norms, rotary embedding and feed-forward by Liger's kernels, on CUDA devices."""
+    lora_rank: NonNegative = 0
+    """Rank of the LoRA adapter that is trained in place of the model; 0 trains the model."""
+    lora_alpha: Positive = 16
+    """Scale of the adapter: its output is multiplied by `lora_alpha / lora_rank`."""
     target_modules: Any = "all-linear"
+    """Modules that the adapter changes: names of linear layers, a regular expression, or `all-linear` for all but the
+    vocabulary head."""
     lora_adapter_path: str | None = None
+    """Adapter folder in PEFT's format to start from, with its own rank, alpha and targets."""
 
     @property
     def trains_adapter(self) -> bool:
@@ -88,42 +86,39 @@ class ModelConfig:
         return replace(self, lora_rank=0, lora_adapter_path=None)
 
 
-@dataclass
+@config
 class OptimConfig:
-    """The config's ``optim`` section: an optimizer and its learning-rate schedule. Names are verl's where it has one.
-
-    Attributes:
-        optimizer: name in ``rollcast.optimizers``.
-        optimizer_kwargs: further options of the optimizer.
-        lr: peak learning rate.
-        lr_warmup_steps: scheduler steps of the linear warm-up from ``lr / lr_warmup_steps``; -1 for
-            ``lr_warmup_steps_ratio``.
-        lr_warmup_steps_ratio: warm-up as a share of ``total_training_steps``.
-        lr_scheduler_type: schedule after the warm-up: ``constant``; ``linear`` or ``cosine`` decay; or ``wsd``
-            (warm-up, stable, decay), which decays in the last steps only.
-        lr_wsd_decay_steps: length of the ``wsd`` decay; empty for a tenth of ``total_training_steps``.
-        lr_wsd_decay_style: shape of the ``wsd`` decay: ``linear``, ``cosine`` or ``minus_sqrt``.
-        min_lr_ratio: the schedule ends at ``lr * min_lr_ratio``.
-        total_training_steps: length of the schedule, in scheduler steps; filled in by the trainer.
-        betas, eps: AdamW's.
-        weight_decay: decoupled for AdamW, added to the gradient for SGD.
-        clip_grad: largest norm of the gradient.
-    """
+    """An optimizer and its learning-rate schedule. Names are verl's where it has one."""
 
     optimizer: str = "adamw"
+    """Registry name of the optimizer."""
     optimizer_kwargs: dict[str, Any] = field(default_factory=dict)
-    lr: float = 1e-6
+    """Further options of the optimizer."""
+    lr: Annotated[float, Ge(0)] = 1e-6
+    """Peak learning rate."""
     lr_warmup_steps: int = -1
-    lr_warmup_steps_ratio: float = 0.0
-    lr_scheduler_type: str = "constant"
-    lr_wsd_decay_steps: int | None = None
-    lr_wsd_decay_style: str = "linear"
-    min_lr_ratio: float = 0.0
+    """Steps of linear warm-up from `lr / lr_warmup_steps`; -1 for `lr_warmup_steps_ratio`."""
+    lr_warmup_steps_ratio: Fraction = 0.0
+    """Warm-up steps as a share of `total_training_steps`."""
+    lr_scheduler_type: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    """Schedule after the warm-up: `constant`, `linear` or `cosine` decay, or `wsd` (warm-up, stable, decay), which
+    decays in the last steps only."""
+    lr_wsd_decay_steps: Positive | None = None
+    """Steps of the `wsd` decay; null for a tenth of `total_training_steps`."""
+    lr_wsd_decay_style: Literal["linear", "cosine", "minus_sqrt"] = "linear"
+    """Shape of the `wsd` decay: `linear`, `cosine` or `minus_sqrt`."""
+    min_lr_ratio: Fraction = 0.0
+    """Ratio of the final learning rate to `lr`."""
     total_training_steps: int = -1
-    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    """Length of the schedule in steps; -1 for the length of the run."""
+    betas: Annotated[list[float], Len(2, 2)] = field(default_factory=lambda: [0.9, 0.999])
+    """AdamW's betas."""
     eps: float = 1e-8
+    """AdamW's epsilon."""
     weight_decay: float = 0.01
-    clip_grad: float = 1.0
+    """Weight decay: decoupled for AdamW, added to the gradient for SGD."""
+    clip_grad: Annotated[float, Gt(0)] = 1.0
+    """Largest norm of the gradient; `inf` for no clipping."""
 
 
 @dataclass(frozen=True)
@@ -196,6 +191,7 @@ class EngineSetup:
         optim: optimizer and schedule; None for an engine that is never trained, such as a reference policy.
         context: rank, world size and rendezvous of the worker that hosts the engine.
         seed: seed of random initial weights, the same on all ranks.
+        section: config section of the role, such as ``critic``, for messages.
     """
 
     model_type: ModelType
@@ -204,6 +200,7 @@ class EngineSetup:
     optim: OptimConfig | None
     context: WorkerContext
     seed: int = 0
+    section: str = "actor"
 
 
 @dataclass(frozen=True)

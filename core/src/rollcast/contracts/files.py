@@ -1,11 +1,14 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and the checkpoints of a run directory."""
 
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
-__all__ = ["replace_file"]
+__all__ = ["find_newest_checkpoint", "replace_file"]
+
+_STEP = re.compile(r"step_(\d+)")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
@@ -24,3 +27,9 @@ def replace_file(path: Path, content: str | bytes) -> None:
         os.replace(temporary, path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def find_newest_checkpoint(run_dir: Path) -> Path | None:
+    """Return the checkpoint of the highest step; writing is atomic, so a ``step_N`` is complete."""
+    found = [(int(match[1]), path) for path in run_dir.glob("checkpoints/*") if (match := _STEP.fullmatch(path.name))]
+    return max(found)[1] if found else None

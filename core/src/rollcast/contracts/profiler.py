@@ -19,10 +19,11 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import Any, ClassVar
 
+from rollcast.contracts.config import config
 from rollcast.plugins import Registry, subclass_of
 
 __all__ = [
@@ -36,27 +37,24 @@ __all__ = [
 ]
 
 
-@dataclass
+@config
 class ProfilerConfig:
-    """Keys of every ``profiler`` section: steps and workers to record. Names are verl's where it has one.
-
-    Attributes:
-        tool: registry name of the profiler; empty for none.
-        steps: training steps to record.
-        profile_continuous_steps: write consecutive steps to one file instead of one each.
-        ranks: ranks to record in each pool.
-        all_ranks: record all ranks.
-        roles: record only pools with one of these roles; empty for all.
-        save_path: folder of the files; empty for ``RUN_DIR/profiles``.
-    """
+    """Keys of every profiler: the steps and workers to look at. Names are verl's where it has one."""
 
     tool: str | None = None
+    """Registry name of the profiler; null for none."""
     steps: list[int] = field(default_factory=list)
+    """Training steps to profile, such as `[3,4]`."""
     profile_continuous_steps: bool = False
+    """Write consecutive steps into one file; otherwise each step has its own."""
     ranks: list[int] = field(default_factory=lambda: [0])
+    """Ranks of each pool to profile."""
     all_ranks: bool = False
+    """Profile all ranks instead."""
     roles: list[str] = field(default_factory=list)
+    """Only pools in which one of these roles lives; empty for all."""
     save_path: str | None = None
+    """Folder of the files; null for `RUN_DIR/profiles`."""
 
 
 class BaseProfiler(ABC):

@@ -156,7 +156,7 @@ class RolloutSetup:
 
     Attributes:
         config: config's ``rollout`` section, an instance of the rollout's ``config_schema``, which derives from
-            :class:`~rollcast.config.rollout.RolloutConfig`.
+            :class:`~rollcast.contracts.sections.RolloutConfig`.
         model_path: Hugging Face folder of the model and tokenizer.
         seed: seed of the sampler; differs between ranks and replicas.
         pad_token_id, eos_token_id: tokenizer's ids.

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+from rollcast.contracts.config import Positive, Seconds, config
 from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.pools import NodeResources, ResourcePool
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
@@ -40,23 +41,20 @@ __all__ = [
 Outcome = Literal["send", "keep", "drop"]
 
 
-@dataclass
+@config
 class RuntimeConfig:
-    """The keys of every ``runtime`` section; a runtime's own schema derives from this.
-
-    Attributes:
-        name: registry name of the runtime.
-        call_timeout_s: deadline of every blocking call, in seconds.
-        launch_timeout_s: deadline for placing and starting a worker group, in seconds.
-        threads_per_worker: CPU threads a worker; empty shares a node's cores evenly.
-        record: a method (``role.method:2`` for its second call) to record in RUN_DIR/records.
-    """
+    """The keys of every ``runtime`` section; a runtime's own schema derives from this."""
 
     name: str = ""
-    call_timeout_s: float = 3600.0
-    launch_timeout_s: float = 300.0
-    threads_per_worker: int | None = None
+    """Registry name of the runtime."""
+    call_timeout_s: Seconds = 3600.0
+    """Timeout of every blocking call in seconds."""
+    launch_timeout_s: Seconds = 300.0
+    """Timeout of placing and starting a worker group in seconds."""
+    threads_per_worker: Positive | None = None
+    """CPU threads per worker; null shares a node's cores evenly."""
     record: str | None = None
+    """A method to record in `RUN_DIR/records`, such as `actor.update_actor:2` for its second call."""
 
 
 @dataclass(frozen=True)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+from rollcast.contracts.config import Positive, config
 from rollcast.contracts.device import device_count
 from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.pools import NodeResources, ResourcePool
@@ -31,16 +31,14 @@ __all__ = ["LocalRuntime", "LocalRuntimeConfig"]
 logger = logging.getLogger(__name__)
 
 
-@dataclass
+@config
 class LocalRuntimeConfig(RuntimeConfig):
-    """Workers in the driver's own process.
-
-    Attributes:
-        num_cpus: CPU threads for torch; empty leaves them alone.
-    """
+    """Workers in the driver's own process."""
 
     name: str = "local"
-    num_cpus: int | None = None
+    """Registry name of the runtime."""
+    num_cpus: Positive | None = None
+    """CPU threads for torch; null leaves them alone."""
 
 
 class LocalRuntime(Runtime):

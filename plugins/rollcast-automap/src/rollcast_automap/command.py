@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.cli.options import ConfigDir, Overrides
-from rollcast.cli.output import print_lines
+from rollcast.contracts.command import ConfigDir, Overrides, print_lines
 
 if TYPE_CHECKING:
     from rollcast_automap.plan import Plan
@@ -35,18 +34,15 @@ def plan(
 
     Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
     """
-    from rollcast.cli.train import check_trainer
-    from rollcast.config import compose
-    from rollcast.config.parts import load_parts
+    from rollcast import compose
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_automap.plan import plan_run
     from rollcast_trainer.loop import LoopTrainer
     from rollcast_trainer.run.task_runner import TaskRunner
 
-    composed = compose(overrides or (), config_dir)
-    check_trainer(composed, config_dir)
-    load_parts(composed.config, composed.origins)
+    composed = compose(overrides or (), config_dir, needs_trainer=True)
+    composed.load_plugins()
     name = composed.config.trainer.name
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):

@@ -40,7 +40,7 @@ class TorchEngine(BaseEngine):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         if setup.optim is not None:
-            check_optim(setup.optim)
+            check_optim(setup.optim, f"{setup.section}.optim")
         self.device = torch.device("cpu")
         self.schedule_step = 0
 

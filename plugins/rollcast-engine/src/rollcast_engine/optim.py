@@ -59,19 +59,19 @@ optimizers: Registry[OptimizerFactory] = Registry(
 )
 
 
-def check_optim(optim: OptimConfig) -> None:
+def check_optim(optim: OptimConfig, path: str = "actor.optim") -> None:
     """Refuse values that make no optimizer or no schedule.
 
+    Args:
+        optim: The section.
+        path: Its dotted path, for messages.
+
     Raises:
-        ConfigError: names the key, its value and what is valid.
-        PluginError: there is no such optimizer.
+        ConfigError: The key, its value and what is valid.
+        PluginError: There is no such optimizer.
     """
-    optimizers.get(optim.optimizer)
-    check_schedule(optim)
-    if not optim.clip_grad > 0:
-        raise ConfigError(f"optim.clip_grad is {optim.clip_grad}, it must be above 0 (inf for no clipping)")
-    if len(optim.betas) != 2:
-        raise ConfigError(f"optim.betas is {optim.betas}, it must be two numbers")
+    optimizers.get(optim.optimizer, requested_by=f"{path}.optimizer")
+    check_schedule(optim, path)
 
 
 def build_optimizer(parameters: Iterable[Parameter], optim: OptimConfig) -> Optimizer:

@@ -12,8 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcast.cli.options import ConfigDir
-from rollcast.cli.output import build_console, hide_library_bars, print_lines
+from rollcast.contracts.command import ConfigDir, build_console, hide_library_bars, print_lines
 
 if TYPE_CHECKING:
     from rollcast_eval.job import SampleJob
@@ -75,14 +74,13 @@ def evaluate(
 def _build(
     prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
 ) -> SampleJob:
-    from rollcast.config import compose
-    from rollcast.config.parts import load_parts
+    from rollcast import compose
     from rollcast.errors import DataError
 
     if not prompts.is_file():
         raise DataError(f"there is no file of prompts {prompts}")
     composed = compose(["trainer=sample", *(overrides or ())], config_dir)
-    load_parts(composed.config, composed.origins)
+    composed.load_plugins()
     hide_library_bars()
     from rollcast_eval.job import SampleJob
 

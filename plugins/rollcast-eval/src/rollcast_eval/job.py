@@ -13,17 +13,15 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import start_groups
-from rollcast.config.schemas import PlacementConfig
-from rollcast.config.validation import build_section
+from rollcast import build_section, start_groups
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
-from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
@@ -62,11 +60,8 @@ class SampleJob:
         self._model: ModelConfig = self._section("model", ModelConfig)
         self._data: DataConfig = self._section("data", DataConfig)
         self._sample: SampleConfig = self._section("sample", SampleConfig)
-        self._sample.check()
         self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
         self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
-        if self._rollout.n < 1:
-            raise ConfigError(f"rollout.n is {self._rollout.n}; it must be at least 1")
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)

@@ -1,31 +1,30 @@
-"""Configuration of the commands; importable without torch."""
+"""Schema of ``rollcast generate`` and ``rollcast eval``; importable without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import field
 
-from rollcast.errors import ConfigError
+from rollcast.contracts.config import Positive, config
+from rollcast.contracts.engine import ModelConfig
 
-__all__ = ["SampleConfig"]
+__all__ = ["SampleConfig", "SampleRunConfig"]
 
 
-@dataclass
+@config
 class SampleConfig:
-    """Keys of ``rollcast generate`` and ``rollcast eval`` beside the sections of a run.
-
-    Attributes:
-        seed: seed of the samples; a prompt's samples do not depend on the other prompts.
-        chunk_size: prompts between two writes of the output.
-    """
+    """Keys of ``rollcast generate`` and ``rollcast eval`` beside the sections of a run."""
 
     seed: int = 0
-    chunk_size: int = 256
+    """Seed of the samples; a prompt's samples do not depend on the other prompts."""
+    chunk_size: Positive = 256
+    """Prompts between two writes of the output."""
 
-    def check(self) -> None:
-        """Refuse values out of range.
 
-        Raises:
-            ConfigError: names the key and its range.
-        """
-        if self.chunk_size < 1:
-            raise ConfigError(f"sample.chunk_size is {self.chunk_size}; it must be at least 1")
+@config
+class SampleRunConfig:
+    """Sections of ``trainer=sample``."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """The model."""
+    sample: SampleConfig = field(default_factory=SampleConfig)
+    """The samples."""

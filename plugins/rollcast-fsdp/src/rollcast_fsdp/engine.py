@@ -73,7 +73,7 @@ class FsdpEngine(TorchEngine):
         if not isinstance(setup.engine, FsdpConfig):
             raise ConfigError(f"the fsdp engine is configured by FsdpConfig, not {type(setup.engine).__name__}")
         self.config: FsdpConfig = setup.engine
-        self.config.check(setup.context.world_size)
+        self.config.check(setup.context.world_size, f"{setup.section}.engine")
         self.module: nn.Module
         self.sharding: Sharding | None = None
         self.adapter: Adapter | None = None

@@ -1,94 +1,89 @@
-"""The engine's own config keys; no torch here, so that a config is checked before anything loads."""
+"""Schema of the engine's config section; importable without torch, so that it is checked before anything loads."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import Literal
 
+from rollcast.contracts.config import Positive, config
 from rollcast.errors import ConfigError
 
 __all__ = ["FsdpConfig"]
 
-DTYPES = ("fp32", "bf16")
+Dtype = Literal["fp32", "bf16"]
 
 
-@dataclass
+@config
 class FsdpConfig:
-    """Keys of ``actor.engine`` for ``engine=fsdp``.
-
-    Attributes:
-        name: the engine's name in the registry.
-        fsdp_size: ranks over which one copy of the model is sharded; -1 for all ranks of the group. A
-            divisor of their number makes a hybrid: groups of so many ranks hold a copy each (HSDP).
-        ulysses_sequence_parallel_size: ranks that share each sequence, and the heads of its attention;
-            needs ``use_remove_padding``.
-        model_dtype: dtype of stored weights, gradients and optimizer state, ``fp32`` or ``bf16``.
-        param_dtype: dtype that forward and backward compute in; null for ``model_dtype``.
-        reduce_dtype: dtype in which gradients are added up over the ranks; null for ``fp32`` where
-            ``param_dtype`` is given, else ``model_dtype``.
-        param_offload: keep the weights in host memory outside ``train_mode`` and ``eval_mode``.
-        optimizer_offload: keep the optimizer's state in host memory outside of its steps.
-        enable_gradient_checkpointing: recompute activations in the backward pass.
-        enable_activation_offload: keep what the backward pass needs of the forward in host memory.
-        reshard_after_forward: free a layer's gathered weights after its forward; False trades
-            memory for one gather less in the backward pass.
-        forward_prefetch: gather the next layer's weights while a layer computes.
-        use_remove_padding: pack a micro-batch's rows into one sequence without padding.
-        use_fused_kernels: compute log-probs block by block over the vocabulary, without full logits; the
-            backward pass computes each block anew.
-        share_prompts: compute a prompt that several rows of a micro-batch have in common once, and
-            go on from its keys and values: less work for the same gradient. Needs a model with a
-            KV cache; a sharded model runs as without it.
-        use_torch_compile: have torch compile the decoder layers at their first pass. Generation in this
-            process runs them as they are.
-    """
+    """Keys of an ``engine`` section for ``engine=fsdp``."""
 
     name: str = "fsdp"
+    """Registry name of the engine."""
     fsdp_size: int = -1
-    ulysses_sequence_parallel_size: int = 1
-    model_dtype: str = "fp32"
-    param_dtype: str | None = None
-    reduce_dtype: str | None = None
+    """Ranks over which one copy of the model is sharded; -1 for all ranks of the group. A divisor of their number
+    makes a hybrid: groups of so many ranks hold a copy each (HSDP)."""
+    ulysses_sequence_parallel_size: Positive = 1
+    """Ranks that share each sequence, and the heads of its attention; needs `use_remove_padding`."""
+    model_dtype: Dtype = "fp32"
+    """Dtype of stored weights, gradients and optimizer state."""
+    param_dtype: Dtype | None = None
+    """Dtype of forward and backward; null for `model_dtype`."""
+    reduce_dtype: Dtype | None = None
+    """Dtype of the gradients' reduction over the ranks; null for `fp32` where `param_dtype` is set, else
+    `model_dtype`."""
     param_offload: bool = False
+    """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
+    """Keep the optimizer's state in host memory between its steps."""
     enable_gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass."""
     enable_activation_offload: bool = False
+    """Keep the forward's activations in host memory until the backward pass."""
     reshard_after_forward: bool = True
+    """Free a layer's gathered weights after its forward; false trades memory for one gather less in the backward
+    pass."""
     forward_prefetch: bool = False
+    """Gather the next layer's weights while a layer computes."""
     use_remove_padding: bool = False
+    """Pack a micro-batch's rows into one sequence without padding."""
     use_fused_kernels: bool = False
+    """Compute log-probs block by block over the vocabulary, without full logits; the backward pass recomputes each
+    block."""
     share_prompts: bool = False
+    """Compute a prompt that several rows of a micro-batch share once, and continue from its keys and values: the same
+    gradient for less work. Needs a model with a KV cache; without effect on a sharded model."""
     use_torch_compile: bool = False
+    """Compile the decoder layers at their first pass with torch. Generation in this process runs them uncompiled."""
 
-    def check(self, world_size: int) -> None:
-        """Refuse values that the engine does not know, and sizes that do not fit the ranks.
+    def check(self, world_size: int, path: str = "actor.engine") -> None:
+        """Refuse sizes that do not fit the ranks, and keys that exclude each other.
+
+        Args:
+            world_size: Ranks of the group.
+            path: The section, for messages.
 
         Raises:
-            ConfigError: names the key, its value and the valid ones.
+            ConfigError: The key, its value and the valid ones.
         """
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         if self.fsdp_size != -1 and not _divides(self.fsdp_size, world_size):
             raise ConfigError(
-                f"engine key fsdp_size is {self.fsdp_size}, but the group has {world_size} ranks; "
+                f"{path}.fsdp_size is {self.fsdp_size}, but the group has {world_size} ranks; "
                 f"use -1 for all of them, or one of {sizes}"
             )
         parallel = self.ulysses_sequence_parallel_size
         if not _divides(parallel, world_size):
             raise ConfigError(
-                f"engine key ulysses_sequence_parallel_size is {parallel}, but the group has {world_size} ranks; "
+                f"{path}.ulysses_sequence_parallel_size is {parallel}, but the group has {world_size} ranks; "
                 f"use one of {sizes}"
             )
         if parallel > 1 and not self.use_remove_padding:
             raise ConfigError(
-                f"engine key ulysses_sequence_parallel_size is {parallel}, which splits packed sequences; "
-                "set use_remove_padding=true too"
+                f"{path}.ulysses_sequence_parallel_size is {parallel}, which splits packed sequences; "
+                f"set {path}.use_remove_padding=true too"
             )
-        for key in ("model_dtype", "param_dtype", "reduce_dtype"):
-            value = getattr(self, key)
-            if value not in DTYPES and (value is not None or key == "model_dtype"):
-                raise ConfigError(f"engine key {key} is {value!r}; valid: {', '.join(DTYPES)}")
-        self._check_shared_prompts()
+        self._check_shared_prompts(path)
 
-    def _check_shared_prompts(self) -> None:
+    def _check_shared_prompts(self, path: str) -> None:
         reasons = {
             "enable_gradient_checkpointing": "which turns the KV cache off",
             "use_remove_padding": "which keeps none",
@@ -98,16 +93,16 @@ class FsdpConfig:
         for key, reason in reasons.items():
             if self.share_prompts and getattr(self, key):
                 raise ConfigError(
-                    f"engine key share_prompts is true, and so is {key}, {reason}; set one of them to false"
+                    f"{path}.share_prompts is true, and so is {path}.{key}, {reason}; set one of them to false"
                 )
 
     def shard_size(self, world_size: int) -> int:
-        """Ranks that hold one copy of the model together."""
+        """Return the number of ranks that hold one copy of the model together."""
         return world_size if self.fsdp_size == -1 else self.fsdp_size
 
     @property
     def mixes_precision(self) -> bool:
-        """Whether forward, backward or the reduction of gradients use another dtype than the stored weights."""
+        """True if forward, backward or the reduction of gradients use another dtype than the stored weights."""
         return any(dtype not in (None, self.model_dtype) for dtype in (self.param_dtype, self.reduce_dtype))
 
 

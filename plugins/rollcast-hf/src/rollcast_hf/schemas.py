@@ -1,22 +1,20 @@
-"""The config's ``rollout`` section when ``rollout=hf``; importable without torch."""
+"""Schema of the config's ``rollout`` section for ``rollout=hf``; importable without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from rollcast.config.rollout import RolloutConfig
+from rollcast.contracts.config import Positive, config
+from rollcast.contracts.sections import RolloutConfig
 
 __all__ = ["HfRolloutConfig"]
 
 
-@dataclass
+@config
 class HfRolloutConfig(RolloutConfig):
-    """Keys of the transformers rollout.
-
-    Attributes:
-        max_batch_size: most sequences generated at once.
-    """
+    """Keys of the transformers rollout."""
 
     name: str = "hf"
+    """Registry name of the rollout."""
     weight_sync: str = "in_process"
-    max_batch_size: int = 1024
+    """Registry name of the weight sync."""
+    max_batch_size: Positive = 1024
+    """Sequences generated at once, at most."""

@@ -74,7 +74,7 @@ class MegatronEngine(TorchEngine):
         if not isinstance(setup.engine, MegatronConfig):
             raise ConfigError(f"the megatron engine is configured by MegatronConfig, not {type(setup.engine).__name__}")
         self.config: MegatronConfig = setup.engine
-        self.config.check(setup.context.world_size)
+        self.config.check(setup.context.world_size, f"{setup.section}.engine")
         if setup.model.trains_adapter:
             raise CapabilityError("the megatron engine trains no adapters (model.lora_rank); use engine=fsdp")
         if setup.model.use_liger:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcast.cli.options import ConfigDir, Overrides
-from rollcast.cli.output import build_console, hide_library_bars, print_lines
+from rollcast.contracts.command import ConfigDir, Overrides, build_console, hide_library_bars, print_lines
 
 if TYPE_CHECKING:
     from rollcast_profiling.cost_job import Grid, Progress
@@ -65,17 +64,13 @@ def profile(
 
 def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
     """The recipe's trainer, in a run directory of its own beside the file to write."""
-    from rollcast.cli.train import check_trainer
-    from rollcast.config import compose
-    from rollcast.config.overrides import format_override
-    from rollcast.config.parts import load_parts
+    from rollcast import compose, format_override
     from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
     from rollcast_trainer.loop import LoopTrainer
     from rollcast_trainer.run.task_runner import TaskRunner
 
-    composed = compose(overrides, config_dir)
-    check_trainer(composed, config_dir)
+    composed = compose(overrides, config_dir, needs_trainer=True)
     target = output or Path("profiles") / Path(composed.config.run_dir).name / "costs.json"
     if target.is_dir():
         raise ConfigError(f"--output {target} is a folder; name a file in it")
@@ -88,7 +83,7 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
         "runtime.record=null",
     ]
     composed = compose([*overrides, *own], config_dir)
-    load_parts(composed.config, composed.origins)
+    composed.load_plugins()
     name = composed.config.trainer.name
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):

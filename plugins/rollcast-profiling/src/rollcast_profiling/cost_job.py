@@ -119,7 +119,8 @@ class CostJob:
         files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
         if not files and not self._trainer.task.model.random_init:
             logger.info("%s holds no weights: random ones are measured", folder)
-            self._trainer.task.model.random_init = True
+            task = self._trainer.task
+            task.model = replace(task.model, random_init=True)
 
     # -- the rollout --------------------------------------------------------------------------
 

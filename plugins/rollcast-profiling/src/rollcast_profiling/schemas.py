@@ -1,58 +1,54 @@
-"""Configuration of the profilers; importable without torch."""
+"""Schemas of the profilers; importable without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
+from typing import Literal
 
+from rollcast.contracts.config import Positive, config
 from rollcast.contracts.profiler import ProfilerConfig
 
 __all__ = ["NsysConfig", "TorchMemoryConfig", "TorchProfilerConfig"]
 
 
-@dataclass
+@config
 class TorchProfilerConfig(ProfilerConfig):
-    """Keys of ``profiler=torch``.
-
-    Attributes:
-        contents: what is recorded: ``cpu``, ``cuda``, ``memory`` (allocations), ``shapes`` (of operators'
-            inputs), ``stack`` (Python's).
-    """
+    """Keys of ``profiler=torch``."""
 
     tool: str | None = "torch"
-    contents: list[str] = field(default_factory=lambda: ["cpu", "cuda"])
+    """Registry name of the profiler."""
+    contents: list[Literal["cpu", "cuda", "memory", "shapes", "stack"]] = field(default_factory=lambda: ["cpu", "cuda"])
+    """Contents of the trace: `cpu`, `cuda`, `memory` (allocations), `shapes` (of operators' inputs), `stack`
+    (Python's)."""
 
 
-@dataclass
+@config
 class TorchMemoryConfig(ProfilerConfig):
-    """Keys of ``profiler=torch_memory``.
-
-    Attributes:
-        trace_alloc_max_entries: allocations and frees that are kept, the latest.
-        stack_depth: frames of a call's stack that are shown.
-        context: which of them have a stack: ``all``, ``alloc``, or ``state`` (those that are alive at the end).
-        stacks: ``all`` for Python's and C++'s, ``python`` for Python's.
-    """
+    """Keys of ``profiler=torch_memory``."""
 
     tool: str | None = "torch_memory"
-    trace_alloc_max_entries: int = 100_000
-    stack_depth: int = 32
-    context: str = "all"
-    stacks: str = "python"
+    """Registry name of the profiler."""
+    trace_alloc_max_entries: Positive = 100_000
+    """Allocations and frees that are kept, the latest."""
+    stack_depth: Positive = 32
+    """Frames shown of a call's stack."""
+    context: Literal["all", "alloc", "state"] = "all"
+    """Entries with a stack: `all`, `alloc`, or `state` (those alive at the end)."""
+    stacks: Literal["all", "python"] = "python"
+    """`all` for Python's and C++'s stacks, `python` for Python's."""
 
 
-@dataclass
+@config
 class NsysConfig(ProfilerConfig):
-    """Keys of ``profiler=nsys``.
-
-    Attributes:
-        trace: what Nsight Systems records, as in ``nsys profile --trace``.
-        cuda_memory_usage: record the device's memory too.
-        cuda_graph_trace: ``graph`` shows a CUDA graph as one, ``node`` what is in it.
-        options: further options of ``nsys profile``, without the dashes.
-    """
+    """Keys of ``profiler=nsys``."""
 
     tool: str | None = "nsys"
+    """Registry name of the profiler."""
     trace: str = "cuda,nvtx,cublas"
+    """APIs that Nsight Systems records, as in `nsys profile --trace`."""
     cuda_memory_usage: bool = True
-    cuda_graph_trace: str = "graph"
+    """Record the device's memory too."""
+    cuda_graph_trace: Literal["graph", "node"] = "graph"
+    """`graph` shows a CUDA graph as one, `node` its nodes."""
     options: dict[str, str] = field(default_factory=dict)
+    """Further options of `nsys profile`, without the dashes."""

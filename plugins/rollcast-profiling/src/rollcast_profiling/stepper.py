@@ -9,8 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import WorkerGroup
-from rollcast.config.validation import build_section
+from rollcast import WorkerGroup, build_section
 from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
 from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.stage import roles

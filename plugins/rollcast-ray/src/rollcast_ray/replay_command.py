@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.cli.options import Traceback
-from rollcast.cli.output import hide_library_bars, print_lines
+from rollcast.contracts.command import Traceback, hide_library_bars, print_lines
 
 if TYPE_CHECKING:
     from rollcast_ray.recording import Replay

@@ -1,32 +1,31 @@
-"""The config's ``reward`` section; importable without torch."""
+"""Schema of the config's ``reward`` section; importable without torch."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from rollcast.contracts.config import Fraction, Gt, config
 
 __all__ = ["RewardConfig"]
 
 
-@dataclass
+@config
 class RewardConfig:
-    """Which reward scores the responses.
-
-    Attributes:
-        name: the reward, in the group ``rollcast.rewards``.
-        reward_manager: what applies it to a batch, in the group ``rollcast.reward_managers``.
-        reward_kwargs: options of the reward, as keyword arguments of its class.
-        reward_manager_kwargs: options of the manager, as keyword arguments of its class.
-        timeout_s: the longest that the reward of one sample may take; empty for no limit.
-        on_error: what becomes of a sample whose reward raises, takes too long or gives no finite number:
-            ``stop`` ends the run, ``zero`` scores it 0, ``drop`` leaves it out of the update.
-        max_bad_share: with ``zero`` and ``drop``, the share of a batch that may be bad; more end the run.
-    """
+    """The reward that scores responses."""
 
     name: str = "exact_match"
+    """Registry name of the reward."""
     reward_manager: str = "naive"
+    """Registry name of the manager that applies the reward to a batch."""
     reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the reward, as keyword arguments of its class."""
     reward_manager_kwargs: dict[str, Any] = field(default_factory=dict)
-    timeout_s: float | None = 30.0
-    on_error: str = "stop"
-    max_bad_share: float = 0.1
+    """Options of the manager, as keyword arguments of its class."""
+    timeout_s: Annotated[float, Gt(0)] | None = 30.0
+    """Timeout of one sample's reward in seconds; null for none."""
+    on_error: Literal["stop", "zero", "drop"] = "stop"
+    """Treatment of a sample whose reward raises, times out or is not finite: `stop` ends the run, `zero` scores it 0,
+    `drop` leaves it out of the update."""
+    max_bad_share: Fraction = 0.1
+    """With `zero` and `drop`: share of a batch that may be bad; more end the run."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,17 +48,19 @@ def read_adapter_config(folder: str) -> dict[str, Any]:
         ) from error
 
 
-def take_adapters(rollout: Any, model: ModelConfig) -> None:
-    """Have a rollout take the adapter that the engine trains, if it has to be told to.
+def take_adapters(rollout: Any, model: ModelConfig) -> Any:
+    """Return a rollout's section that takes the adapter which the engine trains.
 
     Args:
-        rollout: the config's section, which is changed: ``enable_lora`` and ``max_lora_rank``, if it has them.
-        model: what trains.
+        rollout: The config's section; only one with ``enable_lora`` and ``max_lora_rank`` has to change.
+        model: The model in training.
     """
     rank = adapter_rank(model)
     if not model.trains_adapter or not hasattr(rollout, "enable_lora"):
-        return
+        return rollout
     needed = max(_SMALLEST_RANK, 1 << (rank - 1).bit_length())
-    if not rollout.enable_lora or rollout.max_lora_rank < needed:
-        rollout.enable_lora, rollout.max_lora_rank = True, max(rollout.max_lora_rank, needed)
-        logger.info("model.lora_rank=%d sets rollout.enable_lora=true, max_lora_rank=%d", rank, rollout.max_lora_rank)
+    if rollout.enable_lora and rollout.max_lora_rank >= needed:
+        return rollout
+    most = max(rollout.max_lora_rank, needed)
+    logger.info("model.lora_rank=%d sets rollout.enable_lora=true, max_lora_rank=%d", rank, most)
+    return replace(rollout, enable_lora=True, max_lora_rank=most)

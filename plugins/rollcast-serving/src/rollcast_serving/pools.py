@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Collection, Hashable, Mapping
 from typing import Any
 
-from rollcast import ResourcePool, ResourcePoolManager
-from rollcast.config.schemas import PlacementConfig, PoolConfig
-from rollcast.config.validation import build_section
+from rollcast import ResourcePool, ResourcePoolManager, build_section
 from rollcast.contracts.device import CUDA, Device, find_device
+from rollcast.contracts.sections import PlacementConfig, PoolConfig
 from rollcast.contracts.stage import roles
 from rollcast.errors import ConfigError, ResourceError
 
@@ -28,9 +26,6 @@ def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
         ConfigError: a number, a device, a role or a pool is not valid; names the key and what is.
     """
     device = find_device(placement.device)
-    for key in ("nnodes", "n_gpus_per_node"):
-        if getattr(placement, key) < 1:
-            raise ConfigError(f"placement.{key} is {getattr(placement, key)}; it must be at least 1")
     if GLOBAL_POOL in placement.pools:
         raise ConfigError(f"placement.pools names {GLOBAL_POOL!r}; its size is placement.nnodes and n_gpus_per_node")
     pools = {GLOBAL_POOL: PoolConfig([placement.n_gpus_per_node] * placement.nnodes)}
@@ -45,11 +40,7 @@ def _read_pool(name: str, value: Any) -> PoolConfig:
     """Return a pool of ``placement.pools``, given as a list of counts or as a mapping with options."""
     key = f"placement.pools.{name}"
     if isinstance(value, Mapping):
-        known = [entry.name for entry in dataclasses.fields(PoolConfig)]
-        unknown = sorted(set(map(str, value)) - set(known))
-        if unknown:
-            raise ConfigError(f"there is no key {key}.{unknown[0]}; keys of a pool: {', '.join(known)}")
-        pool: PoolConfig = build_section(PoolConfig, value, key)
+        pool: PoolConfig = build_section(PoolConfig, value, key, closed=True)
         key = f"{key}.processes"
     else:
         pool = build_section(PoolConfig, {"processes": value}, key)

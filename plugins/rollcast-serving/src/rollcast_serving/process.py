@@ -20,7 +20,7 @@ from typing import Any
 from aiohttp import web
 from omegaconf import OmegaConf
 
-from rollcast.config.validation import build_section
+from rollcast import build_section
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, rollouts
 from rollcast_serving.openai_api import build_openai_app
 from rollcast_serving.server import build_app

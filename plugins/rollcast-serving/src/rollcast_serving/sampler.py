@@ -10,8 +10,8 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.config.rollout import CanaryConfig
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
+from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import WeightSyncError
 from rollcast.protocol import DataProto
 from rollcast_serving.generation import assemble_sequences

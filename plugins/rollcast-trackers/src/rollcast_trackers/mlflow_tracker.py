@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollcast.config.sources import flatten
+from rollcast.contracts.config import flatten
 from rollcast_trackers.background import BackgroundTracker
 
 __all__ = ["MlflowTracker", "clean_name"]

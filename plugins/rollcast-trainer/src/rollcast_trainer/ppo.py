@@ -11,7 +11,7 @@ from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.supply import Changes, Place, declare_stages, supply
 from rollcast_trainer.run.task_runner import TaskRunner
-from rollcast_trainer.schemas import CriticConfig, PpoTrainerConfig
+from rollcast_trainer.schemas import PpoConfig
 
 __all__ = ["PpoTrainer"]
 
@@ -25,12 +25,11 @@ class PpoTrainer(LoopTrainer):
         algebra: sizes of a step.
     """
 
-    schema = PpoTrainerConfig
+    schema = PpoConfig
     #: Stages that a step is for; the others are supplied.
     goals: ClassVar[tuple[str, ...]] = ("update_actor",)
 
     def __init__(self, task: TaskRunner) -> None:
-        task.section("critic", CriticConfig).check()
         self.algebra = _build_algebra(task)
         super().__init__(task)
 

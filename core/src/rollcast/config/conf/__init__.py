@@ -1,7 +1,8 @@
 """The core's own configuration files."""
 
-from rollcast.config.schemas import ConfigSchema, PlacementConfig
+from rollcast.contracts.config import ConfigSchema
 from rollcast.contracts.runtime import RuntimeConfig
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.runtime.local import LocalRuntimeConfig
 
 SCHEMAS = (

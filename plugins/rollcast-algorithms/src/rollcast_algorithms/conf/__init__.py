@@ -1,6 +1,6 @@
 """The config group ``algorithm``: one option per built-in advantage estimator."""
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast_algorithms.schemas import AlgorithmConfig
 
 __all__ = ["SCHEMAS"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast_data.schemas import DataConfig
 
 SCHEMAS = (ConfigSchema(path="data", schema=DataConfig, group="data"),)

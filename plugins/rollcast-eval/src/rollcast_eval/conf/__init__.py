@@ -1,6 +1,6 @@
 """Configuration of ``rollcast generate`` and ``rollcast eval``."""
 
-from rollcast.config.schemas import ConfigSchema
-from rollcast_eval.schemas import SampleConfig
+from rollcast.contracts.config import ConfigSchema
+from rollcast_eval.schemas import SampleRunConfig
 
-SCHEMAS = (ConfigSchema(path="sample", schema=SampleConfig, group="trainer", option="sample"),)
+SCHEMAS = (ConfigSchema(path="", schema=SampleRunConfig, group="trainer", option="sample"),)

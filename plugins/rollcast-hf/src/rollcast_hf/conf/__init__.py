@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast_hf.schemas import HfRolloutConfig
 
 __all__ = ["SCHEMAS"]

@@ -1,8 +1,8 @@
 """The engine's config files, announced to the core by an entry point in ``rollcast.configs``."""
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast_megatron.schemas import MegatronConfig
 
 __all__ = ["SCHEMAS"]
 
-SCHEMAS = (ConfigSchema(path="actor.engine", schema=MegatronConfig, group="engine", option="megatron"),)
+SCHEMAS = (ConfigSchema(schema=MegatronConfig, group="engine", option="megatron"),)

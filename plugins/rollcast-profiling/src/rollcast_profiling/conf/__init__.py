@@ -1,6 +1,6 @@
 """Configuration files of the profilers."""
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast.contracts.profiler import ProfilerConfig
 from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollcast.config.schemas import ConfigSchema
+from rollcast.contracts.config import ConfigSchema
 from rollcast_rewards.schemas import RewardConfig
 
 SCHEMAS = (ConfigSchema(path="reward", schema=RewardConfig, group="reward"),)

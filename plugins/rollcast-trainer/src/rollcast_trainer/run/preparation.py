@@ -9,6 +9,7 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
+from rollcast import compose, format_override
 from rollcast.contracts.dataset import preprocessors
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
@@ -56,21 +57,17 @@ def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[st
     Raises:
         ConfigError: the folder holds a warm start with other settings.
     """
-    from rollcast.config import compose
-    from rollcast.config.overrides import format_override
-
     folder = run_dir / "warm_start"
     exported = folder / "export"
-    config: DictConfig = compose(
+    composed = compose(
         [
             f"recipe={recipe}",
             format_override("run_dir", str(folder)),
             f"trainer.seed={seed}",
             "trainer.export=true",
         ]
-    ).config
-    for name, section in sections.items():
-        config[name] = section
+    )
+    config: DictConfig = OmegaConf.create({**composed.plain(), **sections})
     if exported.is_dir():
         check_same_run(folder, OmegaConf.to_container(config))  # type: ignore[arg-type]
         logger.info("warm start: the model in %s is there already", exported)

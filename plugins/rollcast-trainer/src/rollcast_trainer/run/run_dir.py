@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from rollcast.config.sources import flatten
+from rollcast.contracts.config import flatten
 from rollcast.contracts.files import replace_file
 from rollcast.errors import CheckpointError, ConfigError, WorkerError
 

@@ -19,7 +19,7 @@ from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.run.validation import validate
-from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.schemas import RunConfig
 from rollcast_trainer.workers.roles import role_trains
 
 __all__ = ["StagedTrainer"]
@@ -47,7 +47,7 @@ class StagedTrainer(BaseTrainer):
         RollcastError: the config cannot work.
     """
 
-    schema: ClassVar[type[TrainerConfig]] = TrainerConfig
+    schema: ClassVar[type[RunConfig]] = RunConfig
 
     batches: EpochIterator
     val_batches: list[DataProto]

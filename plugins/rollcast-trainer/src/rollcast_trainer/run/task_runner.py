@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import logging
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -14,16 +13,15 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import WorkerGroup, start_groups
-from rollcast.config.schemas import PlacementConfig
-from rollcast.config.validation import build_section
+from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.device import hide_accelerators
-from rollcast.contracts.engine import BaseEngine, ModelConfig, engines
+from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, DataError
@@ -45,7 +43,7 @@ from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, S
 from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.run.preparation import preprocess_data, train_warm_start
 from rollcast_trainer.run.run_dir import Checkpoints, prepare_run_dir, write_config
-from rollcast_trainer.schemas import TrainerConfig
+from rollcast_trainer.schemas import RunConfig
 from rollcast_trainer.workers.roles import Role, placed_as
 from rollcast_trainer.workers.training import WorkerSetup
 
@@ -69,7 +67,7 @@ class TaskRunner:
 
     Args:
         config: the composed config.
-        trainer_schema: dataclass of the ``trainer`` section, which names that of ``actor``.
+        schema: The trainer's schema, whose fields are the sections that it reads.
 
     Raises:
         ConfigError: a section has a wrong value.
@@ -77,23 +75,24 @@ class TaskRunner:
         CapabilityError: engine, rollout and weight sync cannot work together.
     """
 
-    def __init__(self, config: DictConfig, trainer_schema: type[TrainerConfig] = TrainerConfig) -> None:
+    def __init__(self, config: DictConfig, schema: type[RunConfig] = RunConfig) -> None:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
-        self.trainer = self.section("trainer", trainer_schema)
+        #: Typed by the trainer, whose schema it is.
+        self.sections: Any = build_section(cast("type[Any]", schema), config)
+        self.trainer = self.sections.trainer
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
         self.runtime_config = self.section("runtime", self._runtime_class.config_schema)
         self.placement = self.section("placement", PlacementConfig)
-        self.model = self.section("model", ModelConfig)
-        self.actor: Any = self.section("actor", trainer_schema.actor_schema)
+        self.model = self.sections.model
+        self.actor = self.sections.actor
         self.data = self.section("data", DataConfig)
         self.reward = self.section("reward", RewardConfig)
         self.engine_class: type[BaseEngine] = engines.get(self._name_of("actor.engine"))
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
-        self.rollout: Any = self.section("rollout", self.rollout_class.config_schema)
-        take_adapters(self.rollout, self.model)
+        self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
@@ -127,14 +126,6 @@ class TaskRunner:
             ConfigError: a value has the wrong type.
         """
         return build_section(schema, OmegaConf.select(self.config, path), path)
-
-    def section_of(self, values: Mapping[str, Any], schema: type, path: str) -> Any:
-        """Return values as an instance of a dataclass; ``path`` names them in messages.
-
-        Raises:
-            ConfigError: a value has the wrong type.
-        """
-        return build_section(schema, OmegaConf.create(dict(values)), path)
 
     def _name_of(self, path: str) -> str:
         name = OmegaConf.select(self.config, f"{path}.name")
@@ -174,10 +165,10 @@ class TaskRunner:
         self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
-            shared = {name: self.config[name].copy() for name in ("runtime", "placement")}
-            shared["runtime"].record = None  # the calls of the run itself are meant
+            # runtime.record means the calls of the run itself.
+            shared = {"runtime": {**self.plain["runtime"], "record": None}, "placement": self.plain["placement"]}
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
-            self.model.path, self.model.random_init = str(exported), False
+            self.model = dataclasses.replace(self.model, path=str(exported), random_init=False)
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
 
     def _build_runtime(self) -> Runtime:
@@ -266,30 +257,16 @@ class TaskRunner:
         return scorer
 
     def role_engine(self, section: str) -> Any:
-        """Return the engine settings of a role: the actor's, changed by the keys of ``<section>.engine``.
-
-        With another ``name`` the defaults are those of that engine.
-
-        Raises:
-            ConfigError: a key is not one of the engine's, or has the wrong type.
-            PluginNotFoundError: there is no such engine.
-        """
-        node = OmegaConf.select(self.config, f"{section}.engine")
-        own = cast("dict[str, Any]", OmegaConf.to_container(node)) if node else {}
-        if section == "ref":
-            own.pop("param_offload", None)  # the worker moves the frozen weights, whatever the engine
-        if section == "actor" or not own:
+        """Return ``<section>.engine`` as an instance of its engine's schema; the actor's for a role without the key."""
+        path = f"{section}.engine"
+        if section == "actor" or not OmegaConf.select(self.config, path):
             return self.engine
-        name = own.get("name") or self.engine.name
-        schema = engines.get(name, requested_by=f"{section}.engine.name").config_schema
-        known = [each.name for each in dataclasses.fields(schema)]
-        for key in own:
-            if key not in known:
-                near = difflib.get_close_matches(key, known, 1)
-                hint = f"did you mean {section}.engine.{near[0]}?" if near else f"keys: {', '.join(known)}"
-                raise ConfigError(f"{section}.engine.{key} is no key of the engine {name}; {hint}")
-        base = asdict(self.engine) if name == self.engine.name else {}
-        return self.section_of({**base, **own, "name": name}, schema, f"{section}.engine")
+        name = self._name_of(path)
+        built = self.section(path, engines.get(name, requested_by=f"{path}.name").config_schema)
+        if section == "ref" and name == self.engine.name and hasattr(built, "param_offload"):
+            # The worker moves the frozen weights, whatever the engine; a copy beside the actor stays possible.
+            built = dataclasses.replace(built, param_offload=self.engine.param_offload)
+        return built
 
     def worker_role(self, role: str) -> str:
         """Return the name in ``rollcast.roles`` of the class that plays a role."""

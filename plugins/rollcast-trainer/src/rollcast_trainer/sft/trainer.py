@@ -18,7 +18,7 @@ from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.schemas import SftTrainerConfig
+from rollcast_trainer.schemas import SftConfig
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["SftTrainer", "UpdateSupervised"]
@@ -49,7 +49,7 @@ class UpdateSupervised(Stage):
 class SftTrainer(LoopTrainer):
     """One optimizer step a batch; ends early at a goal on the validation files (``trainer.stop_at``)."""
 
-    schema = SftTrainerConfig
+    schema = SftConfig
 
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)

@@ -90,6 +90,7 @@ class TrainingWorker(Worker):
                 optim=None if frozen else setup.optim,
                 context=self.context,
                 seed=setup.seed,
+                section=setup.key,
             )
         )
 

@@ -7,12 +7,14 @@ from typing import Annotated
 
 import typer
 
-from rollcast.cli.options import Traceback
-from rollcast.cli.output import print_lines
+from rollcast.contracts.command import Traceback, print_lines
 
-__all__ = ["preprocess"]
+__all__ = ["app", "preprocess"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.command()
 def preprocess(
     name: Annotated[
         str, typer.Argument(metavar="NAME", help="Such as gsm8k; 'rollcast plugins preprocessors' lists them.")

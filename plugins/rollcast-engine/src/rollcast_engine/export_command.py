@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.cli.options import Traceback
-from rollcast.cli.output import hide_library_bars, print_lines
-from rollcast.cli.train import find_newest_checkpoint
+from rollcast.contracts.command import Traceback, hide_library_bars, print_lines
+from rollcast.contracts.files import find_newest_checkpoint
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["export"]
+__all__ = ["app", "export"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
+@app.command()
 def export(
     checkpoint: Annotated[
         Path, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder, RUN_DIR/checkpoints/step_N.")
@@ -29,7 +32,7 @@ def export(
     _traceback: Traceback = False,
 ) -> None:
     """Write a checkpoint as a Hugging Face folder: config, weights and tokenizer."""
-    from rollcast.config.validation import build_section
+    from rollcast import build_section
     from rollcast.contracts.engine import ModelConfig, engines
     from rollcast.errors import CheckpointError, ConfigError
 
@@ -45,7 +48,7 @@ def export(
         raise ConfigError(f"{file} has no {missing}, which says what the checkpoint is of; is it a run's config.yaml?")
     engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
     model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
-    model.path = _find_model(model.path, str(settings.get("run_dir", "")), run_dir)
+    model = replace(model, path=_find_model(model.path, str(settings.get("run_dir", "")), run_dir))
     hide_library_bars()
     engine_class.export_checkpoint(checkpoint / "actor", model, output)
     print_lines(f"exported {checkpoint} to {output}")

@@ -1,0 +1,484 @@
+"""Sections of a composed tree and their schemas: known keys, defaults, validation, messages."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import inspect
+import types
+import typing
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, TypeVar
+
+from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, config, field_docs, flatten
+from rollcast.errors import ConfigError
+
+__all__ = [
+    "RootConfig",
+    "Section",
+    "Sections",
+    "build_section",
+    "nearest",
+    "origin_of",
+    "place_schemas",
+    "validate_section",
+]
+
+S = TypeVar("S")
+MISSING = "???"
+_TYPE_NAMES = {int: "an integer", float: "a number", str: "a string", bool: "true or false"}
+_PLURALS = {int: "integers", float: "numbers", str: "strings", bool: "true or false"}
+_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+
+
+@config
+class RootConfig:
+    """The keys at the top of the tree."""
+
+    run_dir: str = "runs/run"
+    """Folder of everything that the run writes."""
+    trackers: list[str] = field(default_factory=list)
+    """Registry names of the trackers."""
+    tracker_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of the trackers, by their names."""
+
+
+@dataclass(frozen=True)
+class Section:
+    """A schema in force at a path.
+
+    Attributes:
+        path: Dotted path; empty for the top of the tree.
+        schema: The dataclass.
+        hosts: The mark of the field that hosts the section; None where the path is the schema's own.
+    """
+
+    path: str
+    schema: type
+    hosts: Hosts | None = None
+
+
+# -- reading schemas ----------------------------------------------------------------------------
+
+
+@cache
+def field_types(schema: type) -> dict[str, Any]:
+    """Field name → annotation, with its metadata."""
+    hints = typing.get_type_hints(schema, include_extras=True)
+    return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
+
+
+def _unwrap(kind: Any) -> tuple[Any, tuple[Any, ...]]:
+    """The type itself and its metadata."""
+    if typing.get_origin(kind) is typing.Annotated:
+        return typing.get_args(kind)[0], kind.__metadata__
+    return kind, ()
+
+
+def _options(kind: Any) -> tuple[Any, ...]:
+    return typing.get_args(kind) if typing.get_origin(kind) in (types.UnionType, typing.Union) else (kind,)
+
+
+def dataclass_in(kind: Any) -> type | None:
+    options = (_unwrap(option)[0] for option in _options(_unwrap(kind)[0]))
+    return next((option for option in options if isinstance(option, type) and dataclasses.is_dataclass(option)), None)
+
+
+def _is_mapping(kind: Any) -> bool:
+    return any((typing.get_origin(option) or option) in (dict, Mapping) for option in _options(_unwrap(kind)[0]))
+
+
+def hosts_of(kind: Any) -> Hosts | None:
+    return next((each for each in _unwrap(kind)[1] if isinstance(each, Hosts)), None)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
+    """Every key of a schema below ``path``, sections included, with its annotation."""
+    for name, kind in field_types(schema).items():
+        key, inner = _join(path, name), dataclass_in(kind)
+        yield key, kind
+        if inner is not None:
+            yield from walk(key, inner)
+
+
+def walk_docs(path: str, schema: type) -> dict[str, str]:
+    """The doc sentence of every key of a schema below ``path``."""
+    docs = {_join(path, name): text for name, text in field_docs(schema).items()}
+    for name, kind in field_types(schema).items():
+        inner = dataclass_in(kind)
+        docs |= walk_docs(_join(path, name), inner) if inner else {}
+    return docs
+
+
+def defaults_of(schema: type) -> dict[str, Any]:
+    """The defaults of a schema as nested mappings; ``???`` where there is none."""
+    tree: dict[str, Any] = {}
+    for entry in dataclasses.fields(schema):
+        value: Any = entry.default
+        if entry.default_factory is not dataclasses.MISSING:
+            value = entry.default_factory()
+        tree[entry.name] = MISSING if value is dataclasses.MISSING else _plain(value)
+    return tree
+
+
+def _owners(schema: type, path: str) -> dict[str, str]:
+    """Dotted key → the origin of its default: the class that declares it."""
+    owners: dict[str, str] = {}
+    for name, kind in field_types(schema).items():
+        declares = next(base for base in schema.__mro__ if name in inspect.get_annotations(base))
+        inner = dataclass_in(kind)
+        owners[_join(path, name)] = f"default of {declares.__module__}.{declares.__qualname__}"
+        owners |= _owners(inner, _join(path, name)) if inner else {}
+    return owners
+
+
+def _plain(value: Any) -> Any:
+    """Dataclasses as mappings, sequences as lists."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, list | tuple) else value
+
+
+def find(tree: Any, path: str) -> Any:
+    """The value at a dotted path of nested mappings, else None."""
+    for step in path.split(".") if path else ():
+        tree = tree.get(step) if isinstance(tree, Mapping) else None
+    return tree
+
+
+# -- the sections of a run ----------------------------------------------------------------------
+
+
+def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], tree: Mapping[str, Any]) -> Sections:
+    """Decide which schema holds where, by the chosen options and the ``name`` of each section that hosts a group."""
+
+    def holds(schema: ConfigSchema) -> bool:
+        chosen = choices.get(schema.group)
+        return not schema.group or (chosen not in (None, "None") and schema.option in ("", chosen))
+
+    # The most particular first: its defaults hold against those of a schema for any option.
+    ranked = sorted(schemas, key=lambda schema: (not schema.option, not schema.group))
+    placed = [Section(schema.path, schema.schema) for schema in ranked if schema.path is not None and holds(schema)]
+    placed.append(Section("", RootConfig))
+    found = {key: mark for each in placed for key, kind in walk(each.path, each.schema) if (mark := hosts_of(kind))}
+    options: dict[str, str | None] = {}
+    for path, mark in sorted(found.items(), key=lambda item: bool(item[1].like)):
+        able = [schema for schema in ranked if schema.path is None and schema.group == mark.group]
+        named = find(tree, f"{path}.name")
+        # An engine that announces no schema follows that of the chosen option.
+        known = named in {schema.option for schema in able}
+        options[path] = named if known else options.get(mark.like) or choices.get(mark.group)
+        for schema in able:
+            if schema.option in ("", options[path]):
+                placed.append(Section(path, schema.schema, mark))
+    return Sections(tuple(placed), options)
+
+
+@dataclass(frozen=True)
+class Sections:
+    """The schemas of a run.
+
+    Attributes:
+        placed: Every schema in force and its path.
+        options: Path of each section that hosts a group → the option that it follows.
+    """
+
+    placed: tuple[Section, ...]
+    options: Mapping[str, str | None]
+
+    def known(self) -> dict[str, Any]:
+        """Every dotted key and section → its annotation, None for a section without one."""
+        known: dict[str, Any] = {}
+        for each in self.placed:
+            parts = each.path.split(".") if each.path else []
+            for depth in range(1, len(parts) + 1):
+                known.setdefault(".".join(parts[:depth]), None)
+            known |= dict(walk(each.path, each.schema))
+        return known
+
+    def docs(self) -> dict[str, str]:
+        """Return the doc sentence of every key and section that has one, by dotted key."""
+        docs: dict[str, str] = {}
+        for each in reversed(self.placed):
+            docs |= walk_docs(each.path, each.schema)
+        return docs
+
+    def check_keys(self, tree: Mapping[str, Any], origins: Mapping[str, str]) -> None:
+        """Refuse keys that no schema has.
+
+        Raises:
+            ConfigError: The key, its origin and the nearest valid one.
+        """
+        known = self.known()
+
+        def check(node: Any, prefix: str) -> None:
+            for name, value in node.items() if isinstance(node, Mapping) else ():
+                key = _join(prefix, str(name))
+                if key not in known:
+                    leaf = next(iter(flatten({name: value}, prefix)))
+                    raise ConfigError(_unknown_key(leaf, known, origins))
+                if hosts_of(known[key]) or not _is_mapping(known[key]):
+                    check(value, key)
+
+        check(tree, "")
+
+    def fill(self, tree: dict[str, Any], origins: dict[str, str]) -> None:
+        """Add what no file or override sets, in place: values of the section that another one is like, and defaults."""
+        for path, schema, mark in ((each.path, each.schema, each.hosts) for each in self.placed):
+            target = tree
+            for step in path.split(".") if path else ():
+                if not isinstance(target.get(step), dict):
+                    target[step] = {} if target.get(step) in (None, MISSING) else target[step]
+                target = target[step] if isinstance(target[step], dict) else {}
+            if mark is not None and mark.like and self.options[path] == self.options.get(mark.like):
+                like = find(tree, mark.like)
+                _merge(target, like, path, {f"{path}.{key}": f"as {mark.like}.{key}" for key in flatten(like)}, origins)
+            _merge(target, defaults_of(schema), path, _owners(schema, path), origins)
+
+    def validate(self, tree: dict[str, Any], origins: Mapping[str, str], allow_missing: bool) -> None:
+        """Give every value the type of its schema, in place.
+
+        Raises:
+            ConfigError: A value that its schema refuses, or a mandatory one that nobody set.
+        """
+        unset = sorted(key for key, value in flatten(tree).items() if value == MISSING)
+        for each in self.placed:
+            node = find(tree, each.path)
+            instance = validate_section(each.schema, node, each.path, origins, unset)
+            if instance is not None:
+                _overlay(node, _plain(instance))
+        if unset and not allow_missing:
+            raise ConfigError(_unset(unset[0], origins))
+
+
+def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, str], origins: dict[str, str]) -> None:
+    """Set the keys that ``target`` lacks, and their origins."""
+    for name, value in values.items() if isinstance(values, dict) else ():
+        key = _join(path, name)
+        if name not in target:
+            target[name] = _plain(value)
+            origins |= {leaf: whence[leaf] for leaf in flatten({key: value}) if leaf in whence}
+        elif isinstance(target[name], dict) and isinstance(value, dict):
+            _merge(target[name], value, key, whence, origins)
+
+
+def _overlay(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        if isinstance(target.get(name), dict) and isinstance(value, dict) and value:
+            _overlay(target[name], value)
+        elif target.get(name) != MISSING:
+            target[name] = value
+
+
+# -- validation ---------------------------------------------------------------------------------
+
+
+@cache
+def _adapter(schema: type) -> Any:
+    from pydantic import TypeAdapter
+
+    return TypeAdapter(schema)
+
+
+def _own(schema: type, node: Any, closed: bool = False) -> Any:
+    """The keys of a schema, without those of other schemas and those left open."""
+    if not isinstance(node, Mapping):
+        return node
+    kinds = field_types(schema)
+    own: dict[str, Any] = {}
+    for name, value in node.items():
+        if (name in kinds or closed) and value != MISSING:
+            inner = dataclass_in(kinds.get(name))
+            own[name] = _own(inner, value, closed) if inner else value
+    return own
+
+
+def validate_section(
+    schema: type, node: Any, path: str, origins: Mapping[str, str], unset: Sequence[str] = (), closed: bool = False
+) -> Any:
+    """Build a schema's instance from plain values; None where it lacks a value that ``unset`` names.
+
+    Raises:
+        ConfigError: A value that the schema refuses.
+    """
+    from pydantic import ValidationError
+
+    own = _own(schema, {} if node is None else node, closed)
+    try:
+        instance = _adapter(schema).validate_python(own)
+    except ValidationError as error:
+        found = [each for each in error.errors(include_url=False) if each["type"] != "missing"]
+        if not found and unset:
+            return None
+        raise ConfigError(_refusal(schema, (found or error.errors())[0], own, path, origins)) from error
+    _refuse_bools(schema, own, path, origins)
+    return instance
+
+
+def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:
+    """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
+    for name, kind in field_types(schema).items():
+        inner, value = dataclass_in(kind), own.get(name)
+        if inner is not None and isinstance(value, Mapping):
+            _refuse_bools(inner, value, _join(path, name), origins)
+        types_of = {_unwrap(option)[0] for option in _options(_unwrap(kind)[0])}
+        if isinstance(value, bool) and types_of & {int, float} and bool not in types_of:
+            key = _join(path, name)
+            raise ConfigError(f"{_where(key, origins)}{key} must be {describe(kind, value)}, got {_show(value)}")
+
+
+def build_section(
+    schema: type[S], node: Any, path: str = "", origins: Mapping[str, str] | None = None, *, closed: bool = False
+) -> S:
+    """Build a section of the config as a frozen instance of its schema.
+
+    Args:
+        schema: A class made by :func:`rollcast.contracts.config.config`.
+        node: The section: nested mappings, or a node of the composed config.
+        path: Its dotted path, for messages.
+        origins: Dotted key → the file or override that set it, for messages.
+        closed: Refuse keys that the schema has not; by default they are those of other schemas, and left out.
+
+    Raises:
+        ConfigError: A value that the schema refuses, or a mandatory one that nobody set; names key and origin.
+    """
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(node, resolve=True, throw_on_missing=False) if OmegaConf.is_config(node) else node
+    known = dict(walk(path, schema))
+    if closed and isinstance(plain, Mapping):
+        Sections((Section(path, schema),), {}).check_keys(nest(path, plain), origins or {})
+    tree = _plain({} if plain is None else plain)
+    if isinstance(tree, dict):
+        _merge(tree, defaults_of(schema), path, {}, {})
+    for key, value in flatten(tree, path).items():
+        if value == MISSING and key in known:
+            raise ConfigError(_unset(key, origins or {}))
+    instance: S = validate_section(schema, tree, path, origins or {}, closed=closed)
+    return instance
+
+
+def nest(path: str, node: Any) -> dict[str, Any]:
+    for step in reversed(path.split(".")) if path else ():
+        node = {step: node}
+    return typing.cast("dict[str, Any]", node)
+
+
+# -- messages -----------------------------------------------------------------------------------
+
+
+def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str | None:
+    """The option that looks most like ``word``, if one does by at least ``cutoff`` (from 0 to 1)."""
+    found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
+    return found[0] if found else None
+
+
+def origin_of(key: str, origins: Mapping[str, str]) -> str:
+    """The file or override that a key's value came from."""
+    parts = key.split("[")[0].split(".")
+    for depth in range(len(parts), 0, -1):
+        if ".".join(parts[:depth]) in origins:
+            return origins[".".join(parts[:depth])]
+    below = [origin for name, origin in origins.items() if name.startswith(f"{key}.")]
+    return below[-1] if below else "config"
+
+
+def _where(key: str, origins: Mapping[str, str]) -> str:
+    return f"{origin_of(key, origins)}: " if origins else ""
+
+
+def _unset(key: str, origins: Mapping[str, str]) -> str:
+    return f"{key} must be set; {origin_of(key, origins)} leaves it open: add {key}=... to the command"
+
+
+def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str | None:
+    """A very near sibling; else the same leaf in another section; else what is near at all."""
+    section, _, leaf = key.rpartition(".")
+    same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
+    for cutoff, elsewhere in ((0.75, same_leaf), (0.5, [] if siblings else list(known))):
+        close = nearest(leaf, siblings, cutoff)
+        if close:
+            return _join(section, close)
+        if elsewhere:
+            return nearest(key, elsewhere) or (elsewhere[0] if elsewhere is same_leaf else None)
+    return None
+
+
+def _unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    section = key.rpartition(".")[0]
+    siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
+    candidate = _suggest(key, known, siblings)
+    sentences = [
+        f"{_where(key, origins)}there is no key {key!r}" + (f"; did you mean {candidate!r}?" if candidate else ".")
+    ]
+    if siblings:
+        sentences.append(f"Keys of {section or 'the top level'}: {', '.join(siblings)}.")
+    elif known.get(section) is not None:
+        sentences.append(f"{section!r} is a value, not a section.")
+    if origins and "trainer" not in known:
+        sentences.append("No trainer is chosen: most keys come with trainer=... or recipe=...")
+    return " ".join(sentences)
+
+
+def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origins: Mapping[str, str]) -> str:
+    """The message for pydantic's error, about the key as it is written in a configuration."""
+    kind, value, key = schema, own, path
+    for step in error["loc"]:
+        inner = dataclass_in(kind)
+        if inner is None or step not in field_types(inner):
+            break
+        kind, key = field_types(inner)[step], _join(key, str(step))
+        value = value.get(step) if isinstance(value, Mapping) else None
+    where = _where(key, origins)
+    if error["type"] == "value_error":
+        return f"{where}{key}: {error['ctx']['error']}"
+    return f"{where}{key} must be {describe(kind, value)}, got {_show(value)}"
+
+
+def _show(value: Any) -> str:
+    return "null" if value is None else repr(value)
+
+
+def describe(kind: Any, value: Any = None) -> str:
+    """The values that a type takes; only its bounds if ``value`` is of the type itself."""
+    bare, metadata = _unwrap(kind)
+    if isinstance(bare, type) and dataclasses.is_dataclass(bare):
+        return f"a section with the keys {', '.join(field_types(bare))}"
+    arguments, origin = typing.get_args(bare), typing.get_origin(bare)
+    if origin in (types.UnionType, typing.Union):
+        return " or ".join(describe(option, value) for option in arguments)
+    if origin is typing.Literal:
+        return ("one of " if len(arguments) > 1 else "") + ", ".join(str(each) for each in arguments)
+    bounds = _describe_bounds(metadata)
+    fits = isinstance(value, (int, float) if bare is float else bare) if bare in (int, float) else False
+    if bounds and fits and not isinstance(value, bool):
+        return bounds
+    if bare in (type(None), Any):
+        return "null" if bare is type(None) else "anything"
+    if origin is list:
+        count = next((f"{mark.min_length} " for mark in metadata if isinstance(mark, Len)), "")
+        inner = _options(_unwrap(arguments[0])[0])
+        words = describe(inner[0]).removeprefix("one of ") if typing.get_origin(inner[0]) is typing.Literal else ""
+        return f"a list of {count}{words or _PLURALS.get(inner[0], 'values')}"
+    return "a mapping" if _is_mapping(bare) else _TYPE_NAMES.get(bare, str(getattr(bare, "__name__", bare)))
+
+
+def _describe_bounds(metadata: Iterable[Any]) -> str:
+    marks = [each for mark in metadata for each in (getattr(mark, "metadata", None) or [mark])]
+    bounds = {
+        name: getattr(mark, name)
+        for mark in marks
+        for name in _BOUNDS
+        if isinstance(mark, (Ge, Gt, Le, Lt)) and hasattr(mark, name)
+    }
+    if set(bounds) == {"ge", "le"}:
+        return f"from {bounds['ge']:g} to {bounds['le']:g}"
+    return " and ".join(f"{_BOUNDS[name]} {bound:g}" for name, bound in bounds.items())

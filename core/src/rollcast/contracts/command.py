@@ -1,0 +1,55 @@
+"""What commands share: their options, and the way they print. A command is registered in ``rollcast.commands``."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.text import Text
+
+__all__ = ["ConfigDir", "Overrides", "Traceback", "build_console", "hide_library_bars", "print_lines"]
+
+#: Key of ``--traceback`` in a context's ``meta``, which the contexts of a command line share.
+TRACEBACK_KEY = "rollcast.traceback"
+
+
+def _remember(ctx: typer.Context, value: bool) -> bool:
+    if value:
+        ctx.meta[TRACEBACK_KEY] = True
+    return value
+
+
+Traceback = Annotated[
+    bool, typer.Option("--traceback", callback=_remember, help="Show the traceback of an error, not only its message.")
+]
+Overrides = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDES", help="group=option or section.key=value, such as recipe=quickstart."),
+]
+ConfigDir = Annotated[
+    Path | None, typer.Option("--config-dir", metavar="DIR", help="A folder of your own config groups, searched first.")
+]
+
+
+def build_console(stderr: bool = False) -> Console:
+    """Return a console that prints text as it is: no markup, no colour by content, no wrapping."""
+    from rich.console import Console
+
+    return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
+
+
+def hide_library_bars() -> None:
+    """Keep libraries' progress bars out of the output; workers inherit it. ``TQDM_DISABLE=0`` shows them."""
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
+def print_lines(*lines: str | Text, stderr: bool = False) -> None:
+    """Print lines, none of which is wrapped or cut."""
+    console = build_console(stderr)
+    for line in lines:
+        console.print(line)

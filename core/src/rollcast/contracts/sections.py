@@ -1,0 +1,124 @@
+"""Schemas of the sections ``placement`` and ``rollout``; importable without torch.
+
+A rollout's own schema derives from :class:`RolloutConfig`, sets its name, and adds the keys of its engine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import field
+from typing import Annotated, Any, Literal
+
+from rollcast.contracts.config import Ge, Gt, Le, NonNegative, Positive, Seconds, config
+
+__all__ = ["CanaryConfig", "PlacementConfig", "PoolConfig", "ReplicaConfig", "RolloutConfig", "ValKwargs"]
+
+#: Bounds are those of the sampling contract, which all engines share.
+Probability = Annotated[float, Gt(0), Le(1)]
+
+
+@config
+class PoolConfig:
+    """A pool with options, in ``placement.pools``."""
+
+    processes: list[int] = field(default_factory=list)
+    """Processes on each node, such as `[8, 8]`."""
+    max_colocate_count: Positive = 1
+    """Worker groups that may share the pool's devices."""
+    cpus_per_process: Annotated[float, Ge(0)] = 1.0
+    """CPU cores that a process reserves in the cluster's book-keeping."""
+    accelerator_type: str | None = None
+    """Type of device that a node must have, such as `H100`; null for any."""
+    strategy: str = "STRICT_PACK"
+    """`STRICT_PACK` keeps the processes of one entry on one node; `PACK` does so where it can."""
+    resources: dict[str, float] = field(default_factory=dict)
+    """Custom resources that each process reserves, by name."""
+
+
+@config
+class PlacementConfig:
+    """Number of worker processes and nodes."""
+
+    nnodes: Positive = 1
+    """Number of nodes."""
+    n_gpus_per_node: Positive = 1
+    """Processes per node (verl's name); CPU processes where there is no GPU."""
+    device: str = "auto"
+    """A registered device (`cuda`, `npu`, `xpu`, `cpu`), or `auto` for the machine's accelerator."""
+    pools: dict[str, Any] = field(default_factory=dict)
+    """Further pools, name to processes on each node: `{critic_pool: [8, 8]}`; or to the keys of a pool:
+    `{critic_pool: {processes: [8, 8], accelerator_type: H100}}`."""
+    mapping: dict[str, str] = field(default_factory=dict)
+    """Pool of each role; roles left out share the pool of `nnodes` and `n_gpus_per_node`."""
+
+
+@config
+class ValKwargs:
+    """Sampling during validation."""
+
+    temperature: Annotated[float, Ge(0)] = 0.0
+    """Sampling temperature; 0 is greedy."""
+    top_p: Probability = 1.0
+    """Nucleus mass; 1 keeps all tokens."""
+    top_k: int = -1
+    """Number of candidate tokens; -1 or 0 for all."""
+    n: Positive = 1
+    """Sequences per prompt."""
+
+
+@config
+class ReplicaConfig:
+    """Processes that each hold one engine; unused by a rollout in the trainer's own process."""
+
+    python: str | None = None
+    """Python interpreter of the environment that has the engine; null for the trainer's."""
+    env: dict[str, str] = field(default_factory=dict)
+    """Environment variables of the processes."""
+    launch_timeout_s: Seconds = 300.0
+    """Timeout for a replica's start in seconds."""
+    request_timeout_s: Seconds = 1800.0
+    """Timeout of a request in seconds."""
+    max_restarts: NonNegative = 3
+    """Restarts of a dead replica per run."""
+
+
+@config
+class CanaryConfig:
+    """The check after each weight update: one continued prompt, compared with the trainer's log-probs."""
+
+    enable: bool = True
+    """Run the check."""
+    max_tokens: Positive = 8
+    """Tokens to continue the prompt by."""
+    tolerance: Annotated[float, Ge(0)] = 0.05
+    """Largest difference of a log-prob; has to be wider for an engine in bfloat16."""
+
+
+@config
+class RolloutConfig:
+    """Keys of every rollout. Names are verl's where it has one."""
+
+    name: str = ""
+    """Registry name of the rollout."""
+    mode: Literal["hybrid", "colocated", "standalone"] = "hybrid"
+    """`hybrid` takes turns with the trainer on its devices, `colocated` runs beside it on them, `standalone` has a
+    pool of its own."""
+    weight_sync: str = "shared_memory"
+    """Registry name of the weight sync."""
+    n: Positive = 1
+    """Sequences per training prompt."""
+    temperature: Annotated[float, Ge(0)] = 1.0
+    """Sampling temperature of training prompts; 0 is greedy."""
+    top_p: Probability = 1.0
+    """Nucleus mass; 1 keeps all tokens."""
+    top_k: int = -1
+    """Number of candidate tokens; -1 or 0 for all."""
+    tensor_model_parallel_size: Positive = 1
+    """Devices per replica."""
+    update_weights_bucket_megabytes: Positive = 64
+    """Largest bucket of weights in flight, in MiB."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    """Sampling during validation."""
+    replica: ReplicaConfig = field(default_factory=ReplicaConfig)
+    """Processes of the engines."""
+    canary: CanaryConfig = field(default_factory=CanaryConfig)
+    """The check after each weight update."""

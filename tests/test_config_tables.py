@@ -1,0 +1,50 @@
+"""The tables of keys in the docs are those that the schemas make."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci" / "config_tables.py"
+pytestmark = pytest.mark.skipif(not SCRIPT.is_file(), reason="only in the repository")
+
+
+def test_tables_are_current() -> None:
+    done = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, f"{done.stdout}{done.stderr}\nnox -s config_docs writes them"
+
+
+def test_every_key_of_the_trainers_has_a_sentence() -> None:
+    from rollcast import compose
+
+    for overrides in (["trainer=ppo"], ["trainer=sft"], ["trainer=sample"], ["trainer=ppo", "engine=megatron"]):
+        composed = compose(overrides, allow_missing=True)
+        assert set(composed.sections.known()) - set(composed.sections.docs()) <= {"runtime", "placement", "data"} | {
+            "rollout",
+            "algorithm",
+            "reward",
+            "profiler",
+        }
+
+
+@pytest.mark.parametrize("option", sorted((ROOT / "plugins").glob("*/src/*/conf/*/*.yaml")), ids=lambda path: path.stem)
+def test_files_of_options_hold_only_what_differs(option: Path) -> None:
+    """But for the name of the option, no key repeats the default of its schema."""
+    from omegaconf import OmegaConf
+
+    from rollcast import compose
+    from rollcast.contracts.config import flatten
+
+    group = option.parent.name
+    if group in ("recipe", "trainer"):
+        pytest.skip("recipes say what they decide")
+    path = {"engine": "actor.engine"}.get(group, group)
+    given = flatten(OmegaConf.to_container(OmegaConf.load(option)), path)
+    names = {f"{path}.{leaf}" for leaf in ("name", "tool", "dataset", "adv_estimator")}
+    removed = [f"~{key}" for key in given if key not in names and given[key] != "???"]
+    plain = compose(["trainer=ppo", f"{group}={option.stem}", *removed], allow_missing=True).config
+    assert not [key for key in given if f"~{key}" in removed and OmegaConf.select(plain, key) == given[key]]
