@@ -154,15 +154,18 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
 def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
     """Note what is generated beyond a step's rows."""
     names = [place.name for place in trainer.places]
+    if not {"filter_groups", "reward_baselines"} & set(names):
+        return
+    algorithm = trainer.task.section("algorithm", AlgorithmConfig)
     if "filter_groups" in names:
-        groups = trainer.task.section("algorithm", AlgorithmConfig).filter_groups
+        groups = algorithm.filter_groups
         most = _count(groups.max_num_gen_batches, "batch")
         notes.append(
             f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
             "are taken and answered for a step, so the data last for fewer steps"
         )
     if "reward_baselines" in names:
-        notes.append("stage reward_baselines: one greedy response more to each prompt")
+        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
 
 
 def _stages(trainer: LoopTrainer) -> list[Fact]:
