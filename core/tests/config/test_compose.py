@@ -198,7 +198,7 @@ def test_format_override_keeps_every_character(value: str) -> None:
 
 
 @quick
-@given(value=text)
+@given(value=text.filter(lambda value: value != "???"))  # OmegaConf's word for a value that is still to be set
 def test_formatted_text_arrives_unchanged(value: str) -> None:
     assert leaves([*RECIPE, format_override("trainer.note", value)])["trainer.note"] == value
 
