@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from rollcast.config import compose
+from rollcast import compose
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.trainer import trainers
 from rollcast_trainer.ppo import PpoTrainer
