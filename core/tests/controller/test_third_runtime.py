@@ -9,8 +9,7 @@ import pytest
 from controller_workers import Counter, Probe, Refusal
 
 from rollcast import ClassWithInitArgs, ResourcePool, ResourcePoolManager, WorkerGroup, start_groups
-from rollcast.config import compose
-from rollcast.config.validation import build_section
+from rollcast.config import build_section, compose
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.errors import ConfigError, ResourceError, WorkerError, WorkerTimeoutError
 
@@ -101,7 +100,7 @@ RUNTIME = '''
             self.stop(self.running)
 '''
 CONF = """
-    from rollcast.config.schemas import ConfigSchema
+    from rollcast.contracts.config import ConfigSchema
     from threads_runtime.core import ThreadsConfig
 
     SCHEMAS = (ConfigSchema(path="runtime", schema=ThreadsConfig, group="runtime", option="threads"),)

@@ -232,5 +232,5 @@ def test_a_run_with_four_samples_a_prompt(small_task: SmallTask, tmp_path: Path)
 
 
 def test_a_negative_number_of_logged_samples_is_refused(small_task: SmallTask, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"trainer.log_val_generations is -2"):
+    with pytest.raises(ConfigError, match=r"trainer.log_val_generations must be -1 or at least 0, got -2"):
         launch(small_task.ppo(tmp_path / "run", "trainer.log_val_generations=-2"))

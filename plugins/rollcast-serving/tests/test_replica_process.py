@@ -178,7 +178,11 @@ def test_a_killed_replica_is_told(start_replica: Start) -> None:
     [
         ({"python": "/no/such/python"}, RolloutError, "rollout.replica.python='/no/such/python'"),
         ({"python": "/bin/false"}, RolloutError, "exit code 1"),
-        ({"rollout": {**asdict(HfRolloutConfig()), "max_batch_size": 0}}, ConfigError, "max_batch_size is 0"),
+        (
+            {"rollout": {**asdict(HfRolloutConfig()), "max_batch_size": 0}},
+            ConfigError,
+            "max_batch_size must be at least 1, got 0",
+        ),
         ({"rollout": {"name": "no_such"}}, PluginNotFoundError, "no_such"),
         ({"launch_timeout_s": 0.05}, RolloutError, r"launch_timeout_s=0.05"),
     ],

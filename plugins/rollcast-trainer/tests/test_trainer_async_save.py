@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def test_training_goes_on_while_a_checkpoint_is_written(
         trainer.train_step()
         saved = weights(trainer)
         assert trainer.task.checkpoints.steps() == []
-        trainer.task.trainer.save_freq = -1
+        trainer.task.trainer = replace(trainer.task.trainer, save_freq=-1)
         trainer.saver.settle()
         trainer.train_step()
         assert trainer.task.checkpoints.steps() == []

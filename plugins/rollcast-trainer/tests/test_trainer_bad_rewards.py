@@ -91,7 +91,7 @@ def test_the_overlong_penalty_knows_the_longest_response(small_task: SmallTask, 
 @pytest.mark.parametrize(
     ("change", "says"),
     [
-        ("reward.on_error=ignore", "reward.on_error is 'ignore'; valid: stop, zero, drop"),
+        ("reward.on_error=ignore", "reward.on_error must be one of stop, zero, drop, got 'ignore'"),
         ("reward.reward_manager_kwargs.threads=2", "do not fit the manager 'naive'"),
         ("tracker_kwargs.jsonl.file=x", "tracker_kwargs.jsonl: there is no option 'file'"),
         ("tracker_kwargs.wandb.project_name=x", "tracker_kwargs.wandb is set, but trackers has no 'wandb'"),

@@ -109,7 +109,7 @@ def warm_recipe(small_task: SmallTask, monkeypatch: pytest.MonkeyPatch) -> str:
         run_dir = Path(given.pop("run_dir").strip("'"))
         return compose(small_task.sft(run_dir, *(f"{key}={value}" for key, value in given.items())))
 
-    monkeypatch.setattr("rollcast_trainer.startup.compose", compose_warm)
+    monkeypatch.setattr("rollcast_trainer.run.preparation.compose", compose_warm)
     return "trainer.warm_start=warm"
 
 

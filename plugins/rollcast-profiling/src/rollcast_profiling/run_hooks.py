@@ -46,8 +46,13 @@ class RunProfiling:
         if isinstance(trainer, LoopTrainer):
             run = trainer.run
             run.meter = StepMeter(run.groups, run.model_paths, run.task.model.trust_remote_code)
-        if self._profiler is not None:
+        if self._profiler is None:
+            return
+        try:
             self._profiler.on_fit_start(trainer)
+        except BaseException:
+            stop_watch()  # a run that does not begin has no end that would
+            raise
 
     @hookimpl
     def on_step_start(self, step: int) -> None:
