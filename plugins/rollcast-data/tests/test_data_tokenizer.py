@@ -8,7 +8,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast, Qwen2Config
 
 from rollcast.errors import ConfigError
-from rollcast_data.tokenizer import load_tokenizer
+from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 
 Make = Callable[..., PreTrainedTokenizerFast]
 
@@ -58,3 +58,38 @@ def test_a_tokenizer_without_an_end_token(tmp_path: Path, make_tokenizer: Make) 
     make_tokenizer(eos=False).save_pretrained(str(tmp_path))
     with pytest.raises(ConfigError, match="has no eos_token"):
         load_tokenizer(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "others"),
+    [
+        (None, []),
+        ('{"temperature": 0.6}', []),
+        ('{"eos_token_id": null}', []),
+        ('{"eos_token_id": 7}', [7]),
+        ('{"eos_token_id": [7, EOS, 5, 7], "top_p": 0.8}', [7, 5]),
+    ],
+)
+def test_stop_tokens_of_tokenizer_and_generation_config(
+    tmp_path: Path, make_tokenizer: Make, text: str | None, others: list[int]
+) -> None:
+    tokenizer = make_tokenizer()
+    if text is not None:
+        (tmp_path / "generation_config.json").write_text(text.replace("EOS", str(tokenizer.eos_token_id)))
+    assert read_stop_token_ids(tmp_path, tokenizer) == (tokenizer.eos_token_id, *others)
+
+
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("{", r"generation_config\.json is not a JSON object"),
+        ("[]", r"generation_config\.json is not a JSON object"),
+        ('{"eos_token_id": "<eos>"}', r"eos_token_id in .*generation_config\.json is '<eos>'"),
+        ('{"eos_token_id": [1, true]}', r"is \[1, True\]; it has to be a token id or a list of them"),
+        ('{"eos_token_id": [1, -2]}', r"is \[1, -2\]"),
+    ],
+)
+def test_generation_configs_without_ids(tmp_path: Path, make_tokenizer: Make, text: str, says: str) -> None:
+    (tmp_path / "generation_config.json").write_text(text)
+    with pytest.raises(ConfigError, match=rf"model\.path: .*{says}"):
+        read_stop_token_ids(tmp_path, make_tokenizer())

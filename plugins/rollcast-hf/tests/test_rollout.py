@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +15,11 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RequestError
+from rollcast.protocol import DataProto
+from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_hf.errors import GenerationError
 from rollcast_hf.rollout import HfRollout
+from rollcast_serving.generation import generate_sequences
 
 GREEDY = SamplingParams(temperature=0.0, max_tokens=10)
 FREE = SamplingParams(max_tokens=10, ignore_eos=True)
@@ -79,6 +85,32 @@ def test_eos_stops_unless_ignored(make_rollout: Callable[..., HfRollout], rollou
     both = run_all(other, [prompt] * 2, [GREEDY, replace(GREEDY, ignore_eos=True)])
     assert tokens_of(both) == [tokens[: tokens.index(tokens[2]) + 1], tokens]
     assert [output.sequences[0].finish_reason for output in both] == ["stop", "length"]
+
+
+def test_every_stop_token_of_generation_config_finishes_a_response(
+    make_rollout: Callable[..., HfRollout], model_folder: Path, model: Any, tmp_path: Path
+) -> None:
+    prompts = make_prompts(12, longest=12)
+    free = tokens_of(run_all(make_rollout(), prompts, replace(GREEDY, ignore_eos=True)))
+    second = next(row[2] for row in free if row[2] not in (EOS, *row[:2]))
+    folder = tmp_path / "chat"
+    shutil.copytree(model_folder, folder)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [EOS, second], "temperature": 0.1}))
+    ids = read_stop_token_ids(folder, load_tokenizer(folder))
+    rollout = make_rollout(path=folder)
+    rollout.setup = replace(rollout.setup, stop_token_ids=ids)
+    width = max(map(len, prompts))
+    batch = DataProto.from_dict(
+        {
+            "input_ids": torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
+            "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
+        }
+    )
+    out = asyncio.run(generate_sequences(rollout, batch, GREEDY, 0))
+    ends = [min((row.index(each) + 1 for each in (EOS, second) if each in row), default=None) for row in free]
+    assert out["response_mask"].sum(-1).tolist() == [end or GREEDY.max_tokens for end in ends]
+    assert out["finished"].tolist() == [end is not None for end in ends]
+    assert set(ends) > {None, 3}
 
 
 def test_n_equals_repeated_requests(make_rollout: Callable[..., HfRollout], engine: Any) -> None:

@@ -18,7 +18,7 @@ from typing import Any
 
 import psutil
 import pytest
-from serving_tools import ListEngine, greedy, load_model, make_requests, write_model
+from serving_tools import EOS, ListEngine, greedy, load_model, make_requests, write_model
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
@@ -79,6 +79,15 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
     assert not process.is_alive
     with pytest.raises(ReplicaGoneError, match="replica 0 on"):
         ask(address, requests[:1])
+
+
+def test_stops_at_every_stop_token(start_replica: Start, model_folder: Path) -> None:
+    (request,) = make_requests(1)
+    tokens = greedy(load_model(model_folder), request.prompt_ids, 8)
+    stop = tokens[1]
+    _, address = start_replica(stop_token_ids=(EOS, stop))
+    (sequence,) = ask(address, [request])[0].sequences
+    assert (sequence.token_ids, sequence.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
 
 
 def test_wrong_weights_stop_it_until_right_ones_come(start_replica: Start, model_folder: Path) -> None:

@@ -5,10 +5,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.rollout import RolloutRequest, SamplingParams
+from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
 from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed, read_sequence
 from rollcast_sglang.server.sampling import filter_probs, pick_tokens, uniform_numbers
+
+SETUP = RolloutSetup(None, "", seed=0, pad_token_id=0, eos_token_id=2, stop_token_ids=(2, 9))
 
 
 @settings(max_examples=80, deadline=None)
@@ -103,17 +105,17 @@ def test_an_adapter_gives_its_version() -> None:
     assert sequence is not None
     assert list(sequence.weight_versions) == [9, 9]
     plain = make_row(SamplingParams())
-    body = build_batch([row, plain], eos_token_id=2)
+    body = build_batch([row, plain], SETUP)
     assert body["lora_path"] == ["a", None]
-    assert "lora_path" not in build_batch([plain], eos_token_id=2)
+    assert "lora_path" not in build_batch([plain], SETUP)
 
 
 def test_what_ends_a_sequence() -> None:
     stops = [
-        build_batch([make_row(SamplingParams(stop_token_ids=(8,), ignore_eos=ignore))], 2)["sampling_params"][0]
+        build_batch([make_row(SamplingParams(stop_token_ids=(8,), ignore_eos=ignore))], SETUP)["sampling_params"][0]
         for ignore in (False, True)
     ]
-    assert [each["stop_token_ids"] for each in stops] == [[8, 2], [8]]
+    assert [each["stop_token_ids"] for each in stops] == [[8, 2, 9], [8]]
 
 
 def test_seeds_differ() -> None:

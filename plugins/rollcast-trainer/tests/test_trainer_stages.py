@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, ClassVar
@@ -23,6 +24,7 @@ from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.supply import Changes, supply
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.workers.reward_model import with_end_state
 
 A = {
     "make": StageSpec(reads=("prompt",), writes=("text", "x/")),
@@ -240,3 +242,38 @@ def test_a_critic_of_fsdp_beside_an_actor_of_megatron(small_task: SmallTask, tmp
         "actor": "megatron",
         "critic": "fsdp",
     }
+
+
+def test_stop_tokens_of_the_model_reach_workers_and_replicas(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(small_task.model, model)
+    everything = list(range(90))
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": everything, "temperature": 0.0}))
+    changes = [f"model.path={model}", *SHORT]
+    with set_up(small_task.ppo(tmp_path / "run", *changes)) as trainer:
+        task: Any = trainer.run.task
+        ids = task.stop_token_ids
+        assert ids[0] == task.tokenizer.eos_token_id
+        assert sorted(ids) == everything
+        assert task._replica_spec().stop_token_ids == ids
+        batch = run_stages(trainer, until="rollout")
+    assert batch["response_mask"].sum(-1).eq(1).all()
+    assert batch["finished"].all()
+    assert len(set(batch["responses"][:, 0].tolist())) > 2  # rollout.temperature decides, not the file's
+
+
+def test_end_state_follows_whatever_token_ended_the_response() -> None:
+    pad, eos, second = 0, 2, 9
+    batch = {
+        "input_ids": torch.tensor([[pad, 5, 6, eos, pad, pad], [7, 5, 6, 8, second, pad], [7, 5, 6, 8, 8, pad]]),
+        "attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]),
+        "responses": torch.tensor([[6, eos, pad, pad], [6, 8, second, pad], [6, 8, 8, pad]]),
+        "response_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
+    }
+    out = with_end_state(batch, pad)
+    assert out["response_mask"].argmax(-1).tolist() == [2, 3, 4]
+    assert out["response_mask"].sum(-1).tolist() == [1, 1, 1]
+    assert out["attention_mask"].sum(-1).tolist() == [4, 6, 7]
+    assert out["position_ids"][:, -4:].tolist() == [[2, 3, 3, 3], [3, 4, 5, 5], [3, 4, 5, 6]]

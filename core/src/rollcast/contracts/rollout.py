@@ -90,7 +90,7 @@ class SamplingParams:
         max_tokens: largest number of new tokens.
         stop_token_ids: ids that end generation; the one generated stays in the output.
         n: sequences for the prompt.
-        ignore_eos: do not stop at the tokenizer's EOS.
+        ignore_eos: stop at ``stop_token_ids`` alone, not at the tokenizer's EOS and the model's other stop tokens.
     """
 
     temperature: float = 1.0
@@ -160,6 +160,7 @@ class RolloutSetup:
         model_path: Hugging Face folder of the model and tokenizer.
         seed: seed of the sampler; differs between ranks and replicas.
         pad_token_id, eos_token_id: tokenizer's ids.
+        stop_token_ids: ids that end every response, such as those of the model's ``generation_config.json``.
     """
 
     config: Any
@@ -167,6 +168,12 @@ class RolloutSetup:
     seed: int
     pad_token_id: int
     eos_token_id: int
+    stop_token_ids: tuple[int, ...] = ()
+
+    def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
+        """Return the ids that end a request's sequences, each once: the request's, then the model's."""
+        own = () if sampling.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
+        return tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
 
 
 class BaseRollout(ABC):

@@ -1,17 +1,17 @@
-"""A Hugging Face tokenizer from a folder, checked for what training needs of it."""
+"""The tokenizer of a Hugging Face folder, checked for training, and the ids that end a response."""
 
 from __future__ import annotations
 
 import json
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from rollcast.errors import ConfigError
 
-__all__ = ["load_tokenizer"]
+__all__ = ["load_tokenizer", "read_stop_token_ids"]
 
 _log = logging.getLogger("rollcast.data")
 
@@ -63,6 +63,33 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         _log.info("the tokenizer in %s has no pad token; padding with its end token %r", folder, tokenizer.eos_token)
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Return the ids that end a response, each once: the tokenizer's EOS, then those of generation_config.json.
+
+    Nothing else of the file is read: its sampling defaults must not change what a run samples from.
+
+    Args:
+        path: value of ``model.path``. A folder without the file adds no ids.
+        tokenizer: tokenizer of the same folder.
+
+    Raises:
+        ConfigError: the file is not JSON, or its ``eos_token_id`` is neither an id nor a list of ids.
+    """
+    file = Path(path).expanduser() / "generation_config.json"
+    found: Any = None
+    if file.is_file():
+        try:
+            found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+        except (ValueError, AttributeError) as error:
+            raise ConfigError(f"model.path: {file.absolute()} is not a JSON object ({error}); repair it") from error
+    ids = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(each) is int and each >= 0 for each in ids):
+        raise ConfigError(
+            f"model.path: eos_token_id in {file.absolute()} is {found!r}; it has to be a token id or a list of them"
+        )
+    return tuple(dict.fromkeys([cast("int", tokenizer.eos_token_id), *ids]))
 
 
 def _find_class(folder: Path) -> Any:

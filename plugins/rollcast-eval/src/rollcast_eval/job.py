@@ -24,7 +24,7 @@ from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_data.schemas import DataConfig
-from rollcast_data.tokenizer import load_tokenizer
+from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import RewardScorer
@@ -142,6 +142,7 @@ class SampleJob:
             seed=self._sample.seed,
             pad_token_id=int(self.tokenizer.pad_token_id),
             eos_token_id=int(self.tokenizer.eos_token_id),
+            stop_token_ids=read_stop_token_ids(self._model.path, self.tokenizer),
             python=replica.python,
             env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,

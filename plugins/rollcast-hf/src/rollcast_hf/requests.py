@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_serving.requests import ModelLimits, check_request
 
@@ -43,12 +43,11 @@ class Job:
         self.finish([DecodedRow([], [], [], "abort")] * self.rows)
 
 
-def admit(request: RolloutRequest, limits: ModelLimits, eos_token_id: int) -> DecodeRow:
-    """Check a request, and give the row that each of its sequences starts from.
+def admit(request: RolloutRequest, limits: ModelLimits, setup: RolloutSetup) -> DecodeRow:
+    """Check a request and return the row that each of its sequences starts from.
 
     Raises:
         RequestError: it cannot be served; says which request, and what is wrong.
     """
     prompt = check_request(request, limits)
-    stops = request.sampling.stop_token_ids
-    return DecodeRow(prompt, request.sampling, tuple(stops) if request.sampling.ignore_eos else (*stops, eos_token_id))
+    return DecodeRow(prompt, request.sampling, setup.stop_ids(request.sampling))

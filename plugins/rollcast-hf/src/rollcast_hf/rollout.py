@@ -181,7 +181,7 @@ class HfRollout(BaseRollout):
             raise copy.copy(self._unusable)
         if self._limits is None:
             self._limits = read_limits(self.setup.model_path)
-        row = admit(request, self._limits, self.setup.eos_token_id)
+        row = admit(request, self._limits, self.setup)
         loop = asyncio.get_running_loop()
         job = Job(request, row, loop.create_future())
         self._queue.append(job)

@@ -35,6 +35,7 @@ class ReplicaSpec:
         model_path: folder of the model and tokenizer.
         seed: of the sampler.
         pad_token_id, eos_token_id: the tokenizer's.
+        stop_token_ids: ids that end every response; see :class:`~rollcast.contracts.rollout.RolloutSetup`.
         python: interpreter of its environment; empty for this process's.
         env: environment variables beside this process's own.
         launch_timeout_s: until it has to be ready.
@@ -47,6 +48,7 @@ class ReplicaSpec:
     seed: int
     pad_token_id: int
     eos_token_id: int
+    stop_token_ids: tuple[int, ...] = ()
     python: str | None = None
     env: Mapping[str, str] = field(default_factory=dict)
     launch_timeout_s: float = 300.0
@@ -132,6 +134,7 @@ class ReplicaProcess:
             "seed": spec.seed,
             "pad_token_id": spec.pad_token_id,
             "eos_token_id": spec.eos_token_id,
+            "stop_token_ids": spec.stop_token_ids,
             "host": spec.host,
             "token": self._token,
             "tell": theirs,

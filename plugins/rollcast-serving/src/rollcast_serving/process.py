@@ -44,7 +44,14 @@ def _build(spec: Mapping[str, Any]) -> BaseRollout:
     rollout_class = rollouts.get(spec["rollout"]["name"], requested_by="rollout.name")
     config: Any = build_section(rollout_class.config_schema, OmegaConf.create(spec["rollout"]), "rollout")
     return rollout_class(
-        RolloutSetup(config, spec["model_path"], spec["seed"], spec["pad_token_id"], spec["eos_token_id"])
+        RolloutSetup(
+            config,
+            spec["model_path"],
+            spec["seed"],
+            spec["pad_token_id"],
+            spec["eos_token_id"],
+            tuple(spec["stop_token_ids"]),
+        )
     )
 
 

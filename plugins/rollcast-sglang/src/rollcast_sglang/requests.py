@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
 
 __all__ = ["Adapter", "Job", "Row", "build_batch", "derive_seed", "read_sequence"]
@@ -90,13 +90,18 @@ def derive_seed(seed: int, number: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def build_batch(rows: Sequence[Row], eos_token_id: int) -> dict[str, Any]:
-    """The body of one call of ``/generate`` for all the rows."""
+def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
+    """Return the body of one call of ``/generate`` for all the rows.
+
+    Args:
+        rows: sequences to generate.
+        setup: setup of the rollout, whose stop tokens end the sequences along with each request's own.
+    """
     prompts = {row.job: row.job.prompt.tolist() for row in rows}
     body: dict[str, Any] = {
         "rid": [row.rid for row in rows],
         "input_ids": [prompts[row.job] for row in rows],
-        "sampling_params": [_sampling_params(row, eos_token_id) for row in rows],
+        "sampling_params": [_sampling_params(row, setup) for row in rows],
         "return_logprob": True,
     }
     if any(row.job.adapter for row in rows):
@@ -104,15 +109,14 @@ def build_batch(rows: Sequence[Row], eos_token_id: int) -> dict[str, Any]:
     return body
 
 
-def _sampling_params(row: Row, eos_token_id: int) -> dict[str, Any]:
+def _sampling_params(row: Row, setup: RolloutSetup) -> dict[str, Any]:
     sampling = row.job.request.sampling
-    stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, eos_token_id)
     return {
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
         "max_new_tokens": sampling.max_tokens,
-        "stop_token_ids": list(stops),
+        "stop_token_ids": list(setup.stop_ids(sampling)),
         "sampling_seed": row.seed,
         "stream_interval": _NEVER,
     }

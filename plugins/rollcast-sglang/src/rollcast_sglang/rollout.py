@@ -291,7 +291,7 @@ class SglangRollout(BaseRollout):
     async def _send(self, batch: Sequence[Job]) -> None:
         rows = [row for job in batch for row in job.rows]
         try:
-            async for event in self._client.generate(build_batch(rows, self.setup.eos_token_id)):
+            async for event in self._client.generate(build_batch(rows, self.setup)):
                 if "error" in event:
                     raise RolloutError(f"SGLang refused a batch of {len(batch)} requests: {event['error']}")
                 row = rows[event["index"]]

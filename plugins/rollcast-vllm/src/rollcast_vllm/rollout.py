@@ -140,7 +140,8 @@ class VllmRollout(BaseRollout):
                 return _nothing(request)
             job.base_only = self._adapter is None
             seed = request.seed if self._config.use_request_seeds else None
-            output = await self._submit(job, prompt, build_params(request, self.setup.eos_token_id, seed))
+            stop_ids = self.setup.stop_ids(request.sampling)
+            output = await self._submit(job, prompt, build_params(request, stop_ids, seed))
         finally:
             del self._jobs[job.key]
         if job.failure:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSequence
@@ -34,13 +35,18 @@ def spread_seed(seed: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def build_params(request: RolloutRequest, eos_token_id: int, seed: int | None) -> Any:
-    """VLLM's ``SamplingParams``: only the last output is asked for, with the sampled tokens' log-probs."""
+def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | None) -> Any:
+    """Return vLLM's ``SamplingParams`` for one final output with the sampled tokens' log-probs.
+
+    Args:
+        request: request to send.
+        stop_ids: every id that ends a sequence; vLLM adds none of its own.
+        seed: seed of the request, or None for the engine's.
+    """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
-    stops = sampling.stop_token_ids if sampling.ignore_eos else (*sampling.stop_token_ids, eos_token_id)
     return SamplingParams(
         n=sampling.n,
         temperature=sampling.temperature,
@@ -48,7 +54,7 @@ def build_params(request: RolloutRequest, eos_token_id: int, seed: int | None) -
         top_k=max(sampling.top_k, 0),
         max_tokens=sampling.max_tokens,
         seed=None if seed is None else spread_seed(seed),
-        stop_token_ids=list(dict.fromkeys(stops)),
+        stop_token_ids=list(stop_ids),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,

@@ -28,7 +28,7 @@ from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
-from rollcast_data.tokenizer import load_tokenizer
+from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.scoring import RewardScorer
 from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
@@ -111,6 +111,7 @@ class TaskRunner:
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
+        self._stop_token_ids: tuple[int, ...] | None = None
         self.emit("on_configure", config=config)
 
     def _choice(self) -> Choice:
@@ -186,6 +187,13 @@ class TaskRunner:
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model.path, self.model.trust_remote_code)
         return self._tokenizer
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end every response: the tokenizer's EOS, then those of the model's generation_config.json."""
+        if self._stop_token_ids is None:
+            self._stop_token_ids = read_stop_token_ids(self.model.path, self.tokenizer)
+        return self._stop_token_ids
 
     @property
     def world_size(self) -> int:
@@ -279,6 +287,7 @@ class TaskRunner:
             seed=self.trainer.seed,
             pad_token_id=int(tokenizer.pad_token_id),
             eos_token_id=int(tokenizer.eos_token_id),
+            stop_token_ids=self.stop_token_ids,
             **parts,
         )
 
@@ -326,6 +335,7 @@ class TaskRunner:
             seed=self.trainer.seed,
             pad_token_id=int(tokenizer.pad_token_id),
             eos_token_id=int(tokenizer.eos_token_id),
+            stop_token_ids=self.stop_token_ids,
             python=replica.python,
             env={**hidden, **self.rollout_class.environment(self.rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,

@@ -86,6 +86,7 @@ class ActorRolloutRefWorker(Worker):
                 seed=seed,
                 pad_token_id=self.setup.pad_token_id,
                 eos_token_id=self.setup.eos_token_id,
+                stop_token_ids=self.setup.stop_token_ids,
             )
         )
         self.weight_sync = sync_class(self.actor.engine, [self.rollout])

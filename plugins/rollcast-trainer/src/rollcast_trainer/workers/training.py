@@ -40,6 +40,7 @@ class WorkerSetup:
         has_reference: keep a frozen copy of the initial model. Not needed where an adapter trains: there the
             actor without it is the reference.
         offload_reference: keep that copy in host memory between passes.
+        stop_token_ids: ids that end every response; the tokenizer's EOS is the first.
         forward, infer: how batches go through the model when training, and when only computing.
         key: section of the config that the role's ``engine`` belongs to, for messages.
     """
@@ -53,6 +54,7 @@ class WorkerSetup:
     seed: int
     pad_token_id: int
     eos_token_id: int
+    stop_token_ids: tuple[int, ...]
     forward: ForwardSettings
     infer: ForwardSettings
     offload_reference: bool = False
