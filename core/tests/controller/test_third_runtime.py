@@ -17,19 +17,20 @@ RUNTIME = '''
     """One thread a rank; imports nothing but the declared surface."""
 
     from concurrent.futures import ThreadPoolExecutor, TimeoutError, wait
-    from dataclasses import dataclass
 
     from rollcast import WorkerHost
+    from rollcast.contracts.config import Positive, config
     from rollcast.contracts.pools import NodeResources
     from rollcast.contracts.runtime import CallFailed, Host, Runtime, RuntimeConfig, WorkerRaised
     from rollcast.contracts.worker import WorkerContext
     from rollcast.errors import ResourceError
 
 
-    @dataclass
+    @config
     class ThreadsConfig(RuntimeConfig):
         name: str = "threads"
-        max_ranks: int = 8
+        max_ranks: Positive = 8
+        """Largest number of ranks."""
 
 
     class ThreadsRuntime(Runtime):
