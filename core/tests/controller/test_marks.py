@@ -12,7 +12,7 @@ import torch
 from controller_workers import Probe
 
 from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
-from rollcast.contracts.profiler import add_listener, mark, remove_listener
+from rollcast.contracts.marks import add_listener, mark, remove_listener
 from rollcast.runtime.local import LocalRuntime
 
 
@@ -79,5 +79,7 @@ def test_a_listener_is_around_every_block_until_it_is_removed() -> None:
 
 
 def test_marking_imports_no_torch() -> None:
-    code = "import sys; from rollcast.contracts.profiler import mark\nwith mark('x'): pass\nsys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from rollcast.contracts.marks import mark\nwith mark('x'): pass\nsys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -10,8 +10,8 @@ import torch
 from trainer_tools import SmallTask, launch, read_metrics
 
 from rollcast import Worker
-from rollcast.contracts import profiler as marks
-from rollcast.contracts.profiler import mark
+from rollcast.contracts import marks
+from rollcast.contracts.marks import mark
 from rollcast.errors import WorkerError
 from rollcast_profiling.memory_watch import Peak, start_watch, stop_watch, take_peaks
 

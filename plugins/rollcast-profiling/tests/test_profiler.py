@@ -14,10 +14,10 @@ from trainer_tools import SmallTask, before_stage, launch, read_metrics, without
 
 from rollcast import Worker
 from rollcast.config import compose
-from rollcast.contracts.profiler import BaseProfiler, profilers
 from rollcast.contracts.trainer import trainers
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast_profiling.contract import BaseProfiler, profilers
 from rollcast_profiling.schemas import NsysConfig
 from rollcast_profiling.stepper import StepProfiler
 from rollcast_profiling.tools import NsysProfiler

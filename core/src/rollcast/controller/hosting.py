@@ -18,7 +18,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
-from rollcast.contracts.profiler import mark
+from rollcast.contracts.marks import mark
 from rollcast.contracts.runtime import CallFailure, HostInfo, Outcome, Store, WorkerRaised
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.controller.dispatch import registered

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast import Worker
-from rollcast.contracts.profiler import add_listener, remove_listener
+from rollcast.contracts.marks import add_listener, remove_listener
 
 __all__ = ["MemoryWatch", "Peak", "read_peak", "reset_peak", "start_watch", "stop_watch", "take_peaks"]
 

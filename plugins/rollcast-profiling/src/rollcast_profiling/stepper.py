@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import WorkerGroup, build_section
-from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig, profilers
 from rollcast.contracts.runtime import Runtime
 from rollcast.contracts.stage import roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RollcastError
+from rollcast_profiling.contract import BaseProfiler, ProfilerConfig, profilers
 from rollcast_profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
 from rollcast_trainer.workers.roles import Role, placed_as
 

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from rollcast.contracts.profiler import BaseProfiler, ProfilerConfig
 from rollcast.errors import CapabilityError, ConfigError
+from rollcast_profiling.contract import BaseProfiler, ProfilerConfig
 from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 
 __all__ = ["NsysProfiler", "TorchMemoryProfiler", "TorchProfiler"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 from omegaconf import DictConfig
 
-from rollcast.contracts.profiler import mark
+from rollcast.contracts.marks import mark
 from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import RunResult
 from rollcast.protocol import DataProto

@@ -1,8 +1,10 @@
 """Configuration files of the profilers."""
 
 from rollcast.contracts.config import ConfigSchema
-from rollcast.contracts.profiler import ProfilerConfig
+from rollcast_profiling.contract import ProfilerConfig, profilers
 from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
+
+__all__ = ["SCHEMAS", "profilers"]  # the registry, because a config is checked against those that are declared
 
 SCHEMAS = (
     ConfigSchema(path="profiler", schema=ProfilerConfig, group="profiler"),

@@ -6,7 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from rollcast.contracts.profiler import mark
+from rollcast.contracts.marks import mark
 
 __all__ = ["Recorder"]
 
