@@ -65,7 +65,7 @@ class Advantage(Stage):
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 options=algorithm.adv_kwargs,
-                columns=self._needs.select(batch.batch),
+                columns=self._needs.select(dict(batch)),
             )
         )
         found = batch.with_columns({"advantages": output.advantages, "returns": output.returns})

@@ -83,11 +83,11 @@ class UpdateActor(Stage):
         # What the correction rejected is not under the update's mask.
         rows = batch.with_columns({"response_mask": batch[KEPT]}) if KEPT in batch else batch
         loss = self.loss_function
-        prepared = loss.prepare(rows["old_log_probs"], rows["advantages"], rows["response_mask"], rows.batch)
+        prepared = loss.prepare(rows["old_log_probs"], rows["advantages"], rows["response_mask"], dict(rows))
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
         mini_batches, epochs = draw_mini_batches(len(rows), count, policy.ppo_epochs, run.order_seed(0))
         skipped = without_advantage(rows) if self._may_skip else None
-        read = [name for name in loss.needs.select(rows.batch) if name not in MODEL]
+        read = [name for name in loss.needs.select(dict(rows)) if name not in MODEL]
         columns = rows.with_columns(prepared).select([*MODEL, *read, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch

@@ -10,7 +10,7 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """A meter that counts nothing; ``on_fit_start`` of a hook may set another as ``trainer.meter``."""
+    """A meter that counts nothing; ``on_fit_start`` of a hook may set another as ``trainer.run.meter``."""
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens of this step, prompts included."""
