@@ -13,10 +13,13 @@ python -m nox -s bench bench_peers        all benchmarks but the long ones; the 
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import os
 import shutil
 import tomllib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
@@ -27,16 +30,26 @@ ROOT = Path(__file__).parent
 #: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
 CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
-TEST_TOOLS = ["pytest", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil", "hatchling"]
+TEST_TOOLS = [
+    *("pytest", "pytest-timeout", "pytest-xdist", "pytest-rerunfailures"),
+    *("hypothesis", "psutil", "hatchling"),
+]
+#: A failed test gets a second attempt; tests/show_reruns.py shows how the first one failed.
+PYTEST = ["python", "-m", "pytest", "-q", "--reruns", "1"]
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
+    "rollcast-agents": ["mcp>=2,<3", "openai", "renderers"],
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
 }
 QUICKSTART = "rollcast-quickstart"
+#: Distributions whose engine has pins of its own.
+ENGINES = ("rollcast-vllm", "rollcast-sglang")
 #: Wheels by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"
+#: The environment of the trainer whose replicas run in an engine's environment; the same for each engine.
+TRAINER = ROOT / ".nox" / "trainer"
 #: Of tests/benchmarks, those that need no other project.
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
@@ -110,21 +123,37 @@ def digest(folder: Path) -> str:
     return found.hexdigest()[:16]
 
 
+@contextmanager
+def locked(place: Path) -> Iterator[None]:
+    """Keep other processes of nox from writing to ``place`` meanwhile."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.with_name(f"{place.name}.lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
 def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
     """Return the wheels of ``names``; a wheel is built once, for all sessions and runs, until its sources change."""
     wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
-    missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
-    if missing:
-        fresh = WHEELS / f"new-{os.getpid()}"
-        folders = [str(DISTRIBUTIONS[name]) for name in missing]
-        pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(fresh)]
-        session.run(*pip, *folders, external=True)
-        for name in missing:
-            (wheel,) = fresh.glob(f"{name.replace('-', '_')}-*.whl")
-            wanted[name].mkdir(parents=True, exist_ok=True)
-            wheel.replace(wanted[name] / wheel.name)
-        fresh.rmdir()
+    with locked(WHEELS):
+        missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
+        if missing:
+            fresh = WHEELS / f"new-{os.getpid()}"
+            folders = [str(DISTRIBUTIONS[name]) for name in missing]
+            pip = [python, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(fresh)]
+            session.run_install(*pip, *folders, external=True)
+            for name in missing:
+                (wheel,) = fresh.glob(f"{name.replace('-', '_')}-*.whl")
+                wanted[name].mkdir(parents=True, exist_ok=True)
+                wheel.replace(wanted[name] / wheel.name)
+            fresh.rmdir()
     return [next(place.glob("*.whl")) for place in wanted.values()]
+
+
+def what_is_installed(names: set[str], tools: Iterable[str], pins: Path | None) -> str:
+    """Return what an environment's marker says: the pins, the tools, and each distribution's checksum."""
+    fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
+    return "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
 
 
 def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
@@ -132,8 +161,7 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     environment(session)
     pinned = ["-c", str(pins)] if pins else []
     marker = workspace(session) / "installed"
-    fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
-    wanted = "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
+    wanted = what_is_installed(names, tools, pins)
     wheels = workspace(session) / "wheels"
     session.env["ROLLCAST_WHEELS"] = str(wheels)
     if marker.is_file() and marker.read_text() == wanted:
@@ -156,13 +184,19 @@ def quickstart(session: nox.Session) -> None:
     session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
 
 
+def count_processes() -> int:
+    """Return how many processes run tests: a third of the time they wait for others that they started."""
+    gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
+    return max(1, min(3 * (os.cpu_count() or 1) // 2, gigabytes // 5))
+
+
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every distribution's tests and those that cross them, on installed wheels."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
-    chosen = session.posargs or ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
-    session.run("python", "-m", "pytest", "-q", *chosen)
+    chosen = session.posargs or ["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"]
+    session.run(*PYTEST, *chosen)
 
 
 @nox.session
@@ -171,7 +205,7 @@ def plugin(session: nox.Session, name: str) -> None:
     """One distribution's own tests, with nothing installed but what it and they require."""
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+    session.run(*PYTEST, str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
 
 
 @nox.session
@@ -192,7 +226,7 @@ def tests_trackers(session: nox.Session) -> None:
     name = "rollcast-trackers"
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
-    session.run("python", "-m", "pytest", "-q", str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+    session.run(*PYTEST, str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
 
 
 def engine_tests(session: nox.Session, name: str) -> None:
@@ -205,23 +239,35 @@ def engine_tests(session: nox.Session, name: str) -> None:
         session, requirements(name) | test_requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None
     )
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run("python", "-m", "pytest", "-q", str(folder / "tests"), *session.posargs)
+    session.run(*PYTEST, str(folder / "tests"), *session.posargs)
     if not session.posargs:
         train_elsewhere(session, name)
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
     """A trainer in an environment of its own, with replicas in the session's."""
-    place = Path(session.virtualenv.location)
-    trainer = place / "trainer"
-    python = str(trainer / "bin" / "python")
-    session.run("python", "-m", "venv", str(trainer))
-    built = [str(wheel) for wheel in build_wheels(session, requirements(QUICKSTART) | {name})]
-    tools = ["pytest", "pytest-timeout", "peft"]
-    session.run(python, "-m", "pip", "install", "-q", "-c", str(CPU), *built, *tools, external=True)
+    trainer = install_trainer(session)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
-    session.env["ROLLCAST_REPLICA_PYTHON"] = str(place / "bin" / "python")
-    session.run(python, "-m", "pytest", "-q", "tests/engines", external=True)
+    session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
+    session.run(str(trainer), *PYTEST[1:], "tests/engines", external=True)
+
+
+def install_trainer(session: nox.Session) -> Path:
+    """Return the Python of the trainer's environment, with the plugins of every engine and none of the engines."""
+    python = TRAINER / "bin" / "python"
+    marker = TRAINER / "installed"
+    names = requirements(QUICKSTART) | set(ENGINES)
+    tools = ["pytest", "pytest-timeout", "pytest-rerunfailures", "peft"]
+    wanted = what_is_installed(names, tools, CPU)
+    with locked(TRAINER):
+        if not marker.is_file() or marker.read_text() != wanted:
+            shutil.rmtree(TRAINER, ignore_errors=True)
+            session.run_install("python", "-m", "venv", str(TRAINER))
+            built = [str(wheel) for wheel in build_wheels(session, names)]
+            pip = [str(python), "-m", "pip", "install", "-q", "-c", str(CPU)]
+            session.run_install(*pip, *built, *tools, external=True)
+            marker.write_text(wanted)
+    return python
 
 
 @nox.session
@@ -311,4 +357,4 @@ def docs(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
-    session.run("python", "-m", "pytest", "-q", "-m", "gpu", *session.posargs)
+    session.run(*PYTEST, "-m", "gpu", *session.posargs)

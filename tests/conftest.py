@@ -23,7 +23,7 @@ def rollcast_of_module(tmp_path_factory: pytest.TempPathFactory) -> Commands:
 def assert_refused(rollcast: Commands) -> Callable[..., Finished]:
     """Runs a command that must end with exit code 2 and one message that holds all the words."""
 
-    def check(*arguments: str, says: Sequence[str], timeout: float = 300.0) -> Finished:
+    def check(*arguments: str, says: Sequence[str], timeout: float = 240.0) -> Finished:
         finished = rollcast.run(*arguments, timeout=timeout)
         assert finished.code == 2, finished.out + finished.err
         assert "Traceback" not in finished.text, finished.text

@@ -59,7 +59,7 @@ class PagePackage:
         install = ["--python", str(self.python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
         subprocess.run([*_PIP, *install], check=True, timeout=120)
 
-    def run(self, *arguments: str, code: int = 0, timeout: float = 300.0) -> str:
+    def run(self, *arguments: str, code: int = 0, timeout: float = 240.0) -> str:
         """What Python says with these arguments, in the folder; it has to end with ``code``."""
         done = subprocess.run(
             [str(self.python), *arguments],
@@ -77,7 +77,7 @@ class PagePackage:
         """What the command says."""
         return self.run("-m", "rollcast", *arguments)
 
-    def count_passed(self, timeout: float = 300.0) -> int:
+    def count_passed(self, timeout: float = 240.0) -> int:
         """Run the package's own tests, all of which have to pass, and count them."""
         tests = f"{self.package.name}/tests"
         summary = self.run("-m", "pytest", "-q", "-p", "no:cacheprovider", tests, timeout=timeout).splitlines()[-1]

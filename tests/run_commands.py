@@ -1,19 +1,22 @@
-"""Tools for tests that run rollcast as a person does: by its command, in a process of its own."""
+"""Tools for tests that run rollcast as a person does: by its command, in a process of its own.
+
+The process is a fork of one that has imported the libraries (:mod:`warm_process`), except for :meth:`Commands.start`.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from warm_process import ROLLCAST, WarmProcess
 
-ROLLCAST = str(Path(sys.executable).with_name("rollcast"))
+_warm = WarmProcess()
 #: The quick start without its warm-up and at a size that takes seconds.
 SMALL = (
     "recipe=quickstart",
@@ -67,8 +70,9 @@ class Commands:
         (self.site / f"{module}.py").write_text(source)
 
     def start(self, *arguments: str) -> subprocess.Popen[str]:
+        """Start the installed script."""
         return subprocess.Popen(
-            [ROLLCAST, *arguments],
+            [str(ROLLCAST), *arguments],
             cwd=self.folder,
             env=self.environment(),
             stdin=subprocess.DEVNULL,
@@ -77,17 +81,13 @@ class Commands:
             text=True,
         )
 
-    def run(self, *arguments: str, timeout: float = 300.0) -> Finished:
-        process = self.start(*arguments)
-        try:
-            out, err = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            out, err = process.communicate()
+    def run(self, *arguments: str, timeout: float = 240.0) -> Finished:
+        code, out, err = _warm.run(arguments, self.folder, self.environment(), timeout)
+        if code is None:
             pytest.fail(f"rollcast {' '.join(arguments)} did not end within {timeout:g} s:\n{out}\n{err}")
-        return Finished(process.returncode, out, err)
+        return Finished(code, out, err)
 
-    def must_run(self, *arguments: str, timeout: float = 300.0) -> Finished:
+    def must_run(self, *arguments: str, timeout: float = 240.0) -> Finished:
         finished = self.run(*arguments, timeout=timeout)
         assert finished.code == 0, finished.out + finished.err
         return finished

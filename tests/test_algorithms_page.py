@@ -8,7 +8,8 @@ import pytest
 from page_packages import DOCS, PagePackage, titled_blocks
 from run_commands import read_metrics
 
-from rollcast.contracts.algorithm import advantages, kl_controllers, kl_penalties, loss_aggregations, policy_losses
+from rollcast.contracts.algorithm import advantages, kl_penalties, loss_aggregations, policy_losses
+from rollcast_algorithms.kl_controllers import kl_controllers
 from rollcast_testing import PolicyLossSuite
 
 PAGE = "algorithms.md"

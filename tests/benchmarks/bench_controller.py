@@ -23,11 +23,12 @@ from _large_batch import columns, uids
 from _plain_workers import OnPairs, Plain
 from _report import Comparison, write_report
 
-from rollcast import ClassWithInitArgs, DataProto, ResourcePool, WorkerGroup
+from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
 from rollcast.contracts.dispatch import MeshInfo, RankCall
 from rollcast.contracts.pools import NodeResources
 from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Runtime
 from rollcast.contracts.worker import WorkerContext
+from rollcast.protocol.future import Cut, store_batch
 from rollcast_ray.runtime import RayRuntime
 
 WORKERS = 4
@@ -127,14 +128,28 @@ def own_cost() -> list[Comparison]:
             call = getattr(group, method)
             taken = statistics.median([seconds(functools.partial(call, *args)) for _ in range(max(9, 2000 // ranks))])
             per_rank[ranks] = taken / ranks * 1e6
-        if method == "nothing":
-            found.append(
-                Comparison(f"our own cost of {title}, 1024 ranks (us a rank)", per_rank[1024], 20.0, at_most=1.0)
-            )
+        found.append(Comparison(f"our own cost of {title}, 1024 ranks (us a rank)", per_rank[1024], 20.0, at_most=1.0))
         found.append(
             Comparison(f"the same of {title}: a rank of 1024 / of 64 (us)", per_rank[1024], per_rank[64], at_most=1.3)
         )
     return found
+
+
+def chunked_handle(shards: int = 1024) -> Comparison:
+    """A handle to as many shards, cut into as many pieces of 10 columns."""
+    stored: list[Any] = []
+
+    def put(value: Any) -> int:
+        stored.append(value)
+        return len(stored) - 1
+
+    def fetch(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        return [cut.of(stored[cut.ref]) for cut in cuts]
+
+    shard = DataProto({f"column{number}": torch.zeros(4, 2) for number in range(10)})
+    handle = DataProtoFuture.concat([DataProtoFuture.of_shard(store_batch(shard, put), fetch) for _ in range(shards)])
+    taken = statistics.median([seconds(functools.partial(handle.chunk, shards)) for _ in range(9)])
+    return Comparison(f"chunk of a handle: {shards} shards, {shards} pieces, 10 columns (s)", taken, 0.1, at_most=1.0)
 
 
 def operations(batch: DataProto) -> list[Comparison]:
@@ -262,7 +277,7 @@ def main() -> None:
     options = parser.parse_args()
     load = os.getloadavg()[0]
     batch = DataProto.from_dict(columns(), {"uid": uids()})
-    comparisons = [*on_ray(batch), *operations(batch), *own_cost()]
+    comparisons = [*on_ray(batch), *operations(batch), *own_cost(), chunked_handle()]
     notes = [view_times(batch), f"load of the machine before: {load:.1f} on {os.cpu_count()} cores"]
     write_report("the controller", comparisons, notes, options.output)
 

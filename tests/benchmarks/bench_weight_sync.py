@@ -19,10 +19,10 @@ from typing import Any
 import psutil
 import torch
 
-from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast.contracts.weights import WeightReport
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.server import IncomingWeights
+from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 
 class Parameters:

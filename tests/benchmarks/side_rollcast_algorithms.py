@@ -16,16 +16,15 @@ from torch import Tensor
 from rollcast.contracts.algorithm import (
     AdvantageInputs,
     Denominators,
-    KlControllerSettings,
     PolicyLossInputs,
     advantages,
-    kl_controllers,
     kl_penalties,
     loss_aggregations,
     policy_losses,
     prepare_policy_loss,
 )
 from rollcast_algorithms import RolloutCorrectionConfig, clipped_value_loss, correct_rollout, entropy
+from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
 
 Case = dict[str, Any]
 Found = dict[str, Tensor]

@@ -37,7 +37,7 @@ def test_training_across_environments(tmp_path: Path, changes: tuple[str, ...]) 
         *("trainer.total_steps=2", "trainer.save_freq=-1", "trainer.export=false", "runtime=local"),
         *changes,
     ]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=280)
     log = tmp_path / "run" / "logs" / "replica_0.log"
     assert done.returncode == 0, done.stderr[-4000:] + (log.read_text()[-4000:] if log.exists() else "")
     rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

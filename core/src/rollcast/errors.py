@@ -129,3 +129,23 @@ class WeightSyncError(RolloutError):
     def __init__(self, message: str, tensor: str = "") -> None:
         super().__init__(message)
         self.tensor = tensor
+
+
+class RendererError(RollcastError, ValueError):
+    """A conversation cannot be rendered: the template refuses it, or a tool format is unknown."""
+
+
+class EnvironmentFailed(RollcastError, RuntimeError):
+    """An environment raised, hung or died; ends its own rollout only."""
+
+
+class SessionEnded(RollcastError, RuntimeError):
+    """A session's budget allows no further reply.
+
+    Attributes:
+        end: reason, one of :data:`rollcast.contracts.trajectory.ENDS`.
+    """
+
+    def __init__(self, message: str, end: str = "length") -> None:
+        super().__init__(message)
+        self.end = end

@@ -211,6 +211,21 @@ def test_plugins_check_knows_what_groups_hold(run: Run, make_dist: Callable[...,
     assert "neither a typer.Typer nor a click command" in done.out
 
 
+def test_plugins_check_knows_groups_that_a_config_package_declares(run: Run, make_dist: Callable[..., Path]) -> None:
+    contract = """
+        from rollcast.plugins import Registry, is_callable
+
+        SCHEMAS = ()
+        bells = Registry("rollcast.tp_bells", is_callable(0), "tp_bell.name")
+    """
+    points = {"rollcast.configs": {"tp_bell": "tp_bell_conf", "tp_torn": "tp_bell_torn"}}
+    files = {"tp_bell_conf/__init__.py": contract, "tp_bell_torn.py": "raise SystemExit(3)", "tp_ring.py": "bell = 3"}
+    make_dist("tp-bell", {**points, "rollcast.tp_bells": {"ring": "tp_ring:bell"}}, files)
+    done = run("plugins", "tp_bells", "--check")
+    assert done.code == 1
+    assert "an object of type int, which cannot be called" in " ".join(done.out.split())
+
+
 def test_plugins_check_succeeds_where_all_is_sound(run: Run, cli_plugin: Path) -> None:
     done = run("plugins", "execute_modes", "--check")
     assert done.code == 0, done.all

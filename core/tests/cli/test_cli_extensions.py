@@ -1,4 +1,4 @@
-"""Commands of plugins: by name in ``rollcast.commands``, or added by a listener to ``on_cli``."""
+"""Commands of plugins, found by name in ``rollcast.commands``."""
 
 from __future__ import annotations
 
@@ -51,12 +51,31 @@ def speaker(make_dist: Callable[..., Path]) -> Path:
     )
 
 
-def test_help_lists_them_without_importing(run_apart: Run, speaker: Path) -> None:
-    (speaker / "tp_say.py").write_text("raise SystemExit('imported')")
+def test_help_shows_their_help_lines_without_importing(run_apart: Run, speaker: Path) -> None:
+    source = (speaker / "tp_say.py").read_text()
+    (speaker / "tp_say.py").write_text(f"{source}\nraise SystemExit('imported')")
     done = run_apart("--help")
     assert done.code == 0
-    for name in ("tp_say", "tp_one", "tp_broken"):
-        assert re.search(rf"{name}\s+A command of tp-say 0\.4", done.out), name
+    for name, line in (
+        ("tp_say", "Say things."),
+        ("tp_one", "The only command."),
+        ("tp_broken", "A command of tp-say"),
+    ):
+        assert re.search(rf"{name}\s+{line}", done.out), name
+
+
+def test_help_line_of_a_module_in_a_package(run_apart: Run, make_dist: Callable[..., Path]) -> None:
+    files = {
+        "tp_pack/__init__.py": "raise SystemExit('imported')",
+        "tp_pack/click_command.py": "@click.command()\ndef reverse(word):\n    '''Reverse a word.'''\n",
+        "tp_pack/torn.py": "def (",
+    }
+    points = {"tp_reverse": "tp_pack.click_command:reverse", "tp_torn": "tp_pack.torn:app", "tp_gone": "tp_none.a:b"}
+    make_dist("tp-pack", {"rollcast.commands": points}, files, version="2")
+    done = run_apart("--help")
+    assert re.search(r"tp_reverse\s+Reverse a word\.", done.out)
+    for name in ("tp_torn", "tp_gone"):
+        assert re.search(rf"{name}\s+A command of tp-pack 2", done.out), name
 
 
 def test_arguments_go_to_the_command(run: Run, speaker: Path) -> None:
@@ -134,53 +153,12 @@ def test_click_command(run: Run, make_dist: Callable[..., Path]) -> None:
     assert (done.code, done.out) == (0, "cba\n")
 
 
-# -- listeners ----------------------------------------------------------------------------------
-
-LISTENER = """
-    import typer
-    from rollcast.contracts.hooks import hookimpl
-
-    @hookimpl
-    def on_cli(app):
-        @app.command()
-        def wave(times: int = 1) -> None:
-            typer.echo("wave " * times)
-
-        @app.command()
-        def version() -> None:
-            typer.echo("taken over")
-"""
+# -- names that nothing provides ----------------------------------------------------------------
 
 
-@pytest.fixture
-def listener(make_dist: Callable[..., Path]) -> Path:
-    return make_dist("tp-wave", {"rollcast.hooks": {"tp_wave": "tp_wave"}}, {"tp_wave.py": LISTENER}, version="7")
-
-
-def test_listener_adds_a_command(run: Run, listener: Path) -> None:
-    done = run("wave", "--times", "2")
-    assert (done.code, done.out.strip()) == (0, "wave wave")
-
-
-def test_listener_cannot_take_over_a_built_in_command(run: Run, listener: Path) -> None:
-    assert "taken over" not in run("version").out
-
-
-def test_listeners_are_imported_for_nothing_else(run_apart: Run, listener: Path) -> None:
-    (listener / "tp_wave.py").write_text("raise SystemExit('imported')")
-    done = run_apart("--help")
-    assert done.code == 0
-    assert "tp-wave 7" in " ".join(done.out.split())
-    assert run_apart("version").code == 0
-
-
-@pytest.mark.parametrize("where", ["import", "call"])
-def test_broken_listener_leaves_the_usual_error(run: Run, listener: Path, where: str) -> None:
-    source = "raise RuntimeError('half built')\n"
-    if where == "call":
-        source = f"from rollcast.contracts.hooks import hookimpl\n\n@hookimpl\ndef on_cli(app):\n    {source}"
-    (listener / "tp_wave.py").write_text(source)
-    done = run("tp_nothing")
+def test_an_unknown_command_imports_no_plugin(run_apart: Run, make_dist: Callable[..., Path]) -> None:
+    points = {"rollcast.hooks": {"tp_wave": "tp_wave"}, "rollcast.commands": {"tp_wave": "tp_wave:app"}}
+    make_dist("tp-wave", points, {"tp_wave.py": "raise SystemExit('imported')"})
+    done = run_apart("tp_nothing")
     assert done.code == 2
     assert "No such command 'tp_nothing'" in done.err
-    assert "half built" in done.err

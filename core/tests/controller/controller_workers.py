@@ -50,6 +50,8 @@ class Halves(DispatchMode):
 class Probe(Worker):
     """Shows where it stands, and fails in every way."""
 
+    concurrent_async = False
+
     def __init__(self, label: str = "probe") -> None:
         self.label = label
         self.seen_at_start = (self.rank, self.world_size, sorted(self.colocated))

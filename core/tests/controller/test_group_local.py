@@ -220,6 +220,46 @@ def test_workers_are_closed_once_and_all_of_them(runtime, tmp_path, caplog) -> N
     assert "cannot close" in caplog.text
 
 
+def test_a_restart_builds_the_workers_anew_and_keeps_the_views(runtime) -> None:
+    group = make(runtime, {"counter": ClassWithInitArgs(Counter), "mesh": ClassWithInitArgs(OnMesh, 1)})
+    views = group.spawn()
+    assert [views["counter"].increase() for _ in range(2)] == [[1], [2]]
+    mesh = views["mesh"].mesh("m")
+    before = group.workers
+    group.restart()
+    assert group.workers != before
+    assert views["counter"].workers == group.workers
+    assert views["counter"].increase() == [1]
+    assert views["mesh"].mesh("m") is not mesh
+    views["mesh"].shutdown()
+    with pytest.raises(WorkerError, match="is shut down; start a new group"):
+        group.restart()
+
+
+def test_a_restart_that_fails_closes_the_group_until_one_succeeds(runtime, monkeypatch) -> None:
+    class Moody(Worker):
+        broken = False
+
+        def __init__(self) -> None:
+            if self.broken:
+                raise Refusal("not today")
+
+        @register(dispatch_mode="one_to_all")
+        def mood(self) -> str:
+            return "fine"
+
+    group = make(runtime, Moody, name="g")
+    monkeypatch.setattr(Moody, "broken", True)
+    with pytest.raises(WorkerError, match=r"g\.worker\.__init__ failed on rank 0 .*not today"):
+        group.restart()
+    with pytest.raises(WorkerError, match=r"g\.worker\.mood is refused: its restart has failed"):
+        group.mood()
+    monkeypatch.setattr(Moody, "broken", False)
+    group.restart()
+    assert group.poisoned == ""
+    assert group.mood() == ["fine"]
+
+
 def test_a_mesh_is_asked_for_once(runtime) -> None:
     group = make(runtime, OnMesh, 1)
     assert group.mesh("m") == group.with_timeout(5).mesh("m")
@@ -238,3 +278,16 @@ def test_nodes_of_this_machine(runtime) -> None:
     (node,) = runtime.nodes()
     assert (node.address, node.cpus) == ("localhost", os.cpu_count())
     assert node.gpus == torch.cuda.device_count()
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_variables_that_say_where_a_rank_is_are_refused(runtime, name) -> None:
+    wrapped = ClassWithInitArgs(Probe)
+    says = rf"env of here sets {name}, which the runtime sets for each rank .*self\.rank"
+    with pytest.raises(ResourceError, match=says):
+        make(runtime, Probe, env={name: "3", "OTHER": "1"}, name="here")
+    with pytest.raises(ResourceError, match=says):
+        make(runtime, Probe, runtime_env={"env_vars": {name: "3"}}, name="here")
+    for options in ({"env": {name: "3"}}, {"runtime_env": {"env_vars": {name: "3"}}}):
+        with pytest.raises(ResourceError, match=says):
+            make(runtime, {"a": wrapped.with_options(**options)}, name="here")

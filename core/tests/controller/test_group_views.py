@@ -6,11 +6,14 @@ import os
 import pickle
 
 import pytest
-from controller_workers import Counter, Neighbour, Probe, Refusal
+import torch
+from controller_workers import Counter, Neighbour, OnMesh, Probe, Refusal
 
-from rollcast import ClassWithInitArgs, ResourcePool, WorkerGroup
+from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
+from rollcast.contracts.dispatch import MeshInfo
 from rollcast.contracts.runtime import LaunchSpec
 from rollcast.errors import DispatchError, ResourceError, WorkerError
+from rollcast.protocol.future import store_batch
 from rollcast.runtime.local import LocalRuntime
 
 
@@ -178,3 +181,33 @@ def test_what_one_process_cannot_do_is_refused(runtime) -> None:
 def test_contexts_say_where_ranks_stand(three) -> None:
     (context,) = three.contexts
     assert (context.rank, context.world_size, context.node, context.group) == (0, 1, "localhost", "three")
+
+
+def test_what_a_bridge_to_another_framework_reads(runtime) -> None:
+    group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(OnMesh, 1), runtime=runtime, name="bridged")
+    assert group.meshes == {}
+    assert group.mesh("m") == group.meshes["m"] == [MeshInfo(0, True)]
+    group.register_mesh("theirs", [MeshInfo(0, True, {"tp": 0})])
+    assert group.mesh("theirs") == [MeshInfo(0, True, {"tp": 0})]
+    assert group.times_asked() == [1]
+    group.register_mesh("m", None)
+    assert group.mesh("m") == [MeshInfo(0, True)]
+    assert group.times_asked() == [2]
+    with pytest.raises(DispatchError, match=r"'theirs' of bridged has 2 places, the group has 1 ranks"):
+        group.register_mesh("theirs", [MeshInfo(0, True)] * 2)
+    assert group.entries.keys() >= {"query_mesh", "times_asked"}
+    entry = group.entries["times_asked"]
+    assert (entry.dispatch_mode.name, entry.execute_mode.name, entry.blocking) == ("one_to_all", "all", True)
+    assert group.times_asked.entry is entry
+
+
+def test_a_handle_shows_the_references_behind_it(runtime) -> None:
+    group = WorkerGroup(ResourcePool([1]), ClassWithInitArgs(Probe), runtime=runtime)
+    handle = group.echo.remote(1)
+    assert len(handle.refs) == 1
+    batch = DataProto.from_dict({"x": torch.arange(4), "y": torch.arange(4)})
+    assert DataProtoFuture.of_batch(batch).refs == ()  # rows of this process are in no store
+    stored = store_batch(batch, lambda part: part)
+    held = DataProtoFuture.of_shard(stored)
+    assert [ref.batch.keys() for ref in held.refs] == [["x", "y"]]  # a batch is one object
+    assert held.select(["y"]).chunk(2)[0].refs == held.refs

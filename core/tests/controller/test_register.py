@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import pickle
+import subprocess
+import sys
 
 import pytest
 
@@ -381,3 +383,48 @@ def test_coordinates_in_a_mesh() -> None:
         worker.register_mesh("train", 0, coords={"tp": -1})
     with pytest.raises(DispatchError, match="'dp', whose place is dp_rank"):
         worker.register_mesh("train", 0, coords={"dp": 0})
+
+
+def test_a_method_may_be_registered_with_a_pair_of_functions() -> None:
+    def spread(group, start, *, step=1):
+        return [range(start, start + group.world_size)], {"step": [step] * group.world_size}
+
+    def total(group, outputs):
+        return sum(outputs) * group.world_size
+
+    class Adder(Worker):
+        @register(dispatch_mode=(spread, total))
+        def add(self, x, step):
+            return x + step
+
+        @register(dispatch_mode={"dispatch_fn": spread, "collect_fn": total}, blocking=False)
+        def add_later(self, x, step):
+            return x + step
+
+    for _, _, entry in list(iter_registered(Adder))[:2]:
+        assert entry.dispatch_mode.name == "spread+total"
+        calls = entry.dispatch_mode.distribute(group_of(3), (5,), {"step": 2})
+        assert [(call.args, call.kwargs) for call in calls.per_rank] == [((n,), {"step": 2}) for n in (5, 6, 7)]
+        assert entry.dispatch_mode.join(group_of(3), RankOutputs([7, 8, 9], [0, 1, 2])) == 72
+    assert "spread+total" not in dispatch_modes
+    for wrong in ((spread,), (spread, 3), (spread, total, total), (int, total)):
+        with pytest.raises(DispatchError, match=r"a pair of functions \(dispatch, collect\)"):
+            register(dispatch_mode=wrong)
+
+
+def test_workers_are_imported_from_a_checkout_that_is_not_installed() -> None:
+    code = (
+        "import importlib.metadata as metadata\n"
+        "metadata.MetadataPathFinder.find_distributions = lambda *args, **kwargs: iter(())\n"
+        "from rollcast import Dispatch, Execute, Worker, register\n"
+        "class Mine(Worker):\n"
+        "    @register(dispatch_mode=Dispatch.RANK_ZERO)\n"
+        "    def run(self): ...\n"
+        "    @register(dispatch_mode='all_to_all', execute_mode=Execute.ALL)\n"
+        "    def each(self, x): ...\n"
+        "print(Mine().rank)\n"
+        "try: Dispatch.DP_COMPUTE_PROTO\n"
+        "except Exception as error: print(type(error).__name__)\n"
+    )
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (found.stdout.split(), found.stderr) == (["0", "UnknownDispatchModeError"], "")

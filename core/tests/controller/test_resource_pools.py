@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import itertools
+import threading
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast import ResourcePool, ResourcePoolManager
+from rollcast import ClassWithInitArgs, ResourcePool, ResourcePoolManager, Worker, start_groups
 from rollcast.contracts.pools import NodeResources
+from rollcast.contracts.runtime import RuntimeCapabilities
 from rollcast.controller.placement import Share, plan_nodes
-from rollcast.errors import ResourceError
+from rollcast.errors import ResourceError, WorkerError
+from rollcast.runtime.local import LocalRuntime
 
 
 def check_resources(pools, nodes) -> None:
@@ -273,3 +276,46 @@ def test_a_plan_fits_and_stays_the_same(wishes, rooms) -> None:
 def test_plans(counts, rooms, plan) -> None:
     shares = [Share("p", count, {"CPU": 1.0}) for count in counts]
     assert plan_nodes(shares, [{"CPU": float(room)} for room in rooms]) == plan
+
+
+class Parallel(LocalRuntime):
+    """Lets groups start only once all of them are being started."""
+
+    capabilities = RuntimeCapabilities(parallel_launch=True)
+
+    def __init__(self, groups: int) -> None:
+        super().__init__()
+        self.barrier, self.lock = threading.Barrier(groups), threading.Lock()
+
+    def nodes(self):
+        return [NodeResources("here", 8.0, 0.0)]
+
+    def launch(self, pool, spec, timeout):
+        self.barrier.wait(60.0)
+        with self.lock:
+            return super().launch(pool, spec, timeout)
+
+
+class Unwilling(Worker):
+    def __init__(self) -> None:
+        raise ValueError("not today")
+
+
+def test_groups_start_at_the_same_time() -> None:
+    manager = ResourcePoolManager({"a": [1], "b": [1], "c": [1]}, {"x": "a", "y": "b", "z": "c", "w": "b"})
+    with Parallel(3) as runtime:
+        views = start_groups(manager, {role: ClassWithInitArgs(Worker) for role in "xyzw"}, runtime=runtime, name="g.")
+        assert [(role, view.name) for role, view in views.items()] == [
+            ("x", "g.a"), ("y", "g.b"), ("z", "g.c"), ("w", "g.b")
+        ]  # fmt: skip
+        assert views["y"].workers == views["w"].workers
+
+
+@pytest.mark.parametrize("failing", ["x", "y"])
+def test_no_group_is_left_if_another_fails_to_start(failing: str) -> None:
+    manager = ResourcePoolManager({"a": [1], "b": [1]}, {"x": "a", "y": "b"})
+    with Parallel(2) as runtime:
+        roles = {role: ClassWithInitArgs(Unwilling if role == failing else Worker) for role in "xy"}
+        with pytest.raises(WorkerError, match="not today"):
+            start_groups(manager, roles, runtime=runtime)
+        assert runtime._hosts == []

@@ -54,7 +54,8 @@ RUNTIME = '''
             hosts = []
             for rank in range(size):
                 context = WorkerContext(rank, size, rank, size, node="here", group=spec.name)
-                host = Host((WorkerHost(), ThreadPoolExecutor(1)), WorkerHost.describe("here"), context)
+                worker = WorkerHost()
+                host = Host((worker, ThreadPoolExecutor(1)), worker.describe("here"), context)
                 hosts.append(host)
             self.running += hosts
             built = [h.handle[1].submit(h.handle[0].build, h.context, spec.roles) for h in hosts]
@@ -88,8 +89,7 @@ RUNTIME = '''
             pass
 
         def cancel(self, refs, hosts):
-            for ref in refs:
-                ref.cancel()
+            return ["ended" if ref.cancel() or ref.done() else "interrupted" for ref in refs]
 
         def stop(self, hosts):
             for host in hosts:
@@ -178,6 +178,30 @@ def test_failures_name_the_rank(runtime) -> None:
         group.execute_func(fail)
     assert isinstance(caught.value.__cause__, Refusal)
     stop = threading.Event()
-    with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.05 s"):
-        group.with_timeout(0.05).execute_func(lambda worker: stop.wait(20))
+    handle = group.execute_all_async("run_function", lambda worker: stop.wait(20), ("worker",))
+    for _ in range(2):
+        with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.05 s. The call goes on"):
+            handle.get(timeout=0.05)
+    assert group.poisoned == ""
     stop.set()
+    assert handle.get(timeout=20) == [True] * 3
+
+
+def test_a_call_that_ends_in_the_middle_poisons_the_group(runtime) -> None:
+    group = WorkerGroup(ResourcePool([3]), ClassWithInitArgs(Probe), runtime=runtime, name="g")
+    stop = threading.Event()
+    with pytest.raises(WorkerTimeoutError, match=r"no answer within 0\.05 s$"):
+        group.with_timeout(0.05).execute_func(lambda worker: stop.wait(20))
+    with pytest.raises(
+        WorkerError, match=r"is refused: worker\.run_function passed its deadline while ranks 0, 1, 2 were"
+    ):
+        group.execute_func(lambda worker: None)
+    stop.set()
+    group.restart()
+    assert group.execute_func(lambda worker: worker.rank) == [0, 1, 2]
+    stop.clear()
+    handle = group.execute_rank_zero_async("run_function", lambda worker: stop.wait(20), ("worker",))
+    assert handle.cancel() is True
+    assert group.poisoned == ""  # no other rank was in the call
+    stop.set()
+    group.shutdown()

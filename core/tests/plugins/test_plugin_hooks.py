@@ -27,8 +27,8 @@ EVENTS = {
     "on_metrics": ("trainer", "step", "metrics"),
     "on_validation_end": ("trainer", "step", "metrics", "samples"),
     "on_checkpoint_saved": ("trainer", "step", "path"),
+    "on_recovery": ("trainer", "step", "message"),
     "on_exception": ("trainer", "error"),
-    "on_cli": ("app",),
 }
 
 
@@ -102,20 +102,20 @@ def test_extras_may_be_classes_and_several_of_a_kind() -> None:
             "class L:\n"
             "    def __init__(self, needed): ...\n"
             "    @hookimpl\n"
-            "    def on_cli(self, app): ...",
+            "    def on_batch_after_reward(self, batch): ...",
             "needed",
         ),
     ],
 )
 def test_a_broken_installed_listener_is_a_warning(make_dist, caplog, source, piece) -> None:
-    good = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_cli(app): app.append('good')\n"
+    good = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_batch_after_reward(batch): batch.append('good')\n"
     make_dist("broken-hooks", {GROUP: {"broken": "tp_l:L"}}, {"tp_l.py": source})
     make_dist("good-hooks", {GROUP: {"good": "tp_good"}}, {"tp_good.py": good})
     with caplog.at_level(logging.WARNING, logger="rollcast.plugins"):
         manager = build_hook_manager()
-    app: list[str] = []
-    manager.hook.on_cli(app=app)
-    assert app == ["good"]
+    heard: list[str] = []
+    manager.hook.on_batch_after_reward(batch=heard)
+    assert heard == ["good"]
     (record,) = [r for r in caplog.records if r.levelno == logging.WARNING]
     assert "'broken'" in record.getMessage()
     assert "broken-hooks 1.0" in record.getMessage()
@@ -176,18 +176,18 @@ def test_an_optional_hook_may_be_unknown_and_specname_is_followed() -> None:
         @hookimpl(optionalhook=True)
         def on_future_event(self) -> None: ...
 
-        @hookimpl(specname="on_cli")
-        def extend(self, app: list[str]) -> None:
-            app.append("extended")
+        @hookimpl(specname="on_batch_after_reward")
+        def extend(self, batch: list[str]) -> None:
+            batch.append("extended")
 
         @property
         def never(self) -> int:
             raise AssertionError("properties must not run")
 
     manager = build_hook_manager([Optional()])
-    app: list[str] = []
-    manager.hook.on_cli(app=app)
-    assert app == ["extended"]
+    heard: list[str] = []
+    manager.hook.on_batch_after_reward(batch=heard)
+    assert heard == ["extended"]
 
 
 def test_a_listener_registered_in_process_is_found() -> None:
@@ -198,14 +198,14 @@ def test_a_listener_registered_in_process_is_found() -> None:
 
 
 def test_installed_hooks_are_left_out_by_name(make_dist, caplog) -> None:
-    source = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_cli(app): app.append(__name__)\n"
+    source = "from rollcast.contracts.hooks import hookimpl\n@hookimpl\ndef on_batch_after_reward(batch): batch.append(__name__)\n"
     points = {"one": "tp_one", "two": "tp_two", "dead": "tp_not_there"}
     make_dist("p", {GROUP: points}, {"tp_one.py": source, "tp_two.py": source})
     with caplog.at_level(logging.WARNING, logger="rollcast.plugins"):
         manager = build_hook_manager(without={"one", "dead", "three"})
-    app: list[str] = []
-    manager.hook.on_cli(app=app)
-    assert app == ["tp_two"]
+    heard: list[str] = []
+    manager.hook.on_batch_after_reward(batch=heard)
+    assert heard == ["tp_two"]
     (record,) = caplog.records
     assert "'three'" in record.getMessage()
     assert {"dead", "one", "two"} <= set(record.getMessage().partition("installed: ")[2].split(", "))
@@ -214,8 +214,8 @@ def test_installed_hooks_are_left_out_by_name(make_dist, caplog) -> None:
 def test_an_error_in_a_listener_is_not_swallowed() -> None:
     class Bad:
         @hookimpl
-        def on_cli(self) -> None:
+        def on_batch_after_reward(self) -> None:
             raise RuntimeError("listener")
 
     with pytest.raises(RuntimeError, match="listener"):
-        build_hook_manager([Bad()]).hook.on_cli(app=None)
+        build_hook_manager([Bad()]).hook.on_batch_after_reward(batch=None)

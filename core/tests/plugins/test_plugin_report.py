@@ -246,5 +246,5 @@ def test_importing_the_package_is_light() -> None:
         "[]",
         "[]",
         "module 'rollcast.plugins' has no attribute 'nothing'; it exports Check, PluginInfo, Registry, any_of, "
-        "find_registry, instance_of, is_callable, subclass_of",
+        "find_registry, instance_of, is_callable, is_class, subclass_of",
     ], done.stderr

@@ -47,6 +47,17 @@ def test_far_rows_exchanged_are_seen(width: int, other: int) -> None:
     assert tensor_checksum(tensor[order]) != tensor_checksum(tensor)
 
 
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+@pytest.mark.parametrize("other", [1, 509, 1018])
+@pytest.mark.parametrize("pair", [(1.0, 2.0), (-3.0, 3.0), (0.0, 1.0)])
+def test_exchanged_rows_with_equal_sums_are_seen(dtype: torch.dtype, other: int, pair: tuple[float, float]) -> None:
+    tensor = torch.tensor(pair, dtype=dtype).repeat_interleave(2).repeat(1100, 1)
+    tensor[other] = tensor[other].flip(0)
+    changed = tensor.clone()
+    changed[[0, other]] = tensor[[other, 0]]
+    assert tensor_checksum(changed) != tensor_checksum(tensor)
+
+
 def test_name_dtype_and_shape_count() -> None:
     tensor = torch.zeros(6)
     variants = [tensor, tensor.view(2, 3), tensor.view(3, 2), tensor.to(torch.int32), torch.zeros(7), torch.zeros(())]

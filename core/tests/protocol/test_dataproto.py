@@ -439,3 +439,20 @@ def test_shuffling_follows_the_generator() -> None:
     assert order(1) == order(1)
     assert order(1) != order(2)
     assert order(1)[:32] != order(1)[32:]
+
+
+class Episodes(DataProto):
+    """A subclass as another framework may have it."""
+
+
+def test_joining_keeps_the_class() -> None:
+    mine, plain = Episodes.from_dict({"x": torch.arange(4)}), DataProto.from_dict({"x": torch.arange(4)})
+    assert type(DataProto.concat(mine.chunk(2))) is Episodes
+    assert type(DataProto.concat([mine, plain])) is Episodes
+    assert type(DataProto.concat([plain, mine])) is DataProto
+    assert type(Episodes.concat([plain, plain])) is Episodes
+    handle = DataProtoFuture.of_batch(mine)
+    assert type(Episodes.concat([handle])) is DataProtoFuture
+    assert type(DataProtoFuture.concat(handle.chunk(2)).get()) is Episodes
+    assert type(handle.with_columns(y=torch.zeros(4)).get()) is Episodes
+    assert type(DataProtoFuture.of_batch(plain).get()) is DataProto

@@ -15,29 +15,29 @@ from protocol_batches import batches, law, sample, snapshot
 
 from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import DataProto, DataProtoFuture
-from rollcast.protocol.future import StoredShard, store_batch
+from rollcast.protocol.future import Cut, StoredShard, promise, store_batch
 
 
 class Store:
     """A store in this process that remembers what was read."""
 
     def __init__(self) -> None:
-        self.values: dict[str, DataProto] = {}
-        self.read: list[str] = []
+        self.values: dict[str, Any] = {}
+        self.read: list[Cut] = []
 
-    def put(self, value: DataProto) -> str:
+    def put(self, value: Any) -> str:
         self.values[f"ref{len(self.values)}"] = value
         return f"ref{len(self.values) - 1}"
 
-    def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        self.read += refs
-        return [self.values[ref] for ref in refs]
+    def fetch(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        self.read += cuts
+        return [cut.of(self.values[cut.ref]) for cut in cuts]
 
     def handle(self, data: DataProto) -> DataProtoFuture:
         return DataProtoFuture.of_shard(store_batch(data, self.put), self.fetch)
 
     def read_columns(self) -> set[str]:
-        return {name for ref in self.read for name in self.values[ref].keys()}  # noqa: SIM118
+        return {name for cut in self.read for name in cut.columns or ()}
 
 
 def sharded(data: DataProto, shards: int, store: Store) -> DataProtoFuture:
@@ -182,8 +182,28 @@ def test_errors() -> None:
     with pytest.raises(DataProtoError, match="not connected"):
         pickle.loads(pickle.dumps(handle)).get()
     with pytest.raises(DataProtoError, match="returned a NoneType where a DataProto was put"):
-        handle.bind(lambda refs, _: [None] * len(refs)).get()
+        handle.bind(lambda cuts, _: [None] * len(cuts)).get()
     with pytest.raises(DataProtoError, match="joined: a int is neither"):
         handle.joined(3)
     with pytest.raises(DataProtoError, match="no permutation"):
         handle.reordered([0, 0, 1, 2])
+
+
+def test_what_is_made_of_a_call_in_flight_has_a_length_and_waits_for_nothing() -> None:
+    store, ended = Store(), False
+    store.values["answer"] = store_batch(sample(6), store.put)
+
+    def resolve(timeout: float | None) -> Any:
+        assert ended, "somebody waits for the call"
+        return store.values["answer"]
+
+    call = DataProtoFuture(resolve, store.fetch, lambda: ended, refs=["answer"], deferred=promise(["answer"], [6], 6))
+    names = sorted(sample(6).keys())[:2]
+    part = call.select(names).rename({names[0]: "renamed"}).slice(1, 5)
+    made = part.joined(call.select([names[0]]).slice(1, 5)).drop([names[1]])
+    whole = DataProtoFuture.concat([call, call])
+    assert (len(part), len(made), len(whole), [len(each) for each in part.chunk(2)]) == (4, 4, 12, [2, 2])
+    assert not (part.done() or made.done() or whole.done() or store.read)
+    ended = True
+    assert sorted(made.get().keys()) == sorted([names[0], "renamed"])
+    assert snapshot(whole.get()) == snapshot(DataProto.concat([sample(6), sample(6)]))

@@ -289,10 +289,11 @@ def test_unknown_options_are_refused(name: str) -> None:
 
 
 def test_they_say_what_they_need() -> None:
-    assert needs_of(remax) == Needs(frozenset({"reward_baselines"}))
-    assert needs_of(gdpo) == Needs(frozenset({"reward_component/"}), compares_samples=True)
+    assert needs_of(remax) == Needs(frozenset({"reward_baselines"}), by_group=True)
+    assert needs_of(gdpo).columns == {"reward_component/"}
+    assert needs_of(gdpo).compares_samples
     assert needs_of(optimal_token_baseline).columns == {"old_log_probs", "sum_pi_squared"}
     assert needs_of(optimal_token_baseline).optional == {"rollout_is_weights"}
-    assert needs_of(reinforce_plus_plus) == Needs()
+    assert needs_of(reinforce_plus_plus).columns == frozenset()
     with pytest.raises(ValueError, match=r"reward_baselines is \[3\], but there are 7 rows"):
         remax(batch(0).with_columns({"reward_baselines": torch.zeros(3)}))

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from rollcast.contracts.algorithm import KlControllerSettings, kl_controllers
-from rollcast_algorithms.kl_controllers import AdaptiveKlController, FixedKlController
+from rollcast_algorithms.kl_controllers import (
+    AdaptiveKlController,
+    FixedKlController,
+    KlControllerSettings,
+    kl_controllers,
+)
 
 
 def test_fixed_stays() -> None:

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.dataset import BaseDataset
 from rollcast.errors import CheckpointError, DataError
 from rollcast.protocol import DataProto
+from rollcast_data.contract import BaseDataset
 from rollcast_data.loader import EpochIterator, EpochSampler, FirstRows, build_loader
 
 

@@ -12,7 +12,7 @@ from rollcast_data.supervised import SupervisedDataset
 
 Write = Callable[..., Path]
 Make = Callable[..., PreTrainedTokenizerFast]
-PAD, EOS = 0, 1
+EOS = 1
 
 
 def test_layout(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
@@ -20,18 +20,15 @@ def test_layout(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = SupervisedDataset([path], tokenizer, DataConfig())
     batch = dataset.collate([dataset[0], dataset[1]])
     a, b, c, d = tokenizer("abcd")["input_ids"]
-    assert batch["prompts"].tolist() == [[PAD, a], [a, b]]
-    assert batch["responses"].tolist() == [[b, c, d, EOS], [c, EOS, PAD, PAD]]
-    assert batch["response_mask"].tolist() == [[1, 1, 1, 1], [1, 1, 0, 0]]
-    assert batch["input_ids"].tolist() == [[PAD, a, b, c, d, EOS], [a, b, c, EOS, PAD, PAD]]
-    assert batch["attention_mask"].tolist() == [[0, 1, 1, 1, 1, 1], [1, 1, 1, 1, 0, 0]]
-    assert batch["position_ids"].tolist() == [[0, 0, 1, 2, 3, 4], [0, 1, 2, 3, 3, 3]]
+    assert [row.tolist() for row in batch["prompts"].unbind()] == [[a], [a, b]]
+    assert [row.tolist() for row in batch["responses"].unbind()] == [[b, c, d, EOS], [c, EOS]]
+    assert [row.tolist() for row in batch["response_mask"].unbind()] == [[True] * 4, [True] * 2]
     assert batch["index"].tolist() == [0, 1]
 
 
 def test_an_empty_response_is_its_end_token(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = SupervisedDataset([write_rows([{"prompt": "a", "response": ""}])], tokenizer, DataConfig())
-    assert dataset.collate([dataset[0]])["responses"].tolist() == [[EOS]]
+    assert dataset.collate([dataset[0]])["responses"].unbind()[0].tolist() == [EOS]
 
 
 def test_overlong_responses(write_rows: Write, tokenizer: PreTrainedTokenizerFast) -> None:

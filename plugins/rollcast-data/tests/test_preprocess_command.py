@@ -10,7 +10,7 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from rollcast.cli.app import build_app
-from rollcast.contracts.dataset import BasePreprocessor, PreprocessReport, preprocessors
+from rollcast_data.contract import BasePreprocessor, PreprocessReport, preprocessors
 
 Run = Callable[..., Result]
 

@@ -14,7 +14,7 @@ from rollcast import DataProto, Dispatch
 from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture, karmarkar_karp
-from rollcast.protocol.future import store_batch
+from rollcast.protocol.future import Kept, store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import exchange_items, plan_shards
 from rollcast_testing.dispatch import FakeGroup
@@ -291,20 +291,15 @@ def test_every_batch_is_dealt_alike_and_other_values_go_to_all() -> None:
 
 def test_of_a_handle_only_the_lengths_are_fetched() -> None:
     batch = rows_of_lengths([3, 9, 1, 1, 2])
-    store: dict[str, DataProto] = {}
+    stored: list[Kept] = []
     fetched = []
 
-    def put(part: DataProto) -> str:
-        name = "+".join(part.keys())
-        store[name] = part
-        return name
-
-    def fetch(refs, timeout):
-        fetched.extend(refs)
-        return [store[ref] for ref in refs]
+    def fetch(cuts, timeout):
+        fetched.extend(name for cut in cuts for name in cut.columns)
+        return [cut.of(stored[0]) for cut in cuts]
 
     mode, group = TokenBalanced(), data_parallel(2)
-    handle = DataProtoFuture.of_shard(store_batch(batch, put), fetch)
+    handle = DataProtoFuture.of_shard(store_batch(batch, stored.append), fetch)
     calls = mode.distribute(group, (handle,), {})
     assert fetched == ["attention_mask"]
     shards = [call.args[0] for call in calls.per_rank]

@@ -15,6 +15,8 @@ from rollcast_dispatch import NdMesh, TokenBalanced, make_nd_compute_dataproto_d
 from rollcast_dispatch.megatron import PipelineGrid
 from rollcast_testing import DispatchSuite
 
+pytestmark = pytest.mark.long
+
 
 class TestDpComputeProto(DispatchSuite):
     name = "dp_compute_proto"

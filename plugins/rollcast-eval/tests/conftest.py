@@ -11,8 +11,8 @@ sys.path.insert(
     0, str(Path(__file__).parents[2] / "rollcast-trainer" / "tests")
 )  # the tools, here and in started processes
 
-from trainer_fixtures import model_folder, small_task
+from trainer_fixtures import model_folder, ray_is_up, small_task
 
-__all__ = ["model_folder", "small_task"]
+__all__ = ["model_folder", "ray_is_up", "small_task"]
 
 torch.set_num_threads(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +42,19 @@ def run(app: Any, *arguments: str) -> str:
     return result.stdout
 
 
-def test_generate_goes_on_where_it_was_cut_off(small_task: SmallTask, tmp_path: Path) -> None:
-    prompts, output = small_task.folder / "train.jsonl", tmp_path / "deep" / "out.jsonl"
-    text = run(generate_app, str(prompts), str(output), *settings(small_task))
+@pytest.fixture(scope="module")
+def generated(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Samples of 15 prompts, asked for one prompt after the other."""
+    output = tmp_path_factory.mktemp("generated") / "deep" / "out.jsonl"
+    prompts = small_task.folder / "train.jsonl"
+    text = run(generate_app, str(prompts), str(output), *settings(small_task, "sample.chunk_size=1"))
     assert "45 samples of 15 prompts" in text
+    return output
+
+
+def test_generate_goes_on_where_it_was_cut_off(small_task: SmallTask, generated: Path, tmp_path: Path) -> None:
+    prompts, output = small_task.folder / "train.jsonl", tmp_path / "out.jsonl"
+    shutil.copytree(generated.parent, tmp_path, dirs_exist_ok=True)
     whole = read_jsonl(output)
     asked = read_jsonl(prompts)
     assert [(row["index"], row["sample"]) for row in whole] == [(i, j) for i in range(15) for j in range(3)]
@@ -120,10 +130,7 @@ def test_a_file_with_something_else_in_it(tmp_path: Path) -> None:
         SamplesFile(path / "below", {"a": 1}, 1)
 
 
-def test_samples_do_not_depend_on_the_order(small_task: SmallTask, tmp_path: Path) -> None:
-    prompts = small_task.folder / "train.jsonl"
-    found = []
-    for chunk in (1, 15):
-        config = compose(["trainer=sample", *settings(small_task, f"sample.chunk_size={chunk}")]).config
-        found.append(SampleJob(config, prompts, tmp_path / f"{chunk}.jsonl", scored=False).run())
-    assert found[0] == found[1]
+def test_samples_do_not_depend_on_the_order(small_task: SmallTask, generated: Path, tmp_path: Path) -> None:
+    config = compose(["trainer=sample", *settings(small_task, "sample.chunk_size=15")]).config
+    job = SampleJob(config, small_task.folder / "train.jsonl", tmp_path / "out.jsonl", scored=False)
+    assert job.run() == read_jsonl(generated)

@@ -11,7 +11,7 @@ import torch
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, rewards
 from rollcast.errors import ConfigError, RewardError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_eval.scoring import RewardScorer, Scored, summarize
 
@@ -54,19 +54,27 @@ def tokenizer(model_folder: Path) -> Any:
     return load_tokenizer(model_folder)
 
 
+def rows_of(rows: Sequence[Sequence[float]]) -> Jagged:
+    """Rows of numbers as a jagged column, flat."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return Jagged.from_lengths(torch.tensor([value for row in rows for value in row]), lengths)
+
+
+def level(scored: Scored, mask: Jagged) -> list[list[float]]:
+    return [row.tolist() for row in scored.token_level_scores(mask).column().unbind()]
+
+
 def generated(tokenizer: Any) -> DataProto:
     """Two rows: "7+1=" answered by "8" and the end token, and "2=" by "1a b" without one."""
     eos = tokenizer.eos_token_id
-    prompts = [tokenizer("7+1=")["input_ids"], [0, 0, *tokenizer("2=")["input_ids"]]]
-    responses = [[*tokenizer("8")["input_ids"], eos, 0, 0], tokenizer("1a b")["input_ids"]]
-    mask = torch.tensor([[1, 1, 0, 0], [1, 1, 1, 1]])
-    prompt_mask = torch.tensor([[1, 1, 1, 1], [0, 0, 1, 1]])
+    prompts = [tokenizer("7+1=")["input_ids"], tokenizer("2=")["input_ids"]]
+    responses = [[*tokenizer("8")["input_ids"], eos], tokenizer("1a b")["input_ids"]]
+    ids = rows_of(responses)
     return DataProto.from_dict(
         tensors={
-            "prompts": torch.tensor(prompts),
-            "responses": torch.tensor(responses),
-            "attention_mask": torch.cat([prompt_mask, mask], 1),
-            "response_mask": mask,
+            "prompts": rows_of(prompts).column(),
+            "responses": ids.column(),
+            "response_mask": ids.like(torch.ones(len(ids.values), dtype=torch.bool)),
             "finished": torch.tensor([True, False]),
         },
         non_tensors={
@@ -91,10 +99,8 @@ def test_the_score_stands_at_the_last_token_of_the_policy() -> None:
     samples = [RewardSample("", "") for _ in range(3)]
     scored = Scored(samples, [RewardResult(score) for score in (1.0, 2.0, 3.0)], 1.0)
     # Whole, with another's tokens at its end, and empty.
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]])
-    assert scored.token_level_scores(mask).tolist() == [[0, 0, 1, 0], [0, 2, 0, 0], [3, 0, 0, 0]]
-    gaps = torch.tensor([[1, 0, 1, 0], [0, 1, 0, 1], [1, 0, 0, 0]])
-    assert scored.token_level_scores(gaps).tolist() == [[0, 0, 1, 0], [0, 0, 0, 2], [3, 0, 0, 0]]
+    assert level(scored, rows_of([[1, 1, 1], [1, 1, 0], []])) == [[0, 0, 1], [0, 2, 0], []]
+    assert level(scored, rows_of([[1, 0, 1], [0, 1, 0, 1], [0, 0]])) == [[0, 0, 1], [0, 0, 0, 2], [3, 0]]
 
 
 def test_metrics_of_a_batch(tokenizer: Any) -> None:
@@ -163,7 +169,7 @@ def test_options_that_a_reward_does_not_take(tokenizer: Any) -> None:
 
 
 def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
-    mask = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0], [1, 0, 0, 0, 0]])
+    mask = rows_of([[1, 1, 0, 1, 0], [1, 1, 1], [0, 0], [1]])
     results = [
         RewardResult(1.0, token_scores=[0.5, 0.25, 0.125]),
         RewardResult(2.0),
@@ -171,12 +177,12 @@ def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
         RewardResult(-1.0, token_scores=[-1.0]),
     ]
     scored = Scored([RewardSample("", "")] * 4, results, 1.0)
-    expected = [[0.5, 0.25, 0, 0.25, 0], [0, 0, 2, 0, 0], [3, 0, 0, 0, 0], [-1, 0, 0, 0, 0]]
-    assert scored.token_level_scores(mask).tolist() == expected
+    expected = [[0.5, 0.25, 0, 0.25, 0], [0, 0, 2], [3, 0], [-1]]
+    assert level(scored, mask) == expected
     # A reward model's 10, and half of the results' own.
     scored.rule_weight, scored.scores = 0.5, 10.0 + 0.5 * scored.scores
-    expected = [[0.25, 0.125, 0, 10.125, 0], [0, 0, 11, 0, 0], [11.5, 0, 0, 0, 0], [9.5, 0, 0, 0, 0]]
-    assert scored.token_level_scores(mask).tolist() == expected
+    expected = [[0.25, 0.125, 0, 10.125, 0], [0, 0, 11], [11.5, 0], [9.5]]
+    assert level(scored, mask) == expected
 
 
 def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
@@ -185,8 +191,14 @@ def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
     scorer.score(batch)
     assert [list(sample.turn_ids) for sample in SEEN] == [[], []]
     SEEN.clear()
-    turns = torch.arange(batch["responses"].shape[1]).expand(len(batch), -1)
-    scorer.score(batch.with_columns({"turn_ids": turns.clone()}))
-    for sample, mask in zip(SEEN, batch["response_mask"], strict=True):
-        assert list(sample.turn_ids) == mask.nonzero().squeeze(-1).tolist()
+    responses = Jagged.of(batch["responses"])
+    mask = responses.values != responses.values[0]
+    scorer.score(
+        batch.with_columns(
+            {"turn_ids": responses.with_values(responses.places), "response_mask": responses.with_values(mask)}
+        )
+    )
+    assert list(SEEN[0].turn_ids) == [1]
+    for sample, row in zip(SEEN, responses.like(mask).unbind(), strict=True):
+        assert list(sample.turn_ids) == row.nonzero().squeeze(-1).tolist()
         assert len(sample.turn_ids) == len(sample.response_ids)

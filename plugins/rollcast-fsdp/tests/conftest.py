@@ -18,8 +18,13 @@ torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[Ranks]:
-    yield shared_ranks()
+def ranks() -> Ranks:
+    return shared_ranks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_this_module() -> Iterator[None]:
+    yield
     shared_ranks().close()
 
 

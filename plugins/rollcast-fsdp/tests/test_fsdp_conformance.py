@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from rollcast_testing import EngineSuite, Layout
+
+pytestmark = pytest.mark.long
 
 PACKS = {"use_remove_padding": True}
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 import yaml  # type: ignore[import-untyped]
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForTokenClassification
 
 from rollcast import build_section
@@ -275,3 +276,26 @@ def test_meshes_that_do_not_fit_the_ranks_name_those_that_do(key: str, size: int
 def test_sequences_are_shared_in_packs_only() -> None:
     with pytest.raises(ConfigError, match=r"splits packed sequences; set actor\.engine\.use_remove_padding=true too"):
         FsdpConfig(ulysses_sequence_parallel_size=2).check(2)
+
+
+def _critic(folder: Path, attention: str = "sdpa", ranks: int = 1, **keys: Any) -> FsdpEngine:
+    """A critic's engine; a language model, because a value model has no vocabulary head to refuse."""
+    model = ModelConfig(str(folder), attn_implementation=attention)
+    context = WorkerContext(world_size=ranks)
+    return FsdpEngine(EngineSetup("language_model", model, FsdpConfig(**keys), None, context, section="critic"))
+
+
+def test_keys_that_model_or_machine_refuse_are_named_with_their_role(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    packs = {"use_remove_padding": True}
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.use_remove_padding is true, but model\.attn"):
+        _critic(model_folder, "eager", **packs).initialize()
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.ulysses_sequence_parallel_size is 8, but .*4 attention"):
+        _critic(model_folder, ranks=8, ulysses_sequence_parallel_size=8, **packs).initialize()
+    monkeypatch.setattr("transformers.Qwen2ForCausalLM.get_output_embeddings", lambda self: nn.Identity())
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.use_fused_kernels is true, but the vocabulary head"):
+        _critic(model_folder, use_fused_kernels=True).initialize()
+    monkeypatch.setattr("rollcast_fsdp.kernels.shutil.which", lambda name: None)
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.use_torch_compile is true, but .* compiler"):
+        _critic(model_folder, use_torch_compile=True).initialize()

@@ -19,6 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qw
 from rollcast.errors import ConfigError
 from rollcast_testing.tiny import plain_model, plain_weights, tiny_model_folder
 
+pytestmark = pytest.mark.long
+
 ALONE = scenarios.ALONE
 
 

@@ -15,7 +15,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RequestError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_hf.errors import GenerationError
 from rollcast_hf.rollout import HfRollout
@@ -99,16 +99,10 @@ def test_every_stop_token_of_generation_config_finishes_a_response(
     ids = read_stop_token_ids(folder, load_tokenizer(folder))
     rollout = make_rollout(path=folder)
     rollout.setup = replace(rollout.setup, stop_token_ids=ids)
-    width = max(map(len, prompts))
-    batch = DataProto.from_dict(
-        {
-            "input_ids": torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts]),
-            "attention_mask": torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]),
-        }
-    )
-    out = asyncio.run(generate_sequences(rollout, batch, GREEDY, 0))
+    rows = torch.nested.nested_tensor([torch.tensor(prompt) for prompt in prompts], layout=torch.jagged)
+    out = asyncio.run(generate_sequences(rollout, DataProto.from_dict({"prompts": rows}), GREEDY))
     ends = [min((row.index(each) + 1 for each in (EOS, second) if each in row), default=None) for row in free]
-    assert out["response_mask"].sum(-1).tolist() == [end or GREEDY.max_tokens for end in ends]
+    assert Jagged.of(out["response_mask"]).sums().tolist() == [end or GREEDY.max_tokens for end in ends]
     assert out["finished"].tolist() == [end is not None for end in ends]
     assert set(ends) > {None, 3}
 

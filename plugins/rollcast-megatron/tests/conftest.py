@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +22,12 @@ torch.set_num_threads(1)
 def two_ranks() -> Ranks:
     """Two, unless it is told otherwise."""
     return shared_ranks()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _ranks_of_this_module() -> Iterator[None]:
+    yield
+    shared_ranks().close()
 
 
 @pytest.fixture(scope="session")

@@ -18,6 +18,8 @@ from rollcast_megatron.engine import MegatronEngine
 from rollcast_testing.ranks import Ranks
 from rollcast_testing.tiny import plain_model, plain_weights
 
+pytestmark = pytest.mark.long
+
 TP2 = {"tensor_model_parallel_size": 2}
 PP2 = {"pipeline_model_parallel_size": 2}
 SP2 = {**TP2, "sequence_parallel": True}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 from typing import ClassVar
 
+import pytest
+
 from rollcast_testing import EngineSuite, Layout
+
+pytestmark = pytest.mark.long
 
 TENSOR, PIPELINE = {"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}
 FULL = {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1}

@@ -18,7 +18,7 @@ from megatron_models import family_config
 
 from rollcast.contracts.engine import ForwardSettings, ModelConfig
 from rollcast.errors import ConfigError
-from rollcast_engine.batching import dummy_micro_batch, plan_batch, tensor_columns
+from rollcast_engine.batching import dummy_micro_batch, plan_batch
 from rollcast_megatron.inputs import decoder_inputs
 from rollcast_megatron.maps import FusedQkv, FusedRows, families, find_map
 from rollcast_megatron.vocab import VocabularySlice, head_quantities
@@ -66,7 +66,7 @@ def test_maps_name_every_parameter_once(family: str, tied: bool, tmp_path: Path)
 @given(seed=st.integers(0, 1000), multiple=st.integers(1, 4), rows=st.integers(1, 5))
 def test_rows_start_at_the_front(seed: int, multiple: int, rows: int) -> None:
     batch = random_batch(rows, 5, 4, seed=seed)
-    micro = plan_batch(tensor_columns(batch), ForwardSettings()).micro_batch(0, torch.device("cpu"))
+    micro = plan_batch(batch, ForwardSettings()).micro_batch(0, torch.device("cpu"))
     inputs = decoder_inputs(micro, multiple)
     assert inputs.input_ids.size(1) % multiple == 0
     assert inputs.position_ids.shape == inputs.input_ids.shape

@@ -98,6 +98,15 @@ def test_models_that_the_mesh_cannot_split(
         check_model(find_map(family_config("llama", False, **changes)), MegatronConfig(**keys))
 
 
+def test_a_size_that_the_model_refuses_is_named_with_its_role(tmp_path: Path) -> None:
+    family_config("llama", False).save_pretrained(tmp_path)
+    keys = MegatronConfig(tensor_model_parallel_size=4)
+    context = replace(scenarios.ALONE, world_size=4)
+    setup = EngineSetup("value_model", ModelConfig(str(tmp_path)), keys, None, context, section="critic")
+    with pytest.raises(ConfigError, match=r"^critic\.engine\.tensor_model_parallel_size is 4, which does not divide"):
+        MegatronEngine(setup).initialize()
+
+
 @pytest.mark.parametrize(
     ("family", "changes", "message"),
     [

@@ -25,6 +25,8 @@ from rollcast_ray import RayRuntime
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.workers.roles import Role
 
+pytestmark = pytest.mark.long
+
 
 def names_in(trace: Path) -> set[str]:
     """Names of the events in a trace."""

@@ -16,6 +16,9 @@ from rollcast import DataProto, Dispatch, Worker, register
 class Patient(Worker):
     """Waits for long, and says when it is interrupted."""
 
+    # Calls run in the main thread, the only one whose sleep can be interrupted; coroutines run there too.
+    concurrent_async = False
+
     def __init__(self, folder: str = "") -> None:
         self.folder = Path(folder)
 
@@ -53,9 +56,25 @@ class Patient(Worker):
             (self.folder / f"ended-{self.rank}").touch()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def raise_on_all(self) -> None:
+        raise ValueError("all of us")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def wait_on(self, rank: int) -> None:
         if self.rank == rank:
+            (self.folder / f"started-{self.rank}").touch()
             self._wait()
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def mark(self, name: str) -> int:
+        (self.folder / f"{name}-{self.rank}").touch()
+        return self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def wait_for_file(self, file: str) -> int:
+        while not Path(file).exists():
+            time.sleep(0.02)
+        return self.rank
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def pid(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 from typing import Any
 
 from rollcast import ClassWithInitArgs, Dispatch, ResourcePool, Worker, register
@@ -32,6 +33,12 @@ class Placed(Worker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def device(self) -> tuple[str | None, int | None]:
         return os.environ.get("CUDA_VISIBLE_DEVICES"), self.context.device_index
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def die_on(self, rank: int) -> None:
+        if self.rank == rank:
+            os.write(2, f"last words of rank {rank}\n".encode())
+            os.kill(os.getpid(), signal.SIGKILL)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def increase(self) -> int:

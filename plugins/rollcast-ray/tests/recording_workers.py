@@ -50,5 +50,23 @@ class Forgetful(Scaled):
         """Nothing."""
 
 
+class Sharded(Scaled):
+    """Writes a file on each rank, and one that is the same on all."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def disagree(self) -> None:
+        self.factor += self.rank
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def folders(self) -> str:
+        return self.folder
+
+    def record_state(self, folder: str) -> None:
+        self.folder = folder
+        (Path(folder) / "same").write_text(str(self.factor))
+        (Path(folder) / "shards").mkdir()
+        (Path(folder) / "shards" / str(self.rank)).write_text(f"shard of rank {self.rank}")
+
+
 def batch(rows: int) -> DataProto:
     return DataProto.from_dict({"x": torch.arange(rows).float()}, {"u": [str(row) for row in range(rows)]})

@@ -278,6 +278,9 @@ def test_a_deadline_is_an_error_that_names_the_late_rank(make) -> None:
         group.with_timeout(3.0).sleep(1, 6.0)
     assert isinstance(caught.value, TimeoutError)
     assert caught.value.rank == 1
+    with pytest.raises(WorkerError, match=r"place is refused: worker\.sleep passed its deadline"):
+        group.place()
+    group.restart()
     assert len(group.place()) == 2
 
 
@@ -394,3 +397,20 @@ def test_a_rank_that_never_answers_does_not_hold_up_the_end(make) -> None:
         group.with_timeout(0.2).sleep(0, 600.0)
     group.shutdown()
     assert gone(pids)
+
+
+def test_a_group_is_attached_to_by_the_handles_of_its_actors(probes: WorkerGroup) -> None:
+    handles = [worker.handle for worker in probes.workers]
+    other = RayRuntime()
+    try:
+        group = RayWorkerGroup.from_actors(handles[::-1], Probe, runtime=other)
+        assert (group.name, group.world_size) == ("probes", 2)
+        assert group.place() == probes.place()
+        for wrong in (handles[:1], handles[:1] * 2, []):
+            with pytest.raises(ResourceError, match=r"the actors are ranks .* give all \d ranks of one group"):
+                RayWorkerGroup.from_actors(wrong, Probe, runtime=other)
+        with pytest.raises(ResourceError, match="no actor 'nobody' runs in the namespace"):
+            RayWorkerGroup.from_actors(["nobody"], Probe, runtime=other)
+    finally:
+        other.shutdown()  # leaves the group to whoever started it
+    assert len(probes.place()) == 2

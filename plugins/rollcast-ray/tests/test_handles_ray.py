@@ -14,6 +14,7 @@ from handle_workers import WIDTH, Actor, Critic
 
 from rollcast import ClassWithInitArgs, DataProto, DataProtoFuture, ResourcePool, WorkerGroup
 from rollcast.errors import DataProtoError, WorkerError
+from rollcast.protocol.future import Kept
 from rollcast_ray.runtime import RayRuntime
 
 ROWS = 12
@@ -45,13 +46,14 @@ def arrived(runtime: RayRuntime, monkeypatch: pytest.MonkeyPatch) -> dict[str, i
     seen: dict[str, int] = {}
 
     def count(value: Any) -> None:
+        value = value.batch if isinstance(value, Kept) else value
         if isinstance(value, DataProto):
             for name in value.keys():  # noqa: SIM118
                 seen[name] = seen.get(name, 0) + value.select([name]).nbytes
         else:
             seen[""] = seen.get("", 0) + len(pickle.dumps(value))
 
-    for name in ("fetch", "gather"):
+    for name in ("fetch_rows", "gather"):
         original = getattr(runtime, name)
 
         def counted(refs: Any, timeout: Any, original: Any = original) -> Any:
@@ -129,11 +131,12 @@ def test_rows_are_lost_with_their_worker_and_that_is_said(runtime: RayRuntime) -
 def test_kept_rows_are_freed_with_the_last_handle(actor, runtime: RayRuntime) -> None:
     import ray
 
-    columns = actor.generate.remote(prompts())._content().columns.values()
-    refs = [piece.ref for column in columns for piece in column.pieces]
+    columns = list(actor.generate.remote(prompts())._content().columns.values())
+    refs = [piece.ref.ref for column in columns for piece in column.rows.pieces]
+    assert len(set(refs)) == 2  # one object a worker, whatever its columns
     assert len(ray.get(refs)) == len(refs)
     text = [ref.hex() for ref in refs]
-    del refs
+    del refs, columns
     gc.collect()
     held = ray._private.worker.global_worker.core_worker.get_all_reference_counts()
     assert not [each for each in text if each in held]

@@ -7,7 +7,8 @@ import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from ray.cluster_utils import Cluster
 
 from rollcast import ClassWithInitArgs, ResourcePool, ResourcePoolManager, WorkerGroup, start_groups
 from rollcast.errors import ResourceError, WorkerError
-from rollcast_ray import RayResourcePool, RayWorkerGroup
+from rollcast_ray import RayResourcePool, RayWorkerGroup, logs
 from rollcast_ray.actors import find_detached
 from rollcast_ray.runtime import RayRuntime
 
@@ -76,6 +77,13 @@ def gone(pids: list[int]) -> bool:
     """Whether the processes end (they may take a moment)."""
     _, alive = psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
     return not alive
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 60
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return condition()
 
 
 def reserved() -> int:
@@ -298,6 +306,47 @@ def test_functions_run_on_all_workers_and_across_roles(make) -> None:
     assert placed.execute_all_sync("increase") == [6, 5]
     with pytest.raises(WorkerError, match=r"ZeroDivisionError"):
         placed.execute_func(lambda worker: 1 / 0)
+
+
+# -- nodes ------------------------------------------------------------------------------------------
+
+
+def test_an_address_of_another_cluster_than_the_one_that_runs_is_refused(runtime, cluster) -> None:
+    RayRuntime(address=cluster.address).start()
+    with pytest.raises(ResourceError, match=f"already joined Ray at {cluster.address}"):
+        RayRuntime(address="127.0.0.1:1").start()
+
+
+def test_the_last_output_of_a_process_comes_from_its_own_node(make, tmp_path: Path, monkeypatch) -> None:
+    """The driver's machine has no file of that process, but one of another that has the same id."""
+    group = make(ResourcePool([2], resources={"disk": 1}), name="far")
+    pid = group.workers[1].info.pid
+    (tmp_path / f"worker-{'0' * 56}-01000000-{pid}.err").write_text("not my words\n")
+    monkeypatch.setattr(logs, "log_folder", lambda: tmp_path)
+    with pytest.raises(WorkerError, match="process died") as caught:
+        group.die_on(1)
+    assert "last words of rank 1" in str(caught.value)
+    assert "not my words" not in str(caught.value)
+
+
+def test_a_group_is_restarted_elsewhere_after_its_node_is_lost(cluster, runtime) -> None:
+    spare = {"num_cpus": 1, "object_store_memory": STORE, "resources": {"spare": 1}}
+    lost = cluster.add_node(node_ip_address="127.0.0.13", **spare)
+    pool = ResourcePool([1], resources={"spare": 1})
+    group = WorkerGroup(pool, ClassWithInitArgs(Placed), runtime=runtime, name="moving")
+    added = None
+    try:
+        assert group.node() == ["127.0.0.13"]
+        cluster.remove_node(lost)
+        assert wait_until(lambda: group.lost_ranks == [0])
+        added = cluster.add_node(node_ip_address="127.0.0.14", **spare)
+        group.restart()
+        assert group.node() == ["127.0.0.14"]
+    finally:
+        group.shutdown()
+        if added is not None:
+            cluster.remove_node(added)
+    assert reserved() == 0
 
 
 # -- groups in workers ------------------------------------------------------------------------------

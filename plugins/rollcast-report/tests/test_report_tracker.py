@@ -219,7 +219,7 @@ def test_single_validation_and_chat_prompt(tmp_path: Path) -> None:
     "values",
     [
         [0.0], [1.0], [-3.0, -3.0], [0.0, 0.0, 0.0], [1e-9, 3e-9], [1e300, -1e300], [5e6, 5e6 + 1], [None, 1.0, None],
-        [None, None], [], [0.5, None, None, 0.7, None, 0.1], [1.0, 1.0 + 1e-16],
+        [None, None], [], [-0.02, 0.02], [-1e-7, 3.0], [0.5, None, None, 0.7, None, 0.1], [1.0, 1.0 + 1e-16],
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("spec", [ChartSpec("a", "A"), ChartSpec("a", "A", "%", 0.0, 1.0, mark_zero=True)])
@@ -227,6 +227,7 @@ def test_chart_of_odd_series(values: list[float | None], spec: ChartSpec) -> Non
     text = render_chart(list(enumerate(values)), spec, 560, 290, len(values))
     assert _Page(text).open == []
     assert "nan" not in text and "inf" not in text
+    assert not re.search(r">-0(\.0*)?[ %kM]*<", text)  # zero has no sign
     for x, y in re.findall(r'cx="([-\d.e+]+)" cy="([-\d.e+]+)"', text):
         assert 0 <= float(x) <= 560 and 0 <= float(y) <= 290
 
@@ -245,3 +246,14 @@ def test_smooth_and_numbers() -> None:
     shown = [format_number(value) for value in (0.0, 0.12345, 12.345, 31000, 2.5e6, 2.6e-5, -0.5)]
     assert shown == ["0", "0.1235", "12.3", "31k", "2.5M", "2.60e-5", "-0.5"]
     assert format_number(0.5125, "%") == "51.2 %"
+
+
+def test_recoveries_are_a_table(tmp_path: Path) -> None:
+    _drive(tmp_path)
+    assert "Recoveries" not in _page(tmp_path / "report.html").text
+    line = {"number": 1, "failed_step": 7, "step": 5, "reason": f"rank 1 died {_EVIL}"}
+    (tmp_path / "recoveries.jsonl").write_text(json.dumps(line) + "\nnot json\n")
+    write_report(tmp_path)
+    page = _page(tmp_path / "report.html")
+    assert "Recoveries" in page.text and f"rank 1 died {_EVIL}" in page.text
+    assert "recoveries.jsonl: 1 unreadable (line 2)" in page.text

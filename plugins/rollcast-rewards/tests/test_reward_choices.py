@@ -93,6 +93,10 @@ def math(response: str, truth: str, score: float = 1.0) -> tuple[RewardSample, f
     return RewardSample("?", response, ground_truth=truth), score
 
 
+#: A matrix over several lines, as data sets write them.
+MATRIX = "\\begin{pmatrix}\n1 & 2 \\\\\n3 & 19\n\\end{pmatrix}"
+
+
 class TestMath(RewardSuite):
     name = "math"
     max_seconds = 30.0
@@ -104,6 +108,12 @@ class TestMath(RewardSuite):
         math(r"\boxed{\{1, 2\}}", r"\{2, 1\}"),
         math(r"\boxed{2\sqrt{2}}", r"\sqrt{8}"),
         math(r"\boxed{1,080}", "1080"),
+        math(rf"\boxed{{{MATRIX}}}", MATRIX),
+        math(f"It is\n$\n{MATRIX}\n$", MATRIX),
+        math(r"\boxed{19}", MATRIX, 0.0),
+        math(r"\boxed{18.90}", r"\$18.90"),
+        math(r"\boxed{\$18.90}", r"\$18.90"),
+        math(r"\boxed{18.09}", r"\$18.90", 0.0),
         math(r"\boxed{4}", "5", 0.0),
         math("no idea", "5", 0.0),
     )

@@ -11,6 +11,7 @@ import pytest
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.function import FunctionReward
+from rollcast_rewards.policy import check_value
 from rollcast_testing.reward import RewardSuite
 
 SOURCE = """
@@ -34,6 +35,18 @@ def verl_short(data_source, solution_str, ground_truth, scale=1.0):
 
 def verl_open(data_source, solution_str, ground_truth, **others):
     return float(len(others))
+
+def verl_scalars(data_source, solution_str, ground_truth):
+    import numpy as np
+    import torch
+
+    return {"score": np.float32(1), "half": np.float32(0.5), "count": np.int64(3), "norm": torch.tensor([2.0]),
+            "text": "4", "nothing": None, "list": [1.0]}
+
+def verl_many(data_source, solution_str, ground_truth):
+    import torch
+
+    return {"score": 1.0, "norms": torch.ones(2)}
 
 def no_score(sample):
     return {"value": 1}
@@ -89,6 +102,15 @@ def test_verl_mappings(write: Write) -> None:
     assert FunctionReward(f"{path}:verl").score(SAMPLE) == RewardResult(1.0, True, {"level": 2.0})
     with pytest.raises(RewardError, match="without 'score'; its keys: value"):
         FunctionReward(f"{path}:no_score").score(SAMPLE)
+
+
+def test_numbers_of_numpy_and_torch_in_a_mapping_are_kept(write: Write) -> None:
+    path = write()
+    found = check_value(FunctionReward(f"{path}:verl_scalars").score(SAMPLE), SAMPLE)
+    assert found == RewardResult(1.0, None, {"half": 0.5, "count": 3.0, "norm": 2.0})
+    refused = check_value(FunctionReward(f"{path}:verl_many").score(SAMPLE), SAMPLE)
+    assert "norms = tensor" in str(refused)
+    assert "not a number" in str(refused)
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,18 @@ def replica_spec(model_folder: Path) -> ReplicaSpec:
     )
 
 
+@pytest.fixture(scope="module")
+def shared_replica(
+    replica_spec: ReplicaSpec, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[ReplicaProcess, ReplicaAddress]]:
+    """A replica for the tests that leave it with the model's weights and running."""
+    process = ReplicaProcess(replace(replica_spec, log_dir=str(tmp_path_factory.mktemp("replica"))))
+    try:
+        yield process, process.wait_ready()
+    finally:
+        process.stop()
+
+
 @pytest.fixture
 def start_replica(replica_spec: ReplicaSpec, tmp_path: Path) -> Iterator[Callable[..., tuple[Any, ReplicaAddress]]]:
     """Start a replica with some of the spec changed; it is stopped afterwards."""

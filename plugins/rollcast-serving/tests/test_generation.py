@@ -1,4 +1,4 @@
-"""``generate_sequences``: requests from padded prompts, and padded rows from answers."""
+"""``generate_sequences``: requests from jagged prompts, and rows from answers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from rollcast.contracts.rollout import (
     SamplingParams,
     WeightReport,
 )
-from rollcast.protocol import DataProto
-from rollcast_serving.generation import GenerationContractError, generate_sequences, trim_responses
+from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.generation import GenerationContractError, generate_sequences
 
 PAD = 0
 
@@ -45,17 +45,13 @@ class Scripted(BaseRollout):
         raise NotImplementedError
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> DataProto:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    return DataProto.from_dict(
-        {"input_ids": ids, "attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
-    )
+def prompts_of(prompts: Sequence[Sequence[int]]) -> DataProto:
+    rows = [torch.tensor(list(prompt)) for prompt in prompts]
+    return DataProto.from_dict({"prompts": torch.nested.nested_tensor(rows, layout=torch.jagged)})
 
 
 def generate(rollout: BaseRollout, prompts: DataProto, width: int) -> DataProto:
-    return asyncio.run(generate_sequences(rollout, prompts, SamplingParams(max_tokens=width), PAD))
+    return asyncio.run(generate_sequences(rollout, prompts, SamplingParams(max_tokens=width)))
 
 
 tokens = st.lists(st.integers(2, 50), min_size=1, max_size=6)
@@ -69,28 +65,22 @@ def test_every_answer_stands_behind_its_own_prompt(rows: list[tuple[list[int], l
         for _, answer, ended in rows
     ]
     rollout = Scripted(answers)
-    out = generate(rollout, left_padded([prompt for prompt, _, _ in rows]), width)
+    out = generate(rollout, prompts_of([prompt for prompt, _, _ in rows]), width)
     assert [list(request.prompt_ids) for request in rollout.requests] == [prompt for prompt, _, _ in rows]
-    assert out["responses"].shape == out["response_mask"].shape == out["rollout_log_probs"].shape == (len(rows), width)
-    prompt_width = out["prompts"].shape[1]
-    assert torch.equal(out["input_ids"], torch.cat([out["prompts"], out["responses"]], 1))
-    assert torch.equal(out["attention_mask"][:, prompt_width:], out["response_mask"])
+    assert [out[name].dtype for name in ("prompts", "responses")] == [torch.int32] * 2
+    assert (out["response_mask"].dtype, out["rollout_log_probs"].dtype) == (torch.bool, torch.float32)
+    columns = [out[name].unbind() for name in ("prompts", "responses", "response_mask", "rollout_log_probs")]
     for row, (prompt, answer, ended) in enumerate(rows):
-        present = out["attention_mask"][row].bool()
-        assert out["input_ids"][row][present].tolist() == [*prompt, *answer]
-        assert out["position_ids"][row][present].tolist() == list(range(len(prompt) + len(answer)))
-        chosen = out["response_mask"][row].bool()
-        assert out["responses"][row][chosen].tolist() == answer
-        assert out["responses"][row][~chosen].eq(PAD).all()
-        assert out["rollout_log_probs"][row][chosen].tolist() == [-0.5 * token for token in answer]
-        assert out["rollout_log_probs"][row][~chosen].eq(0).all()
+        found, responses, mask, log_probs = (column[row].tolist() for column in columns)
+        assert (found, responses, mask) == (prompt, answer, [True] * len(answer))
+        assert log_probs == [-0.5 * token for token in answer]
         assert bool(out["finished"][row]) == ended
         assert int(out["rollout_weight_version"][row]) == 3
 
 
 def test_an_aborted_answer_without_tokens_is_an_empty_row() -> None:
-    out = generate(Scripted([RolloutSequence([], [], "abort", [])]), left_padded([[5, 6]]), 4)
-    assert out["response_mask"].sum() == 0
+    out = generate(Scripted([RolloutSequence([], [], "abort", [])]), prompts_of([[5, 6]]), 4)
+    assert Jagged.of(out["response_mask"]).lengths.tolist() == [0]
     assert not bool(out["finished"][0])
     assert int(out["rollout_weight_version"][0]) == -1
 
@@ -104,22 +94,4 @@ def test_an_aborted_answer_without_tokens_is_an_empty_row() -> None:
 )
 def test_a_rollout_that_breaks_its_contract_is_named(answer: RolloutSequence, says: str) -> None:
     with pytest.raises(GenerationContractError, match=says):
-        generate(Scripted([answer]), left_padded([[5]]), 4)
-
-
-def test_trimming_cuts_to_the_longest_answer() -> None:
-    answers = [RolloutSequence([7] * n, [-1.0] * n, "stop", [0] * n) for n in (2, 3)]
-    out = generate(Scripted(answers), left_padded([[5], [6, 6]]), 8)
-    trimmed = trim_responses(out)
-    assert trimmed["responses"].shape == (2, 3)
-    assert trimmed["input_ids"].shape == (2, 2 + 3)
-    for name in ("responses", "response_mask", "rollout_log_probs"):
-        assert torch.equal(trimmed[name], out[name][:, :3])
-    for name in ("input_ids", "attention_mask", "position_ids"):
-        assert torch.equal(trimmed[name], out[name][:, :5])
-    assert torch.equal(trimmed["prompts"], out["prompts"])
-
-
-def test_trimming_keeps_one_column_where_nothing_was_generated() -> None:
-    out = generate(Scripted([RolloutSequence([], [], "abort", [])]), left_padded([[5]]), 4)
-    assert trim_responses(out)["responses"].shape == (1, 1)
+        generate(Scripted([answer]), prompts_of([[5]]), 4)

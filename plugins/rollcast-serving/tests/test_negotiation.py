@@ -7,11 +7,15 @@ from typing import Any
 
 import pytest
 
+from rollcast import WorkerHost
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
-from rollcast.contracts.weight_sync import weight_syncs
+from rollcast.contracts.runtime import WorkerRaised
+from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
+from rollcast_serving.weight_sync import weight_syncs
+from rollcast_serving.worker import ReplicaWorker
 
 CHOICE = Choice("e", "r", "hybrid", "in_process")
 
@@ -87,22 +91,46 @@ def test_what_is_no_combination() -> None:
 @pytest.mark.parametrize(
     ("mode", "same_process", "own_pool", "processes", "size", "words"),
     [
-        ("hybrid", True, True, 2, 1, "lives in the actor's processes"),
-        ("standalone", False, False, 2, 1, "needs a pool of its own"),
-        ("colocated", False, True, 2, 1, "rollout.mode=standalone, not colocated"),
-        ("colocated", False, False, 3, 2, "does not divide the 3 processes"),
+        ("hybrid", True, True, [2], 1, "lives in the actor's processes"),
+        ("standalone", False, False, [2], 1, "needs a pool of its own"),
+        ("colocated", False, True, [2], 1, "rollout.mode=standalone, not colocated"),
+        ("colocated", False, False, [3], 2, "does not divide the 3 processes"),
+        (
+            "colocated",
+            False,
+            False,
+            [8, 8],
+            16,
+            r"\[8, 8\] processes on its nodes, so a replica would span.*: 1, 2, 4, 8$",
+        ),
+        ("colocated", False, False, [3, 3], 2, r"tensor_model_parallel_size is 2, but .* span nodes.* fit: 1, 3$"),
     ],
 )
-def test_places(mode: str, same_process: bool, own_pool: bool, processes: int, size: int, words: str) -> None:
+def test_places(mode: str, same_process: bool, own_pool: bool, processes: list[int], size: int, words: str) -> None:
     choice = Choice("e", "r", mode, "shared_memory", size)
     with pytest.raises(ConfigError, match=words):
         check_places(choice, same_process, own_pool, processes)
 
 
+@pytest.mark.parametrize(
+    ("rank", "local_rank", "on_node", "fits"), [(2, 2, 3, False), (2, 0, 3, True), (3, 0, 1, True)]
+)
+def test_a_replica_whose_ranks_were_placed_on_two_nodes_is_refused(
+    rank: int, local_rank: int, on_node: int, fits: bool
+) -> None:
+    place = WorkerContext(rank=rank, world_size=6, local_rank=local_rank, local_world_size=on_node, node="10.0.0.7")
+    worker = ClassWithInitArgs(ReplicaWorker, None, 2)
+    if fits:
+        WorkerHost().build(place, {"rollout": worker})
+    else:
+        with pytest.raises(WorkerRaised, match=r"replica of ranks 2 to 3 would span nodes: .* 10\.0\.0\.7 has 1 of"):
+            WorkerHost().build(place, {"rollout": worker})
+
+
 def test_places_that_fit() -> None:
-    check_places(Choice("e", "r", "standalone", "disk", 2), False, True, 4)
-    check_places(Choice("e", "r", "colocated", "disk"), False, False, 3)
-    check_places(CHOICE, True, False, 1)
+    check_places(Choice("e", "r", "standalone", "disk", 2), False, True, [4, 2])
+    check_places(Choice("e", "r", "colocated", "disk"), False, False, [3, 1])
+    check_places(CHOICE, True, False, [1])
 
 
 @pytest.mark.parametrize(

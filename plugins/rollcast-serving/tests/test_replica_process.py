@@ -21,15 +21,16 @@ import pytest
 from serving_tools import EOS, ListEngine, greedy, load_model, make_requests, write_model
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
-from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast.errors import ConfigError, PluginNotFoundError, RequestError, RolloutError, WeightSyncError
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
+from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 pytestmark = pytest.mark.long
 
-Start = Callable[..., tuple[ReplicaProcess, ReplicaAddress]]
+Started = tuple[ReplicaProcess, ReplicaAddress]
+Start = Callable[..., Started]
 
 
 def ask(address: ReplicaAddress, requests: list[RolloutRequest]) -> dict[int, Any]:
@@ -61,7 +62,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
     for index, request in enumerate(requests):
         (sequence,) = outputs[index].sequences
         assert outputs[index].request_id == request.request_id
-        assert sequence.token_ids == greedy(model, request.prompt_ids, 8)
+        assert list(sequence.token_ids) == greedy(model, request.prompt_ids, 8)
         assert sequence.weight_versions == [0] * len(sequence.token_ids)
         assert len(sequence.log_probs) == len(sequence.token_ids)
     other = load_model(write_model(tmp_path / "other", seed=1))
@@ -72,7 +73,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
         assert (report.version, report.tensors) == (version, len(named))
         assert report.load_seconds <= report.seconds
         (sequence,) = ask(address, requests[:1])[0].sequences
-        assert sequence.token_ids == greedy(other, requests[0].prompt_ids, 8)
+        assert list(sequence.token_ids) == greedy(other, requests[0].prompt_ids, 8)
         assert set(sequence.weight_versions) == {version}
         sync.close()
     process.stop()
@@ -87,11 +88,11 @@ def test_stops_at_every_stop_token(start_replica: Start, model_folder: Path) -> 
     stop = tokens[1]
     _, address = start_replica(stop_token_ids=(EOS, stop))
     (sequence,) = ask(address, [request])[0].sequences
-    assert (sequence.token_ids, sequence.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
+    assert (list(sequence.token_ids), sequence.finish_reason) == (tokens[: tokens.index(stop) + 1], "stop")
 
 
-def test_wrong_weights_stop_it_until_right_ones_come(start_replica: Start, model_folder: Path) -> None:
-    _, address = start_replica()
+def test_wrong_weights_stop_it_until_right_ones_come(shared_replica: Started, model_folder: Path) -> None:
+    _, address = shared_replica
     named = list(load_model(model_folder).named_parameters())
     engine = ListEngine([*named, ("model.no_such.weight", named[0][1])])
     sync = weight_syncs.get("shared_memory")(engine, [ReplicaReceiver(address)], SyncSettings(timeout_s=30.0))  # type: ignore[arg-type]
@@ -105,8 +106,8 @@ def test_wrong_weights_stop_it_until_right_ones_come(start_replica: Start, model
     sync.close()
 
 
-def test_nothing_without_the_token(start_replica: Start) -> None:
-    _, address = start_replica()
+def test_nothing_without_the_token(shared_replica: Started) -> None:
+    process, address = shared_replica
     openai = f"http://127.0.0.1:{address.openai_port}/v1/completions"
     for url in (f"{address.url}/generate", f"{address.url}/update_weights", openai):
         for token in (None, "wrong", address.token[:-1], "ü"):
@@ -114,12 +115,12 @@ def test_nothing_without_the_token(start_replica: Start) -> None:
                 continue  # no such header can be sent
             assert post(url, {"requests": []}, token)[0] == 401
     assert post(f"{address.url}/abort", b"{no json", address.token)[0] == 400
-    assert address.token not in " ".join(psutil.Process(start_replica(1)[0].popen.pid).cmdline())
+    assert address.token not in " ".join(psutil.Process(process.popen.pid).cmdline())
     assert address.token not in repr(address)
 
 
-def test_openai_endpoint(start_replica: Start, model_folder: Path) -> None:
-    _, address = start_replica()
+def test_openai_endpoint(shared_replica: Started, model_folder: Path) -> None:
+    _, address = shared_replica
     base = f"http://127.0.0.1:{address.openai_port}/v1"
     model = load_model(model_folder)
     body = {"prompt": [5, 6, 7], "temperature": 0, "max_tokens": 6, "logprobs": 1, "ignore_eos": True}

@@ -37,12 +37,9 @@ def local_group(replica_spec: ReplicaSpec, tmp_path: Path) -> Iterator[WorkerGro
     runtime.shutdown()
 
 
-def left_padded(prompts: Sequence[Sequence[int]]) -> DataProto:
-    width = max(map(len, prompts))
-    ids = torch.tensor([[PAD] * (width - len(prompt)) + list(prompt) for prompt in prompts])
-    mask = torch.tensor([[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    positions = (mask.cumsum(-1) - 1).clamp(min=0)
-    return DataProto.from_dict({"input_ids": ids, "attention_mask": mask, "position_ids": positions})
+def prompts_of(prompts: Sequence[Sequence[int]]) -> DataProto:
+    rows = [torch.tensor(list(prompt)) for prompt in prompts]
+    return DataProto.from_dict({"prompts": torch.nested.nested_tensor(rows, layout=torch.jagged)})
 
 
 def test_a_batch_and_a_death(local_group: WorkerGroup, model_folder: Path) -> None:
@@ -54,11 +51,10 @@ def test_a_batch_and_a_death(local_group: WorkerGroup, model_folder: Path) -> No
     assert address.host == "127.0.0.1"
 
     def check() -> None:
-        batch = replicas.generate_sequences(left_padded(prompts), SamplingParams(temperature=0.0, max_tokens=7), PAD)
+        batch = replicas.generate_sequences(prompts_of(prompts), SamplingParams(temperature=0.0, max_tokens=7))
         for row, prompt in enumerate(prompts):
             tokens = greedy(model, prompt, 7)
-            assert batch["responses"][row].tolist() == tokens + [PAD] * (7 - len(tokens))
-            assert int(batch["response_mask"][row].sum()) == len(tokens)
+            assert batch["responses"].unbind()[row].tolist() == tokens
             assert bool(batch["finished"][row]) == (tokens[-1] == EOS)
 
     check()
@@ -68,7 +64,7 @@ def test_a_batch_and_a_death(local_group: WorkerGroup, model_folder: Path) -> No
     assert [each.generation for each in resynced] == [1]
     assert replicas.addresses == resynced
     (output,) = replicas.generate_on_each(make_requests(9)[0])
-    assert output.sequences[0].token_ids == greedy(model, prompts[0], 8)
+    assert list(output.sequences[0].token_ids) == greedy(model, prompts[0], 8)
     replicas.check_health()
     replicas.release()
     replicas.resume()
@@ -89,12 +85,12 @@ def test_a_replica_that_cannot_start(replica_spec: ReplicaSpec) -> None:
 
 def test_seeds_decide_samples_on_any_replica(local_group: WorkerGroup) -> None:
     replicas = Replicas(local_group)
-    prompts = left_padded([request.prompt_ids for request in make_requests(6)])
+    prompts = prompts_of([request.prompt_ids for request in make_requests(6)])
     seeded = prompts.with_columns({"seed": torch.arange(6)})
     sampling = SamplingParams(max_tokens=12, ignore_eos=True)
 
     def sample(batch: DataProto) -> Any:
-        return replicas.generate_sequences(batch, sampling, PAD)["responses"]
+        return replicas.generate_sequences(batch, sampling)["responses"].to_padded_tensor(PAD)
 
     first = sample(seeded)
     assert torch.equal(sample(seeded), first)

@@ -234,4 +234,4 @@ def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any
     outputs = asyncio.run(main())
     model = load_model(model_folder)
     for request, output in zip(make_requests(64, max_tokens=24), outputs, strict=True):
-        assert output.sequences[0].token_ids == greedy(model, request.prompt_ids, 24)
+        assert list(output.sequences[0].token_ids) == greedy(model, request.prompt_ids, 24)

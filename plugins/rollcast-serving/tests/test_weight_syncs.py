@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
 
-from rollcast.contracts.weight_sync import SyncSettings, weight_syncs
 from rollcast.contracts.weights import AdapterWeights, WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import sending, shared_memory
+from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 SYNCS = ["shared_memory", "collective", "disk"]
 

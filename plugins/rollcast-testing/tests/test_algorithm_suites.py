@@ -179,6 +179,13 @@ def with_a_strangers_column(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs((out.advantages + bonus) * torch.where(chosen, weights.float(), 0.0), out.returns)
 
 
+@advantage(by_group=True)
+def looking_over_the_group(inputs: AdvantageInputs) -> AdvantageOutputs:
+    out, chosen = plain(inputs), inputs.response_mask != 0
+    mean = out.advantages[chosen].mean() if bool(chosen.any()) else torch.zeros(())
+    return AdvantageOutputs(torch.where(chosen, out.advantages - mean, 0.0), out.returns)
+
+
 @pytest.mark.parametrize("estimator", [centred, one_step, plain, of_components, with_a_strangers_column])
 def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
     assert broken_laws(AdvantageSuite(), estimator) == set()
@@ -217,6 +224,7 @@ def test_right_estimators_pass(estimator: AdvantageEstimator) -> None:
         (needing_too_much, "says_honestly_which_columns_it_needs"),
         (position_in_the_batch, "follows_a_permutation_of_rows"),
         (by_group_number, "ignores_the_order_of_group_ids"),
+        (looking_over_the_group, "groups_at_a_time_are_the_whole_batch"),
     ],
 )
 def test_wrong_estimators_fail(estimator: AdvantageEstimator, law: str) -> None:
@@ -280,8 +288,11 @@ def test_options_reach_the_estimator() -> None:
         return AdvantageOutputs(out.advantages * inputs.options["scale"], out.returns)
 
     assert broken_laws(Suite(), scaled) == set()
-    of_columns = {"says_honestly_which_columns_it_needs", "says_honestly_which_columns_it_can_do_without"}
-    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite) - {"agrees_with_its_examples"} - of_columns
+    not_asked = {
+        *("says_honestly_which_columns_it_needs", "says_honestly_which_columns_it_can_do_without"),
+        *("agrees_with_its_examples", "groups_at_a_time_are_the_whole_batch"),
+    }
+    assert broken_laws(AdvantageSuite(), scaled) == laws_of(AdvantageSuite) - not_asked
 
 
 def with_losses(change: Callable[[PolicyLossInputs, Tensor], Tensor]) -> PolicyLoss:
@@ -481,11 +492,11 @@ def test_authors_write_an_empty_subclass(pytester: pytest.Pytester) -> None:
     wrong_laws = len(broken_laws(AdvantageSuite(), wrong))
     count, losses = len(laws_of(AdvantageSuite)), len(laws_of(PolicyLossSuite))
     result.assert_outcomes(
-        # Of each suite the examples are skipped, and of the loss its gradient on policy.
-        passed=(count - 1) + (count - 1 - wrong_laws) + (losses - 2),
+        # Of each suite the examples are skipped, of estimators the calls by group, of the loss its gradient on policy.
+        passed=(count - 2) + (count - 2 - wrong_laws) + (losses - 2),
         failed=wrong_laws,
         errors=2 * count,
-        skipped=4,
+        skipped=6,
     )
     result.stdout.fnmatch_lines_random(
         [

@@ -11,8 +11,9 @@ from trainer_tools import SmallTask, launch, read_metrics, run_stages, set_up, w
 
 from rollcast.contracts.algorithm import advantages, policy_losses
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
-from rollcast_trainer.batch.groups import first_groups, groups_that_differ, join_generated
+from rollcast.protocol import DataProto, Jagged
+from rollcast_testing.tiny import padded_batch
+from rollcast_trainer.batch.groups import first_groups, groups_that_differ, join_groups
 from rollcast_trainer.workers.roles import Role, role_trains
 
 pytestmark = pytest.mark.long
@@ -136,7 +137,7 @@ def test_a_greedy_baseline_is_that_of_the_rows_prompt(small_task: SmallTask, tmp
         assert worker_of(trainer) is not None
 
 
-def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, tmp_path: Path) -> None:
+def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, ray_is_up: None, tmp_path: Path) -> None:
     on_ray = ["runtime=ray", "runtime.threads_per_worker=1", "actor.use_kl_loss=true", "actor.kl_loss_coef=0.1"]
     launch(critic_run(small_task, tmp_path / "fused", *SHORT, *on_ray))
     apart = ["placement.pools={critics: [1], refs: [1]}", "placement.mapping={critic: critics, ref: refs}"]
@@ -160,10 +161,10 @@ def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTas
             assert kept == 4 or metrics["rollout/gen_batches"] == 3
             assert batch["uid"].unique().tolist() == list(range(max(kept, 1)))[: len(batch["uid"].unique())]
             if kept:
-                assert bool(groups_that_differ(batch["uid"], batch["token_level_scores"].sum(-1)).all())
+                assert bool(groups_that_differ(batch["uid"], Jagged.of(batch["token_level_scores"]).sums()).all())
                 for group in batch["uid"].unique():
-                    prompts = batch["prompts"][batch["uid"] == group]
-                    assert torch.equal(prompts, prompts[:1].expand_as(prompts))
+                    prompts = batch.select_idxs(batch["uid"] == group)["prompts"].unbind()
+                    assert all(torch.equal(prompt, prompts[0]) for prompt in prompts)
 
 
 def test_dynamic_batches_train_and_go_on(small_task: SmallTask, tmp_path: Path) -> None:
@@ -174,37 +175,30 @@ def test_dynamic_batches_train_and_go_on(small_task: SmallTask, tmp_path: Path) 
     assert without_times(read_metrics(tmp_path / "whole")) == without_times(read_metrics(tmp_path / "parts"))
 
 
-def test_batches_of_different_widths_are_joined() -> None:
-    def generated(prompt: int, response: int, scores: list[float]) -> DataProto:
+def test_groups_of_several_batches_are_joined() -> None:
+    def generated(length: int, scores: list[float]) -> DataProto:
         rows = len(scores)
-        mask = torch.ones(rows, prompt + response, dtype=torch.int64)
+        responses = Jagged.from_lengths(torch.full((rows * length,), 7, dtype=torch.int32), torch.full((rows,), length))
+        last = responses.places == length - 1
         return DataProto.from_dict(
             {
                 "uid": torch.arange(rows) // 2,
-                "prompts": torch.full((rows, prompt), 5),
-                "responses": torch.full((rows, response), 7),
-                "input_ids": torch.cat([torch.full((rows, prompt), 5), torch.full((rows, response), 7)], 1),
-                "attention_mask": mask,
-                "position_ids": mask.cumsum(-1) - 1,
-                "response_mask": mask[:, prompt:],
-                "rollout_log_probs": -torch.ones(rows, response),
-                "token_level_scores": torch.nn.functional.pad(torch.tensor(scores).unsqueeze(-1), (response - 1, 0)),
+                "responses": responses.column(),
+                "score": torch.tensor(scores),
+                "token_level_scores": responses.like(last * torch.tensor(scores)[responses.rows]),
             }
         )
 
-    first, second = generated(2, 3, [0.0, 1.0, 1.0, 1.0]), generated(4, 2, [0.0, 0.0, 2.0, 1.0])
-    assert groups_that_differ(first["uid"], first["token_level_scores"].sum(-1)).tolist() == [True, True, False, False]
-    joined = join_generated([first, second], 9)
+    first, second = generated(3, [0.0, 1.0, 1.0, 1.0]), generated(2, [0.0, 0.0, 2.0, 1.0])
+    assert groups_that_differ(first["uid"], first["score"]).tolist() == [True, True, False, False]
+    joined = join_groups([first, second], 9)
     assert joined["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
-    assert joined["input_ids"][0].tolist() == [9, 9, 5, 5, 7, 7, 7]
-    assert joined["input_ids"][4].tolist() == [5, 5, 5, 5, 7, 7, 9]
-    assert joined["attention_mask"][4].tolist() == [1, 1, 1, 1, 1, 1, 0]
-    assert joined["position_ids"][0].tolist() == [0, 0, 0, 1, 2, 3, 4]
-    assert joined["response_mask"][4].tolist() == [1, 1, 0]
-    assert joined["token_level_scores"].sum(-1).tolist() == [0.0, 1.0, 1.0, 1.0, 0.0, 0.0, 2.0, 1.0]
-    differing = groups_that_differ(joined["uid"], joined["token_level_scores"].sum(-1))
-    chosen = first_groups(joined.select_idxs(differing.nonzero().flatten()), 1)
-    assert chosen["uid"].tolist() == [0, 0]
+    assert Jagged.of(joined["responses"]).lengths.tolist() == [3] * 4 + [2] * 4
+    assert Jagged.of(joined["token_level_scores"]).sums().tolist() == joined["score"].tolist()
+    differing = groups_that_differ(joined["uid"], joined["score"])
+    kept = first_groups(joined.select_idxs(differing.nonzero().flatten()), 1)
+    assert kept["uid"].tolist() == [0, 0]
+    assert join_groups([first, second], 3)["uid"].tolist() == [0, 0, 1, 1, 2, 2]
 
 
 @pytest.fixture(scope="module")
@@ -226,8 +220,9 @@ def test_a_reward_model_scores_as_transformers_does(small_task: SmallTask, judge
 
     changes = ["reward_model.enable=true", f"reward_model.model.path={judge}", "reward_model.rule_weight=0.5"]
     with set_up(small_task.ppo(tmp_path, *changes, "reward_model.weight=2.0")) as trainer:
-        batch = run_stages(trainer, until="reward")
-        rules = trainer.run.scorer.score(batch).scores
+        jagged = run_stages(trainer, until="reward")
+        rules = trainer.run.scorer.score(jagged).scores
+        batch = padded_batch(jagged)
         scores = batch["token_level_scores"].sum(-1)
         model = AutoModelForSequenceClassification.from_pretrained(judge)
         for row in range(len(batch)):
@@ -238,7 +233,9 @@ def test_a_reward_model_scores_as_transformers_does(small_task: SmallTask, judge
             assert float(scores[row]) == pytest.approx(wanted, abs=1e-5)
 
 
-def test_a_reward_model_in_a_pool_of_its_own_trains(small_task: SmallTask, judge: Path, tmp_path: Path) -> None:
+def test_a_reward_model_in_a_pool_of_its_own_trains(
+    small_task: SmallTask, judge: Path, ray_is_up: None, tmp_path: Path
+) -> None:
     on = ["reward_model.enable=true", f"reward_model.model.path={judge}"]
     ray = ["runtime=ray", "placement.pools={judges: [1]}", "placement.mapping={reward_model: judges}"]
     launch(small_task.ppo(tmp_path, *SHORT, *on, *ray))

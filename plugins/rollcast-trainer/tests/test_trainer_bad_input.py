@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 from trainer_tools import SmallTask, launch, read_metrics, set_up
 
 from rollcast.config import compose
+from rollcast.contracts.hooks import hookimpl, hooks
 from rollcast.errors import CapabilityError, ConfigError, DataError, PluginNotFoundError, ResourceError, RewardError
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
@@ -24,6 +25,13 @@ from rollcast_trainer.run.task_runner import TaskRunner
         (["rollout.n=1"], ConfigError, r"algorithm.adv_estimator=grpo .*rollout.n is 1"),
         (["rollout.n=0"], ConfigError, r"rollout.n must be at least 1, got 0"),
         (["actor.ppo_epochs=0"], ConfigError, r"actor.ppo_epochs must be at least 1, got 0"),
+        (["actor.ppo_mini_batch_size=-2"], ConfigError, r"actor.ppo_mini_batch_size must be at least 1, got -2"),
+        (["data.train_batch_size=0"], ConfigError, r"data.train_batch_size must be at least 1, got 0"),
+        (
+            ["algorithm.filter_groups.max_num_gen_batches=0"],
+            ConfigError,
+            r"algorithm.filter_groups.max_num_gen_batches must be at least 1, got 0",
+        ),
         (
             ["actor.ppo_micro_batch_size_per_gpu=0"],
             ConfigError,
@@ -183,3 +191,25 @@ def test_a_tracker_that_fails_to_close_does_not_keep_the_workers(
         assert host.workers
     assert not host.workers
     assert "cannot close" in caplog.text
+
+
+class CountingHooks:
+    """A listener that counts the runs that are configured."""
+
+    configured = 0
+
+    @hookimpl
+    def on_configure(self) -> None:
+        type(self).configured += 1
+
+
+@pytest.mark.parametrize(("off", "heard"), [("[]", 1), ("[counting]", 0), ("[counting,not_installed]", 0)])
+def test_listeners_are_left_out_by_name(
+    small_task: SmallTask, tmp_path: Path, caplog: pytest.LogCaptureFixture, off: str, heard: int
+) -> None:
+    CountingHooks.configured = 0
+    with hooks.temporarily("counting", CountingHooks), caplog.at_level("WARNING", logger="rollcast.plugins"):
+        TaskRunner(compose(small_task.ppo(tmp_path, f"disabled_hooks={off}")).config, PpoTrainer.schema)
+    assert CountingHooks.configured == heard
+    # A recipe may name a listener that this machine does not have.
+    assert ("not_installed" in caplog.text) == ("not_installed" in off)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.balance import deal_rows, row_lengths, seqlen_metrics, spread_rows
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, plan_update
 
@@ -14,8 +14,16 @@ WIDTH = 12
 
 
 def make_batch(lengths: list[int]) -> DataProto:
-    mask = (torch.arange(WIDTH) < torch.tensor(lengths).reshape(-1, 1)).long()
-    return DataProto.from_dict({"attention_mask": mask, "response_mask": mask, "row": torch.arange(len(lengths))})
+    sizes = torch.tensor(lengths, dtype=torch.int64)
+    responses = Jagged.from_lengths(torch.ones(sum(lengths), dtype=torch.bool), sizes)
+    prompts = Jagged.from_lengths(torch.zeros(0, dtype=torch.int32), torch.zeros_like(sizes))
+    columns = {"prompts": prompts, "responses": responses, "response_mask": responses}
+    return DataProto(columns, length=len(lengths)).with_columns({"row": torch.arange(len(lengths))})
+
+
+def chosen(batch: DataProto) -> torch.Tensor:
+    """Tokens under the mask of each row."""
+    return Jagged.of(batch["response_mask"]).sums()
 
 
 class Ranks:
@@ -84,7 +92,7 @@ def test_a_balanced_update_has_the_same_mini_batches(lengths: list[int], count: 
         shards = [shard.slice(start, start + per_rank) for shard in balanced.chunk(ranks)]
         before = [shard.slice(start, start + per_rank) for shard in plain.chunk(ranks)]
         start += per_rank
-        real = [row for shard in shards for row in shard["row"][shard["response_mask"].sum(-1) > 0].tolist()]
+        real = [row for shard in shards for row in shard["row"][chosen(shard) > 0].tolist()]
         assert sorted(real) == sorted(rows.tolist())
         # Filler takes part in the passes, so it counts here.
         assert max(sum(row_lengths(shard)) for shard in shards) <= max(sum(row_lengths(shard)) for shard in before)
@@ -93,7 +101,7 @@ def test_a_balanced_update_has_the_same_mini_batches(lengths: list[int], count: 
 def test_filler_is_the_shortest_row_of_the_mini_batch() -> None:
     batch = make_batch([9, 2, 8, 1])
     arranged, _ = plan_update(batch, [torch.tensor([0, 1, 2])], 2, WIDTH, lengths=row_lengths(batch))
-    filler = arranged["row"][arranged["response_mask"].sum(-1) == 0]
+    filler = arranged["row"][chosen(arranged) == 0]
     assert filler.tolist() == [1]
 
 

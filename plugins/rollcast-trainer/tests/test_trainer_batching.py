@@ -9,17 +9,27 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollcast.contracts.algorithm import AdvantageInputs, advantages, needs_of
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
+from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import count_denominators, draw_mini_batches, plan_update
 from rollcast_trainer.batch.sizes import BatchAlgebra
+from rollcast_trainer.stages.advantage import estimate_advantages
 
 WIDTH = 5
 
 
 def make_batch(lengths: list[int]) -> DataProto:
-    mask = (torch.arange(WIDTH) < torch.tensor(lengths).unsqueeze(-1)).long()
-    return DataProto.from_dict({"response_mask": mask, "row": torch.arange(len(lengths)), "payload": mask * 7})
+    mask = Jagged.from_lengths(torch.ones(sum(lengths), dtype=torch.bool), torch.tensor(lengths))
+    return DataProto.from_dict(
+        {"response_mask": mask.column(), "row": torch.arange(len(lengths)), "payload": 7 * torch.tensor(lengths)}
+    )
+
+
+def chosen(batch: DataProto) -> torch.Tensor:
+    """Tokens under the mask of each row."""
+    return Jagged.of(batch["response_mask"]).sums()
 
 
 @st.composite
@@ -45,7 +55,7 @@ def test_every_row_is_once_in_its_mini_batch_on_some_rank(
     for rows, per_rank, counts in zip(mini_batches, plan.rows_per_rank, plan.denominators, strict=True):
         parts = [shard.slice(start, start + per_rank) for shard in arranged.chunk(dp_size)]
         start += per_rank
-        present = [part["row"][part["response_mask"].sum(-1) > 0].tolist() for part in parts]
+        present = [part["row"][chosen(part) > 0].tolist() for part in parts]
         kept = [row for row in rows.tolist() if skip is None or not skip[row]]
         assert sorted(row for part in present for row in part) == sorted(kept)
         assert max(map(len, present)) - min(map(len, present)) <= 1
@@ -53,7 +63,7 @@ def test_every_row_is_once_in_its_mini_batch_on_some_rank(
         assert counts.tokens == sum(lengths[row] for row in rows.tolist())
         assert counts.sequences == len(rows)
         assert counts.max_tokens == WIDTH
-        in_batch = sum(int(part["response_mask"].sum()) for part in parts)
+        in_batch = sum(int(chosen(part).sum()) for part in parts)
         assert in_batch == (counts.tokens if counts.present_tokens is None else counts.present_tokens)
 
 
@@ -74,7 +84,7 @@ def test_all_rows_skipped_leaves_one_masked_row_a_rank() -> None:
     batch = make_batch([3, 4])
     arranged, plan = plan_update(batch, [torch.tensor([0, 1])], 3, WIDTH, skip_rows=torch.tensor([True, True]))
     assert plan.rows_per_rank == (1,)
-    assert arranged["response_mask"].sum() == 0
+    assert chosen(arranged).sum() == 0
     assert (plan.denominators[0].tokens, plan.denominators[0].present_tokens) == (7.0, 0.0)
 
 
@@ -104,7 +114,7 @@ def test_without_shuffling_the_batch_is_cut_in_order_and_gone_through_again() ->
 
 
 def test_denominators_count_tokens_and_rows_with_any() -> None:
-    counts = count_denominators(torch.tensor([[1, 1, 0], [0, 0, 0], [1, 0, 1]]), 3)
+    counts = count_denominators(torch.tensor([2, 0, 2]), 3)
     assert (counts.tokens, counts.sequences, counts.max_tokens, counts.present_tokens) == (4.0, 2.0, 3.0, None)
 
 
@@ -129,20 +139,6 @@ def test_sizes_that_do_not_divide_are_answered_with_sizes_that_do(prompts: int, 
         check(int(size), mini_batch)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "key"),
-    [
-        ((0, 1, 1, 1), "data.train_batch_size"),
-        ((4, 0, 1, 1), "rollout.n"),
-        ((4, 1, -2, 1), "actor.ppo_mini_batch_size"),
-        ((4, 1, 1, 0), "actor.ppo_epochs"),
-    ],
-)
-def test_sizes_below_one_are_refused(sizes: tuple[int, int, int, int], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key} is"):
-        BatchAlgebra(*sizes, dp_size=1).check()
-
-
 def test_the_algebra_in_words() -> None:
     words = BatchAlgebra(6, 5, 3, 2, 4, micro_batch_rows=2).describe()
     assert "6 prompts x 5 samples = 30 rows" in words
@@ -152,3 +148,34 @@ def test_the_algebra_in_words() -> None:
         BatchAlgebra(1, 1, 1, 1, 1).describe()
     )
     assert "passes of at most 99 tokens" in BatchAlgebra(6, 5, 3, 2, 4, 2, micro_batch_tokens=99).describe()
+
+
+@pytest.mark.parametrize("name", ["gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo"])
+def test_advantages_in_chunks_are_those_of_the_whole_batch(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(0, 30, (24,), generator=generator)
+    total = int(lengths.sum())
+    mask = Jagged.from_lengths(torch.rand(total, generator=generator) < 0.8, lengths)
+    columns = {
+        "response_mask": mask.column(),
+        "token_level_rewards": mask.like(torch.randn(total, generator=generator)),
+        "values": mask.like(torch.randn(total, generator=generator)),
+        "reward_component/a": torch.randn(24, generator=generator),
+    }
+    groups = torch.arange(24) % 6  # the rows of a group do not stand together
+    estimator = advantages.get(name)
+    config = AlgorithmConfig(gamma=0.9, lam=0.8)
+    cut = estimate_advantages(estimator, columns, groups, config, chunk_tokens=150)
+    padded = {key: Jagged.of(each).pad() if each.is_nested else each for key, each in columns.items()}
+    whole = estimator(
+        AdvantageInputs(
+            token_level_rewards=padded["token_level_rewards"],
+            response_mask=padded["response_mask"],
+            group_ids=groups,
+            gamma=0.9,
+            lam=0.8,
+            columns=needs_of(estimator).select(padded),
+        )
+    )
+    for found, expected in zip(cut, (whole.advantages, whole.returns), strict=True):
+        torch.testing.assert_close(found.pad(expected.shape[1]), expected, rtol=1e-6, atol=1e-6)

@@ -11,7 +11,7 @@ import pytest
 from trainer_tools import launch, read_jsonl, read_metrics
 
 from rollcast.config import compose
-from rollcast.contracts.dataset import preprocessors
+from rollcast_data.contract import preprocessors
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.task_runner import TaskRunner

@@ -18,7 +18,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_serving.adapters import adapter_rank, take_adapters
 from rollcast_serving.negotiation import Choice, check_choice
-from rollcast_testing.tiny import plain_log_probs, plain_model
+from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 
 LORA = ["model.lora_rank=4", "model.lora_alpha=16", "actor.optim.lr=3e-2"]
 REPLICA = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
@@ -63,7 +63,7 @@ def test_the_reference_is_the_actor_without_its_adapter(small_task: SmallTask, t
         assert worker_of(trainer).ref is None
         trainer.train_step()
         trainer.train_step()
-        batch = roll_out(trainer)[0]
+        batch = padded_batch(roll_out(trainer)[0])
         mask = batch["response_mask"]
         base = plain_log_probs(plain_model(small_task.model), batch)[0].detach()
         torch.testing.assert_close(batch["ref_log_prob"], base, rtol=1e-5, atol=2e-5)

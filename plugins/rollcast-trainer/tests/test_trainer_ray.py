@@ -6,17 +6,15 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from trainer_tools import SmallTask, before_stage, global_norm, launch, read_checkpoint, read_metrics, without_times
 
 from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, advantages
-from rollcast.contracts.runtime import runtimes
 from rollcast.contracts.trainer import trainers
 from rollcast.protocol import DataProto
-from rollcast_testing.tiny import plain_log_probs, plain_model
+from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 from rollcast_trainer.ppo import PpoTrainer
 
 pytestmark = pytest.mark.long
@@ -65,16 +63,6 @@ def parts() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def ray_is_up() -> Iterator[None]:
-    """A Ray that the runs of this module find, so that it starts once."""
-    runtime: Any = runtimes.get("ray")
-    here = runtime(num_cpus=4)
-    here.nodes()
-    yield
-    here.shutdown()
-
-
-@pytest.fixture(scope="module")
 def one_worker(small_task: SmallTask, tmp_path_factory: pytest.TempPathFactory) -> tuple[list[DataProto], Path]:
     return record(small_task, tmp_path_factory.mktemp("one"))
 
@@ -96,9 +84,10 @@ Recorded = tuple[list[DataProto], Path]
 
 
 def test_both_sample_the_same_tokens(one_worker: Recorded, two_workers: Recorded) -> None:
+    one, two = (padded_batch(recorded[0][0]) for recorded in (one_worker, two_workers))
     for name in ("input_ids", "response_mask", "uid"):
-        assert torch.equal(one_worker[0][0][name], two_workers[0][0][name])
-    torch.testing.assert_close(one_worker[0][0]["advantages"], two_workers[0][0]["advantages"])
+        assert torch.equal(one[name], two[name])
+    torch.testing.assert_close(one["advantages"], two["advantages"])
 
 
 def test_gradient_norms_agree(one_worker: Recorded, two_workers: Recorded) -> None:
@@ -113,7 +102,8 @@ def test_gradient_norms_agree(one_worker: Recorded, two_workers: Recorded) -> No
 
 def test_the_norm_is_that_of_a_plain_pytorch_step(small_task: SmallTask, two_workers: Recorded) -> None:
     """In the first step the policy is its own reference, so the policy loss is all there is."""
-    (batch, _), run_dir = two_workers
+    (jagged, _), run_dir = two_workers
+    batch = padded_batch(jagged)
     model = plain_model(small_task.model)
     log_probs, _ = plain_log_probs(model, batch)
     mask = batch["response_mask"]
@@ -206,7 +196,7 @@ def test_ranks_sample_differently_and_one_worker_can_go_on(
     changes = ["trainer.name=recording", f"data.train_files=[{same}]", "data.train_batch_size=1"]
     changes += ["actor.ppo_mini_batch_size=1", "trainer.save_freq=1", "data.val_files=[]"]
     launch(small_task.ppo(tmp_path / "run", *changes, *TWO, "trainer.total_steps=1"))
-    responses = Recording.batches_seen[0]["responses"].tolist()
+    responses = [row.tolist() for row in Recording.batches_seen[0]["responses"].unbind()]
     assert responses[:2] != responses[2:]
     launch(small_task.ppo(tmp_path / "run", *changes, "trainer.total_steps=2"))
     assert [row["step"] for row in read_metrics(tmp_path / "run")] == [1, 2]

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 from trainer_tools import files_of
 
-from rollcast.errors import CheckpointError, ConfigError, WorkerError
+from rollcast.errors import CheckpointError, ConfigError, ResourceError, WorkerError
 from rollcast_trainer.run import run_dir as run_dir_module
-from rollcast_trainer.run.run_dir import Checkpoints, prepare_run_dir, replacing_folder, write_config
+from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, replacing_folder, write_config
 
 CONFIG: dict[str, Any] = {
     "run_dir": "x",
@@ -28,16 +28,27 @@ CONFIG: dict[str, Any] = {
 
 
 def save(checkpoints: Checkpoints, step: int, text: str = "weights") -> None:
-    with checkpoints.writing(step, {"step": step}) as folder:
+    with checkpoints.writing(step, {"step": step, "data": {}, "best_accuracy": None}) as folder:
         (folder / "part").write_text(text)
 
 
 def start(run_dir: Path, config: dict[str, Any], mode: str = "auto") -> int:
     from omegaconf import OmegaConf
 
-    step = prepare_run_dir(run_dir, config, mode)
-    write_config(run_dir, OmegaConf.to_yaml(OmegaConf.create(config)))
+    with running(run_dir, mode):
+        step = prepare_run_dir(run_dir, config)
+        write_config(run_dir, OmegaConf.to_yaml(OmegaConf.create(config)))
     return step
+
+
+@contextmanager
+def running(run_dir: Path, mode: str = "auto") -> Iterator[None]:
+    """A run is on in the directory."""
+    lock = lock_run_dir(run_dir, mode)
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 @contextmanager
@@ -220,7 +231,7 @@ def test_other_settings_are_refused_and_named(tmp_path: Path, trace: str) -> Non
     (tmp_path / trace).mkdir()
     other = {**CONFIG, "trainer": {"seed": 1, "total_steps": 4}, "new": 3}
     with pytest.raises(ConfigError, match=r"new: None then, 3 now; trainer.seed: 0 then, 1 now.*resume_mode=disable"):
-        prepare_run_dir(tmp_path, other, "auto")
+        prepare_run_dir(tmp_path, other)
 
 
 def test_a_run_that_was_refused_at_its_start_does_not_stand_in_the_way(tmp_path: Path) -> None:
@@ -239,7 +250,7 @@ def test_a_directory_that_was_moved_is_the_same_run(tmp_path: Path) -> None:
     }
     assert start(tmp_path, moved) == 2
     with pytest.raises(ConfigError, match=r"model\.path"):
-        prepare_run_dir(tmp_path, {**moved, "model": {"path": "x/task/model"}}, "auto")
+        prepare_run_dir(tmp_path, {**moved, "model": {"path": "x/task/model"}})
 
 
 def test_disable_sets_the_earlier_run_aside(tmp_path: Path) -> None:
@@ -264,6 +275,86 @@ def test_disable_sets_checkpoints_without_a_config_aside_too(tmp_path: Path) -> 
 def test_a_file_in_the_way(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(ConfigError, match="is a file"):
-        prepare_run_dir(tmp_path / "run", CONFIG, "auto")
+        lock_run_dir(tmp_path / "run", "auto")
     with pytest.raises(CheckpointError, match="cannot be made"):
-        prepare_run_dir(tmp_path / "run" / "below", CONFIG, "auto")
+        lock_run_dir(tmp_path / "run" / "below", "auto")
+
+
+def test_one_run_at_a_time(tmp_path: Path) -> None:
+    with running(tmp_path):
+        for mode in ("auto", "disable"):
+            with pytest.raises(ResourceError, match=rf"in use by another run \(host .*, process {os.getpid()}\)"):
+                lock_run_dir(tmp_path, mode)
+    start(tmp_path, CONFIG)
+
+
+def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Path) -> None:
+    """As with the workers of a data loader: a forked child outlives the run."""
+    read, write = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        lock_run_dir(tmp_path, "auto")
+        if os.fork() == 0:
+            os.write(write, f"{os.getpid()}\n".encode())
+            signal.pause()
+        os.write(write, b"")
+        signal.pause()
+    child = int(os.read(read, 64))
+    try:
+        with pytest.raises(ResourceError, match=f"process {owner}"):
+            lock_run_dir(tmp_path, "auto")
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        os.kill(child, 0)
+        start(tmp_path, CONFIG)
+    finally:
+        os.kill(child, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        ("[]", "has to be an object, this is a list"),
+        ("{}", r"step is None, but the folder is that of step 2"),
+        ('{"step": "2"}', "step has to be int, this is '2'"),
+        ('{"step": true}', "step has to be int, this is True"),
+        ('{"step": 3}', "step is 3, but the folder is that of step 2"),
+        ('{"step": 2, "data": []}', r"data has to be dict, this is \[\]"),
+        ('{"step": 2, "data": {}, "best_accuracy": "high"}', "best_accuracy has to be float or int or null"),
+        ('{"step": 2, "data": {}, "best_accuracy": null, "stages": 3}', "stages has to be dict, this is 3"),
+        ('{"step": 2, "data": {}}', "lacks best_accuracy"),
+        ('{"step": 2, ', "no readable trainer.json"),
+        ("[" * 100_000, "no readable trainer.json"),
+    ],
+)
+def test_damaged_state(tmp_path: Path, content: str, says: str) -> None:
+    start(tmp_path, CONFIG)
+    for step in (1, 2):
+        save(Checkpoints(tmp_path / "checkpoints"), step)
+    (tmp_path / "checkpoints" / "step_2" / "trainer.json").write_text(content)
+    before = files_of(tmp_path)
+    with pytest.raises(CheckpointError, match=f"step_2.*{says}.*other ones: step_1"):
+        prepare_run_dir(tmp_path, CONFIG)
+    assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"\x00\xff\xfe", b"a: [1", b"a: !!python/object/apply:os.getcwd []", b"- 1\n", b"\t- x: y", b"a: 1\na: 2"],
+)
+def test_damaged_config(tmp_path: Path, content: bytes) -> None:
+    start(tmp_path, CONFIG)
+    save(Checkpoints(tmp_path / "checkpoints"), 2)
+    (tmp_path / "config.yaml").write_bytes(content)
+    before = files_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"config\.yaml of the run.*resume_mode=disable"):
+        prepare_run_dir(tmp_path, CONFIG)
+    assert files_of(tmp_path) == before
+
+
+def test_an_older_damaged_checkpoint_ends_no_run(tmp_path: Path) -> None:
+    checkpoints = Checkpoints(tmp_path / "checkpoints", keep=1)
+    save(checkpoints, 1)
+    (checkpoints.path(1) / "trainer.json").write_text("[]")
+    save(checkpoints, 2)
+    assert checkpoints.steps() == [2]

@@ -19,7 +19,7 @@ from rollcast.contracts.algorithm import AdvantageInputs, AdvantageOutputs, adva
 from rollcast.contracts.engine import engines
 from rollcast.contracts.stage import Stage, StageSpec, roles, stages
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.supply import Changes, supply
@@ -132,7 +132,7 @@ class Judging(Stage):
     spec: ClassVar[StageSpec] = StageSpec(reads=("responses", "response_mask"), writes=("judged",), roles=("judge",))
 
     def __call__(self, batch: DataProto) -> DataProto:
-        rows = batch.select(["attention_mask", "responses", "response_mask"])
+        rows = batch.select(["prompts", "responses", "response_mask"])
         judged = self.run.call("judge", "judge", rows)
         self.run.record({"judge/mean": float(judged["judged"].mean())})
         return batch.joined(judged)
@@ -187,7 +187,7 @@ def test_a_strangers_role_gets_workers_and_a_pool(small_task: SmallTask, tmp_pat
         overrides = small_task.ppo(tmp_path, "algorithm.adv_estimator=judged", "trainer.stages.insert=[judging]")
         with set_up([*overrides, *placement]) as trainer:
             batch = run_stages(trainer, until="judging")
-            assert torch.equal(batch["judged"], (batch["responses"] * batch["response_mask"]).sum(-1).float())
+            assert torch.equal(batch["judged"], Jagged.of(batch["responses"]).sums().float())
             assert set(trainer.run.groups) == {"actor_rollout", "judge"}
             same = trainer.run.groups["judge"].name == trainer.run.groups["actor_rollout"].name
             assert same == (not placement)
@@ -259,21 +259,20 @@ def test_stop_tokens_of_the_model_reach_workers_and_replicas(
         assert sorted(ids) == everything
         assert task._replica_spec().stop_token_ids == ids
         batch = run_stages(trainer, until="rollout")
-    assert batch["response_mask"].sum(-1).eq(1).all()
+    assert Jagged.of(batch["response_mask"]).sums().eq(1).all()
     assert batch["finished"].all()
-    assert len(set(batch["responses"][:, 0].tolist())) > 2  # rollout.temperature decides, not the file's
+    assert len(set(Jagged.of(batch["responses"]).values.tolist())) > 2  # rollout.temperature decides, not the file's
 
 
 def test_end_state_follows_whatever_token_ended_the_response() -> None:
     pad, eos, second = 0, 2, 9
-    batch = {
-        "input_ids": torch.tensor([[pad, 5, 6, eos, pad, pad], [7, 5, 6, 8, second, pad], [7, 5, 6, 8, 8, pad]]),
-        "attention_mask": torch.tensor([[0, 1, 1, 1, 0, 0], [1, 1, 1, 1, 1, 0], [1, 1, 1, 1, 1, 1]]),
-        "responses": torch.tensor([[6, eos, pad, pad], [6, 8, second, pad], [6, 8, 8, pad]]),
-        "response_mask": torch.tensor([[1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 1]]),
-    }
+    prompts = torch.nested.nested_tensor([torch.tensor(row) for row in ([5], [7, 5], [7, 5])], layout=torch.jagged)
+    responses = torch.nested.nested_tensor(
+        [torch.tensor(row) for row in ([6, eos], [6, 8, second], [6, 8, 8])], layout=torch.jagged
+    )
+    batch = DataProto.from_dict({"prompts": prompts, "responses": responses, "response_mask": responses})
     out = with_end_state(batch, pad)
-    assert out["response_mask"].argmax(-1).tolist() == [2, 3, 4]
-    assert out["response_mask"].sum(-1).tolist() == [1, 1, 1]
-    assert out["attention_mask"].sum(-1).tolist() == [4, 6, 7]
-    assert out["position_ids"][:, -4:].tolist() == [[2, 3, 3, 3], [3, 4, 5, 5], [3, 4, 5, 6]]
+    assert [row.tolist() for row in out["responses"].unbind()] == [[6, eos, pad], [6, 8, second, pad], [6, 8, 8, pad]]
+    masks = [[0, 0, 1], [0, 0, 0, 1], [0, 0, 0, 1]]
+    assert [row.tolist() for row in out["response_mask"].unbind()] == masks
+    assert [row.tolist() for row in out["prompts"].unbind()] == [[5], [7, 5], [7, 5]]

@@ -25,14 +25,16 @@ from rollcast.config import compose
 from rollcast.contracts.algorithm import PolicyLossInputs, PolicyLossOutput
 from rollcast.contracts.engine import ForwardSettings, LossInputs, LossOutput, engines
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms import k3, make_ppo_loss, token_mean, vanilla
 from rollcast_fsdp.engine import FsdpEngine
-from rollcast_testing.tiny import plain_log_probs, plain_model
+from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.stages.update_actor import needs_advantage
+
+pytestmark = pytest.mark.long
 
 WIDTH = 6
 Gradients = dict[str, torch.Tensor]
@@ -48,9 +50,10 @@ class Fixed:
         self.batch = roll_out(trainer)[0]
         self.everything = torch.arange(len(self.batch))
         # Other log-probs than the policy's present ones, so that ratios and clipping matter.
-        noise = torch.randn(self.batch["old_log_probs"].shape, generator=torch.Generator().manual_seed(0))
-        old = (self.batch["old_log_probs"] + 0.3 * noise) * self.batch["response_mask"]
-        self.batch = self.batch.with_columns({"old_log_probs": old})
+        old, mask = Jagged.of(self.batch["old_log_probs"]), Jagged.of(self.batch["response_mask"])
+        noise = torch.randn(old.values.shape, generator=torch.Generator().manual_seed(0))
+        changed = old.with_values((old.values + 0.3 * noise) * mask.values)
+        self.batch = self.batch.with_columns({"old_log_probs": changed})
         self.settings = ForwardSettings(calculate_entropy=True, max_response_length=WIDTH)
 
     def run(
@@ -136,7 +139,8 @@ def test_the_gradient_is_that_of_the_formulas(fixed: Fixed, small_task: SmallTas
     with torch.no_grad():
         for name, tensor in fixed.engine.get_per_tensor_param():
             model.get_parameter(name).copy_(tensor)
-    batch, mask = fixed.batch, fixed.batch["response_mask"]
+    batch = padded_batch(fixed.batch)
+    mask = batch["response_mask"]
     new, entropy = plain_log_probs(model, batch)
     count = mask.sum()
     ratio = (new - batch["old_log_probs"]).exp()
@@ -165,8 +169,9 @@ def test_leaving_rows_without_advantage_out_changes_no_gradient(fixed: Fixed, mo
     loss = make_ppo_loss(vanilla, loss_aggregations.get(mode))
     skip = torch.zeros(len(fixed.batch), dtype=torch.bool)
     skip[1::3] = True
-    advantages = fixed.batch["advantages"] * ~skip.unsqueeze(-1)
-    batch = fixed.batch.with_columns({"advantages": advantages})
+    advantages = Jagged.of(fixed.batch["advantages"])
+    kept = advantages.with_values(advantages.values * ~skip[advantages.rows])
+    batch = fixed.batch.with_columns({"advantages": kept})
     gradients, metrics = fixed.run(loss, *plan_update(batch, [fixed.everything], 1, WIDTH))
     data, plan = plan_update(batch, [fixed.everything], 1, WIDTH, skip_rows=skip)
     assert len(data) == int((~skip).sum())
@@ -182,7 +187,8 @@ def test_leaving_rows_without_advantage_out_changes_no_gradient(fixed: Fixed, mo
 
 
 def test_a_mini_batch_without_any_advantage_has_no_gradient(fixed: Fixed) -> None:
-    batch = fixed.batch.with_columns({"advantages": torch.zeros_like(fixed.batch["advantages"])})
+    advantages = Jagged.of(fixed.batch["advantages"])
+    batch = fixed.batch.with_columns({"advantages": advantages.with_values(torch.zeros_like(advantages.values))})
     skip = torch.ones(len(batch), dtype=torch.bool)
     gradients, metrics = fixed.run(LOSSES["policy"], *plan_update(batch, [fixed.everything], 1, WIDTH, skip_rows=skip))
     assert global_norm(list(gradients.values())) == 0
@@ -225,7 +231,8 @@ def test_a_policy_loss_that_refuses_its_options(loss: Any, says: str) -> None:
 
 def test_kl_in_the_reward(fixed: Fixed) -> None:
     """Scores less 0.2 times the difference of the log-probs, at each token."""
-    batch, metrics = roll_out(fixed.trainer)
+    jagged, metrics = roll_out(fixed.trainer)
+    batch = padded_batch(jagged)
     mask = batch["response_mask"]
     penalty = (batch["old_log_probs"] - batch["ref_log_prob"]) * mask
     assert penalty.abs().max() > 1e-3
@@ -235,7 +242,7 @@ def test_kl_in_the_reward(fixed: Fixed) -> None:
 
 
 def test_advantages_compare_the_samples_of_a_prompt(fixed: Fixed) -> None:
-    batch, _ = roll_out(fixed.trainer)
+    batch = padded_batch(roll_out(fixed.trainer)[0])
     assert batch["uid"].tolist() == [uid for uid in range(4) for _ in range(4)]
     scores = batch["token_level_rewards"].sum(-1).reshape(4, 4)
     expected = (scores - scores.mean(1, keepdim=True)) / (scores.std(1, keepdim=True) + 1e-6)
@@ -245,7 +252,8 @@ def test_advantages_compare_the_samples_of_a_prompt(fixed: Fixed) -> None:
 
 def test_old_log_probs_and_the_rollouts_own_agree(small_task: SmallTask, tmp_path: Path) -> None:
     with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=-1")) as trainer:
-        batch, metrics = roll_out(trainer)
+        jagged, metrics = roll_out(trainer)
+    batch = padded_batch(jagged)
     assert 0 < metrics["rollout/logprob_gap_max"] <= 1e-4
     assert metrics["rollout/logprob_gap_mean"] <= metrics["rollout/logprob_gap_max"]
     gap = (batch["old_log_probs"] - batch["rollout_log_probs"]).abs() * batch["response_mask"]
@@ -256,9 +264,10 @@ def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task:
     with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=3")) as trainer:
         assert [place.name for place in trainer.places].count("old_log_prob") == 0
         batch, _ = roll_out(trainer)
-        assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
-        own = trainer.run.actor.compute_log_prob(batch)
+        own = padded_batch(batch.joined(trainer.run.actor.compute_log_prob(batch), overwrite=True))
         metrics = run_stage(trainer, "log_prob_check", batch)
+    batch = padded_batch(batch)
+    assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])
     rows = [0, 5, 10]
     gap = (own["old_log_probs"] - batch["rollout_log_probs"])[rows].abs() * batch["response_mask"][rows]
     assert metrics["rollout/logprob_gap_max"] == pytest.approx(float(gap.max()), abs=1e-6)
@@ -319,6 +328,7 @@ def test_the_exact_kl_over_the_vocabulary(small_task: SmallTask, tmp_path: Path)
         with engine.train_mode():
             _, metrics = engine.forward_backward_batch(data, worker.setup.loss_function, settings)
         gradients = {name: parameter.grad.clone() for name, parameter in engine.module.named_parameters()}
+    batch = padded_batch(batch)
     mask = batch["response_mask"]
     kl = (dense_kl(policy, reference, batch, 0.8) * mask).sum() / mask.sum()
     new, _ = plain_log_probs(policy, batch, 0.8)
@@ -345,6 +355,12 @@ class WithoutLogits(FsdpEngine):
     capabilities = replace(FsdpEngine.capabilities, vocabulary_kl=False, offload=False)
 
 
+class WithoutOffload(FsdpEngine):
+    """An engine with the exact KL, whose weights stay on the device."""
+
+    capabilities = replace(FsdpEngine.capabilities, offload=False)
+
+
 @pytest.fixture
 def lesser_engine() -> Iterator[None]:
     engines.register("lesser", WithoutLogits)
@@ -360,6 +376,11 @@ def test_what_an_engine_cannot_do_is_refused(small_task: SmallTask, tmp_path: Pa
     with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*engine lesser"):
         offload = ["actor.use_kl_loss=true", "ref.engine.param_offload=true"]
         launch(small_task.ppo(tmp_path, *offload, "actor.engine.name=lesser"))
+    with engines.temporarily("heavy", WithoutOffload):
+        offload = [*kl, "ref.engine.param_offload=true", "actor.engine.name=heavy"]
+        task = TaskRunner(compose(small_task.ppo(tmp_path, *offload)).config, PpoTrainer.schema)
+        with pytest.raises(CapabilityError, match=r"ref\.engine\.param_offload .*engine heavy"):
+            PpoTrainer(task)  # before anything starts
     apart = ["placement.pools={side: [1]}", "placement.mapping={ref: side}"]
     with pytest.raises(ConfigError, match=r"kl_loss_type=full .*placement\.mapping\.ref is 'side'"):
         launch(small_task.ppo(tmp_path, *kl, *apart))

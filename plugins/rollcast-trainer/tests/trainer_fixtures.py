@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from trainer_tools import SmallTask
 
+from rollcast.contracts.runtime import runtimes
 from rollcast_testing.tiny import tiny_model_folder
 
-__all__ = ["model_folder", "small_task"]
+__all__ = ["model_folder", "ray_is_up", "small_task"]
+
+
+@pytest.fixture(scope="module")
+def ray_is_up() -> Iterator[None]:
+    """A Ray that the runs of a module find, so that it starts once."""
+    runtime: Any = runtimes.get("ray")
+    here = runtime(num_cpus=4)
+    here.nodes()
+    yield
+    here.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -10,8 +10,8 @@ from typing import Any
 
 from transformers import Qwen2Config
 
-from rollcast.contracts.dataset import BasePreprocessor, PreprocessReport
 from rollcast.errors import DataError
+from rollcast_data.contract import BasePreprocessor, PreprocessReport
 from rollcast_data.files import write_jsonl
 from rollcast_quickstart.tokenizer import VOCABULARY, build_tokenizer
 

@@ -1,13 +1,12 @@
 """The command ``rollcast``: the built-in commands, those of plugins, and the entry point.
 
-A plugin in ``rollcast.commands`` is listed by name and imported when it is called. Listeners to the hook ``on_cli``
-have to be imported to be asked, so they are asked only for a command that nobody else provides; ``--help`` says who
-they are. A plugin's command never replaces a built-in one, and a broken plugin is met only by who calls its command.
+A plugin in ``rollcast.commands`` is imported when its command is called; ``--help`` reads its first help line from the
+source. A plugin's command never replaces a built-in one, and a broken plugin fails only its own command.
 """
 
 from __future__ import annotations
 
-import logging
+import ast
 import platform
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as find_version
@@ -22,11 +21,9 @@ from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
 from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines
 from rollcast.plugins import Registry
-from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins
+from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins, find_source
 
 __all__ = ["build_app", "commands", "main", "version"]
-
-logger = logging.getLogger(__name__)
 
 
 def _is_command(obj: object) -> str | None:
@@ -52,7 +49,7 @@ class _Group(TyperGroup):
         if found is not None:
             return found
         plugin = _find_commands().get(cmd_name)
-        return _find_hook_command(cmd_name) if plugin is None else _build_forwarder(plugin)
+        return None if plugin is None else _build_forwarder(plugin)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.epilog = _epilog(super().list_commands(ctx))
@@ -69,19 +66,12 @@ def _find_commands() -> dict[str, PluginInfo]:
     return {plugin.name: plugin for plugin in find_plugins(commands.group)}
 
 
-def _find_listeners() -> list[str]:
-    return sorted({plugin.owner for plugin in find_plugins("rollcast.hooks")})
-
-
 def _epilog(built_in: list[str]) -> str | None:
     notes = [
         f"The command {name!r} of {plugin.owner} is left out: there is a built-in one."
         for name, plugin in _find_commands().items()
         if name in built_in
     ]
-    listeners = _find_listeners()
-    if listeners:
-        notes.append(f"Further commands may come from {', '.join(listeners)}, which are imported when they are called.")
     return " ".join(notes) or None
 
 
@@ -94,7 +84,7 @@ class _Forwarder(TyperCommand):
 
 
 def _build_forwarder(plugin: PluginInfo) -> Any:
-    """A command of the plugin's name that imports the plugin when it is called."""
+    """Return a command of the plugin's name that imports the plugin when it is called."""
 
     def forward(ctx: typer.Context) -> None:
         command = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
@@ -103,29 +93,36 @@ def _build_forwarder(plugin: PluginInfo) -> Any:
         run(args=list(ctx.args), prog_name=plugin.name, parent=ctx.parent)
 
     app = typer.Typer()
-    app.command(plugin.name, cls=_Forwarder, add_help_option=False, help=f"A command of {plugin.owner}.")(forward)
-    return _commands_of(app)[plugin.name]
+    line = _read_help(plugin) or f"A command of {plugin.owner}."
+    app.command(plugin.name, cls=_Forwarder, add_help_option=False, help=line)(forward)
+    return typer.main.get_command(app)
 
 
-def _find_hook_command(name: str) -> Any:
-    """The command of that name that a listener to ``on_cli`` adds, or None.
+def _read_help(plugin: PluginInfo) -> str:
+    """Return the first help line of a plugin's command, empty if the source does not say.
 
-    A listener that fails is logged: the command may well be another plugin's.
+    The source is parsed and never run: importing a command may import torch, and ``--help`` shows all commands.
     """
-    if not _find_listeners():
-        return None
-    from rollcast.contracts.hooks import build_hook_manager
-
-    app = typer.Typer(pretty_exceptions_enable=False)
+    source, attribute = find_source(plugin), plugin.value.partition(":")[2].strip()
     try:
-        build_hook_manager().hook.on_cli(app=app)
-    except Exception as error:  # noqa: BLE001  # whatever a stranger's listener raises
-        logger.warning("a listener to on_cli failed: %s: %s", type(error).__name__, error)
-    return _commands_of(app).get(name)
+        tree = ast.parse(source.read_text(encoding="utf-8")) if source else ast.Module([], [])
+    except (OSError, SyntaxError, ValueError):
+        return ""
+    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
+    own = [each for each in functions if each.name == attribute or _is_command_of(each, attribute)]
+    for statement in tree.body:
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Call):
+            names = [target.id for target in statement.targets if isinstance(target, ast.Name)]
+            texts = [each.value for each in statement.value.keywords if each.arg == "help"]
+            if attribute in names and texts and isinstance(texts[0], ast.Constant):
+                return str(texts[0].value).partition("\n")[0]
+    return (ast.get_docstring(own[0]) or "").partition("\n")[0] if len(own) == 1 else ""
 
 
-def _commands_of(app: typer.Typer) -> dict[str, Any]:
-    return dict(typer.main.get_group(app).commands)
+def _is_command_of(function: ast.FunctionDef, app: str) -> bool:
+    """True if ``@app.command`` or ``@app.command(...)`` decorates the function."""
+    decorators = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
+    return any(ast.unparse(each) == f"{app}.command" for each in decorators)
 
 
 def version(_traceback: Traceback = False) -> None:

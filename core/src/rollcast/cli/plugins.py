@@ -37,11 +37,14 @@ def plugins(
     Nothing is imported without --check: metadata shows conflicts, versions that do not fit and
     missing distributions. The exit code is 0 in any state; with --check it is 1 if a plugin is broken.
     """
-    from rollcast.config.named import registry_modules
+    from rollcast.config.assembly import registry_modules
+    from rollcast.plugins.discovery import find_plugins
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
-    modules = (*registry_modules(), "rollcast.cli.app") if check else None
+    # Packages of configuration declare the registries of groups whose contract a plugin holds.
+    packages = [plugin.module for plugin in find_plugins("rollcast.configs") if plugin.module]
+    modules = (*registry_modules(), "rollcast.cli.app", *packages) if check else None
     rows = report(check, groups, modules)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))

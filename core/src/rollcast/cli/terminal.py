@@ -1,4 +1,4 @@
-"""The command line's dealings with a terminal: logging, Ctrl-C and SIGTERM, and readable errors."""
+"""The command line's dealings with a terminal: logging, signals that stop a command, and readable errors."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from types import FrameType
 from typing import NoReturn, TextIO
 
@@ -20,11 +21,21 @@ from rollcast.contracts.command import build_console
 from rollcast.errors import RollcastError, WorkerError
 from rollcast.plugins.discovery import find_groups, find_plugins
 
-__all__ = ["EXIT_FAILED", "readable_errors", "set_up_logging", "show_error", "stoppable"]
+__all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "set_up_logging", "show_error", "stoppable"]
 
 #: Exit code of a command that was refused, failed or was interrupted; 1 is left to bugs.
 EXIT_FAILED = 2
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
+
+
+@dataclass
+class _Received:
+    """The signals that the running command was sent."""
+
+    count: int = 0
+
+
+_received = _Received()
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
@@ -68,40 +79,56 @@ def set_up_logging() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first SIGINT or SIGTERM, and exit with code 2 at the second.
+    """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and exit with code 2 at the second.
 
     What the command has started stops as the first error travels up. Should that hang, a second
     signal ends the process once Python runs again, so not within one call of a C library that never
     returns; an embedded Ray's processes end with it, and checkpoints are complete
-    or absent at any moment.
+    or absent at any moment. A SIGHUP that is ignored, as under ``nohup``, stays so.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner, count = os.getpid(), 0
+    owner, _received.count = os.getpid(), 0
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        nonlocal count
         if os.getpid() != owner:  # a forked child, such as a data loader's: what its parent set is not for it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        count += 1
-        if count == 1:
+        _received.count += 1
+        if _received.count == 1:
+            # Tasks of an event loop that the interrupt ends are reported with a traceback each, when nobody asks.
+            logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise KeyboardInterrupt
         # A live display hides the cursor, and nothing will restore it any more.
         show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""
-        os.write(2, show_cursor + b"\nended at once\n")
+        with suppress(OSError):  # the terminal may have gone
+            os.write(2, show_cursor + b"\nended at once\n")
         os._exit(2)
 
-    before = {number: signal.signal(number, stop) for number in _SIGNALS}
+    under_nohup = getattr(signal, "SIGHUP", None) if _ignores_hangup() else None
+    before = {number: signal.signal(number, stop) for number in _SIGNALS if number != under_nohup}
     try:
         yield
     finally:
         # After an interrupt the handler stays: a second signal may yet come while Python shuts down.
-        if count == 0:
+        if _received.count == 0:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
+
+
+def _ignores_hangup() -> bool:
+    return hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def interrupted() -> bool:
+    """True if the running command was told to stop by a signal.
+
+    Whatever error it ends with is then a consequence: native code may turn the interrupt into another
+    exception, and a signal to the whole process group ends workers that the command is waiting for.
+    """
+    return _received.count > 0
 
 
 @contextmanager
@@ -121,12 +148,24 @@ def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
         yield
     except KeyboardInterrupt as error:
         _fail(error, str(error) or "interrupted", [], wants_traceback(), label="")
-    except RollcastError as error:
+    except (Exception, SystemExit) as error:
+        if not interrupted() or isinstance(error, typer.Exit):
+            _explain_failure(error, wants_traceback)
+            raise
+        _fail(error, "interrupted", [], wants_traceback(), label="")
+
+
+def _explain_failure(error: BaseException, wants_traceback: Callable[[], bool]) -> None:
+    """Show an error that a user can mend, and exit; return for any other.
+
+    Raises:
+        typer.Exit: in place of the error.
+    """
+    if isinstance(error, RollcastError):
         message, notes = explain(error)
         _fail(error, message, notes, wants_traceback())
-    except OSError as error:
-        if error.errno == errno.EPIPE:  # the reader of our output has left; typer knows what to do
-            raise
+    # With EPIPE the reader of our output has left; typer knows what to do.
+    if isinstance(error, OSError) and error.errno != errno.EPIPE:
         _fail(error, _explain_os(error), ["--traceback shows where it was raised"], wants_traceback())
 
 
@@ -156,7 +195,8 @@ def _fail(
         if remote:
             sys.stderr.write(f"In the worker:\n{remote.rstrip()}\n\nIn this process:\n")
         traceback.print_exception(error)
-    show_error(message, [] if with_traceback else notes, label)
+    with suppress(OSError):  # after a SIGHUP the terminal is gone, and nobody reads it
+        show_error(message, [] if with_traceback else notes, label)
     raise typer.Exit(EXIT_FAILED) from None
 
 

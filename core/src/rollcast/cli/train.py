@@ -5,7 +5,10 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 
+from rollcast.cli.terminal import interrupted
 from rollcast.contracts.command import ConfigDir, Overrides, Traceback, hide_library_bars
+from rollcast.contracts.files import find_newest_checkpoint
+from rollcast.errors import ResourceError, RollcastError, WorkerError
 
 __all__ = ["train"]
 
@@ -30,15 +33,18 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     hide_library_bars()
     try:
         result = trainer.launch(composed.config)
-    except KeyboardInterrupt as error:
-        raise KeyboardInterrupt(_describe_interrupt(run_dir)) from error
+    except BaseException as error:
+        if interrupted() or isinstance(error, KeyboardInterrupt):
+            raise KeyboardInterrupt(f"interrupted; {_describe_newest(run_dir)}") from error
+        lost = isinstance(error, WorkerError) and not isinstance(error.__cause__, RollcastError)
+        if (lost or isinstance(error, ResourceError)) and find_newest_checkpoint(run_dir) is not None:
+            logger.info("%s", _describe_newest(run_dir))
+        raise
     logger.info("trained to step %d; everything is in %s", result.step, result.run_dir)
 
 
-def _describe_interrupt(run_dir: Path) -> str:
-    from rollcast.contracts.files import find_newest_checkpoint
-
+def _describe_newest(run_dir: Path) -> str:
     newest = find_newest_checkpoint(run_dir)
     if newest is None:
-        return "interrupted; there is no checkpoint yet (trainer.save_freq says how often one is written)"
-    return f"interrupted; the last checkpoint is {newest}, and the same command goes on from it"
+        return "there is no checkpoint yet (trainer.save_freq says how often one is written)"
+    return f"the last checkpoint is {newest}, and the same command goes on from it"

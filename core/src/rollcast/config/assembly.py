@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -9,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rollcast.config.named import find_named
 from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override
 from rollcast.config.sections import Sections, origin_of, place_schemas
 from rollcast.config.sources import (
@@ -23,11 +24,13 @@ from rollcast.config.sources import (
 )
 from rollcast.contracts.config import flatten
 from rollcast.errors import ConfigError
+from rollcast.plugins import Registry
+from rollcast.plugins.registry import find_registries
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
 
-__all__ = ["Composed", "compose"]
+__all__ = ["Composed", "compose", "registry_modules"]
 
 _NO_GROUP = re.compile(r"(?:In '(?P<file>[^']+)': )?Could not override '(?P<group>[^'@]+)(?:@[^']*)?'")
 
@@ -54,7 +57,7 @@ class Composed:
         Raises:
             PluginError: A plugin is missing, broken, or not of its group's kind; the cause is chained.
         """
-        for registry, key, name in find_named(self.config, self.sections):
+        for registry, key, name in _find_named(self.config, self.sections):
             registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
 
     def plain(self) -> dict[str, Any]:
@@ -117,9 +120,36 @@ def compose(
     OmegaConf.set_readonly(config, True)
     if needs_trainer and OmegaConf.select(config, "trainer.name") is None:
         raise ConfigError(_no_trainer(config_dir))
-    for registry, key, name in find_named(config, sections):  # from metadata alone
+    for registry, key, name in _find_named(config, sections):  # from metadata alone
         registry.find(name, requested_by=f"{key} ({origin_of(key, origins)})")
     return Composed(config, origins, choices, sections)
+
+
+def registry_modules() -> tuple[str, ...]:
+    """Return the core's modules that declare registries; importing them imports no plugin."""
+    import rollcast.contracts
+
+    contracts = (f"rollcast.contracts.{module.name}" for module in pkgutil.iter_modules(rollcast.contracts.__path__))
+    return (*contracts, "rollcast.config.sources")
+
+
+def _find_named(config: DictConfig, sections: Sections) -> Iterator[tuple[Registry[Any], str, str]]:
+    """Yield registry, dotted key and name of every plugin that the config asks for by a registry's key.
+
+    A key of a section that another one is like (``actor.engine.name``) is read in the others too.
+    """
+    from omegaconf import OmegaConf
+
+    for module in registry_modules():
+        importlib.import_module(module)
+    likes = {each.path: each.hosts.like for each in sections.placed if each.hosts and each.hosts.like}
+    for registry in find_registries():
+        also = (f"{path}.name" for path, like in likes.items() if f"{like}.name" in registry.config_keys)
+        for key in (*registry.config_keys, *also):
+            value = OmegaConf.select(config, key, throw_on_missing=False)
+            names = [value] if isinstance(value, str) else list(value) if OmegaConf.is_list(value) else []
+            for name in names:
+                yield registry, key, name
 
 
 def _no_trainer(config_dir: Path | None) -> str:
@@ -150,7 +180,7 @@ def _take_out_removed(tree: dict[str, Any]) -> None:
 
 
 def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
-    """The tree with every interpolation in place."""
+    """Return the tree with every interpolation resolved."""
     from omegaconf import OmegaConf
     from omegaconf.errors import InterpolationToMissingValueError, OmegaConfBaseException
 
@@ -172,7 +202,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def _hydra(sources: Sequence[ConfigSource]) -> Iterator[None]:
-    """Hydra over the sources, without disturbing an application that runs under a Hydra of its own."""
+    """Initialize Hydra over the sources; restore the Hydra of an application that runs under one."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -208,7 +238,7 @@ def _choice_resolver(choices: Mapping[str, str]) -> Iterator[set[str]]:
 
 
 def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Override], list[Override]]:
-    """Overrides that choose an option of a config group, and those that set a value."""
+    """Split overrides into those that choose an option of a config group and those that set a value."""
     from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()
@@ -271,7 +301,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str], sources: Sources)
 
 
 def _find_chooser(option: str, overrides: Sequence[str], sources: Sequence[ConfigSource]) -> str:
-    """The chosen file that overrides the base's choice; Hydra names the base in its place."""
+    """Return the chosen file that overrides the base's choice; Hydra names the base instead."""
     for override in overrides:
         path = override.replace("=", "/")
         for source, file in find_config_files(sources, path)[:1]:
@@ -286,7 +316,7 @@ def _describe(config_path: str, sources: Sequence[ConfigSource]) -> str:
 
 
 def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[str, str]:
-    """For each dotted key the last file that sets it, in the order in which Hydra merges them.
+    """Return for each dotted key the last file that sets it, in the order in which Hydra merges them.
 
     Raises:
         ConfigError: two installed distributions ship the same chosen file.
@@ -315,7 +345,7 @@ def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[
 
 
 def _check_claims(path: str, files: Sequence[tuple[ConfigSource, Path]]) -> None:
-    """A file in the user's folder may stand for an installed one; two installed ones are a conflict."""
+    """Refuse a file that two installed distributions ship; one in the user's folder may replace an installed one."""
     owners = [source.provider for source, _ in files]
     if files[0][0].package and len(files) > 1:
         raise ConfigError(

@@ -43,6 +43,8 @@ class RootConfig:
     """Registry names of the trackers."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the trackers, by their names."""
+    disabled_hooks: list[str] = field(default_factory=list)
+    """Names of installed listeners (group `rollcast.hooks`) that the run leaves out."""
 
 
 @dataclass(frozen=True)
@@ -65,13 +67,13 @@ class Section:
 
 @cache
 def field_types(schema: type) -> dict[str, Any]:
-    """Field name → annotation, with its metadata."""
+    """Return field name → annotation, with its metadata."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
 
 
 def _unwrap(kind: Any) -> tuple[Any, tuple[Any, ...]]:
-    """The type itself and its metadata."""
+    """Return the bare type and its metadata."""
     if typing.get_origin(kind) is typing.Annotated:
         return typing.get_args(kind)[0], kind.__metadata__
     return kind, ()
@@ -99,7 +101,7 @@ def _join(path: str, name: str) -> str:
 
 
 def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
-    """Every key of a schema below ``path``, sections included, with its annotation."""
+    """Yield every key of a schema below ``path``, sections included, with its annotation."""
     for name, kind in field_types(schema).items():
         key, inner = _join(path, name), dataclass_in(kind)
         yield key, kind
@@ -108,7 +110,7 @@ def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def walk_docs(path: str, schema: type) -> dict[str, str]:
-    """The doc sentence of every key of a schema below ``path``."""
+    """Return the doc sentence of every key of a schema below ``path``."""
     docs = {_join(path, name): text for name, text in field_docs(schema).items()}
     for name, kind in field_types(schema).items():
         inner = dataclass_in(kind)
@@ -117,7 +119,7 @@ def walk_docs(path: str, schema: type) -> dict[str, str]:
 
 
 def defaults_of(schema: type) -> dict[str, Any]:
-    """The defaults of a schema as nested mappings; ``???`` where there is none."""
+    """Return the defaults of a schema as nested mappings; ``???`` for a field without a default."""
     tree: dict[str, Any] = {}
     for entry in dataclasses.fields(schema):
         value: Any = entry.default
@@ -128,7 +130,7 @@ def defaults_of(schema: type) -> dict[str, Any]:
 
 
 def _owners(schema: type, path: str) -> dict[str, str]:
-    """Dotted key → the origin of its default: the class that declares it."""
+    """Return dotted key → origin of its default: the class that declares the field."""
     owners: dict[str, str] = {}
     for name, kind in field_types(schema).items():
         declares = next(base for base in schema.__mro__ if name in inspect.get_annotations(base))
@@ -139,7 +141,7 @@ def _owners(schema: type, path: str) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Dataclasses as mappings, sequences as lists."""
+    """Return a copy with dataclasses as mappings and sequences as lists."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -195,7 +197,7 @@ class Sections:
     options: Mapping[str, str | None]
 
     def known(self) -> dict[str, Any]:
-        """Every dotted key and section → its annotation, None for a section without one."""
+        """Return every dotted key and section → its annotation, None for a section without one."""
         known: dict[str, Any] = {}
         for each in self.placed:
             parts = each.path.split(".") if each.path else []
@@ -231,7 +233,7 @@ class Sections:
         check(tree, "")
 
     def fill(self, tree: dict[str, Any], origins: dict[str, str]) -> None:
-        """Add what no file or override sets, in place: values of the section that another one is like, and defaults."""
+        """Add, in place, the keys that no file or override sets: values of the ``like`` section, then defaults."""
         for path, schema, mark in ((each.path, each.schema, each.hosts) for each in self.placed):
             target = tree
             for step in path.split(".") if path else ():
@@ -289,7 +291,7 @@ def _adapter(schema: type) -> Any:
 
 
 def _own(schema: type, node: Any, closed: bool = False) -> Any:
-    """The keys of a schema, without those of other schemas and those left open."""
+    """Return the keys of a schema, without those of other schemas and those left open."""
     if not isinstance(node, Mapping):
         return node
     kinds = field_types(schema)
@@ -376,13 +378,13 @@ def nest(path: str, node: Any) -> dict[str, Any]:
 
 
 def nearest(word: str, options: Iterable[str], cutoff: float = 0.5) -> str | None:
-    """The option that looks most like ``word``, if one does by at least ``cutoff`` (from 0 to 1)."""
+    """Return the option most similar to ``word``; None if no similarity reaches ``cutoff`` (from 0 to 1)."""
     found = difflib.get_close_matches(word, list(options), n=1, cutoff=cutoff)
     return found[0] if found else None
 
 
 def origin_of(key: str, origins: Mapping[str, str]) -> str:
-    """The file or override that a key's value came from."""
+    """Return the file or override that set a key."""
     parts = key.split("[")[0].split(".")
     for depth in range(len(parts), 0, -1):
         if ".".join(parts[:depth]) in origins:
@@ -400,7 +402,7 @@ def _unset(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str | None:
-    """A very near sibling; else the same leaf in another section; else what is near at all."""
+    """Return a very near sibling, else the same leaf in another section, else the nearest key."""
     section, _, leaf = key.rpartition(".")
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     for cutoff, elsewhere in ((0.75, same_leaf), (0.5, [] if siblings else list(known))):
@@ -429,7 +431,7 @@ def _unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str])
 
 
 def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origins: Mapping[str, str]) -> str:
-    """The message for pydantic's error, about the key as it is written in a configuration."""
+    """Return the message for pydantic's error, with the key as written in a configuration."""
     kind, value, key = schema, own, path
     for step in error["loc"]:
         inner = dataclass_in(kind)
@@ -448,7 +450,7 @@ def _show(value: Any) -> str:
 
 
 def describe(kind: Any, value: Any = None) -> str:
-    """The values that a type takes; only its bounds if ``value`` is of the type itself."""
+    """Describe the values that a type takes; only its bounds if ``value`` already has the type."""
     bare, metadata = _unwrap(kind)
     if isinstance(bare, type) and dataclasses.is_dataclass(bare):
         return f"a section with the keys {', '.join(field_types(bare))}"

@@ -55,7 +55,7 @@ class ConfigSource:
 
     @property
     def search_path(self) -> str:
-        """The folder in Hydra's notation."""
+        """Folder in Hydra's notation."""
         return f"pkg://{self.package}" if self.package else f"file://{self.folder}"
 
     def describe(self, config_path: str) -> str:

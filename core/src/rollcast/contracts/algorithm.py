@@ -1,6 +1,6 @@
-"""Contracts of the pure parts of an algorithm: advantages, policy losses, aggregation, KL penalties and controllers.
+"""Contracts of the pure parts of an algorithm: advantages, policy losses, aggregation, KL penalties.
 
-Each plugin is a plain function over tensors (a class for KL controllers), found by name in its registry. Axes:
+Each plugin is a plain function over tensors, found by name in its registry. Axes:
 ``B`` rows (samples), ``T`` response positions. Masks are ``[B, T]``, 1 where the policy chose the token; a result
 must not depend on values under a 0. Further tensors arrive as named columns, which a function declares::
 
@@ -24,13 +24,12 @@ Columns of the first-party trainer; any other name may be declared too, if a sta
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
 from rollcast.errors import ColumnError
-from rollcast.plugins import Registry, is_callable, subclass_of
+from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -40,10 +39,8 @@ __all__ = [
     "AdvantageEstimator",
     "AdvantageInputs",
     "AdvantageOutputs",
-    "BaseKlController",
     "Denominators",
     "InputColumns",
-    "KlControllerSettings",
     "KlPenalty",
     "LossAggregation",
     "Needs",
@@ -53,7 +50,6 @@ __all__ = [
     "PolicyLossPreparation",
     "advantage",
     "advantages",
-    "kl_controllers",
     "kl_penalties",
     "kl_penalty",
     "loss_aggregations",
@@ -62,12 +58,14 @@ __all__ = [
     "policy_loss",
     "policy_losses",
     "prepare_policy_loss",
+    "prepares_batch",
 ]
 
 REWARD_COMPONENT = "reward_component/"
 """Prefix of the columns with the components of the score; as a need it stands for all of them."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_C = TypeVar("_C")
 _NEEDS, _PREPARE, _VOCABULARY = "__rollcast_needs__", "__rollcast_prepare__", "__rollcast_needs_vocabulary__"
 
 
@@ -79,13 +77,19 @@ class Needs:
         columns: names it cannot do without. A name that ends with ``/`` stands for all columns with this prefix.
         optional: names of columns it reads if the batch has them.
         compares_samples: True if an estimator compares several samples of a prompt.
+        by_group: True if a row's advantages depend on the rows of its group only, before they are whitened; the
+            estimator can then be called with some groups of a batch at a time.
+        whitens: True if an estimator whitens its advantages over the batch as its last step, unless
+            :attr:`AdvantageInputs.whiten` is False.
     """
 
     columns: frozenset[str] = frozenset()
     optional: frozenset[str] = frozenset()
     compares_samples: bool = False
+    by_group: bool = False
+    whitens: bool = False
 
-    def select(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def select(self, columns: Mapping[str, _C]) -> dict[str, _C]:
         """Return those of ``columns`` that are declared here, by name."""
         declared = self.columns | self.optional
         prefixes = tuple(name for name in declared if name.endswith("/"))
@@ -192,6 +196,8 @@ class AdvantageInputs(InputColumns):
         gamma, lam: discount and GAE lambda (verl's keys).
         norm_adv_by_std_in_grpo: divide by the group's standard deviation.
         options: further keys of ``algorithm.adv_kwargs``.
+        whiten: False for the advantages before they are whitened over the batch, of an estimator that
+            declared ``whitens``. If the estimator returns one tensor as advantages and returns, both are whitened.
     """
 
     token_level_rewards: Tensor
@@ -201,6 +207,7 @@ class AdvantageInputs(InputColumns):
     lam: float = 1.0
     norm_adv_by_std_in_grpo: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
+    whiten: bool = True
 
     @property
     def old_log_probs(self) -> Tensor:
@@ -243,10 +250,20 @@ AdvantageEstimator = Callable[[AdvantageInputs], AdvantageOutputs]
 
 
 def advantage(
-    *, needs: Collection[str] = (), optional: Collection[str] = (), compares_samples: bool = False
+    *,
+    needs: Collection[str] = (),
+    optional: Collection[str] = (),
+    compares_samples: bool = False,
+    by_group: bool = False,
+    whitens: bool = False,
 ) -> Callable[[_F], _F]:
-    """Declare what an estimator reads, see :class:`Needs`. The function is returned unwrapped."""
-    return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional), compares_samples)})
+    """Declare what an estimator reads and how far it looks, see :class:`Needs`. The function is returned unwrapped.
+
+    An estimator that declares ``by_group`` is called with chunks of whole groups, so that columns of the whole batch
+    are never padded at once.
+    """
+    declared = Needs(_names("needs", needs), _names("optional", optional), compares_samples, by_group, whitens)
+    return _marker(**{_NEEDS: declared})
 
 
 @dataclass(frozen=True)
@@ -346,45 +363,15 @@ def policy_loss(
     return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
 
 
+def prepares_batch(loss: PolicyLoss) -> bool:
+    """Return True if ``loss`` declared a preparation, see :func:`policy_loss`."""
+    return getattr(loss, _PREPARE, None) is not None
+
+
 def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     """Return the columns that ``loss`` prepares from the whole batch, by name; empty if it prepares none."""
     prepare = getattr(loss, _PREPARE, None)
     return {} if prepare is None else prepare(inputs)
-
-
-@dataclass(frozen=True)
-class KlControllerSettings:
-    """Settings of a KL controller; the keys of the same names in ``algorithm``.
-
-    Attributes:
-        kl_coef: initial coefficient.
-        target_kl: target KL per token of an adaptive controller, in nats.
-        horizon: samples over which an adaptive controller corrects a deviation.
-    """
-
-    kl_coef: float = 0.001
-    target_kl: float = 0.1
-    horizon: int = 10_000
-
-
-class BaseKlController(ABC):
-    """The weight of a KL penalty in the reward, now ``value``; its state is part of a checkpoint."""
-
-    def __init__(self, settings: KlControllerSettings) -> None:
-        self.settings = settings
-        self.value = settings.kl_coef
-
-    @abstractmethod
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Set ``value`` for the next step, from a batch of ``n_steps`` rows with a mean KL per token, in nats."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return all state that :meth:`load_state_dict` needs."""
-        return {"value": self.value}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned; KeyError for another kind of controller's."""
-        self.value = float(state["value"])
 
 
 advantages: Registry[AdvantageEstimator] = Registry(
@@ -404,10 +391,4 @@ kl_penalties: Registry[KlPenalty] = Registry(
     is_callable(2),
     ("actor.kl_loss_type", "algorithm.kl_penalty"),
     description="estimators of the KL divergence per token",
-)
-kl_controllers: Registry[type[BaseKlController]] = Registry(
-    "rollcast.kl_controllers",
-    subclass_of(BaseKlController),
-    "algorithm.kl_controller",
-    description="schedules of the KL coefficient over steps",
 )

@@ -1,4 +1,4 @@
-"""What commands share: their options, and the way they print. A command is registered in ``rollcast.commands``."""
+"""Options and output that commands share. A command is registered in ``rollcast.commands``."""
 
 from __future__ import annotations
 

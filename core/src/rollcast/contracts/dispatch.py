@@ -24,15 +24,19 @@ from rollcast.errors import DispatchError, RollcastError
 from rollcast.plugins import Registry, any_of, instance_of, subclass_of
 
 __all__ = [
+    "BatchType",
     "Calls",
     "DispatchMode",
     "DispatchTarget",
     "ExecuteMode",
+    "Expected",
     "MeshInfo",
     "RankCall",
     "RankOutputs",
+    "batch_types",
     "dispatch_modes",
     "execute_modes",
+    "find_batch_type",
 ]
 
 
@@ -93,6 +97,21 @@ class Calls:
         return cls([RankCall((value,)) for value in values], state)
 
 
+@dataclass(frozen=True)
+class Expected:
+    """The joined result of a method that returns a row for each row, before the calls have ended.
+
+    Attributes:
+        ranks: ranks whose outputs are joined, in this order.
+        rows: rows of each of these outputs.
+        taken: rows of the joined outputs that are the result: the number of the first ones, or their numbers.
+    """
+
+    ranks: Sequence[int]
+    rows: Sequence[int]
+    taken: int | Sequence[int]
+
+
 class RankOutputs(list[Any]):
     """Outputs of the ranks that were called, in rank order.
 
@@ -107,6 +126,40 @@ class RankOutputs(list[Any]):
     ) -> None:
         super().__init__(outputs)
         self.ranks, self.state, self.execute_mode = tuple(ranks), state, execute_mode
+
+
+class BatchType(ABC):
+    """How dispatch modes split and join the batches of another framework, which workers get and return as they are.
+
+    Example, announced in the group ``rollcast.batch_types``::
+
+        class Frames(BatchType):
+            kind = pandas.DataFrame
+
+            def length(self, value):
+                return len(value)
+
+            def take(self, value, rows):
+                return value.iloc[list(rows)]
+
+            def concat(self, values):
+                return pandas.concat(values, ignore_index=True)
+    """
+
+    #: The class of the batches, subclasses included.
+    kind: ClassVar[type]
+
+    @abstractmethod
+    def length(self, value: Any) -> int:
+        """Return the number of rows."""
+
+    @abstractmethod
+    def take(self, value: Any, rows: Sequence[int]) -> Any:
+        """Return a batch of these rows, in this order; a row may come several times. ``value`` is not changed."""
+
+    @abstractmethod
+    def concat(self, values: Sequence[Any]) -> Any:
+        """Return the rows of all batches, in order."""
 
 
 class DispatchMode(ABC):
@@ -132,6 +185,14 @@ class DispatchMode(ABC):
     @abstractmethod
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         """Return the result of the whole call."""
+
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        """Return the rows of the result if each rank returns a row for each row that it gets.
+
+        Called for methods that are registered with ``rows="same"``. None, the default, means that the result is not
+        the ranks' outputs one after the other; handles then know their length when the call has ended.
+        """
+        return None
 
     def distribute(self, worker_group: DispatchTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls:
         """Return :meth:`dispatch`'s calls, checked; worker groups call this.
@@ -198,3 +259,18 @@ execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
     "execute_mode",
     description="the ranks that a call runs on",
 )
+batch_types: Registry[BatchType | type[BatchType]] = Registry(
+    "rollcast.batch_types",
+    any_of(instance_of(BatchType), subclass_of(BatchType)),
+    description="batches of other frameworks that dispatch modes split and join",
+)
+
+
+def find_batch_type(value: Any) -> BatchType | None:
+    """Return how the batch of another framework is split and joined; None if no plugin knows its class."""
+    for name in batch_types.names():
+        plugin = batch_types.get(name)
+        found = plugin() if isinstance(plugin, type) else plugin
+        if isinstance(value, found.kind):
+            return found
+    return None

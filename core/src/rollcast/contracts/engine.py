@@ -1,8 +1,10 @@
 """Contracts of training engines and of the loss functions that they run.
 
-Axes: ``B`` rows, ``P`` prompt positions, ``T`` response positions. A batch is a DataProto with
-``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]`` (prompts left-padded,
-responses right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``.
+Axes: ``B`` rows, ``P`` prompt positions, ``T`` response positions. A trainer's batch is a DataProto with the jagged
+columns ``prompts`` and ``responses`` (int32), ``response_mask`` (bool) and those that the loss reads; an engine pads
+micro-batches on its device. A padded batch has ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]``
+(prompts left-padded, responses right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``. An
+engine takes both; ``rollcast_engine.batching.plan_batch`` does that for it.
 
 Micro-batching, packing and gradient accumulation happen inside the engine. A loss function sees
 per-token quantities, never logits, so it runs unchanged on tensor- and pipeline-parallel engines.
@@ -293,7 +295,8 @@ class BaseEngine(ABC):
 
         Returns:
             With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and what else the
-            settings ask for) or ``values``, float32 ``[B, T]``, zero under a zero mask; otherwise None. And the
+            settings ask for) or ``values``, float32, zero under a zero mask: jagged with the rows of ``responses``, or
+            ``[B, T]`` of a padded batch; otherwise None. And the
             loss function's metrics, reduced over micro-batches and data-parallel ranks.
         """
 

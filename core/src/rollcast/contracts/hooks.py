@@ -41,11 +41,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 _log = logging.getLogger("rollcast.plugins")
 
-# Only the command line needs Typer, and a batch needs torch: known here by name.
+# A batch needs torch, which a listener may do without: known here by name.
 Trainer: TypeAlias = Any
 Batch: TypeAlias = Any
 Config: TypeAlias = Any
-CliApp: TypeAlias = Any
 
 
 @hookspec
@@ -180,24 +179,26 @@ def on_checkpoint_saved(trainer: Trainer, step: int, path: str) -> None:
 
 
 @hookspec
+def on_recovery(trainer: Trainer, step: int, message: str) -> None:
+    """Processes of the run were lost, and it goes on; called after the ``on_fit_start`` of the new attempt.
+
+    The attempt that failed has ended with ``on_exception`` and ``on_fit_end``, and trackers are created anew with
+    ``step`` as their ``start_step``.
+
+    Args:
+        trainer: the trainer that goes on.
+        step: training steps that are done: those of the checkpoint that was loaded, 0 without one.
+        message: how often the run has recovered, from what, and which processes were lost.
+    """
+
+
+@hookspec
 def on_exception(trainer: Trainer, error: BaseException) -> None:
     """An error is about to leave ``fit``; called before ``on_fit_end``.
 
     Args:
         trainer: the trainer.
         error: the error.
-    """
-
-
-@hookspec
-def on_cli(app: CliApp) -> None:
-    """The command line has met a command that nobody else provides.
-
-    Listeners are not asked for ``--help`` nor for known commands, which must not wait for their import;
-    a plugin in ``rollcast.commands`` is listed by name and imported only when it is called.
-
-    Args:
-        app: a ``typer.Typer`` application, to which commands can be added.
     """
 
 

@@ -223,9 +223,11 @@ class ResourcePoolView(ResourcePool):
 
     def _counts(self) -> list[int]:
         counts: dict[tuple[int, int], int] = {}
+        node_of: dict[int, list[int]] = {}
         for base, number in self._places:
-            node_of = [node for node, count in enumerate(base.process_on_nodes) for _ in range(count)]
-            key = (id(base), node_of[number])
+            if id(base) not in node_of:
+                node_of[id(base)] = [node for node, count in enumerate(base.process_on_nodes) for _ in range(count)]
+            key = (id(base), node_of[id(base)][number])
             counts[key] = counts.get(key, 0) + 1
         return list(counts.values())
 

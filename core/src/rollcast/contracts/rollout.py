@@ -89,6 +89,8 @@ class SamplingParams:
         top_k: number of candidates; -1 or 0 for all (verl's key).
         max_tokens: largest number of new tokens.
         stop_token_ids: ids that end generation; the one generated stays in the output.
+        stop: texts at which the caller cuts a sequence, behind the token that completes one; rollouts do not read
+            them and generate on.
         n: sequences for the prompt.
         ignore_eos: stop at ``stop_token_ids`` alone, not at the tokenizer's EOS and the model's other stop tokens.
     """
@@ -98,6 +100,7 @@ class SamplingParams:
     top_k: int = -1
     max_tokens: int = 16
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
     n: int = 1
     ignore_eos: bool = False
 

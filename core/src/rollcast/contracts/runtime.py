@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 from rollcast.contracts.config import Positive, Seconds, config
 from rollcast.contracts.dispatch import RankCall
@@ -19,10 +19,14 @@ from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins import Registry, subclass_of
 
+if TYPE_CHECKING:
+    from rollcast.protocol.future import Cut  # importing it costs torch
+
 __all__ = [
     "Attached",
     "CallFailed",
     "CallFailure",
+    "Cancelled",
     "Host",
     "HostInfo",
     "LaunchSpec",
@@ -34,11 +38,14 @@ __all__ = [
     "RuntimeConfig",
     "Store",
     "WorkerRaised",
+    "cut_here",
     "runtimes",
 ]
 
 #: Where a call's result goes; see :meth:`Runtime.call`.
 Outcome = Literal["send", "keep", "drop"]
+#: How a call ended that was cancelled; see :meth:`Runtime.cancel`.
+Cancelled = Literal["ended", "interrupted", "unreachable"]
 
 
 @config
@@ -64,24 +71,31 @@ class RuntimeCapabilities:
     Attributes:
         runtime_env: processes start in :attr:`LaunchSpec.runtime_env`.
         detached: groups can outlive the process that started them.
+        chained_calls: :meth:`Runtime.fetch` and the workers' stores take references of calls that have not ended, also
+            inside other arguments. Handles to them then travel before the calls end.
+        parallel_launch: :meth:`Runtime.launch` may be called from several threads at a time.
     """
 
     runtime_env: bool = False
     detached: bool = False
+    chained_calls: bool = False
+    parallel_launch: bool = False
 
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Where a host runs: node address, process id, and a port that was free for a rendezvous.
+    """Where a host runs: node address, process id, and a port that it holds for a rendezvous.
 
     Attributes:
         control: the runtime's own way to reach the process during a call.
+        cores: CPU cores of the node that the process may use.
     """
 
     node: str
     pid: int
     free_port: int
     control: Any = field(default=None, repr=False)
+    cores: int = 1
 
 
 @dataclass(frozen=True)
@@ -137,13 +151,16 @@ class CallFailed(RollcastError):
         late: numbers of the calls that had not ended by then.
     """
 
+    #: ``cause_type`` of a process that died or cannot be reached.
+    DIED: ClassVar[str] = "ProcessDied"
+
     def __init__(
         self,
         index: int,
         failure: CallFailure | None,
         detail: str = "",
         timed_out: bool = False,
-        cause_type: str = "ProcessDied",
+        cause_type: str = DIED,
         late: Sequence[int] = (),
     ) -> None:
         super().__init__(index, failure, detail, timed_out, cause_type, late)
@@ -192,6 +209,15 @@ class Attached:
     hosts: list[Host]
 
 
+def cut_here(
+    fetch: Callable[[Sequence[Any], float | None], list[Any]], cuts: Sequence[Cut], timeout: float | None
+) -> list[Any]:
+    """Fetch whole values, each once, and cut them in this process."""
+    refs = {id(cut.ref): cut.ref for cut in cuts}
+    found = dict(zip(refs, fetch(list(refs.values()), timeout), strict=True))
+    return [cut.of(found[id(cut.ref)]) for cut in cuts]
+
+
 class Store(Protocol):
     """Where a worker's process keeps results: the runtime's store of objects."""
 
@@ -200,6 +226,10 @@ class Store(Protocol):
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         """Return the values of the references."""
+
+    def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        """Return rows of stored batches, cut where they lie; by default they are fetched whole and cut here."""
+        return cut_here(self.fetch, cuts, timeout)
 
 
 class Recording(AbstractContextManager[None], Protocol):
@@ -303,6 +333,18 @@ class Runtime(ABC):
             WorkerTimeoutError: the deadline (seconds) passed.
         """
 
+    def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        """Return rows of stored batches, in order; a runtime of several nodes cuts them where they lie.
+
+        Errors are those of :meth:`fetch`, and ``DataProtoError`` for rows that a worker has damaged.
+        """
+        return cut_here(self.fetch, cuts, timeout)
+
+    def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
+        """Wait until one of the calls has ended; return the numbers of those that have, none after the deadline."""
+        self.gather(refs[:1], timeout)
+        return [0]
+
     def ready(self, refs: Sequence[Any]) -> bool:  # for those that override it
         """Return True if :meth:`gather` would not wait."""
         return True
@@ -316,11 +358,24 @@ class Runtime(ABC):
         """
 
     @abstractmethod
-    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> list[Cancelled]:
         """Cancel calls that were sent to these hosts: those that wait do not start, those that run are interrupted.
 
         Code outside Python, such as a collective, is interrupted when it returns.
+
+        Returns:
+            For each call: ``ended`` if it had ended or will never start, ``interrupted`` if it was in the
+            middle, ``unreachable`` if its host could not be asked.
         """
+
+    def restart(self, hosts: Sequence[Host], pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
+        """Replace a group's processes, some of which may be dead, by new ones; arguments and errors as :meth:`launch`.
+
+        Args:
+            hosts: the processes that end.
+        """
+        self.stop(hosts)
+        return self.launch(pool, spec, timeout)
 
     def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
         """Return the hosts that are known to be dead: index → how they died. Never waits."""
@@ -329,6 +384,25 @@ class Runtime(ABC):
     def stacks(self, hosts: Sequence[Host]) -> list[str]:
         """Return for each host where its running call is, as lines of a traceback; empty where not known."""
         return [""] * len(hosts)
+
+    def run_driver(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        """Run a function that drives worker groups in a process of the cluster; return its result.
+
+        Interrupting the wait interrupts the function. What it prints appears here.
+
+        Args:
+            function: importable by its name where the process runs.
+            args: can be pickled, as can the result.
+
+        Raises:
+            ResourceError: the runtime has no such processes.
+            WorkerError: the process died.
+            Exception: the function's own.
+        """
+        raise ResourceError(
+            f"{type(self).__name__} cannot run the training loop in another process; set trainer.on_driver=true, or "
+            "choose a runtime of a cluster"
+        )
 
     @abstractmethod
     def stop(self, hosts: Sequence[Host]) -> None:

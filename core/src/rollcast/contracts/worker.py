@@ -56,10 +56,16 @@ class ClassWithInitArgs(Generic[W]):
     """A worker class with its constructor's arguments, to be built later in another process.
 
     Raises:
-        TypeError: at once, if the arguments do not fit the constructor.
+        TypeError: at once, if the arguments do not fit the constructor, or ``cls`` is no class, such as what
+            ``@ray.remote`` makes of one.
     """
 
     def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
+        if not isinstance(cls, type) or getattr(cls, "__ray_actor_class__", None) is not None:
+            raise TypeError(
+                f"ClassWithInitArgs takes a plain worker class, not {cls!r:.100} of type {type(cls).__name__}; if it "
+                "is decorated with @ray.remote, remove the decorator: the runtime makes the actors"
+            )
         try:
             inspect.signature(cls).bind(*args, **kwargs)
         except TypeError as error:

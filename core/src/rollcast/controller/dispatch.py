@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rollcast.contracts.dispatch import (
     Calls,
@@ -19,6 +19,7 @@ from rollcast.contracts.dispatch import (
 )
 from rollcast.errors import DispatchError, PluginNotFoundError, UnknownDispatchModeError
 from rollcast.plugins import Registry
+from rollcast.plugins.discovery import find_core_version
 
 __all__ = [
     "Dispatch",
@@ -141,8 +142,10 @@ class FunctionMode(DispatchMode):
 
 
 def _resolve(mode: Any, base: type, registry: Registry[Any], key: str) -> Any:
-    """Return the mode object behind a name, a class or an object."""
-    part = registry.get(mode.lower(), requested_by=key) if isinstance(mode, str) else mode
+    """Return the mode object behind a name, a class, an object or, for a dispatch mode, a pair of functions."""
+    if base is DispatchMode and (pair := _as_pair(mode)) is not None:
+        return pair
+    part = _by_name(mode.lower(), base, registry, key) if isinstance(mode, str) else mode
     if isinstance(part, type) and issubclass(part, base):
         try:
             return part()
@@ -156,6 +159,28 @@ def _resolve(mode: Any, base: type, registry: Registry[Any], key: str) -> Any:
         f"{key} must be {key.partition('_')[0].title()}.NAME, a {base.__name__} or a registered name, got {mode!r}; "
         f"registered: {', '.join(registry.names())}"
     )
+
+
+def _by_name(name: str, base: type, registry: Registry[Any], key: str) -> Any:
+    """Return the plugin of a name; the core's own also where the core is imported without being installed."""
+    if name not in registry and find_core_version() is None:
+        for own in (OneToAll, AllToAll, RankZero, ExecuteAll, ExecuteRankZero):
+            if issubclass(own, base) and own.name == name:
+                return own
+    return registry.get(name, requested_by=key)
+
+
+def _as_pair(mode: Any) -> FunctionMode | None:
+    """Return the mode made of a pair ``(dispatch, collect)`` or a mapping of ``dispatch_fn`` and ``collect_fn``."""
+    if isinstance(mode, Mapping) and mode.keys() == {"dispatch_fn", "collect_fn"}:
+        mode = (mode["dispatch_fn"], mode["collect_fn"])
+    if not isinstance(mode, tuple):
+        return None
+    if len(mode) != 2 or not all(callable(function) and not isinstance(function, type) for function in mode):
+        raise DispatchError(f"dispatch_mode as a tuple is a pair of functions (dispatch, collect), got {mode!r:.200}")
+    dispatch_fn, collect_fn = mode
+    name = "+".join(getattr(function, "__name__", type(function).__name__) for function in mode)
+    return FunctionMode(name, dispatch_fn, collect_fn)
 
 
 class _Namespace(type):
@@ -208,11 +233,13 @@ def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, col
 
 
 F = TypeVar("F", bound=Callable[..., Any])
+Rows = Literal["same"] | None
 _ATTRIBUTE = "__rollcast_registered__"
 _OF_GROUPS = (
-    "attach contexts execute_all execute_all_async execute_all_sync execute_func execute_func_rank_zero "
-    "execute_rank_zero execute_rank_zero_async execute_rank_zero_sync fuse launch_spec lost_ranks mesh name receive "
-    "role roles runtime send shutdown spawn with_timeout workers world_size"
+    "attach contexts entries execute_all execute_all_async execute_all_sync execute_func execute_func_rank_zero "
+    "execute_rank_zero execute_rank_zero_async execute_rank_zero_sync from_attached fuse launch_spec lost_ranks "
+    "mesh meshes name poisoned receive register_mesh restart role roles runtime send shutdown spawn with_timeout "
+    "workers world_size"
 )
 #: Attributes of a worker group itself, which no registered method may hide.
 RESERVED_NAMES = frozenset(_OF_GROUPS.split())
@@ -226,27 +253,46 @@ class Registered:
     execute_mode: ExecuteMode
     blocking: bool
     materialize_futures: bool
+    mutates: bool | frozenset[str] = False
+    rows: Rows = None
+
+    def may_write(self, *names: str) -> bool:
+        """Return True if the method may write in place into what has one of these names."""
+        return self.mutates is True or (self.mutates is not False and not self.mutates.isdisjoint(names))
 
 
 def register(
-    dispatch_mode: DispatchMode | type[DispatchMode] | str = "all_to_all",
+    dispatch_mode: DispatchMode
+    | type[DispatchMode]
+    | str
+    | tuple[DispatchFn, CollectFn]
+    | Mapping[str, Callable[..., Any]] = "all_to_all",
     execute_mode: ExecuteMode | type[ExecuteMode] | str | None = None,
     blocking: bool = True,
     materialize_futures: bool = True,
+    mutates: bool | Iterable[str] = False,
+    rows: Rows = None,
 ) -> Callable[[F], F]:
     """Return a decorator that makes a worker method callable on the whole group; the function is not wrapped.
 
     Args:
-        dispatch_mode: ``Dispatch.NAME``, a mode object, or a registered name.
+        dispatch_mode: ``Dispatch.NAME``, a mode object, a registered name, or a pair ``(dispatch, collect)`` of
+            functions as :func:`register_dispatch_mode` takes them, also as
+            ``{"dispatch_fn": dispatch, "collect_fn": collect}``; a pair needs no name and is registered nowhere.
         execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default the dispatch mode's own.
         blocking: wait for the result; otherwise the call returns a handle at once, and the result
             stays with the workers until it is read.
         materialize_futures: each worker fetches its part of the handles among the arguments before
             the method runs; otherwise the method gets the handles.
+        mutates: names of columns and arguments that the method writes to in place, True for all. The
+            method gets copies of its own of these. A write to anything else that it received is an error after
+            the call, because other ranks and readers may share the memory.
+        rows: ``"same"`` if the method returns a DataProto with a row for each row that it gets. The handle
+            to such a call knows its length at once, so the next call can be made before this one has ended.
 
     Raises:
         PluginNotFoundError: no mode of that name is installed.
-        DispatchError: the two modes do not go together.
+        DispatchError: the two modes do not go together, or an option has a value that it cannot have.
     """
     dispatch: DispatchMode = _resolve(dispatch_mode, DispatchMode, dispatch_modes, "dispatch_mode")
     chosen = dispatch.default_execute_mode if execute_mode is None else execute_mode
@@ -256,7 +302,13 @@ def register(
             f"dispatch mode {dispatch.name!r} cannot run with execute mode {execute.name!r}; "
             f"it goes with {', '.join(sorted(dispatch.execute_modes))}"
         )
-    entry = Registered(dispatch, execute, blocking, materialize_futures)
+    if isinstance(mutates, str) or rows not in (None, "same"):
+        what = f"mutates={mutates!r}" if isinstance(mutates, str) else f"rows={rows!r}"
+        raise DispatchError(
+            f"@register({what}): mutates is True or a tuple of names such as ('x',), and rows is 'same' or None"
+        )
+    written = mutates if isinstance(mutates, bool) else frozenset(mutates)
+    entry = Registered(dispatch, execute, blocking, materialize_futures, written, rows)
 
     def mark(function: F) -> F:
         if not callable(function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+import threading
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -133,7 +134,8 @@ def start_groups(
 ) -> dict[Hashable, WorkerGroup]:
     """Start one group in each pool and return a view for each role; roles of one pool share its processes.
 
-    Nothing starts unless the cluster can hold all pools, and nothing is left if a group fails to start.
+    Nothing starts unless the cluster can hold all pools, and nothing is left if a group fails to start. Groups start
+    at the same time where the runtime can (``RuntimeCapabilities.parallel_launch``).
 
     Args:
         manager: pools, and the pool of each role.
@@ -153,20 +155,45 @@ def start_groups(
         raise ResourceError("there is no role to start")
     manager.check(runtime.nodes())
     prefix = options.pop("name", "")
-    started: list[WorkerGroup] = []
-    views: dict[Hashable, WorkerGroup] = {}
+
+    def start(pool_name: str) -> WorkerGroup:
+        classes = {_name(role): roles[role] for role in by_pool[pool_name]}
+        pool = manager.resource_pool_dict[pool_name]
+        return WorkerGroup(pool, classes, runtime=runtime, name=f"{prefix}{pool_name}", **options)
+
+    groups = _start_all(start, list(by_pool), runtime.capabilities.parallel_launch)
+    return {role: groups[manager.mapping[role]].spawn([_name(role)])[_name(role)] for role in roles}
+
+
+def _start_all(start: Callable[[str], WorkerGroup], pools: Sequence[str], parallel: bool) -> dict[str, WorkerGroup]:
+    """Start a group in each pool; shut down those that have started if one fails, and raise the first error."""
+    started: dict[str, WorkerGroup] = {}
+    errors: list[Exception] = []
+
+    def run(pool: str) -> None:
+        try:
+            started[pool] = start(pool)
+        except Exception as error:  # noqa: BLE001  # it is raised below, when the others have ended
+            errors.append(error)
+
     try:
-        for pool_name, members in by_pool.items():
-            classes = {_name(role): roles[role] for role in members}
-            pool = manager.resource_pool_dict[pool_name]
-            group = WorkerGroup(pool, classes, runtime=runtime, name=f"{prefix}{pool_name}", **options)
-            started.append(group)
-            views.update({role: group.spawn([_name(role)])[_name(role)] for role in members})
+        # Threads of their own and daemons: an interrupt of the caller must not wait for a start that hangs.
+        threads = [threading.Thread(target=run, args=(pool,), daemon=True) for pool in pools[1:] if parallel]
+        for thread in threads:
+            thread.start()
+        for pool in pools[:1] if parallel else pools:
+            run(pool)
+            if errors and not parallel:
+                break
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
     except BaseException:
-        for group in started:
+        for group in list(started.values()):
             group.shutdown()
         raise
-    return {role: views[role] for role in roles}
+    return started
 
 
 def _name(role: Hashable) -> str:

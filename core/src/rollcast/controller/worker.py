@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextvars
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, ClassVar
 
 from rollcast.contracts.dispatch import MeshInfo
 from rollcast.contracts.worker import WorkerContext
@@ -44,6 +44,12 @@ class Worker:
             def double(self, data: DataProto) -> DataProto:
                 return data.with_columns({"x": data["x"] * 2})
     """
+
+    #: True runs coroutine methods beside other calls, in an event loop in a thread of its own. False runs them one
+    #: after the other in the thread of all other calls: for a worker that computes in them, since a second thread
+    #: makes torch start a second team of threads. On Ray a cancelled call of a process with coroutines beside others
+    #: ends at its next line of Python; without, a sleep is interrupted too.
+    concurrent_async: ClassVar[bool] = True
 
     _context: WorkerContext
     _colocated: Mapping[str, Worker]
@@ -123,10 +129,11 @@ class Worker:
     def record_state(self, folder: str) -> None:
         """Write the state that a record of a call has to keep; nothing by default.
 
-        Called on every rank before the call that is recorded.
+        Called on every rank before the call that is recorded. The files of all ranks are brought together, so
+        a name that several ranks write has to have one content.
 
         Args:
-            folder: exists, and is the same for all ranks.
+            folder: exists on this rank's node, and is empty; other ranks have their own.
         """
 
     def replay_state(self, folder: str) -> None:

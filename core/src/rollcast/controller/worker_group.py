@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import textwrap
-from collections import Counter
+import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Self
 
-from rollcast.contracts.dispatch import MeshInfo, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Expected, MeshInfo, RankCall, RankOutputs
 from rollcast.contracts.pools import ResourcePool
-from rollcast.contracts.runtime import CallFailed, Host, LaunchSpec, Outcome, Runtime
+from rollcast.contracts.runtime import Attached, CallFailed, Host, LaunchSpec, Outcome, Runtime
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
+from rollcast.controller.arguments import is_handle
+from rollcast.controller.calls import SharedValues, Unawaited, by_rank
 from rollcast.controller.dispatch import Registered, iter_registered
 from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
 from rollcast.plugins.inprocess import generation, snapshot
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
 
 __all__ = ["DEFAULT_TIMEOUT_S", "GroupMethod", "WorkerGroup"]
 
+logger = logging.getLogger(__name__)
+
 #: Default deadline of a blocking call, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
 #: Number of late ranks whose stacks an error shows.
 _STACKS = 4
+#: Number of ranks that an error lists.
+_NAMED = 8
 _counter = itertools.count()
 
 
@@ -49,6 +56,9 @@ class WorkerGroup:
 
     A group of several roles is called through the views of :meth:`spawn`, or by role:
     ``group.actor.update_actor(batch)``.
+
+    A failure that interrupts other ranks in the middle of the call *poisons* the group: the next collective
+    could pair with the one that they left, so every call is refused until :meth:`restart`.
 
     Raises:
         ResourceError: the pool cannot be placed.
@@ -84,7 +94,8 @@ class WorkerGroup:
             where = (name, "+".join(by_role), "__init__", failed.index, None)
             raise _explain_failure(failed, *where) from failed.cause
         classes = {role: wrapped.cls for role, wrapped in by_role.items()}
-        self._see(_Processes(runtime, name, classes, hosts, known, spec), tuple(by_role), timeout)
+        launched = _Launched(resource_pool, spec, launch_timeout)
+        self._see(_Processes(runtime, name, classes, hosts, known, launched), tuple(by_role), timeout)
 
     @classmethod
     def attach(
@@ -113,6 +124,18 @@ class WorkerGroup:
             found = runtime.attach(name, attach_timeout, roles)
         except CallFailed as failed:
             raise _explain_failure(failed, name, "+".join(roles or ("*",)), "attach", failed.index, None) from None
+        return cls.from_attached(found, name, runtime=runtime, timeout=timeout)
+
+    @classmethod
+    def from_attached(cls, found: Attached, name: str, *, runtime: Runtime, timeout: float = DEFAULT_TIMEOUT_S) -> Self:
+        """Return a group of processes that a runtime has found.
+
+        Args:
+            found: the processes, by rank, and the classes of their roles.
+            name: for messages.
+            runtime: carries the calls.
+            timeout: deadline of each blocking call, in seconds.
+        """
         # Plugins of this process are sent with the first call; without any, the hosts keep theirs.
         shared = _Processes(runtime, name, dict(found.roles), found.hosts, generation=0)
         group = object.__new__(cls)
@@ -176,6 +199,32 @@ class WorkerGroup:
         if key not in self._shared.meshes:
             self._shared.meshes[key] = self.execute_all("query_mesh", mesh_name)
         return self._shared.meshes[key]
+
+    @property
+    def meshes(self) -> Mapping[str, Sequence[MeshInfo]]:
+        """The meshes that are known here: mesh name → each rank's place. :meth:`mesh` asks for one."""
+        return {name: places for (role, name), places in self._shared.meshes.items() if role == self.role}
+
+    def register_mesh(self, mesh_name: str, places: Sequence[MeshInfo] | None) -> None:
+        """Set each rank's place in a mesh, for workers that register none; None asks the workers again.
+
+        Raises:
+            DispatchError: there is not one place for each rank.
+        """
+        if places is None:
+            self._shared.meshes.pop((self.role, mesh_name), None)
+            return
+        if len(places) != self.world_size:
+            raise DispatchError(
+                f"mesh {mesh_name!r} of {self.name} has {len(places)} places, the group has {self.world_size} ranks; "
+                "give one MeshInfo for each rank, in rank order"
+            )
+        self._shared.meshes[self.role, mesh_name] = list(places)
+
+    @property
+    def entries(self) -> Mapping[str, Registered]:
+        """The registration of each method that this view offers, by name: modes, blocking, futures."""
+        return {name: method.entry for name, method in self._methods.items()}
 
     def __repr__(self) -> str:
         role = "+".join(self._roles)
@@ -247,7 +296,8 @@ class WorkerGroup:
     @property
     def launch_spec(self) -> LaunchSpec | None:
         """The specification of the group; None if it was attached to."""
-        return self._shared.spec
+        launched = self._shared.launched
+        return None if launched is None else launched.spec
 
     @property
     def runtime(self) -> Runtime:
@@ -270,22 +320,24 @@ class WorkerGroup:
             answering: ranks whose results are wanted, all by default; the others return None.
         """
         shared = self._shared
-        if shared.closed:
-            raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
         role = self.role
-        self._refuse_if_lost(method)
+        shared.unawaited.report()
+        self._refuse_if_unusable(method)
         self._install_new_plugins()
         present = [(rank, call) for rank, call in calls if call is not None]
-        values = _SharedValues([call for _, call in present], shared.runtime.put)
+        values = SharedValues([call for _, call in present], shared.runtime.put)
         refs: list[Any] = []
         try:
             for rank, call in present:
                 silent = answering is not None and rank not in answering
                 outcome: Outcome = "drop" if silent else "keep" if keep else "send"
                 refs.append(shared.runtime.call(shared.hosts[rank], role, method, values.replace(call), outcome))
-        except BaseException:
+        except BaseException as error:
             # The calls that were sent would wait for the others in a collective.
-            shared.runtime.cancel(refs, [shared.hosts[rank] for rank, _ in present[: len(refs)]])
+            sent = [rank for rank, _ in present[: len(refs)]]
+            self._end_call(
+                method, sent, refs, shared.hosts, f"could not be sent to every rank ({type(error).__name__})"
+            )
             raise
         return refs
 
@@ -300,29 +352,100 @@ class WorkerGroup:
         shared.generation = now
 
     def receive(
-        self, method: str, ranks: Sequence[int], refs: Sequence[Any], timeout: float | None = None
+        self,
+        method: str,
+        ranks: Sequence[int],
+        refs: Sequence[Any],
+        timeout: float | None = None,
+        *,
+        hosts: Sequence[Host] | None = None,
+        give_up: bool = True,
     ) -> list[Any]:
         """Wait for the results of :meth:`send`.
 
+        Args:
+            method, ranks, refs: what was sent, and what :meth:`send` returned.
+            timeout: deadline in seconds; by default the view's.
+            hosts: all processes of the group at the time of :meth:`send`; by default those of now.
+            give_up: cancel the calls if the deadline passes; otherwise they go on and can be awaited again.
+
         Raises:
-            WorkerError: a rank failed; the calls of the others are cancelled.
+            WorkerError: a rank failed; the calls of the others are cancelled, which may poison the group.
+            WorkerTimeoutError: the deadline passed.
         """
         shared = self._shared
+        hosts = shared.hosts if hosts is None else hosts
+        if shared.poisoned and hosts is shared.hosts and not shared.runtime.ready(refs):
+            raise self._refusal(method)
         try:
             return shared.runtime.gather(refs, self._timeout if timeout is None else timeout)
         except CallFailed as failed:
-            hosts = [shared.hosts[rank] for rank in ranks]
-            failed.detail += self._where_they_are([ranks[index] for index in failed.late])
-            shared.runtime.cancel(refs, hosts)
-            raise self._explained(failed, method, ranks) from failed.cause
+            where = ranks[failed.index]
+            goes_on = failed.timed_out and not give_up
+            if goes_on:
+                failed.detail += ". The call goes on: wait for it again, or cancel() it"
+            if failed.timed_out:
+                failed.detail += self._where_they_are([(ranks[index], hosts[ranks[index]]) for index in failed.late])
+            if not goes_on:
+                died = failed.failure is None and failed.cause_type == CallFailed.DIED and len(refs) > 1
+                why = "passed its deadline" if failed.timed_out else f"failed on rank {where}"
+                failed.detail += self._end_call(method, ranks, refs, hosts, why, died)
+            error = _explain_failure(failed, self.name, self.role, method, where, hosts[where])
+            raise error from failed.cause
 
-    def _where_they_are(self, late: Sequence[int]) -> str:
+    def _cancel_call(self, method: str, ranks: Sequence[int], refs: Sequence[Any], hosts: Sequence[Host]) -> bool:
+        """Cancel the calls of :meth:`send`; return True if one had not ended.
+
+        Args:
+            method, ranks, refs, hosts: as for :meth:`receive`.
+        """
+        if self._shared.runtime.ready(refs):
+            return False
+        self._end_call(method, ranks, refs, hosts, "was cancelled")
+        return True
+
+    def _end_call(
+        self,
+        method: str,
+        ranks: Sequence[int],
+        refs: Sequence[Any],
+        hosts: Sequence[Host],
+        why: str,
+        died: bool = False,
+    ) -> str:
+        """Cancel calls, and poison the group if that left ranks in the middle; return what has to be told of it.
+
+        Args:
+            method, ranks, refs, hosts: see :meth:`receive`.
+            why: what happened to the call before, for the error of later calls.
+            died: a rank has died in the call.
+        """
+        shared = self._shared
+        ends = shared.runtime.cancel(refs, [hosts[rank] for rank in ranks])
+        unreachable = [rank for rank, end in zip(ranks, ends, strict=True) if end == "unreachable"]
+        left = [rank for rank, end in zip(ranks, ends, strict=True) if end in ("interrupted", "unreachable")]
+        # A call of one rank alone has no partner in a collective, and processes of before a restart are gone.
+        if hosts is shared.hosts and not shared.poisoned and (died or (left and len(ranks) > 1)):
+            in_call = (
+                f" while {_name_ranks(left)} {'was' if len(left) == 1 else 'were'} in the middle of it" if left else ""
+            )
+            shared.poisoned = (
+                f"{self.role}.{method} {why}{in_call}, and the ranks may disagree about which collective comes next"
+            )
+        if not unreachable:
+            return ""
+        where = ", ".join(f"{rank} (node {hosts[rank].info.node})" for rank in unreachable)
+        told = f"could not be interrupted and may still run the call: rank {where}"
+        logger.warning("%s.%s.%s: %s", self.name, self.role, method, told)
+        return f"\n  {told}"
+
+    def _where_they_are(self, late: Sequence[tuple[int, Host]]) -> str:
         """Return the stacks of the first of these ranks."""
         some = late[:_STACKS]
-        stacks = self._shared.runtime.stacks([self._shared.hosts[rank] for rank in some])
+        stacks = self._shared.runtime.stacks([host for _, host in some])
         return "".join(
             f"\n  rank {rank} is at:\n" + textwrap.indent(stack, "    ")
-            for rank, stack in zip(some, stacks, strict=True)
+            for (rank, _), stack in zip(some, stacks, strict=True)
             if stack
         )
 
@@ -331,9 +454,27 @@ class WorkerGroup:
         """The ranks whose processes are known to have died; a watch notices it within seconds."""
         return sorted(self._shared.runtime.lost(self._shared.hosts))
 
-    def _refuse_if_lost(self, method: str) -> None:
+    @property
+    def poisoned(self) -> str:
+        """Why the group refuses calls until :meth:`restart`; empty if it does not."""
+        return self._shared.poisoned
+
+    def _refuse_if_unusable(self, method: str) -> None:
+        if self._shared.closed:
+            raise WorkerError(f"{self.name} is shut down; {method} cannot be called on it")
         for rank, how in self.runtime.lost(self._shared.hosts).items():
-            raise self._explained(CallFailed(rank, None, how), method, range(self.world_size))
+            detail = f"{how}\n  the group can be called again after restart()"
+            raise self._explained(CallFailed(rank, None, detail), method, range(self.world_size))
+        if self._shared.poisoned:
+            raise self._refusal(method)
+
+    def _refusal(self, method: str) -> WorkerError:
+        error = WorkerError(
+            f"{self.name}.{self.role}.{method} is refused: {self._shared.poisoned}. The group is closed to "
+            "calls until restart(), which rebuilds its processes"
+        )
+        error.group, error.role, error.method = self.name, self.role, method
+        return error
 
     def _explained(self, failed: CallFailed, method: str, ranks: Sequence[int]) -> WorkerError:
         rank = ranks[failed.index]
@@ -367,11 +508,13 @@ class WorkerGroup:
     ) -> DataProtoFuture:
         from rollcast.protocol.future import DataProtoFuture
 
-        refs = self.send(method, [(rank, call) for rank in ranks])
+        refs, hosts = self.send(method, [(rank, call) for rank in ranks]), self._shared.hosts
         return DataProtoFuture(
-            lambda timeout: collect(self.receive(method, ranks, refs, timeout)),
-            self.runtime.fetch,
+            lambda timeout: collect(self.receive(method, ranks, refs, timeout, hosts=hosts, give_up=False)),
+            self.runtime.fetch_rows,
             functools.partial(self.runtime.ready, refs),
+            functools.partial(self._cancel_call, method, ranks, refs, hosts),
+            refs,
         )
 
     def execute_func(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
@@ -395,10 +538,45 @@ class WorkerGroup:
 
     # -- end ----------------------------------------------------------------------------------
 
+    def restart(self, timeout: float | None = None) -> None:
+        """Replace all processes by new ones, with the same roles, arguments, pool and environment.
+
+        Every view of the group calls the new processes. Workers begin as they were built: what they had
+        loaded or trained is gone, and handles to results that they kept can no longer be read.
+
+        Args:
+            timeout: deadline of the start in seconds; by default the group's ``launch_timeout``.
+
+        Raises:
+            ResourceError: the pool cannot be placed any more; the group stays poisoned, and can be restarted again.
+            WorkerError: the group is shut down or was attached to, or a constructor raised.
+        """
+        shared = self._shared
+        if shared.closed:
+            raise WorkerError(f"{self.name} is shut down; start a new group")
+        launched = shared.launched
+        if launched is None:
+            raise WorkerError(
+                f"{self.name} was attached to, and the arguments of its workers are unknown here; "
+                "restart it in the process that started it"
+            )
+        shared.poisoned = "its restart has failed"  # if one of the next lines raises
+        known = generation()
+        wait = launched.timeout if timeout is None else timeout
+        try:
+            shared.hosts = shared.runtime.restart(shared.hosts, launched.pool, launched.spec, wait)
+        except CallFailed as failed:
+            where = (self.name, "+".join(shared.roles), "__init__", failed.index, None)
+            raise _explain_failure(failed, *where) from failed.cause
+        shared.generation = known
+        shared.meshes.clear()
+        shared.poisoned = ""
+
     def shutdown(self) -> None:
         """End the group's processes; may be called twice, from any view."""
         if not self._shared.closed:
             self._shared.closed = True
+            self._shared.unawaited.report_all()
             self._shared.runtime.stop(self._shared.hosts)
 
 
@@ -414,37 +592,87 @@ class GroupMethod:
         functools.update_wrapper(self, function, updated=())
         self.__name__ = name
 
+    @property
+    def entry(self) -> Registered:
+        """The arguments of the method's ``@register``."""
+        return self._entry
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not self._entry.blocking:
             return self.remote(*args, **kwargs)
-        finish, _ = self._start(args, kwargs, keep=False)
-        return finish(None)
+        return self._start(args, kwargs, keep=False).finish(None, give_up=True)
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
         """Start the call and return a handle; the result stays with the workers until it is read."""
         from rollcast.protocol.future import DataProtoFuture
 
-        finish, refs = self._start(args, kwargs, keep=True)
-        runtime = self._group.runtime
-        return DataProtoFuture(finish, runtime.fetch, functools.partial(runtime.ready, refs))
+        started, group = self._start(args, kwargs, keep=True), self._group
+        runtime = group.runtime
+        ready = functools.partial(runtime.ready, started.refs)
+        awaited: list[Callable[[], None]] = []
 
-    def _start(
-        self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool
-    ) -> tuple[Callable[[float | None], Any], list[Any]]:
-        """Send the calls; return a function that waits for the result, and the references that it waits for."""
+        def resolve(timeout: float | None) -> Any:
+            try:
+                return started.finish(timeout)
+            finally:
+                awaited[0]()
+
+        handle = DataProtoFuture(
+            resolve,
+            runtime.fetch_rows,
+            ready,
+            started.cancel,
+            refs=started.refs,
+            deferred=_promised(started),
+            by_rank=functools.partial(self._by_rank, started, lambda: awaited[0]()),  # noqa: PLW0108  # filled in below
+        )
+        name = f"{group.name}.{group.role}.{self.__name__}"
+        awaited.append(group._shared.unawaited.watch(handle, name, lambda: started.finish(0.0), ready))
+        return handle
+
+    def _by_rank(
+        self, started: _Started, awaited: Callable[[], None], timeout: float | None
+    ) -> Iterator[tuple[int, Any]]:
+        group = self._group
+        awaited()
+        end = time.monotonic() + (group._timeout if timeout is None else timeout)
+
+        def receive(rank: int, ref: Any) -> Any:
+            (output,) = group.receive(
+                self.__name__, [rank], [ref], max(end - time.monotonic(), 0.0), hosts=started.hosts, give_up=False
+            )
+            return _as_handle(output, group.runtime.fetch_rows)
+
+        return by_rank(
+            started.ranks, started.refs, group.runtime.wait_any, receive, lambda: max(end - time.monotonic(), 0.0)
+        )
+
+    def _start(self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool) -> _Started:
+        """Send the calls."""
         entry, group = self._entry, self._group
         recorder = group.runtime.recorder
         recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
         with recording or nullcontext(), self._named_in_errors():
             calls = entry.dispatch_mode.distribute(group, args, kwargs)
             ranks = [r for r in entry.execute_mode.ranks(group.world_size) if calls.per_rank[r] is not None]
+            lazy = keep and entry.rows == "same" and group.runtime.capabilities.chained_calls
+            expected = entry.dispatch_mode.expect(group, calls) if lazy else None
             refs = group.send(self.__name__, [(r, calls.per_rank[r]) for r in ranks], keep, calls.answering)
+            hosts = group._shared.hosts
+        given = [value for value in (*args, *kwargs.values()) if is_handle(value)]
 
-        def finish(timeout: float | None) -> Any:
+        def finish(timeout: float | None, give_up: bool = False) -> Any:
+            try:
+                outputs = group.receive(self.__name__, ranks, refs, timeout, hosts=hosts, give_up=give_up)
+            except WorkerError as error:
+                # A call that goes on has no outcome yet.
+                goes_on = isinstance(error, WorkerTimeoutError) and not give_up
+                with (None if goes_on else recording) or nullcontext():
+                    _raise_first_cause(given, error)
+                    raise
             with recording or nullcontext():
-                outputs = group.receive(self.__name__, ranks, refs, timeout)
                 if keep:
-                    outputs = [_as_handle(output, group.runtime.fetch) for output in outputs]
+                    outputs = [_as_handle(output, group.runtime.fetch_rows) for output in outputs]
                 with self._named_in_errors():
                     found = RankOutputs(outputs, ranks, calls.state, entry.execute_mode.name)
                     result = entry.dispatch_mode.join(group, found)
@@ -452,7 +680,8 @@ class GroupMethod:
                     recording.end(result)
             return result
 
-        return finish, refs
+        cancel = functools.partial(group._cancel_call, self.__name__, ranks, refs, hosts)
+        return _Started(finish, refs, cancel, ranks, hosts, expected)
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
@@ -467,44 +696,67 @@ class GroupMethod:
         return f"<method {self.__name__} of {self._group!r}>"
 
 
+def _promised(started: _Started) -> Any:
+    """Return what is known of a call's result before the call ends; None for nothing."""
+    expected = started.expected
+    if expected is None:
+        return None
+    from rollcast.protocol.future import promise
+
+    by_rank = dict(zip(started.ranks, started.refs, strict=True))
+    return promise([by_rank[rank] for rank in expected.ranks], expected.rows, expected.taken)
+
+
+def _raise_first_cause(given: Sequence[DataProtoFuture], error: WorkerError) -> None:
+    """Raise the error of a handle among the arguments whose call has failed: the consequence names it less well."""
+    for handle in given:
+        if handle._pending and handle.done():
+            try:
+                handle.wait()
+            except WorkerError as first:
+                raise first from error
+
+
 def _as_handle(output: Any, fetch: Any) -> Any:
     from rollcast.protocol.future import DataProtoFuture, StoredShard
 
     return DataProtoFuture.of_shard(output, fetch) if isinstance(output, StoredShard) else output
 
 
-class _SharedValues:
-    """Puts references in place of the values that several calls share.
+@dataclass(frozen=True)
+class _Started:
+    """A call of a registered method that is under way.
 
-    A value is stored when the first call that has it is sent, so that this rank works while the next
-    value is stored.
+    Attributes:
+        finish: waits for the result, at most for the given seconds.
+        refs: what it waits for.
+        cancel: cancels the call on all ranks.
+        ranks: rank of each reference.
+        hosts: all processes of the group at the time of the call.
+        expected: the result as far as it is known before the call ends; None if nothing is.
     """
 
-    def __init__(self, calls: Sequence[RankCall], put: Callable[[Any], Any]) -> None:
-        large = [id(value) for call in calls for value in _values(call) if getattr(value, "nbytes", 0)]
-        self._shared = {key for key, count in Counter(large).items() if count > 1}
-        self._put = put
-        self._stored: dict[int, Any] = {}
-
-    def replace(self, call: RankCall) -> RankCall:
-        """Return the call with references in place of shared values."""
-        if not any(id(value) in self._shared for value in _values(call)):
-            return call
-        return RankCall(
-            tuple(self._reference(value) for value in call.args),
-            {key: self._reference(value) for key, value in call.kwargs.items()},
-        )
-
-    def _reference(self, value: Any) -> Any:
-        if id(value) not in self._shared:
-            return value
-        if id(value) not in self._stored:
-            self._stored[id(value)] = self._put(value)
-        return self._stored[id(value)]
+    finish: Callable[..., Any]
+    refs: list[Any]
+    cancel: Callable[[], bool]
+    ranks: Sequence[int]
+    hosts: Sequence[Host]
+    expected: Expected | None = None
 
 
-def _values(call: RankCall) -> tuple[Any, ...]:
-    return (*call.args, *call.kwargs.values())
+@dataclass(frozen=True)
+class _Launched:
+    """How a group was started, and is started again.
+
+    Attributes:
+        pool: where.
+        spec: the group.
+        timeout: deadline of the start, in seconds.
+    """
+
+    pool: ResourcePool
+    spec: LaunchSpec
+    timeout: float
 
 
 @dataclass
@@ -512,8 +764,11 @@ class _Processes:
     """The processes that all views of one group share.
 
     Attributes:
+        hosts: by rank; another list after a restart, by which calls tell the processes that they were sent to.
         generation: generation of this process's in-process plugins that the hosts know.
+        launched: None if the group was attached to.
         meshes: role and mesh name → each rank's place.
+        poisoned: why calls are refused; empty if they are not.
     """
 
     runtime: Runtime
@@ -521,9 +776,17 @@ class _Processes:
     roles: dict[str, type]
     hosts: list[Host]
     generation: int
-    spec: LaunchSpec | None = None
+    launched: _Launched | None = None
     meshes: dict[tuple[str, str], list[MeshInfo]] = field(default_factory=dict)
+    poisoned: str = ""
     closed: bool = False
+    unawaited: Unawaited = field(default_factory=Unawaited)
+
+
+def _name_ranks(ranks: Sequence[int]) -> str:
+    some = ", ".join(map(str, ranks[:_NAMED]))
+    more = f" and {len(ranks) - _NAMED} more" if len(ranks) > _NAMED else ""
+    return f"rank{'s' if len(ranks) > 1 else ''} {some}{more}"
 
 
 def _explain_failure(
@@ -560,8 +823,16 @@ def _merged(
     """Return the environment variables and the runtime environment of processes that host these roles.
 
     Raises:
-        ResourceError: two roles, which share a process, want different values.
+        ResourceError: two roles, which share a process, want different values, or a variable says where the process
+            is, which the runtime sets.
     """
+    asked = [env, runtime_env.get("env_vars", {})]
+    asked += [wish for cls in roles.values() for wish in (cls.env, cls.runtime_env.get("env_vars", {}))]
+    if refused := sorted(WorkerContext().environment().keys() & {key for wish in asked for key in wish}):
+        raise ResourceError(
+            f"env of {name} sets {', '.join(refused)}, which the runtime sets for each rank from its place in the "
+            "group; leave them out, and read self.rank, self.world_size and self.context in the worker"
+        )
 
     def of_roles(kind: str, wishes: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
         merged: dict[str, Any] = {}

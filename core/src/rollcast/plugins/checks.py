@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
-__all__ = ["Check", "any_of", "instance_of", "is_callable", "subclass_of"]
+__all__ = ["Check", "any_of", "instance_of", "is_callable", "is_class", "subclass_of"]
 
 Check = Callable[[object], str | None]
 """Returns None if a loaded object fits, else a complaint such as ``is not a class``."""
@@ -58,6 +58,11 @@ def is_callable(min_positional: int = 0) -> Check:
         return f"takes {count} positional arguments, but is called with {min_positional}"
 
     return check
+
+
+def is_class(obj: object) -> str | None:
+    """Check that the object is a class of any kind."""
+    return None if isinstance(obj, type) else f"is {_describe(obj)}, not a class"
 
 
 def any_of(*checks: Check) -> Check:

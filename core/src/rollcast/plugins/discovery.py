@@ -242,6 +242,20 @@ def _is_findable(top: str) -> bool:
     return importlib.util.find_spec(top) is not None
 
 
+def find_source(plugin: PluginInfo) -> Path | None:
+    """Return the file of a plugin's module without importing the module or a parent of it; None if there is none."""
+    top, *rest = plugin.module.split(".")
+    try:
+        spec = importlib.util.find_spec(top) if top else None
+    except (ImportError, ValueError):  # a loaded module without a spec
+        return None
+    if spec is None or not rest:
+        return Path(spec.origin) if spec is not None and spec.has_location and spec.origin else None
+    folders = [Path(folder, *rest[:-1]) for folder in spec.submodule_search_locations or ()]
+    files = (folder / name for folder in folders for name in (f"{rest[-1]}.py", f"{rest[-1]}/__init__.py"))
+    return next((file for file in files if file.is_file()), None)
+
+
 # -- what could be installed -----------------------------------------------------------------------
 
 

@@ -214,7 +214,7 @@ def serve(request: dict[str, Any]) -> None:
     for module in request["registries"]:
         try:
             importlib.import_module(module)
-        except Exception as error:  # noqa: BLE001  # the module may be a stranger's
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # the module may be a stranger's
             answer("warning", f"cannot check types of the groups that {module} declares: {error!r}")
     answer("ready")
     for group, name in request["plugins"]:

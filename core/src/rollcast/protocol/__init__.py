@@ -10,8 +10,12 @@ if TYPE_CHECKING:
     from rollcast.protocol._balance import karmarkar_karp as karmarkar_karp
     from rollcast.protocol._checksum import combine_checksums as combine_checksums
     from rollcast.protocol._checksum import tensor_checksum as tensor_checksum
+    from rollcast.protocol._jagged import Jagged as Jagged
     from rollcast.protocol._memory import empty_tensor as empty_tensor
+    from rollcast.protocol._meta import MetaRules as MetaRules
+    from rollcast.protocol._meta import meta_rules as meta_rules
     from rollcast.protocol.batch import DataProto as DataProto
+    from rollcast.protocol.future import Cut as Cut
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
 
 # Importing the package must not cost the second that torch and tensordict take.
@@ -20,8 +24,10 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "rollcast.protocol._balance": ["karmarkar_karp"],
         "rollcast.protocol._checksum": ["combine_checksums", "tensor_checksum"],
+        "rollcast.protocol._jagged": ["Jagged"],
         "rollcast.protocol._memory": ["empty_tensor"],
+        "rollcast.protocol._meta": ["MetaRules", "meta_rules"],
         "rollcast.protocol.batch": ["DataProto"],
-        "rollcast.protocol.future": ["DataProtoFuture"],
+        "rollcast.protocol.future": ["Cut", "DataProtoFuture"],
     },
 )

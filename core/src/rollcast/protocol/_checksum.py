@@ -10,16 +10,20 @@ from torch import Tensor
 
 #: Words in a line of the table that is summed.
 _WIDTH = 509
-#: Lines that are summed at a time on the CPU, so that the second sum finds them in the cache (1 MiB).
-_BLOCK = 256
+#: Lines that are summed at a time: on the CPU so that the second sum finds them in the cache (1 MiB), on a device so
+#: that the mixed copy stays small (256 MiB).
+_BLOCK, _DEVICE_BLOCK = 256, 1 << 16
+#: Odd 64-bit constants of the golden ratio and of a linear generator, as int64.
+_GOLDEN, _STEP = -7046029254386353131, 6364136223846793005
 
 
 def tensor_checksum(tensor: Tensor) -> str:
     """Return eight hexadecimal digits over a tensor's dtype, shape and bytes.
 
-    The 64-bit words, written in lines of 509, are summed by line and by position in the line, and the sums hashed
-    with CRC-32: words that are exchanged change one or the other. Only the sums leave the device. The checksum
-    detects damaged transfers; it is no protection against a forger.
+    The 64-bit words, written in lines of 509, are summed by line, and by position in the line after mixing each with
+    its line's number; the sums are hashed with CRC-32. Words or rows that are exchanged change one or the other,
+    also where the rows have equal sums. Only the sums leave the device. The checksum detects damaged transfers; it is
+    no protection against a forger.
 
     Args:
         tensor: A tensor of any dtype and shape; copied if it is not contiguous.
@@ -32,17 +36,27 @@ def tensor_checksum(tensor: Tensor) -> str:
     rows = words.numel() // _WIDTH
     lines = words[: rows * _WIDTH].view(rows, _WIDTH)
     by_line, by_position = lines.new_empty(rows), lines.new_zeros(_WIDTH)
-    step = _BLOCK if lines.device.type == "cpu" else max(rows, 1)
+    step = _BLOCK if lines.device.type == "cpu" else _DEVICE_BLOCK
     for start in range(0, rows, step):
         block = lines[start : start + step]
-        by_position += block.sum(0)
         torch.sum(block, 1, out=by_line[start : start + step])
+        by_position += _mixed(block, start).sum(0)
     rest = words[rows * _WIDTH :]
     by_position[: rest.numel()] += rest
     digest = zlib.crc32(f"{tensor.dtype}|{tuple(tensor.shape)}|{rows}".encode())
     for part in (by_position.view(torch.uint8), by_line.view(torch.uint8), flat[whole:]):
         digest = zlib.crc32(part.cpu().numpy().data, digest)
     return f"{digest:08x}"
+
+
+def _mixed(block: Tensor, start: int) -> Tensor:
+    """Return the words, each mixed with the number of its line, of which the first is ``start``; int64 wraps around."""
+    numbers = torch.arange(start + 1, start + 1 + len(block), device=block.device)
+    factors = (numbers * _GOLDEN).bitwise_xor_(numbers * _STEP >> 31).bitwise_or_(1)
+    # Bit 63 alone would survive the product unchanged: two sign bits that are exchanged would cancel out. So it is
+    # copied to bit 34 first, by a shift without sign (an arithmetic one would make a word and its complement one).
+    mixed = (block >> 29).bitwise_and_((1 << 35) - 1).bitwise_xor_(block)
+    return mixed.mul_(factors.unsqueeze(1))
 
 
 def combine_checksums(checksums: Iterable[tuple[str, str]]) -> str:

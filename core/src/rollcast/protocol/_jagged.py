@@ -7,23 +7,163 @@ column is ``values[offsets[i]:offsets[i + 1]]``; offsets are int64 ``[B + 1]``.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 
+# Torch's public constructor and accessors go through its dispatcher and cost 50 to 200 us each, and a training step
+# builds and reads hundreds of columns. The class and its two attributes are the same since torch 2.3; autograd does not
+# see columns that are made and read this way, and gradients do not travel anyway.
+from torch.nested._internal.nested_tensor import NestedTensor
+
+from rollcast.errors import DataProtoError
 from rollcast.protocol import _memory as memory
 from rollcast.protocol._rows import Pick
+
+__all__ = ["Jagged"]
+
+
+def is_jagged(column: object) -> bool:
+    """Return True for a jagged tensor."""
+    return type(column) is NestedTensor
 
 
 def build(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
     """Return the jagged tensor over ``values [total, ...]`` and ``offsets [B + 1]``, without a copy."""
-    found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
-    return found
+    if values.requires_grad:
+        found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
+        return found
+    return NestedTensor(values, offsets)
 
 
 def offsets_of(column: torch.Tensor) -> torch.Tensor:
     """Return the offsets ``[B + 1]`` of a jagged tensor; each call returns the same object."""
-    offsets: torch.Tensor = column.offsets()  # type: ignore[attr-defined]
+    offsets: torch.Tensor = column._offsets  # type: ignore[attr-defined]
     return offsets
+
+
+def values_of(column: torch.Tensor) -> torch.Tensor:
+    """Return the values ``[total, ...]`` of a jagged tensor."""
+    found: torch.Tensor = vars(column)["_values"]  # torch.Tensor declares a method of this name
+    return found
+
+
+@dataclass(frozen=True)
+class Jagged:
+    """The flat form of a jagged column: row ``i`` is ``values[offsets[i] : offsets[i + 1]]``.
+
+    Arithmetic on tokens works on ``values``, without padding. Columns of one batch that describe the same tokens share
+    their offsets, so their values stand side by side::
+
+        responses, mask = Jagged.of(batch["responses"]), Jagged.of(batch["response_mask"])
+        lengths = mask.sums()                                     # int64 [B]
+        batch = batch.with_columns({"scores": mask.like(mask.values.float())})
+
+    Attributes:
+        values: All rows one after the other, ``[N, ...]``.
+        offsets: Start of each row and the end of the last, int64 ``[B + 1]``; the first is 0 and the last is N.
+    """
+
+    values: torch.Tensor
+    offsets: torch.Tensor
+
+    @classmethod
+    def of(cls, column: torch.Tensor, name: str = "") -> Jagged:
+        """Return the flat form of a jagged tensor, without a copy.
+
+        Args:
+            name: Name of the column, for the error.
+
+        Raises:
+            DataProtoError: the column is not jagged.
+        """
+        if not is_jagged(column):
+            what = f"{column.dtype} {list(column.shape)}" if isinstance(column, torch.Tensor) else type(column).__name__
+            label = f"column {name!r}" if name else "the column"
+            raise DataProtoError(
+                f"{label} is {what}, but a jagged column is needed, with one row of tokens of its own length for each "
+                "row of the batch; Jagged.from_padded makes one of a padded tensor and its mask"
+            )
+        return cls(*trimmed(column))
+
+    @classmethod
+    def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
+        """Return rows of ``lengths`` (int64 ``[B]``) over ``values`` ``[N, ...]``, of which N is the sum."""
+        if int(lengths.sum()) != len(values):
+            raise DataProtoError(
+                f"rows of {int(lengths.sum())} values in all cannot be cut out of {len(values)} values"
+            )
+        return cls(values, _offsets_from(lengths))
+
+    @classmethod
+    def from_padded(cls, padded: torch.Tensor, mask: torch.Tensor) -> Jagged:
+        """Return the values of ``padded`` ``[B, W, ...]`` where ``mask`` ``[B, W]`` is not 0, in their order."""
+        chosen = mask != 0
+        return cls(padded[chosen], _offsets_from(chosen.sum(-1)))
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """Length of each row, int64 ``[B]``."""
+        return self.offsets.diff()
+
+    @cached_property
+    def rows(self) -> torch.Tensor:
+        """Row of each value, int64 ``[N]``."""
+        return torch.repeat_interleave(self.lengths, output_size=len(self.values))
+
+    @cached_property
+    def places(self) -> torch.Tensor:
+        """Place of each value in its row, int64 ``[N]``."""
+        return torch.arange(len(self.values), device=self.offsets.device) - self.offsets[self.rows]
+
+    def with_values(self, values: torch.Tensor) -> Jagged:
+        """Return rows of the same lengths with other values ``[N, ...]``."""
+        return replace(self, values=values)
+
+    def column(self) -> torch.Tensor:
+        """Return the jagged tensor; those of one ``offsets`` object can be computed with each other."""
+        return build(self.values, self.offsets)
+
+    def like(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the jagged tensor of other values ``[N, ...]`` in rows of the same lengths."""
+        return build(values, self.offsets)
+
+    def sums(self) -> torch.Tensor:
+        """Return the sum of each row, ``[B]``; int64 of integers and bools."""
+        counted = self.values if self.values.is_floating_point() else self.values.long()
+        return counted.new_zeros(len(self.offsets) - 1).index_add_(0, self.rows, counted)
+
+    def take(self, rows: torch.Tensor) -> Jagged:
+        """Return the rows of these numbers (int64), in this order; a copy."""
+        picked = self.positions(rows)
+        return picked.with_values(memory.index_select(self.values, picked.values))
+
+    def positions(self, rows: torch.Tensor) -> Jagged:
+        """Return the positions in ``values`` of the values of these rows (int64), int64."""
+        starts = self.offsets.index_select(0, rows)
+        return Jagged(*_gather_plan(starts, self.offsets.index_select(0, rows + 1) - starts))
+
+    def pad(self, width: int | None = None, value: float = 0, left: bool = False) -> torch.Tensor:
+        """Return ``[B, width, ...]`` with ``value`` behind the rows, or before them if ``left``.
+
+        Args:
+            width: At least the longest row, which is the default.
+
+        Raises:
+            DataProtoError: a row is longer than ``width``.
+        """
+        count = len(self.offsets) - 1
+        longest = int(self.lengths.max()) if count else 0
+        if width is None:
+            width = longest
+        elif width < longest:
+            raise DataProtoError(f"a row of {longest} values cannot be padded to {width}")
+        padded = self.values.new_full((count * width, *self.values.shape[1:]), value)
+        places = self.rows * width + self.places
+        if left:
+            places = places + (width - self.lengths)[self.rows]
+        return padded.index_copy_(0, places, self.values).view(count, width, *self.values.shape[1:])
 
 
 def _offsets_from(lengths: torch.Tensor) -> torch.Tensor:
@@ -38,6 +178,9 @@ def canonical(column: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: another dimension is ragged, or more than one.
     """
+    has_no_gaps = is_jagged(column) and column._ragged_idx == 1 and column._lengths is None  # type: ignore[attr-defined]
+    if has_no_gaps and offsets_of(column).dtype == torch.int64:
+        return column
     if column.layout != torch.jagged:
         members = list(column.unbind())
         if any(m.dim() == 0 or m.shape[1:] != members[0].shape[1:] for m in members):
@@ -48,10 +191,8 @@ def canonical(column: torch.Tensor) -> torch.Tensor:
     ragged = next(i for i, size in enumerate(column.shape) if not isinstance(size, int))
     if ragged != 1:
         raise ValueError(f"its dimension {ragged} is ragged, only dimension 1 may be")
-    values, offsets = column.values(), offsets_of(column)
+    values, offsets = values_of(column), offsets_of(column)
     lengths_or_none = column.lengths()  # type: ignore[attr-defined]
-    if lengths_or_none is None and offsets.dtype == torch.int64:
-        return column
     starts = offsets[: column.shape[0]].to(torch.int64)
     lengths = offsets.diff() if lengths_or_none is None else lengths_or_none
     positions, packed = _gather_plan(starts, lengths.to(torch.int64))
@@ -67,7 +208,7 @@ def _gather_plan(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Ten
 
 def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
     """Return the picked rows: a view of the values for adjacent rows, else a copy."""
-    values, offsets = column.values(), offsets_of(column)
+    values, offsets = values_of(column), offsets_of(column)
     span = pick.span
     if span is not None and span.step == 1:
         if id(offsets) not in pick.ragged:
@@ -86,8 +227,10 @@ def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
 
 def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``(values, offsets)`` without values before the first or behind the last row; views."""
-    values, offsets = column.values(), offsets_of(column)
-    start, stop = offsets[[0, -1]].tolist()
+    values, offsets = values_of(column), offsets_of(column)
+    start, stop = int(offsets[0]), int(offsets[-1])
+    if start == 0 and stop == len(values):
+        return values, offsets
     if start:
         offsets = offsets - start
     return values[start:stop], offsets

@@ -24,6 +24,7 @@ import torch
 from rollcast.errors import DataProtoError
 from rollcast.protocol import _wire as wire
 from rollcast.protocol._columns import Columns, common_length
+from rollcast.protocol._values import endless
 
 _MAGIC = b"ROLLDP\x00\x01"
 _PREFIX = struct.Struct("<8sQI")
@@ -31,6 +32,13 @@ _ALIGN = 64
 
 
 def _jsonable(value: Any, where: str) -> Any:
+    try:
+        return _as_json(value, where)
+    except RecursionError:
+        raise endless(where, value) from None
+
+
+def _as_json(value: Any, where: str) -> Any:
     """Return ``value`` with numpy scalars as Python's; refuse values that JSON would change."""
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
@@ -38,9 +46,9 @@ def _jsonable(value: Any, where: str) -> Any:
     if isinstance(value, np.generic) and type(value.item()) in (str, bool, int, float):
         return value.item()
     if kind is list:
-        return [_jsonable(item, where) for item in value]
+        return [_as_json(item, where) for item in value]
     if kind is dict and all(type(key) is str for key in value):
-        return {key: _jsonable(item, where) for key, item in value.items()}
+        return {key: _as_json(item, where) for key, item in value.items()}
     detail = " with keys that are not strings" if kind is dict else ""
     raise DataProtoError(
         f"{where} holds a {kind.__name__}{detail}, which JSON cannot keep; a saved DataProto takes"

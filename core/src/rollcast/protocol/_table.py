@@ -8,6 +8,7 @@ from typing import Any, Generic, Literal, NamedTuple, NoReturn, Self, TypeVar, c
 
 from rollcast.errors import ColumnError, DataProtoError
 from rollcast.protocol import _rows as picks
+from rollcast.protocol._meta import meta_rules
 from rollcast.protocol._rows import Pick, Rows, RowSelector
 from rollcast.protocol._values import merge_meta
 
@@ -270,15 +271,17 @@ class Table(ABC, Generic[C]):
             raise DataProtoError(f"unpad: {pad_size} rows cannot be taken off {len(self)}")
         return self.slice(0, len(self) - pad_size)
 
-    @staticmethod
-    def concat(members: Sequence[T]) -> T:
+    @classmethod
+    def concat(cls, members: Sequence[T]) -> T:
         """Join the rows of all members, in order; class and order of columns are the first member's.
 
-        With a handle among the members the result is a handle, and no rows move.
+        Called on a subclass of that class, the result is of the subclass.
+        A meta key that differs is merged by its rule in :data:`rollcast.protocol.meta_rules`, which has one for
+        ``metrics``. With a handle among the members the result is a handle, and no rows move.
 
         Raises:
             DataProtoError: no members; keys differ; a column differs in kind, dtype, row shape or
-                device; a meta key has different values. Names the column or key.
+                device; a meta key has different values and no rule. Names the column or key.
         """
         if not members:
             raise DataProtoError("concat: the list is empty, so the columns are unknown")
@@ -294,9 +297,15 @@ class Table(ABC, Generic[C]):
                     f"concat: columns {odd} are not in both member 0 and member {position};"
                     " select or drop columns so that all members have the same"
                 )
-        meta = merge_meta([content.meta_info for content in contents], "concat")
+        meta = merge_meta([content.meta_info for content in contents], "concat", rules=meta_rules)
         columns = lead._concat([content.columns for content in contents])
-        return lead._like(sum(content.length for content in contents), columns, meta)
+        joined = lead._like(sum(content.length for content in contents), columns, meta)
+        return cast(T, cls._promoted(joined)) if issubclass(cls, type(joined)) else joined
+
+    @classmethod
+    def _promoted(cls, table: Any) -> Any:
+        """Return a table of a base class as one of this class."""
+        return table
 
 
 def check_name(name: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from rollcast.errors import DataProtoError
+from rollcast.protocol._meta import MetaRules
 
 
 def copy_value(value: Any) -> Any:
@@ -30,8 +32,26 @@ def copy_value(value: Any) -> Any:
 
 
 def copy_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a dict that shares no container with ``meta``; empty for ``None``."""
-    return {} if meta is None else {key: copy_value(item) for key, item in meta.items()}
+    """Return a dict that shares no container with ``meta``; empty for ``None``.
+
+    Raises:
+        DataProtoError: a container contains itself; names the key.
+    """
+    copied: dict[str, Any] = {}
+    for key, item in (meta or {}).items():
+        try:
+            copied[key] = copy_value(item)
+        except RecursionError:
+            raise endless(f"meta_info key {key!r}", item) from None
+    return copied
+
+
+def endless(where: str, value: Any) -> DataProtoError:
+    """Return the error for a value whose containers do not end within Python's recursion limit."""
+    return DataProtoError(
+        f"{where} holds a {type(value).__name__} that contains itself or is nested more than"
+        f" {sys.getrecursionlimit()} levels deep; a batch takes values that end: break the cycle, or send an id instead"
+    )
 
 
 def same_tensor(left: torch.Tensor, right: torch.Tensor) -> bool:
@@ -54,12 +74,23 @@ def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
         return False
     if left.dtype == object:
         pairs = zip(left.ravel().tolist(), right.ravel().tolist(), strict=True)
-        return all(same_value(a, b) for a, b in pairs)
+        return all(_same(a, b) for a, b in pairs)
     return bool(np.array_equal(left, right, equal_nan=left.dtype.kind in "fc"))
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Return True if two values are equal, with arrays, tensors and NaN at any depth of containers."""
+    """Return True if two values are equal, with arrays, tensors and NaN at any depth of containers.
+
+    Raises:
+        DataProtoError: both contain themselves, so that a comparison would not end.
+    """
+    try:
+        return _same(left, right)
+    except RecursionError:
+        raise endless("a comparison", left) from None
+
+
+def _same(left: Any, right: Any) -> bool:
     if left is right:
         return True
     if isinstance(left, torch.Tensor) or isinstance(right, torch.Tensor):
@@ -69,27 +100,44 @@ def same_value(left: Any, right: Any) -> bool:
         both = isinstance(left, np.ndarray) and isinstance(right, np.ndarray)
         return both and _same_array(left, right)
     if isinstance(left, dict) and isinstance(right, dict):
-        return left.keys() == right.keys() and all(same_value(left[k], right[k]) for k in left)
+        return left.keys() == right.keys() and all(_same(left[k], right[k]) for k in left)
     if isinstance(left, (list, tuple)) and type(left) is type(right):
-        return len(left) == len(right) and all(map(same_value, left, right))
+        return len(left) == len(right) and all(map(_same, left, right))
     if isinstance(left, float) and isinstance(right, float) and left != left:
         return right != right
     return bool(left == right)
 
 
-def merge_meta(metas: Sequence[Mapping[str, Any]], operation: str, *, overwrite: bool = False) -> dict[str, Any]:
+def merge_meta(
+    metas: Sequence[Mapping[str, Any]], operation: str, *, overwrite: bool = False, rules: MetaRules | None = None
+) -> dict[str, Any]:
     """Return one dict with the keys of all.
 
+    Args:
+        metas: in the order of their batches.
+        operation: for messages.
+        overwrite: the last value of a key wins.
+        rules: how different values of a key become one.
+
     Raises:
-        DataProtoError: a key has different values in two of them and ``overwrite`` is off.
+        DataProtoError: a key has different values in two of them, no rule, and ``overwrite`` is off.
     """
     merged: dict[str, Any] = {}
+    differing: dict[str, None] = {}
     for meta in metas:
         for key, item in meta.items():
             if key in merged and not overwrite and not same_value(merged[key], item):
-                raise DataProtoError(
-                    f"{operation}: meta_info key {key!r} is {merged[key]!r:.100} in one DataProto"
-                    f" and {item!r:.100} in another; make them equal or delete the key first"
-                )
+                if rules is None or rules.find(key) is None:
+                    raise DataProtoError(
+                        f"{operation}: meta_info key {key!r} is {merged[key]!r:.100} in one DataProto"
+                        f" and {item!r:.100} in another; make them equal or delete the key first"
+                        + ("" if rules is None else ", or give the key a rule: rollcast.protocol.meta_rules")
+                    )
+                differing[key] = None
+                continue
             merged[key] = item
+    for key in differing:
+        rule = rules.find(key) if rules is not None else None
+        if rule is not None:
+            merged[key] = rule([meta[key] for meta in metas if key in meta])
     return copy_meta(merged)

@@ -103,7 +103,7 @@ def pack(
             objects[name] = used.tolist()
             each_once = np.array_equal(positions, np.arange(len(used)))
             tensors = () if each_once else (packer.add(name, torch.from_numpy(positions)),)
-        elif column.is_nested:
+        elif jagged.is_jagged(column):
             values, offsets = jagged.trimmed(column)
             # Columns that share offsets share them on the other side too.
             offsets = shifted.setdefault(id(jagged.offsets_of(column)), offsets)

@@ -215,6 +215,10 @@ class DataProto(Table[torch.Tensor]):
     def _like(self, length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]) -> Self:
         return self._of(length, columns, meta_info)
 
+    @classmethod
+    def _promoted(cls, table: Any) -> Any:
+        return table if type(table) is cls else cls._of(*table._content())
+
     def _accept(self, operation: str, other: object) -> DataProto:
         if not isinstance(other, DataProto):
             raise DataProtoError(

@@ -1,26 +1,110 @@
-"""DataProtoFuture: a handle to a batch whose columns stay in a runtime's store."""
+"""DataProtoFuture: a handle to a batch whose rows stay in a runtime's store.
+
+A worker stores what it keeps as one object. A handle describes rows and columns of such objects: which columns have the
+same rows is known by a shared :class:`RowMap`, so that choosing rows costs time per object that is reached, and
+not per column.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Self
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Self, cast
 
 import torch
 
-from rollcast.errors import DataProtoError
+from rollcast.errors import DataProtoError, WorkerError
 from rollcast.protocol import _columns as ops
-from rollcast.protocol import _jagged as jagged
-from rollcast.protocol._rows import Pick
+from rollcast.protocol._rows import Pick, pick_slice
 from rollcast.protocol._table import Content, Table, missing
 from rollcast.protocol._values import copy_meta
 from rollcast.protocol.batch import DataProto
 
-__all__ = ["DataProtoFuture", "Fetch", "StoredShard", "store_batch"]
+__all__ = ["Cut", "DataProtoFuture", "Fetch", "Kept", "Promised", "StoredShard", "promise", "store_batch"]
 
-Fetch = Callable[[Sequence[Any], "float | None"], list[Any]]
 Resolve = Callable[["float | None"], Any]
 Dtype = torch.dtype | type[object]
+#: Bytes of the mark of damage beside each stored batch.
+_MARK_BYTES = 512
+
+
+class Kept:
+    """A batch in a store, and beside it a mark that a process leaves if it has damaged the batch.
+
+    Readers of one node share the memory of both, so that each of them finds the mark.
+
+    Args:
+        batch: The rows.
+        mark: uint8 ``[1, 512]``, the text of the mark; zeros for none.
+    """
+
+    __slots__ = ("_mark", "batch")
+
+    def __init__(self, batch: DataProto, mark: DataProto | None = None) -> None:
+        self.batch = batch
+        self._mark = mark or DataProto({"mark": torch.zeros(1, _MARK_BYTES, dtype=torch.uint8)})
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the batch."""
+        return self.batch.nbytes
+
+    def with_batch(self, batch: DataProto) -> Kept:
+        """Return rows of this batch with the same mark."""
+        return Kept(batch, self._mark)
+
+    def damage(self, why: str) -> None:
+        """Leave the mark; readers raise ``why`` from now on."""
+        text = why.encode()[:_MARK_BYTES]
+        self._mark["mark"][0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+    def check(self) -> None:
+        """Raise ``DataProtoError`` if a process has left its mark."""
+        mark = self._mark["mark"][0]
+        if int(mark[0]):
+            text = bytes(mark.tolist()).rstrip(b"\0").decode(errors="replace")
+            raise DataProtoError(f"these rows were damaged and cannot be read: {text}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Kept, (self.batch, self._mark)
+
+
+class Cut(NamedTuple):
+    """Rows and columns of a stored object, to be read where the object lies.
+
+    Attributes:
+        ref: Reference to the object.
+        columns: Names to read; None reads the object as it is, whatever it is.
+        start, stop: Rows, if there is no ``picked``.
+        picked: int64 ``[rows]``, ascending; None for consecutive rows.
+    """
+
+    ref: Any
+    columns: tuple[str, ...] | None = None
+    start: int = 0
+    stop: int = 0
+    picked: torch.Tensor | None = None
+
+    def of(self, stored: Any) -> Any:
+        """Return these rows and columns of the stored object; views where the rows are consecutive.
+
+        Raises:
+            DataProtoError: the object is no batch, or has been damaged.
+        """
+        if self.columns is None:
+            return stored
+        if isinstance(stored, Kept):
+            stored.check()
+            return stored.with_batch(self.of(stored.batch))
+        if not isinstance(stored, DataProto):
+            raise DataProtoError(f"the store returned a {type(stored).__name__} where a DataProto was put")
+        rows = stored.select(self.columns, [])
+        if self.picked is not None:
+            return rows.select_idxs(self.picked)
+        return rows if self.start == 0 and self.stop == len(rows) else rows.slice(self.start, self.stop)
+
+
+Fetch = Callable[[Sequence[Cut], "float | None"], list[Any]]
 
 
 class _Inline(NamedTuple):
@@ -29,84 +113,156 @@ class _Inline(NamedTuple):
     value: DataProto
 
 
-class Piece(NamedTuple):
-    """Rows ``start`` to ``stop`` of column ``key`` of the DataProto that ``ref`` stands for."""
+class Promised(NamedTuple):
+    """Reference to the result of a call that may not have ended: a :class:`StoredShard` of ``rows`` rows."""
 
     ref: Any
-    key: str
+    rows: int
+
+
+class Piece(NamedTuple):
+    """Rows ``start`` to ``stop`` of the object that ``ref`` stands for."""
+
+    ref: Any
     start: int
     stop: int
 
+
+def _unique(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the distinct values, ascending, and the position among them of each value."""
+    distinct, positions = torch.unique(values, return_inverse=True)
+    return distinct, positions
+
+
+class RowMap:
+    """Rows of stored objects; columns with the same rows share one.
+
+    Args:
+        pieces: In order; joined they are the rows, unless there is an ``index``.
+        index: int64 ``[rows]`` into the joined pieces.
+    """
+
+    __slots__ = ("_ends", "index", "pieces")
+
+    def __init__(self, pieces: tuple[Piece, ...], index: torch.Tensor | None = None) -> None:
+        self.pieces = pieces
+        self.index = index
+        self._ends: tuple[list[int], torch.Tensor] | None = None
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RowMap, (self.pieces, self.index)
+
     @property
-    def rows(self) -> int:
-        """Number of rows."""
-        return self.stop - self.start
+    def ends(self) -> tuple[list[int], torch.Tensor]:
+        """Where each piece ends among the joined pieces, as a list and as an int64 tensor."""
+        if self._ends is None:
+            ends, end = [], 0
+            for piece in self.pieces:
+                end += piece.stop - piece.start
+                ends.append(end)
+            self._ends = ends, torch.tensor(ends, dtype=torch.int64)
+        return self._ends
 
-    def trimmed(self) -> Piece:
-        """Return a local piece cut to its rows, for sending; a stored one as it is."""
-        if not isinstance(self.ref, _Inline):
-            return self
-        rows = self.ref.value.select([self.key]).slice(self.start, self.stop)
-        return Piece(_Inline(rows), self.key, 0, self.rows)
+    def take(self, pick: Pick) -> tuple[RowMap, slice | list[int]]:
+        """Return the picked rows, and the positions of the pieces that they reach; nothing moves."""
+        if self.index is not None:
+            return self._indexed(self.index[pick.as_index()])
+        span = pick.span
+        if span is None or span.step != 1:
+            return self._indexed(pick.as_index())
+        if span.start >= span.stop:
+            # An empty column keeps one piece, which knows its row shape and dtype.
+            return RowMap(tuple(Piece(p.ref, p.start, p.start) for p in self.pieces[:1])), slice(0, 1)
+        ends = self.ends[0]
+        first, last = bisect_right(ends, span.start), bisect_left(ends, span.stop)
+        kept = list(self.pieces[first : last + 1])
+        ref, start, stop = kept[-1]
+        kept[-1] = Piece(ref, start, stop - (ends[last] - span.stop))
+        ref, start, stop = kept[0]
+        kept[0] = Piece(ref, start + span.start - (ends[first - 1] if first else 0), stop)
+        return RowMap(tuple(kept)), slice(first, last + 1)
+
+    def _indexed(self, index: torch.Tensor) -> tuple[RowMap, slice | list[int]]:
+        """Return the rows at ``index`` of the joined pieces, without the pieces that it does not reach."""
+        if len(self.pieces) < 2:
+            return RowMap(self.pieces, index), slice(None)
+        if not len(index):
+            return RowMap(self.pieces[:1], index), slice(0, 1)
+        ends = self.ends[1]
+        used, position = _unique(torch.searchsorted(ends, index, right=True))
+        if len(used) == len(self.pieces):
+            return RowMap(self.pieces, index), slice(None)
+        kept = used.tolist()
+        pieces = tuple(self.pieces[number] for number in kept)
+        sizes = torch.tensor([piece.stop - piece.start for piece in pieces])
+        removed_before = (ends[used] - sizes) - (sizes.cumsum(0) - sizes)
+        return RowMap(pieces, index - removed_before[position]), kept
+
+    @staticmethod
+    def concat(maps: Sequence[RowMap]) -> RowMap:
+        """Join the rows of all; pieces without rows are left out if there are others."""
+        if all(each.index is None for each in maps):
+            pieces = [piece for each in maps for piece in each.pieces if piece.stop > piece.start]
+            return RowMap(tuple(pieces) or maps[0].pieces[:1])
+        offset, parts = 0, []
+        for each in maps:
+            rows = each.ends[0][-1]
+            parts.append((torch.arange(rows) if each.index is None else each.index) + offset)
+            offset += rows
+        return RowMap(tuple(piece for each in maps for piece in each.pieces), torch.cat(parts))
+
+    def reads(self) -> tuple[list[tuple[int, Piece, torch.Tensor | None]], torch.Tensor | None]:
+        """Return what to read, and the order of the joined rows: position, rows and index (or None) of each piece.
+
+        Each row is read once, however often it is picked. The order is None if the rows come as they are wanted.
+        """
+        if self.index is None:
+            return [(number, piece, None) for number, piece in enumerate(self.pieces)], None
+        rows, order = _unique(self.index)
+        bounds = torch.searchsorted(rows, self.ends[1]).tolist()
+        found: list[tuple[int, Piece, torch.Tensor | None]] = []
+        before, begin = 0, 0
+        for number, (piece, bound, end) in enumerate(zip(self.pieces, bounds, self.ends[0], strict=True)):
+            if bound > before or len(self.pieces) == 1:
+                local = rows[before:bound] + (piece.start - begin)
+                found.append((number, *_as_range(piece.ref, local)))
+            before, begin = bound, end
+        in_order = len(rows) == len(self.index) and bool((order == torch.arange(len(order))).all())
+        return found, None if in_order else order
 
 
-@dataclass(frozen=True)
-class StoredColumn:
+def _as_range(ref: Any, rows: torch.Tensor) -> tuple[Piece, torch.Tensor | None]:
+    """Return ascending rows of an object as a range if they are consecutive."""
+    count = len(rows)
+    if not count:
+        return Piece(ref, 0, 0), None
+    first, last = int(rows[0]), int(rows[-1])
+    return Piece(ref, first, last + 1), None if last - first + 1 == count else rows
+
+
+class StoredColumn(NamedTuple):
     """One column of a handle.
 
     Attributes:
         dtype: ``object`` for an object column.
-        pieces: In order; joined they are the column, unless there is an ``index``.
-        index: int64 ``[rows]`` into the joined pieces.
+        source: Its name in the stored objects, or in each piece of ``rows`` where the names differ.
+        rows: Its rows, shared with other columns.
     """
 
     dtype: Dtype
-    pieces: tuple[Piece, ...]
-    index: torch.Tensor | None = None
+    source: str | tuple[str, ...]
+    rows: RowMap
 
-    def take(self, pick: Pick) -> StoredColumn:
-        """Return the picked rows; nothing moves."""
-        if self.index is not None:
-            return replace(self, index=self.index[pick.as_index()])._compact()
-        span = pick.span
-        if span is None or span.step != 1:
-            return replace(self, index=pick.as_index())._compact()
-        kept: list[Piece] = []
-        offset = 0
-        for piece in self.pieces:
-            start, stop = max(span.start - offset, 0), min(span.stop - offset, piece.rows)
-            if start < stop:
-                kept.append(piece._replace(start=piece.start + start, stop=piece.start + stop))
-            offset += piece.rows
-        # An empty column keeps one piece, which knows its row shape and dtype.
-        return replace(self, pieces=tuple(kept) or tuple(p._replace(stop=p.start) for p in self.pieces[:1]))
+    def sources(self) -> tuple[str, ...]:
+        """Return the column's name in each piece."""
+        return (self.source,) * len(self.rows.pieces) if isinstance(self.source, str) else self.source
 
-    def _compact(self) -> StoredColumn:
-        """Return the column without the pieces that the index does not reach."""
-        if self.index is None or len(self.pieces) < 2 or not len(self.index):
-            return self
-        sizes = torch.tensor([piece.rows for piece in self.pieces])
-        owner = torch.searchsorted(sizes.cumsum(0), self.index, right=True)
-        used = torch.zeros_like(sizes).index_fill(0, owner, 1)
-        if bool(used.all()):
-            return self
-        removed_before = (sizes * (1 - used)).cumsum(0)
-        pieces = tuple(piece for piece, keep in zip(self.pieces, used.tolist(), strict=True) if keep)
-        return replace(self, pieces=pieces, index=self.index - removed_before[owner])
-
-    @staticmethod
-    def concat(columns: Sequence[StoredColumn]) -> StoredColumn:
-        """Join the rows of all columns; nothing moves."""
-        first = columns[0]
-        pieces = tuple(piece for column in columns for piece in column.pieces)
-        if all(column.index is None for column in columns):
-            return replace(first, pieces=tuple(piece for piece in pieces if piece.rows) or pieces[:1])
-        offset, parts = 0, []
-        for column in columns:
-            base = sum(piece.rows for piece in column.pieces)
-            parts.append((torch.arange(base) if column.index is None else column.index) + offset)
-            offset += base
-        return replace(first, pieces=pieces, index=torch.cat(parts))._compact()
+    def over(self, rows: RowMap, kept: slice | list[int]) -> StoredColumn:
+        """Return the column over rows that keep these pieces."""
+        source = self.source
+        if not isinstance(source, str):
+            source = source[kept] if isinstance(kept, slice) else tuple(source[number] for number in kept)
+        return StoredColumn(self.dtype, source, rows)
 
 
 class StoredShard(Content[StoredColumn]):
@@ -115,29 +271,130 @@ class StoredShard(Content[StoredColumn]):
     __slots__ = ()
 
 
-def _unbound(refs: Sequence[Any], timeout: float | None) -> list[Any]:  # noqa: ARG001  # a Fetch
+class Deferred(NamedTuple):
+    """Rows of calls that may not have ended: their number is known, their columns are not.
+
+    Attributes:
+        length: Number of rows.
+        base: Rows whose references are all :class:`Promised`, or handles whose rows are joined.
+        steps: Operations that follow, as name of the method and arguments.
+    """
+
+    length: int
+    base: RowMap | tuple[DataProtoFuture, ...]
+    steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
+
+    def then(self, name: str, *args: Any, length: int | None = None) -> Deferred:
+        """Return this followed by one more operation."""
+        return Deferred(self.length if length is None else length, self.base, (*self.steps, (name, args)))
+
+    def take(self, pick: Pick) -> Deferred:
+        """Return the picked rows; nothing moves."""
+        if isinstance(self.base, tuple):
+            return self.then("_take", pick, length=pick.rows)
+        steps = []
+        for name, args in self.steps:
+            picked = (args[0]._take(pick), *args[1:]) if name == "joined" else args
+            steps.append((name, picked))
+        return Deferred(pick.rows, self.base.take(pick)[0], tuple(steps))
+
+    def settle(self, fetch: Fetch, timeout: float | None) -> DataProtoFuture:
+        """Wait for the calls and return the handle with known columns.
+
+        Raises:
+            DataProtoError: a call returned no DataProto, or another number of rows than was declared.
+        """
+        if isinstance(self.base, tuple):
+            handle: DataProtoFuture = DataProtoFuture.concat([part.connected(fetch) for part in self.base])
+        else:
+            shards = _settled(self.base.pieces, fetch, timeout)
+            parts = [
+                DataProtoFuture.of_shard(shard, fetch).slice(piece.start, piece.stop)
+                for shard, piece in zip(shards, self.base.pieces, strict=True)
+            ]
+            handle = DataProtoFuture.concat(parts)
+            if self.base.index is not None:
+                handle = handle._take(Pick(None, self.base.index, len(self.base.index)))
+        for name, args in self.steps:
+            bound = [arg.connected(fetch) if isinstance(arg, DataProtoFuture) else arg for arg in args]
+            handle = getattr(handle, name)(*bound)
+        return handle
+
+
+def _settled(pieces: Sequence[Piece], fetch: Fetch, timeout: float | None) -> list[StoredShard]:
+    """Return the description that each piece's call has returned."""
+    refs = {id(piece.ref): piece.ref for piece in pieces}
+    found = dict(zip(refs, fetch([Cut(promised.ref) for promised in refs.values()], timeout), strict=True))
+    for key, shard in found.items():
+        if isinstance(shard, BaseException):  # a runtime in one process keeps a failure in place of the result
+            raise shard
+        if not isinstance(shard, StoredShard) or shard.length != refs[key].rows:
+            what = f"{shard.length} rows" if isinstance(shard, StoredShard) else f"a {type(shard).__name__}"
+            raise DataProtoError(
+                f"a method registered with rows='same' got {refs[key].rows} rows and returned {what}; return a row "
+                "for each row, or register it without rows"
+            )
+    return [found[id(piece.ref)] for piece in pieces]
+
+
+def promise(refs: Sequence[Any], rows: Sequence[int], taken: int | Sequence[int]) -> Deferred:
+    """Return the joined results of calls that may not have ended.
+
+    Args:
+        refs: References to the results.
+        rows: Number of rows of each.
+        taken: Rows of the joined results that are wanted: the number of the first ones, or their numbers.
+    """
+    pieces = tuple(Piece(Promised(ref, count), 0, count) for ref, count in zip(refs, rows, strict=True))
+    made = Deferred(sum(rows), RowMap.concat([RowMap((piece,)) for piece in pieces]))
+    if isinstance(taken, int):
+        return made if taken == made.length else made.take(pick_slice(slice(0, taken), made.length))
+    return made.take(Pick(None, torch.tensor(taken, dtype=torch.int64), len(taken)))
+
+
+def _unbound(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:  # noqa: ARG001  # a Fetch
     raise DataProtoError("this handle is not connected to a store; bind(fetch) connects it")
 
 
 class DataProtoFuture(Table[StoredColumn]):
     """A handle to the result of a non-blocking call, whose rows stay in the workers' store.
 
-    Length, keys and dtypes are known as soon as the call has ended; asking for them waits for the end. A
-    handle has the operations of a :class:`~rollcast.protocol.DataProto`, with the same meaning of names and lengths,
-    and they move no data. A worker that gets a handle fetches its own rows and columns from
+    Keys and dtypes are known as soon as the call has ended; asking for them waits for the end. The length of the
+    result of a method that is registered with ``rows="same"`` is known at once, and a handle to it can be cut,
+    reordered, joined and given to another call before the first one has ended. A handle has the operations of a
+    :class:`~rollcast.protocol.DataProto`, with the same meaning of names and lengths, and they move no data. A
+    worker that gets a handle fetches its own rows and columns from
     where they are. ``handle["x"]`` fetches one column, :meth:`get` all.
 
     Args:
         resolve: Waits for the call, at most for the given seconds, and returns a StoredShard, a handle,
             or the call's result if that is no DataProto.
-        fetch: Returns the stored values of references.
+        fetch: Returns rows of stored objects, for references that are given as :class:`Cut`.
         ready: Returns True if ``resolve`` would not wait.
+        cancel: Cancels the call; returns True if it had not ended.
+        refs: The runtime's references of the call's answers, one a rank.
+        deferred: The result as far as it is known before the call ends; None if its length is not known.
+        by_rank: Yields rank and result of each rank as they end, waiting at most the given seconds for all.
     """
 
-    def __init__(self, resolve: Resolve, fetch: Fetch = _unbound, ready: Callable[[], bool] | None = None) -> None:
+    def __init__(
+        self,
+        resolve: Resolve,
+        fetch: Fetch = _unbound,
+        ready: Callable[[], bool] | None = None,
+        cancel: Callable[[], bool] | None = None,
+        refs: Sequence[Any] = (),
+        deferred: Deferred | None = None,
+        by_rank: Callable[[float | None], Iterator[tuple[int, Any]]] | None = None,
+    ) -> None:
+        self._refs = tuple(refs)
         self._resolve = resolve
         self._fetch = fetch
         self._ready = ready
+        self._cancel = cancel
+        self._cancelled = False
+        self._deferred = deferred
+        self._by_rank = by_rank
         self._shard: StoredShard | None = None
         self._other: tuple[Any, ...] = ()
         self._whole: DataProto | None = None
@@ -145,63 +402,148 @@ class DataProtoFuture(Table[StoredColumn]):
     @classmethod
     def of_shard(cls, shard: StoredShard, fetch: Fetch = _unbound) -> Self:
         """Return a handle to a shard that a worker has stored."""
-        return cls(lambda _: shard, fetch).wait()
+        made = cls(_known, fetch)
+        made._shard = shard._replace(meta_info=copy_meta(shard.meta_info))
+        return made
 
     @classmethod
     def of_batch(cls, data: DataProto) -> Self:
         """Wrap a local batch as a handle; its rows are sent inline."""
-        return cls.of_shard(store_batch(data, _Inline))
+        return cls.of_shard(_described(data, _Inline(data)))
+
+    @classmethod
+    def of_deferred(cls, deferred: Deferred, fetch: Fetch = _unbound) -> Self:
+        """Return a handle to results of calls that may not have ended."""
+        return cls(lambda timeout: deferred.settle(fetch, timeout), fetch, deferred=deferred)
 
     def bind(self, fetch: Fetch) -> Self:
         """Return the same handle, with rows fetched by ``fetch``."""
+        if self._pending:
+            return self.of_deferred(self._known_part, fetch)
         return self if self.wait()._other else self.of_shard(self._content(), fetch)
 
+    def connected(self, fetch: Fetch) -> Self:
+        """Return this handle if it is connected to a store, else :meth:`bind` it."""
+        return self.bind(fetch) if self._fetch is _unbound else self
+
     def __reduce__(self) -> tuple[Any, ...]:
+        if self._pending and not self.done():
+            return DataProtoFuture.of_deferred, (self._known_part,)
         if self.wait()._other:
             return _of_value, self._other
         length, columns, meta = self._content()
-        trimmed = {
-            name: replace(column, pieces=tuple(piece.trimmed() for piece in column.pieces))
-            for name, column in columns.items()
-        }
-        return DataProtoFuture.of_shard, (StoredShard(length, trimmed, meta),)
+        return DataProtoFuture.of_shard, (StoredShard(length, _trimmed(columns), meta),)
+
+    @property
+    def refs(self) -> tuple[Any, ...]:
+        """The runtime's references behind the handle, each once: those to wait for, then those of the rows.
+
+        While the call is in flight they are its answers, one a rank, in rank order (``ray.wait(handle.refs)``).
+        After :meth:`wait` they are the stored batches that the rows lie in; local rows have none.
+        """
+        if self._shard is None:
+            return self._refs
+        pieces = [piece for column in self._shard.columns.values() for piece in column.rows.pieces]
+        return tuple({id(piece.ref): piece.ref for piece in pieces if not isinstance(piece.ref, _Inline)}.values())
 
     # ---- waiting ----
+
+    @property
+    def _pending(self) -> bool:
+        """True while the length is known and the columns are not."""
+        return self._deferred is not None and self._shard is None and not self._other
+
+    @property
+    def _known_part(self) -> Deferred:
+        if self._deferred is None:
+            raise DataProtoError("nothing is known of this handle before its call has ended")
+        return self._deferred
 
     def wait(self, timeout: float | None = None) -> Self:
         """Wait until the call has ended, without fetching anything.
 
         Raises:
-            WorkerError: the call failed, or the deadline (seconds) passed.
+            WorkerError: the call failed or was cancelled.
+            WorkerTimeoutError: the deadline (seconds) passed; the call goes on, and can be awaited again.
         """
         if self._shard is None and not self._other:
+            if self._cancelled:
+                raise WorkerError("the call of this handle was cancelled, so it has no result")
             found = self._resolve(timeout)
             if isinstance(found, DataProtoFuture):
                 found = found._content()
             if isinstance(found, StoredShard):
+                self._check_declared(found.length)
                 self._shard = found._replace(meta_info=copy_meta(found.meta_info))
             else:
                 self._other = (found,)
         return self
 
+    def _check_declared(self, rows: int) -> None:
+        if self._deferred is not None and self._deferred.length != rows:
+            raise DataProtoError(
+                f"a method registered with rows='same' should return {self._deferred.length} rows and returned {rows}; "
+                "return a row for each row, or register it without rows"
+            )
+
+    def cancel(self) -> bool:
+        """Cancel the call on every rank; return True if it had not ended.
+
+        A rank that has not started the call drops it; a rank that is in the middle is interrupted, which
+        poisons a group of several ranks: see :meth:`rollcast.WorkerGroup.restart`.
+        """
+        if self._cancelled or self._shard is not None or self._other or self._cancel is None:
+            return False
+        self._cancelled = self._cancel()
+        return self._cancelled
+
     def done(self) -> bool:
         """Return True if :meth:`wait` would return at once."""
-        return self._shard is not None or bool(self._other) or self._ready is None or self._ready()
+        ended = self._shard is not None or bool(self._other) or self._cancelled
+        return ended or self._ready is None or self._ready()
 
     def get(self, timeout: float | None = None) -> Any:
         """Return the DataProto, or the call's other result; later calls return the same object.
 
+        Its tensors have memory of their own: writing to them changes nothing for other readers of the rows.
+
         Raises:
-            WorkerError: the call failed, or the deadline (seconds) passed.
+            WorkerError: the call failed or was cancelled.
+            WorkerTimeoutError: the deadline (seconds) passed; the call goes on, and can be awaited again.
         """
         self.wait(timeout)
         if self._other:
             return _fetched(self._other[0], timeout)
         if self._whole is None:
-            self._whole = _build(self._content(), self._fetch, timeout)
+            self._whole = self.read(timeout).owned()
         return self._whole
 
+    def read(self, timeout: float | None = None) -> Reading:
+        """Fetch the rows without copying those that lie in shared memory.
+
+        Raises:
+            WorkerError: the call failed, or the deadline (seconds) passed.
+        """
+        return _build(self.wait(timeout)._content(), self._fetch, timeout)
+
+    def as_completed(self, timeout: float | None = None) -> Iterator[tuple[int, Any]]:
+        """Yield ``(rank, result)`` of the call's ranks in the order in which they end; DataProtos as handles.
+
+        Args:
+            timeout: Seconds for all of them; the deadline of the group by default.
+
+        Raises:
+            WorkerError: a rank failed, or the deadline passed.
+            DataProtoError: the handle does not stand for one call, but for a part or a combination of calls.
+        """
+        if self._by_rank is None:
+            raise DataProtoError("as_completed() works on the handle that a call returned, not on what was made of it")
+        return self._by_rank(timeout)
+
     # ---- reading ----
+
+    def __len__(self) -> int:
+        return self._known_part.length if self._pending else self._content().length
 
     def dtypes(self) -> dict[str, Dtype]:
         """Return the dtype of each tensor column; ``object`` for object columns."""
@@ -219,7 +561,8 @@ class DataProtoFuture(Table[StoredColumn]):
 
     def __repr__(self) -> str:
         if self._shard is None:
-            return "DataProtoFuture(in flight)" if not self._other else f"DataProtoFuture({self._other[0]!r})"
+            rows = f", rows={self._known_part.length}" if self._pending else ""
+            return f"DataProtoFuture(in flight{rows})" if not self._other else f"DataProtoFuture({self._other[0]!r})"
         return f"DataProtoFuture(rows={self._shard.length}, columns={list(self._shard.columns)})"
 
     # ---- operations ----
@@ -229,7 +572,8 @@ class DataProtoFuture(Table[StoredColumn]):
         return 1 if self._fetch is _unbound else 2
 
     def _content(self) -> StoredShard:
-        self.wait()
+        if self._shard is None:
+            self.wait()
         if self._shard is None:
             raise DataProtoError(
                 f"the call returned a {type(self._other[0]).__name__}, not a DataProto; take it with get()"
@@ -239,6 +583,17 @@ class DataProtoFuture(Table[StoredColumn]):
     def _like(self, length: int, columns: Mapping[str, StoredColumn], meta_info: dict[str, Any]) -> Self:
         return self.of_shard(StoredShard(length, columns, meta_info), self._fetch)
 
+    def _later(self, deferred: Deferred, *others: DataProtoFuture) -> Self:
+        """Return what was made of this handle and others, of which one has not ended."""
+        members: tuple[DataProtoFuture, ...] = (self, *others)
+
+        def resolve(timeout: float | None) -> DataProtoFuture:
+            for member in members:
+                member.wait(timeout)  # raises the error of a failed call with its name
+            return deferred.settle(self._fetch, timeout)
+
+        return type(self)(resolve, self._fetch, lambda: all(member.done() for member in members), deferred=deferred)
+
     def _accept(self, operation: str, other: object) -> DataProtoFuture:
         if isinstance(other, DataProtoFuture):
             return other
@@ -246,29 +601,130 @@ class DataProtoFuture(Table[StoredColumn]):
             raise DataProtoError(f"{operation}: a {type(other).__name__} is neither a DataProto nor a handle to one")
         return DataProtoFuture.of_batch(other)
 
+    def select(self, keys: Any = None, meta_info_keys: Any = None) -> Self:
+        """See :meth:`DataProto.select`; before the call has ended, a missing column is an error when it is read."""
+        if not self._pending:
+            return super().select(keys, meta_info_keys)
+        names = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
+        metas = None if meta_info_keys is None else list(meta_info_keys)
+        return self._later(self._known_part.then("select", names, metas))
+
+    def drop(self, keys: Any) -> Self:
+        """See :meth:`DataProto.drop`."""
+        if not self._pending:
+            return super().drop(keys)
+        return self._later(self._known_part.then("drop", [keys] if isinstance(keys, str) else list(keys)))
+
+    def rename(self, mapping: Mapping[str, str]) -> Self:
+        """See :meth:`DataProto.rename`."""
+        return self._later(self._known_part.then("rename", dict(mapping))) if self._pending else super().rename(mapping)
+
+    def joined(self, other: Any, overwrite: bool = False) -> Self:
+        """See :meth:`DataProto.joined`; before the calls have ended, a clash is an error when the rows are read."""
+        added = self._accept("joined", other)
+        if not (self._pending or added._pending):
+            return super().joined(added, overwrite)
+        if len(self) != len(added):
+            raise DataProtoError(f"joined: {len(self)} rows here but {len(added)} in the other")
+        lead = self if self._precedence >= added._precedence else added
+        base = self._known_part if self._pending else Deferred(len(self), (self,))
+        made = lead._later(base.then("joined", added, overwrite), self, added)
+        return cast("Self", made)
+
+    def _take(self, pick: Pick) -> Self:
+        return self._later(self._known_part.take(pick)) if self._pending else super()._take(pick)
+
+    def _spans(self, size: int) -> list[Self]:
+        if not self._pending:
+            return super()._spans(size)
+        return [self._take(pick_slice(slice(at, at + size), len(self))) for at in range(0, max(len(self), 1), size)]
+
+    @classmethod
+    def concat(cls, members: Sequence[Any]) -> Any:
+        """See :meth:`DataProto.concat`; waits for no member whose length is known."""
+        handles = [member for member in members if isinstance(member, DataProtoFuture)]
+        if not any(handle._pending for handle in handles):
+            return super().concat(members)
+        lead = max(handles, key=lambda handle: handle._precedence)
+        parts = tuple(lead._accept("concat", member) for member in members)
+        return lead._later(Deferred(sum(map(len, parts)), parts), *parts)
+
     @staticmethod
     def _pick(columns: Mapping[str, StoredColumn], pick: Pick) -> dict[str, StoredColumn]:
-        return {name: column.take(pick) for name, column in columns.items()}
+        taken: dict[int, tuple[RowMap, slice | list[int]]] = {}
+        found: dict[str, StoredColumn] = {}
+        for name, column in columns.items():
+            key = id(column.rows)
+            if key not in taken:
+                taken[key] = column.rows.take(pick)
+            found[name] = column.over(*taken[key])
+        return found
 
     @staticmethod
     def _clash(name: str, mine: StoredColumn, theirs: StoredColumn) -> str | None:
-        if mine is theirs:
+        if mine is theirs or mine == theirs:
             return None
         return f"column {name!r} is in both, and whether the values are equal cannot be told without moving them"
 
     @staticmethod
     def _concat(members: Sequence[Mapping[str, StoredColumn]]) -> dict[str, StoredColumn]:
+        if len(members) == 1:
+            return dict(members[0])
+        made: dict[tuple[int, ...], RowMap] = {}
         joined: dict[str, StoredColumn] = {}
-        for name, first in members[0].items():
+        for name in members[0]:
             parts = [member[name] for member in members]
-            if len(dtypes := {str(part.dtype) for part in parts}) > 1:
-                raise DataProtoError(f"concat: column {name!r} has the dtypes {sorted(dtypes)}")
-            joined[name] = first if len(parts) == 1 else StoredColumn.concat(parts)
+            if len({part.dtype for part in parts}) > 1:
+                dtypes = sorted({str(part.dtype) for part in parts})
+                raise DataProtoError(f"concat: column {name!r} has the dtypes {dtypes}")
+            key = tuple([id(part.rows) for part in parts])
+            if key not in made:
+                made[key] = RowMap.concat([part.rows for part in parts])
+            joined[name] = StoredColumn(parts[0].dtype, _joined_source(parts), made[key])
         return joined
 
     def with_columns(self, mapping: Mapping[str, Any] | None = None, /, **columns: Any) -> Self:
         """Return these local columns added or replaced; they are sent inline."""
         return self.joined(DataProto.from_single_dict({**(mapping or {}), **columns}), overwrite=True)
+
+
+def _known(timeout: float | None) -> Any:  # noqa: ARG001  # a Resolve
+    raise DataProtoError("a handle with known rows has nothing to wait for")
+
+
+def _joined_source(parts: Sequence[StoredColumn]) -> str | tuple[str, ...]:
+    """Return the source of joined columns, over the pieces that :meth:`RowMap.concat` keeps."""
+    first = parts[0].source
+    if isinstance(first, str) and all(part.source == first for part in parts):
+        return first
+    all_kept = any(part.rows.index is not None for part in parts)
+    named = [pair for part in parts for pair in zip(part.rows.pieces, part.sources(), strict=True)]
+    kept = tuple(source for piece, source in named if all_kept or piece.stop > piece.start)
+    return kept or parts[0].sources()[:1]
+
+
+def _trimmed(columns: Mapping[str, StoredColumn]) -> dict[str, StoredColumn]:
+    """Return the columns with local batches cut to the rows and columns that are used, for sending."""
+    by_rows: dict[int, list[str]] = {}
+    for name, column in columns.items():
+        by_rows.setdefault(id(column.rows), []).append(name)
+    sent = dict(columns)
+    for names in by_rows.values():
+        rows = columns[names[0]].rows
+        if not any(isinstance(piece.ref, _Inline) for piece in rows.pieces):
+            continue
+        sources = [columns[name].sources() for name in names]
+        pieces = []
+        for number, piece in enumerate(rows.pieces):
+            if not isinstance(piece.ref, _Inline):
+                pieces.append(piece)
+                continue
+            wanted = list(dict.fromkeys(source[number] for source in sources))
+            cut = piece.ref.value.select(wanted, []).slice(piece.start, piece.stop)
+            pieces.append(Piece(_Inline(cut), 0, piece.stop - piece.start))
+        trimmed = RowMap(tuple(pieces), rows.index)
+        sent |= {name: columns[name]._replace(rows=trimmed) for name in names}
+    return sent
 
 
 def _of_value(value: Any) -> DataProtoFuture:
@@ -282,57 +738,119 @@ def _fetched(value: Any, timeout: float | None) -> Any:
     return value
 
 
-def store_batch(data: DataProto, put: Callable[[DataProto], Any]) -> StoredShard:
-    """Store each column by itself, but columns that share ragged offsets together; return the description.
+def _described(data: DataProto, ref: Any) -> StoredShard:
+    rows = RowMap((Piece(ref, 0, len(data)),))
+    dtypes = data.dtypes()
+    return StoredShard(len(data), {name: StoredColumn(dtypes[name], name, rows) for name in dtypes}, data.meta_info)
+
+
+def store_batch(data: DataProto, put: Callable[[Any], Any]) -> StoredShard:
+    """Store a batch as one object, without its meta dict; return the description.
 
     Args:
-        put: Stores a DataProto and returns a reference to it.
+        put: Stores a :class:`Kept` batch and returns a reference to it.
     """
-    length, columns, meta = data._content()
-    together: dict[int, list[str]] = {}
+    if not data.keys():
+        return StoredShard(len(data), {}, data.meta_info)
+    return _described(data, put(Kept(data.select(None, []))))
+
+
+class Reading(NamedTuple):
+    """Rows that were read.
+
+    Attributes:
+        batch: The rows.
+        shared: Columns whose memory others read too.
+        kept: Stored objects in which shared columns lie.
+    """
+
+    batch: DataProto
+    shared: frozenset[str]
+    kept: tuple[Kept, ...] = ()
+
+    def owned(self) -> DataProto:
+        """Return the batch with memory of its own."""
+        if not self.shared:
+            return self.batch
+        length, columns, meta = self.batch._content()
+        own = {name: column for name, column in columns.items() if name in self.shared}
+        return type(self.batch)._of(length, {**columns, **ops.map_tensors(own, torch.clone)}, meta)
+
+
+class _Plan(NamedTuple):
+    """How the columns of one :class:`RowMap` are built: reads, by number, and the order of their joined rows."""
+
+    names: list[str]
+    reads: list[tuple[int, tuple[str, ...]]]
+    order: torch.Tensor | None
+
+
+def _plan(columns: Mapping[str, StoredColumn]) -> tuple[list[_Plan], list[Cut]]:
+    """Return how to build the columns; rows of one object are read once for all columns."""
+    groups: dict[int, list[str]] = {}
     for name, column in columns.items():
-        key = id(jagged.offsets_of(column)) if column.is_nested else -len(together) - 1
-        together.setdefault(key, []).append(name)
-    dtypes = data.dtypes()
-    placed: dict[str, StoredColumn] = {}
-    for names in together.values():
-        ref = put(data.select(names, meta_info_keys=[]))
-        placed |= {name: StoredColumn(dtypes[name], (Piece(ref, name, 0, length),)) for name in names}
-    return StoredShard(length, {name: placed[name] for name in columns}, meta)
+        groups.setdefault(id(column.rows), []).append(name)
+    wanted: dict[tuple[Any, ...], tuple[int, Piece, torch.Tensor | None, dict[str, None]]] = {}
+    plans: list[_Plan] = []
+    for names in groups.values():
+        rows = columns[names[0]].rows
+        sources = [columns[name].sources() for name in names]
+        found, order = rows.reads()
+        reads = []
+        for number, piece, index in found:
+            keys = tuple(source[number] for source in sources)
+            key = (id(piece.ref), piece.start, piece.stop, None if index is None else index.numpy().tobytes())
+            entry = wanted.setdefault(key, (len(wanted), piece, index, {}))
+            entry[3].update(dict.fromkeys(keys))
+            reads.append((entry[0], keys))
+        plans.append(_Plan(names, reads, order))
+    cuts = [Cut(p.ref, tuple(keys), p.start, p.stop, index) for _, p, index, keys in wanted.values()]
+    return plans, cuts
 
 
-def _build(shard: StoredShard, fetch: Fetch, timeout: float | None) -> DataProto:
-    """Fetch and join; columns with the same rows of the same stored batches are built together.
+def _read_cuts(cuts: Sequence[Cut], fetch: Fetch, timeout: float | None) -> list[Any]:
+    """Return what each cut reads; local batches are cut here."""
+    stored = [cut for cut in cuts if not isinstance(cut.ref, _Inline)]
+    arrived = iter(fetch(stored, timeout) if stored else ())
+    return [cut.of(cut.ref.value) if isinstance(cut.ref, _Inline) else next(arrived) for cut in cuts]
+
+
+def _build(shard: StoredShard, fetch: Fetch, timeout: float | None) -> Reading:
+    """Fetch and join.
 
     Raises:
         DataProtoError: joined pieces differ in dtype or row shape.
     """
     length, columns, meta = shard
-    refs = {id(piece.ref): piece.ref for column in columns.values() for piece in column.pieces}
-    wanted = [ref for ref in refs.values() if not isinstance(ref, _Inline)]
-    stored = dict(zip(map(id, wanted), fetch(wanted, timeout), strict=True)) if wanted else {}
-    batches: dict[int, DataProto] = {}
-    for key, ref in refs.items():
-        found = ref.value if isinstance(ref, _Inline) else stored[key]
-        if not isinstance(found, DataProto):
-            raise DataProtoError(f"the store returned a {type(found).__name__} where a DataProto was put")
-        batches[key] = found
-    groups: dict[tuple[Any, ...], list[str]] = {}
-    for name, column in columns.items():
-        index = None if column.index is None else column.index.numpy().tobytes()
-        groups.setdefault((*((id(p.ref), p.start, p.stop) for p in column.pieces), index), []).append(name)
+    plans, cuts = _plan(columns)
+    kept: list[Kept] = []
+    batches: list[DataProto] = []
+    for found in _read_cuts(cuts, fetch, timeout):
+        if isinstance(found, Kept):
+            kept.append(found)
+        batch = found.batch if isinstance(found, Kept) else found
+        if not isinstance(batch, DataProto):
+            raise DataProtoError(f"the store returned a {type(batch).__name__} where a DataProto was put")
+        batches.append(batch)
     built: dict[str, torch.Tensor] = {}
-    for names in groups.values():
-        first = columns[names[0]]
+    shared: set[str] = set()
+    for names, reads, order in plans:
         parts = []
-        for position, piece in enumerate(first.pieces):
-            source = batches[id(piece.ref)]._columns()
-            rows = len(batches[id(piece.ref)])
-            part = DataProto._of(rows, {name: source[columns[name].pieces[position].key] for name in names}, None)
-            whole = piece.start == 0 and piece.stop == rows
-            parts.append(part if whole else part.slice(piece.start, piece.stop))
+        for number, keys in reads:
+            source = batches[number]._columns()
+            found = {name: source[key] for name, key in zip(names, keys, strict=True)}
+            parts.append(DataProto._of(len(batches[number]), found, None))
         joined = parts[0] if len(parts) == 1 else DataProto.concat(parts)
-        built |= (joined if first.index is None else joined.select_idxs(first.index))._columns()
+        built |= (joined if order is None else joined.select_idxs(order))._columns()
+        if len(parts) == 1 and order is None and cuts[reads[0][0]].picked is None:
+            shared.update(names)
     ordered = {name: built[name] for name in columns}
     ops.common_length(ordered, length)
-    return DataProto._of(length, ordered, meta)
+    batch = _common_class(batches)._of(length, ordered, meta)
+    return Reading(batch, frozenset(shared), tuple(kept) if shared else ())
+
+
+def _common_class(batches: Iterable[DataProto]) -> type[DataProto]:
+    """Return the class of the batches: the most derived one if the others are its bases, else DataProto."""
+    kinds = {type(batch) for batch in batches}
+    return next((kind for kind in kinds if all(issubclass(kind, other) for other in kinds)), DataProto)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,10 +15,12 @@ from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.pools import NodeResources, ResourcePool
 from rollcast.contracts.runtime import (
     CallFailed,
+    Cancelled,
     Host,
     LaunchSpec,
     Outcome,
     Runtime,
+    RuntimeCapabilities,
     RuntimeConfig,
     WorkerRaised,
     runtimes,
@@ -29,6 +32,9 @@ from rollcast.errors import ResourceError
 __all__ = ["LocalRuntime", "LocalRuntimeConfig"]
 
 logger = logging.getLogger(__name__)
+
+#: Coroutine methods that run at one time.
+_CALLS_BESIDE = 64
 
 
 @config
@@ -44,16 +50,20 @@ class LocalRuntimeConfig(RuntimeConfig):
 class LocalRuntime(Runtime):
     """Calls run at once, in the caller's thread; a deadline cannot interrupt them.
 
+    Coroutine methods of workers with ``concurrent_async`` run in an event loop beside the caller, as on other runtimes.
+
     Args:
         num_cpus: CPU threads for torch in this process; None leaves them alone.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = LocalRuntimeConfig
+    capabilities = RuntimeCapabilities(chained_calls=True)
 
     def __init__(self, num_cpus: int | None = None) -> None:
         self._num_cpus = num_cpus
         self._hosts: list[Host] = []
         self._saved_env: dict[str, str | None] = {}
+        self._threads: ThreadPoolExecutor | None = None
 
     @classmethod
     def from_config(cls, config: LocalRuntimeConfig, *, processes: int, run_dir: Path | None = None) -> Self:  # noqa: ARG003
@@ -82,12 +92,12 @@ class LocalRuntime(Runtime):
             import torch
 
             torch.set_num_threads(threads)
-        info = WorkerHost.describe("localhost")
+        worker_host = WorkerHost()
+        info = worker_host.describe("localhost")
         context = WorkerContext(
             master_port=info.free_port, node="localhost", group=spec.name, threads=threads or os.cpu_count() or 1
         )
         self._set_env({**context.environment(), **variables, **spec.env})
-        worker_host = WorkerHost()
         try:
             worker_host.build(context, spec.roles)
         except WorkerRaised as raised:
@@ -98,28 +108,53 @@ class LocalRuntime(Runtime):
         return [host]
 
     def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
-        try:
-            return host.handle.call(role, method, call.args, call.kwargs, outcome)
-        except WorkerRaised as raised:
-            return raised
+        def run() -> Any:
+            try:
+                return host.handle.call(role, method, call.args, call.kwargs, outcome)
+            except WorkerRaised as raised:
+                # Its traceback would keep the frames of the caller alive, and with them the handle to this call.
+                raised.__context__ = None
+                return raised.with_traceback(None)
+
+        if not host.handle.runs_beside(role, method):
+            return run()
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(_CALLS_BESIDE, thread_name_prefix="rollcast-call")
+        return self._threads.submit(run)
 
     def put(self, value: Any) -> Any:
         return value
 
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        for index, value in enumerate(refs):
+        calls = [ref for ref in refs if isinstance(ref, Future)]
+        if late := wait(calls, timeout).not_done:
+            indices = [index for index, ref in enumerate(refs) if ref in late]
+            detail = f"no answer within {timeout:g} s from {len(late)} of {len(refs)} ranks (indices {indices})"
+            raise CallFailed(indices[0], None, detail, timed_out=True, late=indices)
+        values = self.fetch(refs, None)
+        for index, value in enumerate(values):
             if isinstance(value, WorkerRaised):
                 raise CallFailed(index, value.failure)
-        return list(refs)
+        return values
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        return list(refs)
+        return [ref.result(timeout) if isinstance(ref, Future) else ref for ref in refs]
+
+    def ready(self, refs: Sequence[Any]) -> bool:
+        return all(ref.done() for ref in refs if isinstance(ref, Future))
+
+    def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
+        calls = [ref for ref in refs if isinstance(ref, Future)]
+        if len(calls) == len(refs):
+            wait(calls, timeout, FIRST_COMPLETED)
+        return [index for index, ref in enumerate(refs) if not isinstance(ref, Future) or ref.done()]
 
     def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         """Do nothing: the workers share this process's registries."""
 
-    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> list[Cancelled]:
         """Do nothing: every call has ended."""
+        return ["ended"] * len(refs)
 
     def stop(self, hosts: Sequence[Host]) -> None:
         for host in hosts:
@@ -137,6 +172,9 @@ class LocalRuntime(Runtime):
 
     def shutdown(self) -> None:
         self.stop(list(self._hosts))
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
 
     def _set_env(self, variables: dict[str, str]) -> None:
         for key, value in variables.items():

@@ -1,13 +1,67 @@
-"""Controllers of the weight of the KL penalty in the reward."""
+"""Contract of controllers of the KL penalty's weight in the reward, and the two controllers of this package.
+
+Example::
+
+    class Decay(BaseKlController):
+        def update(self, current_kl, n_steps):
+            self.value *= 0.99
+"""
 
 from __future__ import annotations
 
-from rollcast.contracts.algorithm import BaseKlController, KlControllerSettings
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
 
-__all__ = ["MAX_ERROR", "AdaptiveKlController", "FixedKlController"]
+from rollcast.plugins import Registry, subclass_of
+
+__all__ = [
+    "MAX_ERROR",
+    "AdaptiveKlController",
+    "BaseKlController",
+    "FixedKlController",
+    "KlControllerSettings",
+    "kl_controllers",
+]
 
 MAX_ERROR = 0.2
 """A deviation from the target counts as at most this share of it; the paper's value."""
+
+
+@dataclass(frozen=True)
+class KlControllerSettings:
+    """Settings of a KL controller; the keys of the same names in ``algorithm``.
+
+    Attributes:
+        kl_coef: initial coefficient.
+        target_kl: target KL per token of an adaptive controller, in nats.
+        horizon: samples over which an adaptive controller corrects a deviation.
+    """
+
+    kl_coef: float = 0.001
+    target_kl: float = 0.1
+    horizon: int = 10_000
+
+
+class BaseKlController(ABC):
+    """The weight of a KL penalty in the reward, now ``value``; its state is part of a checkpoint."""
+
+    def __init__(self, settings: KlControllerSettings) -> None:
+        self.settings = settings
+        self.value = settings.kl_coef
+
+    @abstractmethod
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Set ``value`` for the next step, from a batch of ``n_steps`` rows with a mean KL per token, in nats."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all state that :meth:`load_state_dict` needs."""
+        return {"value": self.value}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the state that :meth:`state_dict` returned; KeyError for another kind of controller's."""
+        self.value = float(state["value"])
 
 
 class FixedKlController(BaseKlController):
@@ -41,3 +95,11 @@ class AdaptiveKlController(BaseKlController):
     def update(self, current_kl: float, n_steps: int) -> None:
         error = min(max(current_kl / self.settings.target_kl - 1.0, -MAX_ERROR), MAX_ERROR)
         self.value *= 1.0 + error * n_steps / self.settings.horizon
+
+
+kl_controllers: Registry[type[BaseKlController]] = Registry(
+    "rollcast.kl_controllers",
+    subclass_of(BaseKlController),
+    "algorithm.kl_controller",
+    description="schedules of the KL coefficient over steps",
+)

@@ -20,6 +20,7 @@ from rollcast.contracts.algorithm import (
     needs_of,
     needs_vocabulary,
     prepare_policy_loss,
+    prepares_batch,
 )
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
@@ -87,6 +88,11 @@ class PpoLoss:
         if self.kl_penalty is not None and not needs_vocabulary(self.kl_penalty):
             names.add("ref_log_prob")
         return Needs(frozenset(names), declared.optional)
+
+    @property
+    def prepares(self) -> bool:
+        """True if :meth:`prepare` computes columns."""
+        return prepares_batch(self.policy_loss)
 
     def prepare(
         self,

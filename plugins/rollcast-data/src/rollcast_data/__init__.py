@@ -2,6 +2,7 @@
 
 Importing this package costs nothing; the parts live in its modules:
 
+- :mod:`rollcast_data.contract`: the contracts of datasets and of preprocessors.
 - :mod:`rollcast_data.schemas`: the config's ``data`` section.
 - :mod:`rollcast_data.files`: rows of JSONL and Parquet files, read and written.
 - :mod:`rollcast_data.prompts`, :mod:`rollcast_data.supervised`: the two datasets.

@@ -1,6 +1,6 @@
-"""Prompts to token ids, and ids to padded tensors; shared by the datasets.
+"""Prompts to token ids, and ids to jagged columns; shared by the datasets.
 
-Axes: ``B`` rows, ``P`` prompt positions.
+Axes: ``B`` rows.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from rollcast.errors import ConfigError, DataError
+from rollcast.protocol import Jagged
 from rollcast_data.files import Row
 from rollcast_data.schemas import DataConfig
 
-__all__ = ["Ids", "encode_prompts", "encode_texts", "fit_prompts", "pad", "position_ids", "raw_prompt"]
+__all__ = ["Ids", "encode_prompts", "encode_texts", "fit_prompts", "join_ids", "raw_prompt"]
 
 _log = logging.getLogger("rollcast.data")
 
@@ -148,18 +150,8 @@ def fit_prompts(rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig)
     return kept
 
 
-def pad(sequences: Sequence[Ids], value: int, side: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and mask, int64 ``[B, L]``, with L the longest of ``sequences``, padded at ``side``."""
-    longest = max(map(len, sequences), default=0)
-    ids = torch.full((len(sequences), longest), value, dtype=torch.int64)
-    mask = torch.zeros_like(ids)
-    for row, sequence in enumerate(sequences):
-        start = longest - len(sequence) if side == "left" else 0
-        ids[row, start : start + len(sequence)] = torch.tensor(sequence, dtype=torch.int64)
-        mask[row, start : start + len(sequence)] = 1
-    return ids, mask
-
-
-def position_ids(attention_mask: torch.Tensor) -> torch.Tensor:
-    """Positions counted from each row's first token, int64 ``[B, L]``; padding before it has 0."""
-    return (attention_mask.cumsum(-1) - 1).clamp(min=0)
+def join_ids(sequences: Sequence[Ids]) -> Jagged:
+    """Return the ids of all sequences as one jagged column, int32."""
+    lengths = torch.tensor([len(sequence) for sequence in sequences], dtype=torch.int64)
+    values = np.concatenate([np.empty(0, np.int32), *(np.asarray(sequence, np.int32) for sequence in sequences)])
+    return Jagged.from_lengths(torch.from_numpy(values), lengths)

@@ -18,6 +18,10 @@ from rollcast.errors import DataError
 __all__ = ["Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 
 _MISSING: Any = object()
+#: Longest row of a file, in bytes: more is a file without line breaks, and would fill the memory.
+_LONGEST_ROW = 64 << 20
+#: Deepest nesting of a row: what reads it later, such as pickle, recurses and has a limit.
+_DEEPEST_ROW = 100
 
 
 @dataclass(frozen=True)
@@ -131,19 +135,55 @@ def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
     # Bytes, so that a line that is not UTF-8 can still be named by its number.
     with path.open("rb") as file:
-        for number, line in enumerate(file, 1):
+        for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW + 1), b""), 1):
             if not line.strip():
                 continue
+            if len(line) > _LONGEST_ROW:
+                raise DataError(
+                    f"{path}:{number}: the row has more than {_LONGEST_ROW >> 20} MiB; each row is a line of its own"
+                )
             try:
                 value = json.loads(line)
+                _require_shallow(value)
+            except RecursionError as error:
+                raise DataError(f"{path}:{number}: the row is nested more than {_DEEPEST_ROW} levels deep") from error
             except ValueError as error:
                 raise DataError(f"{path}:{number}: not JSON: {error}; the line is {_excerpt(line)}") from error
             if not isinstance(value, dict):
                 raise DataError(
                     f"{path}:{number}: a row has to be a JSON object, this is {type(value).__name__}: {_excerpt(line)}"
                 )
+            _require_text(value, line, f"{path}:{number}")
             rows.append(Row(value, path, number))
     return rows
+
+
+def _require_shallow(value: Any) -> None:
+    """Raise RecursionError for a value that is nested too deeply."""
+    level, depth = [value], 0
+    while level := [
+        item
+        for each in level
+        if isinstance(each, dict | list)
+        for item in (each.values() if isinstance(each, dict) else each)
+        if isinstance(item, dict | list)
+    ]:
+        depth += 1
+        if depth >= _DEEPEST_ROW:
+            raise RecursionError
+
+
+def _require_text(value: Any, line: bytes, location: str) -> None:
+    r"""Refuse strings that no encoding can write: ``\ud800`` without its second half is JSON, but no character."""
+    if b"\\u" not in line:
+        return
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError as error:
+        raise DataError(
+            f"{location}: the row has a lone surrogate, {error.object[error.start]!r}, which is half of a character; "
+            "repair the text, or leave the row out"
+        ) from error
 
 
 def _excerpt(line: bytes) -> str:
@@ -156,10 +196,25 @@ def _read_parquet(path: Path) -> list[Row]:
     from pyarrow import parquet
 
     try:
+        with parquet.ParquetFile(path) as file:
+            _require_small_rows(path, file.metadata)
         table = parquet.read_table(path)
-    except (pa.ArrowException, OSError) as error:
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise DataError(f"{path} does not open as Parquet: {error}") from error
     return [Row(values, path, number) for number, values in enumerate(table.to_pylist(), 1)]
+
+
+def _require_small_rows(path: Path, metadata: Any) -> None:
+    first = 1
+    for number in range(metadata.num_row_groups):
+        group = metadata.row_group(number)
+        if group.total_byte_size > _LONGEST_ROW * max(group.num_rows, 1):
+            last = first + group.num_rows - 1
+            raise DataError(
+                f"{path}:{first}: rows {first} to {last} have {group.total_byte_size >> 20} MiB, more than "
+                f"{_LONGEST_ROW >> 20} MiB a row"
+            )
+        first += group.num_rows
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:

@@ -20,9 +20,9 @@ import torch
 from torch.utils.data import Dataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
-from rollcast.contracts.dataset import BaseDataset
 from rollcast.errors import CheckpointError, DataError
 from rollcast.protocol import DataProto
+from rollcast_data.contract import BaseDataset
 
 __all__ = ["EpochIterator", "EpochSampler", "FirstRows", "build_loader"]
 
@@ -226,6 +226,10 @@ class EpochIterator(Iterator[DataProto]):
         missing = [key for key in ("epoch", "batch", *settings) if key not in state]
         if missing:
             raise CheckpointError(f"the data loader's state lacks {', '.join(missing)}; it has {', '.join(state)}")
+        for key, most in (("epoch", None), ("batch", self.batches_per_epoch)):
+            value = state[key]
+            if type(value) is not int or value < 0 or (most is not None and value >= most):
+                raise CheckpointError(f"the data loader's state has {key} {value!r}, which is no position in the data")
         changed = [f"{key} was {state[key]}, is {now}" for key, now in settings.items() if state[key] != now]
         if changed:
             raise CheckpointError(f"the data loader cannot resume, its order has changed: {'; '.join(changed)}")

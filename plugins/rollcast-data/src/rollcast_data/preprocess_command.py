@@ -27,8 +27,8 @@ def preprocess(
     _traceback: Traceback = False,
 ) -> None:
     """Turn raw data into dataset files, and count their rows."""
-    from rollcast.contracts.dataset import preprocessors
     from rollcast.errors import DataError
+    from rollcast_data.contract import preprocessors
 
     preprocessor = preprocessors.get(name, requested_by="rollcast preprocess")()
     if source is not None and not source.exists():

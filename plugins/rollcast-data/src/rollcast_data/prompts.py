@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.contracts.dataset import BaseDataset
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
-from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, pad, position_ids, raw_prompt
+from rollcast_data.contract import BaseDataset
+from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, join_ids, raw_prompt
 from rollcast_data.files import Row, read_files
 from rollcast_data.schemas import DataConfig, build_data_config
 
@@ -59,7 +59,7 @@ class PromptDataset(BaseDataset):
         config: DataConfig | Mapping[str, Any],
     ) -> None:
         self.config = build_data_config(config)
-        self._pad_id = require_pad_id(tokenizer)
+        require_pad_id(tokenizer)
         rows = read_files(files)
         for row in rows:
             self._ground_truth(row)  # before tokenising, which takes longer
@@ -81,19 +81,15 @@ class PromptDataset(BaseDataset):
         )
 
     def collate(self, rows: list[PromptRow]) -> DataProto:
-        """A batch, padded on the left to its longest prompt.
+        """Return a batch of prompts.
 
         Returns:
-            Tensors int64: ``input_ids``, ``attention_mask``, ``position_ids`` ``[B, P]`` and
-            ``index`` ``[B]``; object columns ``raw_prompt``, ``ground_truth``, ``data_source``
-            and ``extra_info``.
+            Jagged ``prompts`` int32 and ``index`` int64 ``[B]``; object columns ``raw_prompt``, ``ground_truth``,
+            ``data_source`` and ``extra_info``.
         """
-        ids, mask = pad([row.input_ids for row in rows], self._pad_id, "left")
         return DataProto.from_dict(
             tensors={
-                "input_ids": ids,
-                "attention_mask": mask,
-                "position_ids": position_ids(mask),
+                "prompts": join_ids([row.input_ids for row in rows]).column(),
                 "index": torch.tensor([row.index for row in rows], dtype=torch.int64),
             },
             non_tensors={

@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from rollcast.contracts.dataset import BaseDataset
 from rollcast.errors import ConfigError, DataError
 from rollcast.protocol import DataProto
-from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, pad, position_ids
+from rollcast_data.contract import BaseDataset
+from rollcast_data.encoding import Ids, encode_prompts, encode_texts, fit_prompts, join_ids
 from rollcast_data.files import Row, read_files
 from rollcast_data.prompts import require_pad_id
 from rollcast_data.schemas import DataConfig, build_data_config
@@ -58,7 +58,7 @@ class SupervisedDataset(BaseDataset):
         config: DataConfig | Mapping[str, Any],
     ) -> None:
         self.config = build_data_config(config)
-        self._pad_id = require_pad_id(tokenizer)
+        require_pad_id(tokenizer)
         eos_id = tokenizer.eos_token_id
         if not isinstance(eos_id, int):
             raise ConfigError("the tokenizer has no end token, so no response could end")
@@ -77,23 +77,17 @@ class SupervisedDataset(BaseDataset):
         return self._rows[index]
 
     def collate(self, rows: list[SupervisedRow]) -> DataProto:
-        """A batch: prompts padded on the left, responses on the right.
+        """Return a batch of prompts and responses.
 
         Returns:
-            Tensors int64: ``prompts`` ``[B, P]``, ``responses`` and ``response_mask`` ``[B, T]``,
-            ``input_ids``, ``attention_mask`` and ``position_ids`` ``[B, P + T]``, ``index`` ``[B]``.
+            Jagged ``prompts`` and ``responses`` int32 and ``response_mask`` bool; ``index`` int64 ``[B]``.
         """
-        prompts, prompt_mask = pad([row.prompt_ids for row in rows], self._pad_id, "left")
-        responses, response_mask = pad([row.response_ids for row in rows], self._pad_id, "right")
-        attention_mask = torch.cat([prompt_mask, response_mask], dim=1)
+        responses = join_ids([row.response_ids for row in rows])
         return DataProto.from_dict(
             tensors={
-                "prompts": prompts,
-                "responses": responses,
-                "response_mask": response_mask,
-                "input_ids": torch.cat([prompts, responses], dim=1),
-                "attention_mask": attention_mask,
-                "position_ids": position_ids(attention_mask),
+                "prompts": join_ids([row.prompt_ids for row in rows]).column(),
+                "responses": responses.column(),
+                "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
                 "index": torch.tensor([row.index for row in rows], dtype=torch.int64),
             }
         )

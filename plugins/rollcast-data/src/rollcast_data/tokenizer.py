@@ -82,7 +82,7 @@ def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
     if file.is_file():
         try:
             found = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise ConfigError(f"model.path: {file.absolute()} is not a JSON object ({error}); repair it") from error
     ids = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(each) is int and each >= 0 for each in ids):

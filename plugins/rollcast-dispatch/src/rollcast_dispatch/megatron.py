@@ -16,9 +16,9 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, MeshInfo, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, MeshInfo, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.sharding import Layout, join_shards, split_call, split_lists
+from rollcast_dispatch.sharding import Layout, expect_rows, join_shards, split_call, split_lists
 
 __all__ = [
     "MegatronCompute",
@@ -139,6 +139,10 @@ class _BatchesOverGrid(_ListsOverGrid):
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         layout, padding = outputs.state
         return join_shards(self._label(), layout.answers(outputs), padding)
+
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        layout, padding = calls.state
+        return expect_rows(calls, layout.answering, padding.rows)
 
 
 class MegatronCompute(_ListsOverGrid):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankCall, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, RankCall, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast_dispatch.sharding import Layout, join_shards, mesh_layout, split_call, split_lists
+from rollcast_dispatch.sharding import Layout, expect_rows, join_shards, mesh_layout, split_call, split_lists
 
 __all__ = [
     "DirectRolloutMethod",
@@ -50,6 +50,9 @@ class DpComputeProto(DispatchMode):
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         return join_shards(self.name, outputs, outputs.state)
 
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        return expect_rows(calls, range(worker_group.world_size), calls.state.rows)
+
 
 class DpComputeProtoWithFunc(DpComputeProto):
     """The first positional argument is a function, which every rank gets; the rest as DP_COMPUTE_PROTO.
@@ -84,6 +87,9 @@ class DpComputeMetric(DpComputeProto):
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         return list(outputs)
 
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        return None
+
 
 class NdMesh(DispatchMode):
     """Ranks that share a ``dp_rank`` in the mesh get the same shard; one of each collects.
@@ -111,6 +117,10 @@ class NdMesh(DispatchMode):
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
         layout, padding = outputs.state
         return join_shards(self._label(), layout.answers(outputs), padding)
+
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        layout, padding = calls.state
+        return expect_rows(calls, layout.answering, padding.rows)
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> NdMesh:

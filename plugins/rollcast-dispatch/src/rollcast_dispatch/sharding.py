@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollcast.contracts.dispatch import DispatchTarget, RankCall, RankOutputs
+from rollcast.contracts.dispatch import (
+    BatchType,
+    Calls,
+    DispatchTarget,
+    Expected,
+    RankCall,
+    RankOutputs,
+    find_batch_type,
+)
 from rollcast.errors import DispatchError
 from rollcast.protocol import DataProto, DataProtoFuture
 
@@ -15,6 +23,7 @@ __all__ = [
     "Padding",
     "check_batches",
     "concat_batches",
+    "expect_rows",
     "flat_layout",
     "is_batch",
     "join_shards",
@@ -99,14 +108,25 @@ def concat_batches(batches: Sequence[Any]) -> Any:
     return (DataProtoFuture if handles else DataProto).concat(list(batches))
 
 
-def check_batches(mode: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int:
+def check_batches(
+    mode: str, args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Mapping[int, BatchType | None] | None = None
+) -> int:
     """Return the number of rows of a call's batches.
+
+    Args:
+        mode: for messages.
+        args, kwargs: the call's arguments.
+        foreign: how arguments that are batches of other frameworks are split, by ``id``.
 
     Raises:
         DispatchError: no argument is a batch, or their lengths differ.
     """
-    lengths = {f"argument {i}": len(value) for i, value in enumerate(args) if is_batch(value)}
-    lengths |= {f"argument {key!r}": len(value) for key, value in kwargs.items() if is_batch(value)}
+    named = {f"argument {i}": value for i, value in enumerate(args)}
+    named |= {f"argument {key!r}": value for key, value in kwargs.items()}
+    lengths = {label: len(value) for label, value in named.items() if is_batch(value)}
+    for label, value in named.items():
+        if (kind := (foreign or {}).get(id(value))) is not None:
+            lengths[label] = kind.length(value)
     if not lengths:
         types = ", ".join(type(value).__name__ for value in (*args, *kwargs.values())) or "no argument"
         raise DispatchError(
@@ -137,10 +157,16 @@ def split_call(
     Raises:
         DispatchError: no argument is a batch, or their lengths differ.
     """
-    rows = check_batches(mode, args, kwargs)
+    foreign = {id(value): find_batch_type(value) for value in (*args, *kwargs.values()) if not is_batch(value)}
+    rows = check_batches(mode, args, kwargs, foreign)
     added = -rows % shards
 
     def split(value: Any) -> Sequence[Any]:
+        kind = foreign.get(id(value))
+        if kind is not None and rows:
+            numbers = [*range(rows), *[rows - 1] * added]
+            size = len(numbers) // shards
+            return [kind.take(value, numbers[start : start + size]) for start in range(0, len(numbers), size)]
         if not is_batch(value) or not rows:
             return [value] * shards
         padded = value.pad_to_divisor(shards)[0] if added else value
@@ -149,6 +175,16 @@ def split_call(
 
     calls = make_calls(shards, [split(value) for value in args], {key: split(value) for key, value in kwargs.items()})
     return calls, Padding(rows, added)
+
+
+def expect_rows(calls: Calls, answering: Sequence[int], taken: int | Sequence[int]) -> Expected:
+    """Return the rows of the joined result if each rank returns a row for each row that it gets."""
+    rows = []
+    for rank in answering:
+        call = calls.per_rank[rank]
+        given = (*call.args, *call.kwargs.values()) if call is not None else ()
+        rows.append(next((len(value) for value in given if is_batch(value)), 0))
+    return Expected(tuple(answering), tuple(rows), taken)
 
 
 def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
@@ -192,6 +228,11 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
         _check_padded(mode, outputs, padding)
         rows = [row for output in outputs for row in output]
         return rows[: padding.rows] if padding.added else rows
+    kind = find_batch_type(outputs[0])
+    if kind is not None and all(isinstance(output, kind.kind) for output in outputs):
+        _check_padded(mode, outputs, padding, kind.length)
+        found = kind.concat(outputs)
+        return kind.take(found, range(padding.rows)) if padding.added else found
     raise wrong_kinds(mode, outputs)
 
 
@@ -201,11 +242,11 @@ def wrong_kinds(mode: str, outputs: Sequence[Any]) -> DispatchError:
     return DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
 
 
-def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding) -> None:
+def _check_padded(mode: str, outputs: Sequence[Any], padding: Padding, length: Callable[[Any], int] = len) -> None:
     shards, sent = len(outputs), padding.rows + padding.added
-    if padding.added and any(len(output) * shards != sent for output in outputs):
+    if padding.added and any(length(output) * shards != sent for output in outputs):
         raise DispatchError(
             f"{mode}: {padding.rows} rows were padded to {sent}, {sent // shards} for each of {shards} shards, which "
-            f"returned {[len(output) for output in outputs]}: padding cannot be told from rows. Return a row "
+            f"returned {[length(output) for output in outputs]}: padding cannot be told from rows. Return a row "
             f"for each row, or call with a number of rows that {shards} divides"
         )

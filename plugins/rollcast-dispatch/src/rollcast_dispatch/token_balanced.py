@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 
-from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, RankOutputs
+from rollcast.contracts.dispatch import Calls, DispatchMode, DispatchTarget, Expected, RankOutputs
 from rollcast.errors import DispatchError
 from rollcast_dispatch.balance import Shard, plan_shards
 from rollcast_dispatch.sharding import (
     Layout,
     check_batches,
     concat_batches,
+    expect_rows,
     flat_layout,
     is_batch,
     make_calls,
@@ -110,6 +111,11 @@ class TokenBalanced(DispatchMode):
             return joined.slice(0, state.rows) if order == list(range(state.rows)) else joined.select_idxs(order)
         values = [value for answer in answers for value in answer]
         return [values[position] for position in order]
+
+    def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
+        state: _State = calls.state
+        order = _where_rows_are(state.shards, state.rows)
+        return expect_rows(calls, state.layout.answering, state.rows if order == list(range(state.rows)) else order)
 
     def _plan(self, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
         lengths = row_lengths(self._column(self.length_key, "length_key", args, kwargs), self._label(), self.length_key)

@@ -6,20 +6,20 @@ rows keeps ``p <= P`` and ``t <= T`` of them, without the columns that are paddi
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from rollcast.errors import ConfigError
-from rollcast.protocol import karmarkar_karp
+from rollcast.protocol import DataProto, Jagged, karmarkar_karp
+from rollcast_engine._rows import MODEL_INPUTS, MicroBatch, PaddedRows, RaggedRows, Rows
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast.contracts.engine import ForwardSettings
-    from rollcast.protocol import DataProto
 
 __all__ = [
     "MODEL_INPUTS",
@@ -28,58 +28,22 @@ __all__ = [
     "check_budget",
     "dummy_micro_batch",
     "plan_batch",
-    "tensor_columns",
 ]
-
-MODEL_INPUTS = ("input_ids", "attention_mask", "position_ids")
-
-
-@dataclass(frozen=True)
-class MicroBatch:
-    """Some rows of a batch, cut to their longest prompt and response, on the engine's device.
-
-    Attributes:
-        rows: int64 ``[b]``, their places in the batch.
-        model_inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, int64 ``[b, p + t]``.
-        responses: int64 ``[b, t]``.
-        response_mask: ``[b, t]``.
-        columns: all tensor columns of the batch but the mask, cut alike.
-        is_dummy: stands in for rows that this rank does not have; must not count.
-    """
-
-    rows: Tensor
-    model_inputs: dict[str, Tensor]
-    responses: Tensor
-    response_mask: Tensor
-    columns: dict[str, Tensor]
-    is_dummy: bool = False
-
-    def scatter(self, values: Tensor, output: Tensor) -> None:
-        """Write ``values`` ``[b, t]`` where the mask is set to their rows of ``output`` ``[B, T]``."""
-        kept = values.detach().to(torch.float32).where(self.response_mask > 0, 0.0)
-        output[self.rows, : values.size(1)] = kept.to(output.device)
 
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which rows go into which micro-batch, and which columns of each row are not padding.
+    """Which rows go into which micro-batch.
 
     Attributes:
-        columns: the batch's tensor columns.
-        prompt_width, response_width: ``P`` and ``T``.
-        starts, ends: int64 ``[B]``; a row's tokens stand in columns ``starts .. ends - 1``, of which
-            at least one each side of ``P``.
+        source: the rank's rows.
         lengths: int64 ``[B]``, what a row counts for: with packing its tokens, else all from its first to its last.
         groups: rows (int64) of each micro-batch, longest rows first.
         longest: the largest of the lengths.
         budget: tokens a micro-batch, where the plan is for packs; None where it is not.
     """
 
-    columns: Mapping[str, Tensor]
-    prompt_width: int
-    response_width: int
-    starts: Tensor
-    ends: Tensor
+    source: Rows
     lengths: Tensor
     groups: list[Tensor]
     longest: int
@@ -99,29 +63,10 @@ class BatchPlan:
 
     def micro_batch(self, index: int, device: torch.device) -> MicroBatch:
         """The micro-batch ``index`` on ``device``."""
-        rows = self.groups[index]
-        start, end = int(self.starts[rows].min()), int(self.ends[rows].max())
-        response = slice(0, end - self.prompt_width)
-        cut = {
-            name: self._cut(name, column[rows], slice(start, end), response).to(device)
-            for name, column in self.columns.items()
-        }
-        mask = cut.pop("response_mask")
-        return MicroBatch(rows, {name: cut[name] for name in MODEL_INPUTS}, cut["responses"], mask, cut)
-
-    def _cut(self, name: str, column: Tensor, whole: slice, response: slice) -> Tensor:
-        if name in MODEL_INPUTS:
-            return column[:, whole]
-        if name == "prompts":
-            return column[:, whole.start :]
-        if column.dim() > 1 and column.size(1) == self.response_width:
-            return column[:, response]
-        return column
+        return self.source.cut(self.groups[index], device)
 
 
-def plan_batch(
-    columns: Mapping[str, Tensor], settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1
-) -> BatchPlan:
+def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1) -> BatchPlan:
     """Split the rows by their number or by token budget; the same for the same rows.
 
     Padded micro-batches get rows of about one length each, packed ones about as many tokens each as the others.
@@ -130,26 +75,18 @@ def plan_batch(
     but gets a micro-batch of its own; see :func:`check_budget`.
 
     Args:
-        columns: the batch's.
+        data: the rank's rows, jagged or padded.
         settings: size or budget of a micro-batch.
         packs: rows go through the model without padding, which the budget then does not count.
         sequence_ranks: ranks that share each row; a micro-batch has the budget of all of them.
 
     Raises:
+        ColumnError: a jagged batch lacks a column.
         ConfigError: a micro-batch size below 1, or columns that do not fit together.
     """
-    width, response_width = columns["input_ids"].size(1), columns["responses"].size(1)
-    prompt_width = width - response_width
-    if prompt_width < 1 or response_width < 1:
-        raise ConfigError(
-            f"a batch needs at least one prompt and one response position, but input_ids has {width} "
-            f"and responses {response_width} columns"
-        )
-    attention = columns["attention_mask"] > 0
-    positions = torch.arange(width).expand(attention.shape)
-    starts = positions.where(attention, width).amin(1).clamp(max=prompt_width - 1)
-    ends = positions.where(attention, -1).amax(1).add(1).clamp(min=prompt_width + 1)
-    lengths = attention.sum(1) if packs else ends - starts
+    source = _read_rows(data)
+    starts, ends = source.starts, source.ends
+    lengths = source.tokens if packs else ends - starts
     budget, size = settings.max_token_len_per_gpu, settings.micro_batch_size_per_gpu
     budget = None if budget is None else budget * sequence_ranks
     order = torch.sort(lengths, descending=True, stable=True).indices
@@ -161,15 +98,15 @@ def plan_batch(
         groups = _by_tokens(order, starts, ends, budget)
     longest = int(lengths.max()) if len(lengths) else 0
     packed_budget = budget if packs else None
-    return BatchPlan(columns, prompt_width, response_width, starts, ends, lengths, groups, longest, packed_budget)
+    return BatchPlan(source, lengths, groups, longest, packed_budget)
 
 
-def tensor_columns(data: DataProto) -> dict[str, Tensor]:
-    """The batch's dense tensor columns, by name."""
+def _read_rows(data: DataProto) -> Rows:
     columns = {name: data[name] for name in data.keys()}  # noqa: SIM118 (len and iteration are over rows)
-    return {
-        name: column for name, column in columns.items() if isinstance(column, torch.Tensor) and not column.is_nested
-    }
+    tensors = {name: column for name, column in columns.items() if isinstance(column, torch.Tensor)}
+    jagged = {name: Jagged.of(column) for name, column in tensors.items() if column.layout == torch.jagged}
+    dense = {name: column for name, column in tensors.items() if name not in jagged}
+    return RaggedRows(dense, jagged) if "responses" in jagged else PaddedRows(dense)
 
 
 def check_budget(longest: int, settings: ForwardSettings, sequence_ranks: int = 1) -> None:

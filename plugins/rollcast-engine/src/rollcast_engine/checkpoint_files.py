@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import pickle
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 
 from rollcast.errors import CheckpointError
+from rollcast_engine.metadata import check_metadata
 from rollcast_engine.rng import capture_rng
 
 __all__ = [
@@ -20,10 +20,12 @@ __all__ = [
     "SHARDS",
     "check_shards",
     "describe_failure",
+    "restore_saved_rng",
     "make_folder",
     "read_rng",
     "read_summary",
     "require_fit",
+    "require_values",
     "rng_file",
     "write_sums",
     "write_summary",
@@ -33,6 +35,16 @@ FORMAT = 1
 SHARDS = "shards"
 _SUMMARY = "engine.json"
 _BLOCK = 8 << 20
+#: Files beside the shards that rank 0 writes: torch's index, and what megatron-core adds.
+_INDEX = (".metadata", "common.pt", "metadata.json")
+#: Types of the values that every engine's summary has.
+_VALUES: Mapping[str, type] = {
+    "model_type": str,
+    "world_size": int,
+    "schedule_step": int,
+    "has_optimizer": bool,
+    "parameters": dict,
+}
 
 
 def rng_file(path: Path, rank: int) -> Path:
@@ -63,15 +75,38 @@ def read_rng(file: Path) -> dict[str, Any]:
         CheckpointError: it cannot be read; names the file.
     """
     try:
-        state: dict[str, Any] = torch.load(file, weights_only=True)
-    except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
+        state = torch.load(file, weights_only=True)
+    except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
+    except Exception as error:  # torch's unpickler raises whatever the bytes lead to
+        raise CheckpointError(f"{file} is no random state: {_first_line(error)}") from error
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{file} is no random state: it holds a {type(state).__name__}")
     return state
 
 
+def restore_saved_rng(path: Path, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> None:
+    """Put the process's random state back by ``restore``.
+
+    Raises:
+        CheckpointError: the state is not what was saved; names the checkpoint.
+    """
+    try:
+        restore(state)
+    except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
+        reason = f"{type(error).__name__}: {_first_line(error)}"
+        raise CheckpointError(f"checkpoint {path} has no usable random state in rng/: {reason}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__
+
+
 def write_sums(path: Path, rank: int) -> None:
-    """Write down sizes and checksums of the shards that this rank has written (torch names them by rank)."""
+    """Write down sizes and checksums of what this rank has written: its shards, and for rank 0 the index."""
     files = sorted((path / SHARDS).glob(f"__{rank}_*"))
+    if rank == 0:
+        files += [file for name in _INDEX if (file := path / SHARDS / name).is_file()]
     sums = {file.name: [file.stat().st_size, _checksum(file)] for file in files}
     (path / "sums" / f"rank_{rank}.json").write_text(json.dumps(sums), encoding="utf-8")
 
@@ -86,15 +121,20 @@ def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
         parts: processes that share the work.
 
     Raises:
-        CheckpointError: a shard is missing or not as it was written; names the file.
+        CheckpointError: a shard or its checksum is missing, or the shard is not as it was written; names the file.
     """
+    check_metadata(path / SHARDS / ".metadata")
     known: dict[str, Sequence[int]] = {}
     for rank in range(ranks):
         file = path / "sums" / f"rank_{rank}.json"
-        try:
-            known.update(json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError) as error:
-            raise CheckpointError(f"checkpoint {path} is incomplete: {file} cannot be read: {error}") from error
+        known.update(_read_sums(path, file))
+    present = {file.name for file in (path / SHARDS).iterdir() if file.name.startswith("__") or file.name in _INDEX}
+    unlisted = sorted(present - known.keys())
+    if unlisted:
+        raise CheckpointError(
+            f"checkpoint {path} is incomplete: its sums/ have no checksum of {SHARDS}/{unlisted[0]}"
+            + (f" and {len(unlisted) - 1} more" if len(unlisted) > 1 else "")
+        )
     for name, (size, checksum) in sorted(known.items())[part::parts]:
         shard = path / SHARDS / name
         if not shard.is_file():
@@ -103,6 +143,19 @@ def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
             raise CheckpointError(f"{shard} has {shard.stat().st_size} bytes; {size} were written")
         if _checksum(shard) != checksum:
             raise CheckpointError(f"{shard} is corrupt: its checksum is not that of what was written")
+
+
+def _read_sums(path: Path, file: Path) -> dict[str, list[int]]:
+    try:
+        sums = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"checkpoint {path} is incomplete: {file} cannot be read: {error}") from error
+    if not isinstance(sums, dict) or not all(
+        isinstance(each, list) and len(each) == 2 and all(type(number) is int for number in each)
+        for each in sums.values()
+    ):
+        raise CheckpointError(f"{file} does not hold a size and a checksum of each shard")
+    return sums
 
 
 def write_summary(path: Path, engine: str, summary: dict[str, Any]) -> None:
@@ -124,7 +177,7 @@ def read_summary(path: Path, engine: str) -> dict[str, Any]:
         raise CheckpointError(f"checkpoint {path} is incomplete: it lacks {_SUMMARY}, which is written last")
     try:
         summary = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(summary, dict) or summary.get("engine") != engine:
         raise CheckpointError(f"{file} is not of the {engine} engine")
@@ -132,7 +185,22 @@ def read_summary(path: Path, engine: str) -> dict[str, Any]:
         raise CheckpointError(f"{file} has format {summary.get('format')}; this version reads format {FORMAT}")
     if not (path / SHARDS / ".metadata").is_file():
         raise CheckpointError(f"checkpoint {path} is incomplete: it lacks {SHARDS}/.metadata")
+    require_values(path, summary, _VALUES)
     return summary
+
+
+def require_values(path: Path, summary: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
+    """Refuse a summary without the values that an engine reads.
+
+    Raises:
+        CheckpointError: one is missing or has another type; names it.
+    """
+    for key, kind in kinds.items():
+        if type(summary.get(key)) is not kind:
+            found = f"it has {summary[key]!r:.60}" if key in summary else "it is missing"
+            raise CheckpointError(f"{path / _SUMMARY}: {key} has to be a {kind.__name__}; {found}")
+    if summary.get("world_size", 1) < 1:
+        raise CheckpointError(f"{path / _SUMMARY}: world_size is {summary['world_size']}")
 
 
 def require_fit(
@@ -168,8 +236,11 @@ def require_fit(
         raise CheckpointError(f"checkpoint {path} does not fit this engine: {shown}{more}")
 
 
-def _describe(parameter: list[Any] | None) -> str:
-    return "absent" if parameter is None else f"{parameter[1]}{parameter[0]}"
+def _describe(parameter: Any) -> str:
+    if parameter is None:
+        return "absent"
+    readable = isinstance(parameter, list) and len(parameter) == 2
+    return f"{parameter[1]}{parameter[0]}" if readable else f"{parameter!r:.60}"
 
 
 def describe_failure(error: BaseException) -> str:

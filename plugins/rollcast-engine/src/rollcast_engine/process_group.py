@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from datetime import timedelta
 from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
 from rollcast.contracts.device import collective_backend
+from rollcast.contracts.rendezvous import serve_store
 from rollcast.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from rollcast.contracts.worker import WorkerContext
 
 __all__ = ["agree", "join_process_group"]
+
+#: As long as torch's own rendezvous waits for a rank.
+_STORE_TIMEOUT = timedelta(minutes=30)
 
 
 def join_process_group(context: WorkerContext) -> None:
@@ -35,10 +40,17 @@ def join_process_group(context: WorkerContext) -> None:
     if not context.master_port:
         raise ConfigError(f"group {context.group} has {context.world_size} ranks but no master_port to meet at")
     dist.init_process_group(
-        collective_backend(),
-        init_method=f"tcp://{context.master_addr}:{context.master_port}",
-        rank=context.rank,
-        world_size=context.world_size,
+        collective_backend(), store=_meet(context), rank=context.rank, world_size=context.world_size
+    )
+
+
+def _meet(context: WorkerContext) -> Any:
+    """Return the store of the group, which rank 0 serves on its own address only."""
+    if context.rank == 0:
+        return serve_store(context.master_addr, context.master_port, _STORE_TIMEOUT, context.world_size)
+    stores: Any = dist  # the stubs lack the stores
+    return stores.TCPStore(
+        context.master_addr, context.master_port, context.world_size, is_master=False, timeout=_STORE_TIMEOUT
     )
 
 

@@ -37,10 +37,9 @@ def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, devi
     Denominators that the caller gave stand. Counted ones are at least 1, so that a mini-batch without a single token
     under the mask has the loss 0 rather than 0/0.
     """
-    mask = plan.columns["response_mask"] > 0
-    tokens, sequences = float(mask.sum()), float(mask.any(-1).sum())
+    tokens, sequences = plan.source.counts()
     mine = torch.tensor(
-        [tokens, sequences, len(plan), plan.longest, plan.response_width], dtype=torch.float64, device=device
+        [tokens, sequences, len(plan), plan.longest, plan.source.response_width], dtype=torch.float64, device=device
     )
     table = mine.unsqueeze(0)
     if group is not None:

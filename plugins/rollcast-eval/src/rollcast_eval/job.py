@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import build_section, start_groups
-from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
@@ -23,14 +22,16 @@ from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
+from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
-from rollcast_eval.scoring import RewardScorer
+from rollcast_eval.scoring import GeneratedSamples, RewardScorer
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.worker import ReplicaWorker
@@ -38,7 +39,7 @@ from rollcast_serving.worker import ReplicaWorker
 __all__ = ["SampleJob"]
 
 logger = logging.getLogger(__name__)
-_PROMPT_COLUMNS = ["input_ids", "attention_mask", "position_ids"]
+_PROMPT_COLUMNS = ["prompts"]
 Progress = Callable[[int, int], None]
 
 
@@ -64,6 +65,8 @@ class SampleJob:
         self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
+        places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
+        check_replica_nodes(self._rollout.tensor_model_parallel_size, places)
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
@@ -172,7 +175,7 @@ class SampleJob:
             max_tokens=self._data.max_response_length,
         )
         asked = rows.select(_PROMPT_COLUMNS).with_columns({"seed": torch.tensor(seeds)})
-        output = replicas.generate_sequences(asked, sampling, int(self.tokenizer.pad_token_id))
+        output = replicas.generate_sequences(asked, sampling)
         batch = rows.drop(_PROMPT_COLUMNS).joined(output)
         found = self._plain(batch) if self.scorer is None else self.scorer.score(batch).as_rows()
         numbers = [(index, sample) for index in indices for sample in range(self.samples)]
@@ -180,11 +183,7 @@ class SampleJob:
 
     def _plain(self, batch: DataProto) -> list[dict[str, Any]]:
         """Rows without a score, with everything else that stood in the prompts' file."""
-        kept = [
-            [token for token, keep in zip(ids, mask, strict=True) if keep]
-            for ids, mask in zip(batch["responses"].tolist(), batch["response_mask"].tolist(), strict=True)
-        ]
-        texts = self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+        texts = [sample.response for sample in GeneratedSamples(batch, self.tokenizer)]
         columns = batch.non_tensor_batch
         return [
             {**(extra or {}), "prompt": prompt, "response": text, "data_source": source, "finished": bool(finished)}

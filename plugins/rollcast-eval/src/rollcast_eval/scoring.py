@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 
@@ -17,12 +19,12 @@ from rollcast.contracts.reward import (
     build_reward_manager,
 )
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["RewardScorer", "Scored", "summarize"]
+__all__ = ["GeneratedSamples", "RewardScorer", "Scored", "summarize"]
 
 
 class Scored:
@@ -53,23 +55,27 @@ class Scored:
         kept = [correct for correct, result in zip(self.correct, self.results, strict=True) if not result.dropped]
         return sum(kept) / max(len(kept), 1)
 
-    def token_level_scores(self, response_mask: torch.Tensor) -> torch.Tensor:
-        """Return the scores at their tokens under the mask ``[B, T]``, float32 ``[B, T]``.
+    def token_level_scores(self, response_mask: Jagged) -> Jagged:
+        """Return the scores at their tokens, float32, with the rows of the mask.
 
-        Where a result has scores per token, they stand at the tokens; the rest of a row's score stands at its
-        last token, for a row without tokens at its first position, where no token will see it.
+        Where a result has scores per token, they stand at the tokens under the mask; the rest of a row's score stands
+        at its last token under the mask, or at its first token if none is. A row without tokens keeps no score.
         """
-        scores = torch.zeros(response_mask.shape, dtype=torch.float32)
-        positions = torch.arange(response_mask.shape[1])
-        last = positions.where(response_mask != 0, 0).amax(-1)
+        inside = response_mask.values.bool()
+        scores = torch.zeros(len(inside), dtype=torch.float32)
         rest = self.scores.clone()
         for row, result in enumerate(self.results):
             if result.token_scores is not None:
+                start, stop = response_mask.offsets[row : row + 2].tolist()
                 placed = self.rule_weight * torch.tensor(result.token_scores, dtype=torch.float32)
-                scores[row, (response_mask[row] != 0).nonzero().squeeze(-1)] = placed
+                scores[start:stop][inside[start:stop]] = placed
                 rest[row] -= placed.sum()
-        scores[torch.arange(len(scores)), last] += rest
-        return scores
+        last = response_mask.offsets[:-1].clone()
+        chosen = inside.nonzero().squeeze(-1)
+        last.scatter_reduce_(0, response_mask.rows[chosen], chosen, "amax")
+        present = response_mask.lengths > 0
+        scores[last[present]] += rest[present]
+        return response_mask.with_values(scores)
 
     def metrics(self, prefix: str) -> dict[str, float]:
         """Mean, largest and smallest score and the mean of every extra number, and how many samples are bad."""
@@ -113,6 +119,81 @@ class Scored:
         ]
 
 
+class GeneratedSamples(Sequence[RewardSample]):
+    """The rows of a generated batch as samples, decoded when they are asked for.
+
+    Args:
+        batch: Jagged ``prompts``, ``responses`` and ``response_mask``, and jagged ``turn_ids`` if turns are known;
+            ``finished`` bool ``[B]``; object columns ``ground_truth``, ``data_source`` and ``extra_info`` if there are
+            any.
+        tokenizer: The model's.
+    """
+
+    def __init__(self, batch: DataProto, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        self._prompts = _Ids.of(Jagged.of(batch["prompts"], "prompts"))
+        responses, mask = Jagged.of(batch["responses"], "responses"), Jagged.of(batch["response_mask"], "response_mask")
+        inside = mask.values.bool()
+        chosen = Jagged.from_lengths(responses.values[inside], mask.with_values(inside).sums())
+        self._responses = _Ids.of(chosen)
+        self._turns: _Ids | None = None
+        if "turn_ids" in batch:
+            self._turns = _Ids.of(chosen.with_values(Jagged.of(batch["turn_ids"], "turn_ids").values[inside]))
+        self._finished: list[bool] = batch["finished"].tolist()
+        columns = batch.non_tensor_batch
+        self._truths, self._sources, self._extras = (
+            columns.get(name) for name in ("ground_truth", "data_source", "extra_info")
+        )
+
+    def __len__(self) -> int:
+        return len(self._finished)
+
+    @overload
+    def __getitem__(self, index: int) -> RewardSample: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> list[RewardSample]: ...
+
+    def __getitem__(self, index: int | slice) -> RewardSample | list[RewardSample]:
+        """Return a sample, or a list of them.
+
+        Raises:
+            IndexError: there is no such sample.
+        """
+        if isinstance(index, slice):
+            return [self[row] for row in range(*index.indices(len(self)))]
+        row = range(len(self))[index]
+        ids = self._responses[row]
+        return RewardSample(
+            prompt=self._text(self._prompts[row]),
+            response=self._text(ids),
+            ground_truth=None if self._truths is None else self._truths[row],
+            data_source="" if self._sources is None else self._sources[row] or "",
+            finished=bool(self._finished[row]),
+            response_ids=ids,
+            extra_info={} if self._extras is None else self._extras[row] or {},
+            turn_ids=() if self._turns is None else self._turns[row],
+        )
+
+    def _text(self, ids: array[int]) -> str:
+        return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class _Ids:
+    """Rows of integers as arrays, cut out of one flat array when they are asked for."""
+
+    values: array[int]
+    bounds: list[int]
+
+    @classmethod
+    def of(cls, column: Jagged) -> _Ids:
+        return cls(array("i", column.values.to("cpu", torch.int32).numpy().tobytes()), column.offsets.tolist())
+
+    def __getitem__(self, row: int) -> array[int]:
+        return self.values[self.bounds[row] : self.bounds[row + 1]]
+
+
 class RewardScorer:
     """Decodes responses and applies the run's reward.
 
@@ -149,53 +230,12 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not bear it.
         """
-        samples = self._samples(batch)
+        samples = GeneratedSamples(batch, self._tokenizer)
         return Scored(samples, self._manager(samples), self.reward.max_score)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
         self._manager.close()
-
-    def _samples(self, batch: DataProto) -> list[RewardSample]:
-        def text(ids: torch.Tensor, mask: torch.Tensor) -> tuple[list[list[int]], list[str]]:
-            kept = [
-                [token for token, keep in zip(row, flags, strict=True) if keep]
-                for row, flags in zip(ids.tolist(), mask.tolist(), strict=True)
-            ]
-            return kept, self._tokenizer.batch_decode(kept, skip_special_tokens=True)
-
-        width = batch["prompts"].shape[1]
-        _, prompts = text(batch["prompts"], batch["attention_mask"][:, :width])
-        ids, responses = text(batch["responses"], batch["response_mask"])
-        finished = batch["finished"].tolist()
-        columns = batch.non_tensor_batch
-        count = len(batch)
-
-        def column(name: str, default: Any) -> Sequence[Any]:
-            return list(columns[name]) if name in columns else [default] * count
-
-        rows = zip(
-            prompts,
-            responses,
-            ids,
-            finished,
-            column("ground_truth", None),
-            column("data_source", ""),
-            column("extra_info", None),
-            self._turns(batch),
-            strict=True,
-        )
-        return [
-            RewardSample(prompt, response, truth, source or "", bool(done), tokens, extra or {}, turns)
-            for prompt, response, tokens, done, truth, source, extra, turns in rows
-        ]
-
-    def _turns(self, batch: DataProto) -> list[list[int]]:
-        """Turns of each row's chosen tokens, from the column ``turn_ids`` int ``[B, T]``; empty lists without it."""
-        if "turn_ids" not in batch:
-            return [[] for _ in range(len(batch))]
-        pairs = zip(batch["turn_ids"], batch["response_mask"], strict=True)
-        return [turns[mask != 0].tolist() for turns, mask in pairs]
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import scaled_dot_product_attention
 
-from rollcast.errors import ConfigError
+from rollcast_engine.keys import EngineKeyError
 from rollcast_fsdp.ulysses import all_heads, all_tokens, repeat_heads
 
 if TYPE_CHECKING:
@@ -47,21 +47,22 @@ def use_packed_attention(module: Any, attention: str) -> None:
     """Have ``module``, a model of transformers, attend by :func:`packed_attention` from now on.
 
     Raises:
-        ConfigError: its attention is no function of transformers' registry, or ``attention`` knows no packs.
+        EngineKeyError: its attention is no function of transformers' registry, or ``attention`` knows no packs.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     if attention not in _PACKABLE:
-        raise ConfigError(
-            f"engine key use_remove_padding is true, but model.attn_implementation={attention} needs padded rows; "
-            f"use one of {', '.join(_PACKABLE)}"
+        raise EngineKeyError(
+            "use_remove_padding",
+            f"is true, but model.attn_implementation={attention} needs padded rows; use one of {', '.join(_PACKABLE)}",
         )
     ALL_ATTENTION_FUNCTIONS.register(PACKED, packed_attention)
     module.set_attn_implementation(PACKED)
     if module.config.get_text_config()._attn_implementation != PACKED:
-        raise ConfigError(
-            f"engine key use_remove_padding is true, but {type(module).__name__} does not take its attention from "
-            "transformers' registry; set actor.engine.use_remove_padding=false"
+        raise EngineKeyError(
+            "use_remove_padding",
+            f"is true, but {type(module).__name__} does not take its attention from transformers' registry; "
+            "set it to false",
         )
 
 
@@ -104,18 +105,19 @@ def packed_attention(
         ``[1, N, H, D]``, and no weights.
 
     Raises:
-        ConfigError: the model does not hand ``packed_rows`` on, or its attention has what this one lacks.
+        EngineKeyError: the model does not hand ``packed_rows`` on, or its attention has what this one lacks.
     """
     if packed_rows is None:
-        raise ConfigError(
-            f"{type(module).__name__} does not pass the model's keyword arguments on to attention, so rows cannot be "
-            "packed; set actor.engine.use_remove_padding=false"
+        raise EngineKeyError(
+            "use_remove_padding",
+            f"is true, but {type(module).__name__} does not pass the model's keyword arguments on to attention, "
+            "so rows cannot be packed; set it to false",
         )
     for name in ("softcap", "s_aux", "position_bias"):
         if options.get(name) is not None:
-            raise ConfigError(
-                f"{type(module).__name__} attends with {name}, which packed rows cannot; "
-                "set actor.engine.use_remove_padding=false"
+            raise EngineKeyError(
+                "use_remove_padding",
+                f"is true, but {type(module).__name__} attends with {name}, which packed rows cannot; set it to false",
             )
     group = packed_rows.group
     if group is not None:

@@ -36,10 +36,13 @@ from rollcast_engine.checkpoint_files import (
     read_rng,
     read_summary,
     require_fit,
+    require_values,
+    restore_saved_rng,
     rng_file,
     write_summary,
     write_sums,
 )
+from rollcast_engine.metadata import check_metadata
 from rollcast_engine.optim import prime_optimizer
 from rollcast_engine.process_group import agree
 from rollcast_engine.rng import derive_rng, restore_rng
@@ -226,6 +229,7 @@ def load(path: Path, state: EngineState) -> int:
     problem = ""
     try:
         summary = read_summary(path, "fsdp")
+        require_values(path, summary, {"optimizer_state": list})
         _compare(path, summary, state)
         rng = _find_rng(path, summary, state)
         check_shards(path, int(summary["world_size"]), state.rank, state.world_size)
@@ -246,7 +250,7 @@ def load(path: Path, state: EngineState) -> int:
             )
     except _READ_ERRORS as error:
         raise CheckpointError(f"checkpoint {path} cannot be read: {describe_failure(error)}") from error
-    restore_rng(rng)
+    restore_saved_rng(path, rng, restore_rng)
     if summary["world_size"] != state.world_size:
         log.warning(
             "checkpoint %s was written by %d ranks and is read by %d: random numbers are seeded anew from rank 0's",
@@ -277,6 +281,7 @@ def read_tensors(path: Path, names: Mapping[str, tuple[Any, str]]) -> dict[str, 
     Raises:
         CheckpointError: they cannot be read.
     """
+    check_metadata(path / SHARDS / ".metadata")
     tensors = {name: torch.empty(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in names.items()}
     try:
         with _quiet():

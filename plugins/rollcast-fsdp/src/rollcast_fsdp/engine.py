@@ -16,8 +16,9 @@ from rollcast.contracts.engine import EngineCapabilities, EngineSetup
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine
-from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
+from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.hf import DTYPES, load_hf_config, transformer
+from rollcast_engine.keys import naming_keys
 from rollcast_engine.optim import build_optimizer
 from rollcast_engine.process_group import join_process_group
 from rollcast_engine.reduce import agree_on_counts
@@ -91,7 +92,9 @@ class FsdpEngine(TorchEngine):
             ConfigError: the model folder cannot be used; says why.
         """
         context = self.setup.context
-        check_heads(load_hf_config(self.setup.model), self.config.ulysses_sequence_parallel_size, context.world_size)
+        hf_config = load_hf_config(self.setup.model)
+        with naming_keys(self.setup.section):
+            check_heads(hf_config, self.config.ulysses_sequence_parallel_size, context.world_size)
         self.use_local_device()
         plan = build_module(self.setup, DTYPES[self.config.model_dtype])
         module = plan.module
@@ -100,7 +103,8 @@ class FsdpEngine(TorchEngine):
         if self.setup.model.use_liger:
             apply_liger(module, self.device)
         if self.config.use_torch_compile:
-            compile_layers(decoder_layers(module), self.device)
+            with naming_keys(self.setup.section):
+                compile_layers(decoder_layers(module), self.device)
         if context.world_size > 1 or self.config.mixes_precision:
             join_process_group(context)
             self.sharding = shard_module(module, self.config, context, self.device)
@@ -108,9 +112,10 @@ class FsdpEngine(TorchEngine):
                 log.info("share_prompts has no effect here: the model is sharded, or computes in another dtype")
         plan.fill(self.device)
         self.module, self.adapter = module.eval(), plan.adapter
-        if self.config.use_remove_padding:
-            use_packed_attention(transformer(self.module), self.setup.model.attn_implementation)
-        self.forward = TokenForward(self.module, self.config, self.sharding)
+        with naming_keys(self.setup.section):
+            if self.config.use_remove_padding:
+                use_packed_attention(transformer(self.module), self.setup.model.attn_implementation)
+            self.forward = TokenForward(self.module, self.config, self.sharding)
         self.passes = Passes(self.forward, self.config, self.sharding, self.device)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
@@ -176,16 +181,17 @@ class FsdpEngine(TorchEngine):
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
         parts = self.config.ulysses_sequence_parallel_size
-        plan = plan_batch(tensor_columns(data), settings, self.config.use_remove_padding, parts)
+        plan = plan_batch(data, settings, self.config.use_remove_padding, parts)
         agreed = agree_on_counts(plan, settings, self.get_data_parallel_group(), self.device)
         check_budget(agreed.longest, settings, parts)
         plan = plan.split_to(agreed.micro_batches)
         reference = self._reference_for(settings)
         score = None if reference is None else reference.score
-        with torch.set_grad_enabled(not forward_only), nullcontext() if reference is None else reference.in_place():
+        in_place = nullcontext() if reference is None else reference.in_place()
+        with naming_keys(self.setup.section), torch.set_grad_enabled(not forward_only), in_place:
             outputs, sums = self._passes().run(plan, agreed, loss_function, settings, score)
         metrics = sums.reduce(self.get_data_parallel_group())
-        return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics
+        return (plan.source.as_batch(outputs) if forward_only else None), metrics
 
     def _reference_for(self, settings: ForwardSettings) -> Reference | BaseModelReference | None:
         if settings.vocabulary_kl is None:

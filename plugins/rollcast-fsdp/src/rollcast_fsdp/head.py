@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from rollcast.errors import ConfigError
+from rollcast_engine.keys import EngineKeyError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -20,16 +20,17 @@ class VocabularyHead:
     """A causal LM's last layer; inside :meth:`held_back` the model gives hidden states in place of logits.
 
     Raises:
-        ConfigError: the module has no linear head.
+        EngineKeyError: the module has no linear head.
     """
 
     def __init__(self, module: Any) -> None:
         head = module.get_output_embeddings()
         # A subclass may compute something else.
         if type(head) is not nn.Linear:
-            raise ConfigError(
-                f"engine key use_fused_kernels is true, but the vocabulary head of {type(module).__name__} is "
-                f"{type(head).__name__}, not a plain linear layer; set actor.engine.use_fused_kernels=false"
+            raise EngineKeyError(
+                "use_fused_kernels",
+                f"is true, but the vocabulary head of {type(module).__name__} is {type(head).__name__}, "
+                "not a plain linear layer; set it to false",
             )
         self._model = type(module).__name__
         self._linear: nn.Linear = head
@@ -59,12 +60,13 @@ class VocabularyHead:
         """``logits`` as the model gave them inside :meth:`held_back`, ``[..., H]``.
 
         Raises:
-            ConfigError: the model does something to its logits after the head.
+            EngineKeyError: the model changes its logits after the head.
         """
         if logits is not self._seen:
-            raise ConfigError(
-                f"engine key use_fused_kernels is true, but {self._model} changes its logits after the vocabulary head "
-                "(a soft cap or a scale); set actor.engine.use_fused_kernels=false"
+            raise EngineKeyError(
+                "use_fused_kernels",
+                f"is true, but {self._model} changes its logits after the vocabulary head "
+                "(a soft cap or a scale); set it to false",
             )
         return logits
 

@@ -11,6 +11,7 @@ import torch
 
 from rollcast.errors import ConfigError
 from rollcast_engine.hf import transformer
+from rollcast_engine.keys import EngineKeyError
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -24,18 +25,20 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
     """Have torch compile each layer at its first call, for sequences of any length.
 
     Raises:
-        ConfigError: what torch generates code with is missing; names it.
+        EngineKeyError: the compiler that torch generates code with is missing; names it.
     """
     if device.type == "cpu":
         if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
-            raise ConfigError(
-                "engine key use_torch_compile is true, but torch.compile on a CPU needs a C++ compiler, and there is "
-                "none (g++ or clang++); install one or set it to false"
+            raise EngineKeyError(
+                "use_torch_compile",
+                "is true, but torch.compile on a CPU needs a C++ compiler, and there is none (g++ or clang++); "
+                "install one or set the key to false",
             )
     elif importlib.util.find_spec("triton") is None:
-        raise ConfigError(
-            f"engine key use_torch_compile is true, but torch.compile on {device.type} needs Triton, which is not "
-            "installed; pip install triton or set it to false"
+        raise EngineKeyError(
+            "use_torch_compile",
+            f"is true, but torch.compile on {device.type} needs Triton, which is not installed; "
+            "pip install triton or set the key to false",
         )
     for layer in layers:
         layer.compile(dynamic=True)

@@ -50,15 +50,14 @@ class Passes:
         settings: ForwardSettings,
         reference: Score | None,
     ) -> tuple[dict[str, Tensor], MetricSums]:
-        """Forward, and backward if gradients are on; gives float32 ``[B, T]`` outputs if they are off.
+        """Forward, and backward if gradients are on; returns the outputs of ``plan.source`` if they are off.
 
         Args:
             reference: of what ``settings.vocabulary_kl`` is measured against, in place; None if it is not asked for.
         """
         training = torch.is_grad_enabled()
-        shape = (len(plan.starts), plan.response_width)
         names = [] if training else quantity_names(settings, self.forward.is_value_model)
-        outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+        outputs = plan.source.empty_outputs(names)
         sums = MetricSums()
         # FSDP2 averages gradients over the ranks; the shares have to be added up.
         scale = 1.0 if self._sharding is None else float(self._sharding.mesh.size())

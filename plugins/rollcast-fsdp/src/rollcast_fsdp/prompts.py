@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from rollcast.errors import ConfigError
+from rollcast_engine.keys import EngineKeyError
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -31,7 +31,7 @@ def shared_prompt_logits(
         extra: ``logits_to_keep=1``, if the module takes it.
 
     Raises:
-        ConfigError: the model keeps no cache.
+        EngineKeyError: the model keeps no cache.
     """
     width = model_inputs["input_ids"].size(1) - response_length
     prompts = torch.cat([column[:, :width] for column in model_inputs.values()], 1)
@@ -45,7 +45,8 @@ def shared_prompt_logits(
         return first
     cache = output.past_key_values
     if cache is None:
-        raise ConfigError(f"engine key share_prompts is true, but {type(module).__name__} keeps no KV cache")
+        problem = f"is true, but {type(module).__name__} keeps no KV cache; set it to false"
+        raise EngineKeyError("share_prompts", problem)
     cache.reorder_cache(source)
     # Nothing is predicted from the last token.
     rest: Any = module(

@@ -16,8 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from rollcast.errors import ConfigError
 from rollcast_engine.hf import DTYPES
+from rollcast_engine.keys import EngineKeyError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -118,14 +118,15 @@ def check_heads(config: Any, parts: int, world_size: int) -> None:
         world_size: of the group.
 
     Raises:
-        ConfigError: says which numbers would do.
+        EngineKeyError: says which numbers would do.
     """
     heads = int(config.get_text_config().num_attention_heads)
     if heads % parts:
         fitting = [size for size in range(1, world_size + 1) if heads % size == 0 and world_size % size == 0]
-        raise ConfigError(
-            f"engine key ulysses_sequence_parallel_size is {parts}, but the model's {heads} attention heads do not "
-            f"divide by it; with {world_size} ranks use one of {', '.join(map(str, fitting))}"
+        raise EngineKeyError(
+            "ulysses_sequence_parallel_size",
+            f"is {parts}, but the model's {heads} attention heads do not divide by it; "
+            f"with {world_size} ranks use one of {', '.join(map(str, fitting))}",
         )
 
 

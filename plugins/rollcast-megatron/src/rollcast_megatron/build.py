@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rollcast.errors import ConfigError
+from rollcast_engine.keys import EngineKeyError
 from rollcast_megatron import cpu
 from rollcast_megatron.maps import ModelMap, Split, Weight
 
@@ -29,7 +30,7 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> None:
     """Refuse a model that cannot be split as the keys say.
 
     Raises:
-        ConfigError: names the key, the model's size, and what would fit.
+        EngineKeyError: names the key, the model's size, and what would fit.
     """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     heads, groups = plan.transformer["num_attention_heads"], plan.transformer["num_query_groups"]
@@ -40,15 +41,17 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> None:
     ):
         if size % tensor:
             fitting = [n for n in range(1, min(heads, groups) + 1) if heads % n == 0 and groups % n == 0]
-            raise ConfigError(
-                f"engine key tensor_model_parallel_size is {tensor}, which does not divide the model's {size} {what}; "
-                f"sizes that would fit its heads: {', '.join(map(str, fitting))}"
+            raise EngineKeyError(
+                "tensor_model_parallel_size",
+                f"is {tensor}, which does not divide the model's {size} {what}; "
+                f"sizes that would fit its heads: {', '.join(map(str, fitting))}",
             )
     if plan.layers % stages:
         fitting = [n for n in range(1, plan.layers + 1) if plan.layers % n == 0]
-        raise ConfigError(
-            f"engine key pipeline_model_parallel_size is {stages}, which does not divide the model's {plan.layers} "
-            f"layers; sizes that would fit: {', '.join(map(str, fitting))}"
+        raise EngineKeyError(
+            "pipeline_model_parallel_size",
+            f"is {stages}, which does not divide the model's {plan.layers} layers; "
+            f"sizes that would fit: {', '.join(map(str, fitting))}",
         )
 
 

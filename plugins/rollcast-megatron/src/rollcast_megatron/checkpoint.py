@@ -32,6 +32,8 @@ from rollcast_engine.checkpoint_files import (
     read_rng,
     read_summary,
     require_fit,
+    require_values,
+    restore_saved_rng,
     rng_file,
     write_summary,
     write_sums,
@@ -135,6 +137,7 @@ def load(path: Path, state: EngineState) -> int:
         CheckpointError: names the folder and what is missing or different.
     """
     summary = read_summary(path, ENGINE)
+    require_values(path, summary, {"mesh": dict, "optimizer_steps": int})
     ours = {"model_type": state.model_type, "parameters": state.parameters()}
     require_fit(path, summary, ours, state.optimizer is not None)
     same_mesh = summary["mesh"] == state.mesh_sizes()
@@ -155,7 +158,7 @@ def load(path: Path, state: EngineState) -> int:
     if state.optimizer is not None:
         state.optimizer.set_steps_taken(summary["optimizer_steps"])
     if rng is not None:
-        _restore_rng(rng)
+        restore_saved_rng(path, rng, _restore_rng)
     if not same_mesh:
         log.warning(
             "checkpoint %s was written on the mesh %s and is read on %s: random numbers are seeded anew from rank 0's",

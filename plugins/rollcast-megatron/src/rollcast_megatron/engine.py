@@ -17,10 +17,11 @@ from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_engine.base import TorchEngine
-from rollcast_engine.batching import check_budget, plan_batch, tensor_columns
+from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.checkpoint_files import read_summary
 from rollcast_engine.export import write_folder
 from rollcast_engine.hf import load_hf_config
+from rollcast_engine.keys import naming_keys
 from rollcast_engine.loss import quantity_names
 from rollcast_engine.reduce import MetricSums, agree_on_counts
 from rollcast_megatron import checkpoint as checkpoints
@@ -100,7 +101,8 @@ class MegatronEngine(TorchEngine):
         setup, context = self.setup, self.setup.context
         self.use_local_device()
         model_map = find_map(load_hf_config(setup.model))
-        check_model(model_map, self.config)
+        with naming_keys(setup.section):
+            check_model(model_map, self.config)
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
@@ -182,7 +184,7 @@ class MegatronEngine(TorchEngine):
         """
         if not forward_only and loss_function is None:
             raise TypeError("forward_backward_batch needs a loss_function unless forward_only=True")
-        plan = plan_batch(tensor_columns(data), settings)
+        plan = plan_batch(data, settings)
         group = self.get_data_parallel_group()
         agreed = agree_on_counts(plan, settings, group, self.device)
         check_budget(agreed.longest, settings)
@@ -205,7 +207,7 @@ class MegatronEngine(TorchEngine):
         if self.mesh.pipeline_size > 1:
             last = self.mesh.stage_rank(self.mesh.pipeline_size - 1)
             dist.broadcast_object_list(metrics, last, group=self.mesh.pipeline_group)
-        return (DataProto.from_dict(tensors=outputs) if forward_only else None), metrics[0]
+        return (plan.source.as_batch(outputs) if forward_only else None), metrics[0]
 
     def _reference_for(self, settings: ForwardSettings) -> MegatronEngine | None:
         if settings.vocabulary_kl is None:

@@ -63,12 +63,11 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
     """Forward, and backward unless ``forward_only``, of every micro-batch, through all stages.
 
     Returns:
-        The named quantities, float32 ``[B, T]`` in host memory, on every stage.
+        The named quantities, outputs of ``work.plan.source``, in host memory, on every stage.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    shape = (len(work.plan.starts), work.plan.response_width)
-    outputs = {name: torch.zeros(shape, dtype=torch.float32) for name in names}
+    outputs = work.plan.source.empty_outputs(names)
     # A rank without rows still meets the others of its data-parallel group with a gradient.
     count = max(len(work.plan), 1)
     schedule: Any = get_forward_backward_func()

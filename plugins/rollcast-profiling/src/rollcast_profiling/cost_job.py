@@ -17,7 +17,7 @@ import torch
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_automap.memory_model import measure_model
 from rollcast_profiling.costs import CostTable, Measurement, Phase, RoleLayout
 from rollcast_profiling.devices import describe_device
@@ -168,11 +168,11 @@ class CostJob:
         seconds = []
         for repeat in range(self._grid.repeats + 1):
             generator = torch.Generator().manual_seed(1_000_003 * length + 1009 * tokens + repeat)
-            ids = torch.randint(0, len(self._trainer.task.tokenizer), (rows, length), generator=generator)
-            positions = torch.arange(length).expand_as(ids).contiguous()
+            vocabulary = len(self._trainer.task.tokenizer)
+            ids = torch.randint(0, vocabulary, (rows * length,), generator=generator, dtype=torch.int32)
+            column = Jagged.from_lengths(ids, torch.full((rows,), length)).column()
             seeds = torch.randint(0, 2**31, (rows,), generator=generator)
-            columns = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}
-            prompts = DataProto.from_dict({**columns, "seed": seeds})
+            prompts = DataProto.from_dict({"prompts": column, "seed": seeds})
             start = time.perf_counter()
             self._trainer.run.sampler.generate(prompts, sampling)
             seconds.append(time.perf_counter() - start)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import re
 import sys
+import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,18 +24,21 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 from rollcast import WorkerHost
 from rollcast.contracts.device import use_device
 from rollcast.contracts.pools import ResourcePool
-from rollcast.contracts.runtime import Host, HostInfo, LaunchSpec, Outcome
+from rollcast.contracts.runtime import Cancelled, Host, HostInfo, LaunchSpec, Outcome, WorkerRaised
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import DispatchError, ResourceError, WorkerError
 from rollcast_ray.control import ControlServer, Interrupted, Interruptible
 from rollcast_ray.devices import local_device_index, visible_devices
+from rollcast_ray.embedded import loopback_environment
 from rollcast_ray.pools import Slot, remove_groups_made_by
+from rollcast_ray.ray_internals import actor_id
 from rollcast_ray.store import ObjectStore
 
 if TYPE_CHECKING:
     from rollcast.contracts.runtime import Runtime
 
 __all__ = [
+    "BESIDE",
     "GroupRecord",
     "HostActor",
     "build_hosts",
@@ -39,6 +46,7 @@ __all__ = [
     "find_actors",
     "keep_record",
     "kill_actors",
+    "meet_actors",
     "pack_roles",
     "read_record",
     "start_actors",
@@ -47,6 +55,10 @@ __all__ = [
 
 #: Ray's namespace of detached groups: the same for every driver.
 NAMESPACE = "rollcast"
+#: Ray's concurrency group of coroutine methods.
+BESIDE = "beside"
+#: Coroutine methods of one process that run at one time.
+_BESIDE_AT_ONCE = 32
 #: Says, beside group and rank, in which placement group the actor lives.
 _ACTOR_NAME = re.compile(r"(?P<group>.+)\.(?P<rank>\d+)@[0-9a-f]+", re.DOTALL)
 #: The runtimes that have started something from this process; a worker may hold groups of its own.
@@ -87,21 +99,52 @@ class GroupRecord:
             ) from error
 
 
+class InterruptibleThread(Interruptible):
+    """The thread that runs calls where Ray keeps the main thread idle, because other threads run coroutines.
+
+    A signal reaches the main thread only, so that an exception is raised in this one: at the next line of Python,
+    not in the middle of a sleep.
+    """
+
+    @contextmanager
+    def running(self, token: str) -> Iterator[None]:
+        """See :meth:`Interruptible.running`."""
+        self._main = threading.current_thread()
+        with super().running(token):
+            yield
+
+    def interrupt(self, token: str) -> Cancelled:
+        """See :meth:`Interruptible.interrupt`."""
+        self._given_up.append(token)
+        if token != self._token:
+            return "ended"
+        thread = ctypes.c_ulong(self._main.ident or 0)
+        ctypes.pythonapi.PyThreadState_SetAsyncExc(thread, ctypes.py_object(Interrupted))
+        return "interrupted"
+
+
 class HostActor:
     """The Ray actor: a :class:`rollcast.WorkerHost`, and the set-up of its process."""
 
-    def __init__(self) -> None:
+    def __init__(self, beside: bool = False) -> None:
         self.host = WorkerHost(ObjectStore())
-        self._main = Interruptible()
+        self._main: Interruptible = InterruptibleThread() if beside else Interruptible()
+        #: Task → thread of a coroutine that runs beside other calls.
+        self._tasks: dict[str, int] = {}
         self._control: ControlServer | None = None
         self._record: bytes | None = None
+        #: The call that failed here and that the controller has not dealt with yet; empty if there is none.
+        self._failed = ""
+        self._alone = True
 
     def hello(self) -> HostInfo:
         """Return where this process is; from now on it answers there while it is busy."""
         node = ray.util.get_node_ip_address()
         if self._control is None:
-            self._control = ControlServer(node, {"interrupt": self._main.interrupt, "stack": self._main.stack})
-        return replace(self.host.describe(node), control=self._control.address)
+            self._control = ControlServer(node, {"interrupt": self._interrupt, "stack": self._main.stack})
+        runtime = ray.get_runtime_context()
+        reached = self._control.address._replace(worker_id=runtime.get_worker_id(), node_id=runtime.get_node_id())
+        return replace(self.host.describe(node), control=reached)
 
     def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
         """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports.
@@ -116,7 +159,8 @@ class HostActor:
             WorkerRaised: a constructor raised.
             ResourceError: ``env`` hides the device that the process was given.
         """
-        os.environ.update({"OMP_NUM_THREADS": str(context.threads), **context.environment(), **env})
+        own = {"OMP_NUM_THREADS": str(context.threads), **loopback_environment(context.node)}
+        os.environ.update({**own, **context.environment(), **env})
         sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
         snapshot, roles = pickle.loads(blob)
         if snapshot is not None:
@@ -125,6 +169,7 @@ class HostActor:
             import torch
 
             torch.set_num_threads(context.threads)
+        self._alone = context.world_size == 1
         context = self._with_device(context)
         use_device(context.device_index)
         self.host.build(context, pickle.loads(roles))
@@ -158,14 +203,43 @@ class HostActor:
     def _run(self, outcome: Outcome, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         task = ray.get_runtime_context()
         role, _, method = str(task.get_task_name()).rpartition(".")
+        if self._failed and not self._alone:
+            # The other ranks may still be in that call, and this one's collectives would pair with theirs.
+            raise WorkerError(f"{role}.{method} was not run on this rank, because before it {self._failed}")
+        token = str(task.get_task_id())
+        if self.host.runs_beside(role, method):
+            # Its failure stops no other call: collectives belong to the calls that run one after the other.
+            self._tasks[token] = threading.get_ident()
+            try:
+                return self.host.call(role, method, args, kwargs, outcome)
+            finally:
+                del self._tasks[token]
         try:
-            with self._main.running(str(task.get_task_id())):
+            with self._main.running(token):
                 return self.host.call(role, method, args, kwargs, outcome)
         except Interrupted:
-            raise WorkerError(f"{role}.{method} was given up by the controller") from None
+            self._failed = f"{role}.{method} was given up by the controller"
+            raise WorkerError(self._failed) from None
+        except WorkerRaised as raised:
+            self._failed = f"{role}.{method} failed: {raised.failure.cause_type}: {raised.failure.message}"
+            raise
+
+    def resume(self) -> None:
+        """Run calls again after one that failed; the controller knows of it, and calls this after its other calls."""
+        self._failed = ""
+
+    def _interrupt(self, token: str) -> Cancelled:
+        thread = self._tasks.get(token)
+        if thread is None:
+            return self._main.interrupt(token)
+        return "interrupted" if self.host.cancel_beside(thread) else "ended"
 
     def ping(self) -> None:
         """Do nothing: an answer shows that the process is alive."""
+
+    def place(self) -> WorkerContext:
+        """Return this rank's place in its group."""
+        return self.host.context
 
     def remember(self, record: bytes) -> None:
         """Keep the record of a detached group."""
@@ -222,19 +296,61 @@ def start_actors(pool: ResourcePool, slots: Sequence[Slot], spec: LaunchSpec) ->
                 f"a detached group {spec.name!r} runs already; attach to it, shut it down, or choose another name"
             )
         options.update(lifetime="detached", namespace=NAMESPACE)
+    beside = bool(WorkerHost.methods_beside({role: wrapped.cls for role, wrapped in spec.roles.items()}))
+    own_threads: dict[str, Any] = {"concurrency_groups": {BESIDE: _BESIDE_AT_ONCE}}
+    # One class for all ranks: Ray exports each that it is given to the cluster's key-value store.
+    actor = ray.remote(**own_threads)(HostActor) if beside else ray.remote(HostActor)
     handles = []
     for rank, slot in enumerate(slots):
         here = PlacementGroupSchedulingStrategy(slot.group, placement_group_bundle_index=slot.bundle)
         name = {"name": f"{spec.name}.{rank}@{slot.key[0]}"} if spec.detached else {}
-        handles.append(ray.remote(HostActor).options(**options, **name, scheduling_strategy=here).remote())
+        handles.append(actor.options(**options, **name, scheduling_strategy=here).remote(beside))
     return handles
+
+
+def meet_actors(actors: Sequence[Any], namespace: str | None, get: Get) -> list[Host]:
+    """Return the hosts of a group, by rank, from its actors in any order.
+
+    Args:
+        actors: handles, or names that the actors were given.
+        namespace: Ray's namespace of the names; None for that of this process.
+        get: waits for references.
+
+    Raises:
+        ResourceError: no actor has that name, it hosts no worker, or the actors are not all ranks of one group.
+    """
+    handles = [_find_by_name(actor, namespace) if isinstance(actor, str) else actor for actor in actors]
+    for handle in handles:
+        if not all(hasattr(handle, method) for method in ("hello", "place", "build")):
+            raise ResourceError(
+                f"{handle!r:.200} hosts no rollcast workers; give the handles of a group: "
+                "[worker.handle for worker in group.workers]"
+            )
+    infos = get([handle.hello.remote() for handle in handles])
+    places = get([handle.place.remote() for handle in handles])
+    found = sorted(zip(handles, infos, places, strict=True), key=lambda entry: int(entry[2].rank))
+    ranks, groups = [place.rank for _, _, place in found], {place.group for _, _, place in found}
+    size = found[0][2].world_size if found else 0
+    if ranks != list(range(size)) or len(groups) != 1:
+        raise ResourceError(
+            f"the actors are ranks {ranks} of {', '.join(sorted(groups)) or 'no group'}; give all {size} ranks of one "
+            "group, each once"
+        )
+    return [Host(*entry) for entry in found]
+
+
+def _find_by_name(name: str, namespace: str | None) -> Any:
+    try:
+        return ray.get_actor(name, namespace=namespace)
+    except ValueError as error:
+        raise ResourceError(f"no actor {name!r} runs in the namespace {namespace or 'of this process'}") from error
 
 
 def kill_actors(handles: Sequence[Any]) -> None:
     """End processes at once, and release the reservations of groups that they had started."""
     for handle in handles:
         ray.kill(handle)
-    remove_groups_made_by([handle._actor_id.hex() for handle in handles])
+    remove_groups_made_by([actor_id(handle) for handle in handles])
 
 
 def build_hosts(handles: Sequence[Any], slots: Sequence[Slot], spec: LaunchSpec, blob: bytes, get: Get) -> list[Host]:
@@ -246,9 +362,10 @@ def build_hosts(handles: Sequence[Any], slots: Sequence[Slot], spec: LaunchSpec,
     env = dict(spec.env)
     infos = get([handle.hello.remote() for handle in handles])
     contexts = _build_contexts([slot.node_id for slot in slots], spec, infos)
+    shared = ray.put(blob)  # stored once; as an argument its bytes would travel with every rank's task
     get(
         [
-            handle.build.remote(context, env, list(sys.path), blob)
+            handle.build.remote(context, env, list(sys.path), shared)
             for handle, context in zip(handles, contexts, strict=True)
         ]
     )
@@ -263,8 +380,11 @@ def _build_contexts(nodes: Sequence[str], spec: LaunchSpec, infos: Sequence[Host
         spec: the group.
         infos: the process of each rank.
     """
-    places = [(nodes[:rank].count(node), nodes.count(node)) for rank, node in enumerate(nodes)]
-    cores = os.cpu_count() or 1
+    sizes, seen = Counter(nodes), Counter[str]()
+    places = []
+    for node in nodes:
+        places.append((seen[node], sizes[node]))
+        seen[node] += 1
     return [
         WorkerContext(
             rank=rank,
@@ -275,7 +395,7 @@ def _build_contexts(nodes: Sequence[str], spec: LaunchSpec, infos: Sequence[Host
             master_port=infos[0].free_port,
             node=info.node,
             group=spec.name,
-            threads=spec.threads or max(1, cores // count),
+            threads=spec.threads or max(1, info.cores // count),
         )
         for rank, ((local, count), info) in enumerate(zip(places, infos, strict=True))
     ]

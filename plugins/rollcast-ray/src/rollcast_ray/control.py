@@ -6,6 +6,7 @@ only the controller knows, over a number that is used once.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import json
 import secrets
@@ -15,29 +16,37 @@ import socketserver
 import sys
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any, NamedTuple
+
+from rollcast.contracts.runtime import Cancelled
 
 __all__ = ["ControlAddress", "ControlServer", "Interrupted", "Interruptible", "ask", "ask_all"]
 
 _NONCE = 32
 _DIGEST = 32
 _MOST = 1 << 20
-_AT_ONCE = 16
+#: Open connections at a time; each takes a file descriptor.
+_AT_ONCE = 128
 _FRAMES = 12
+#: Number of cancelled calls that a process remembers, so that those that wait in its queue never start.
+_REMEMBERED = 4096
 #: Wakes a sleeping main thread, and is used by neither Python, torch nor Ray; not on Windows.
 _SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
 class ControlAddress(NamedTuple):
-    """Address where a process answers during a call, and the key that signs requests."""
+    """Address where a process answers during a call, the key that signs requests, and Ray's ids of the process."""
 
     host: str
     port: int
     key: bytes
+    worker_id: str = ""
+    node_id: str = ""
 
 
 class Interrupted(BaseException):
@@ -52,6 +61,7 @@ class Interruptible:
 
     def __init__(self) -> None:
         self._token = self._wanted = ""
+        self._given_up: deque[str] = deque(maxlen=_REMEMBERED)
         self._main = threading.main_thread()
         self.possible = _SIGNAL is not None and threading.current_thread() is self._main
         if _SIGNAL is not None and self.possible:
@@ -67,6 +77,9 @@ class Interruptible:
         self._wanted = ""
         self._token = token
         try:
+            # After the line above: interrupt() reads the token after it has written this.
+            if token in self._given_up:
+                raise Interrupted(token)
             yield
         finally:
             self._token = ""
@@ -76,13 +89,16 @@ class Interruptible:
             self._token = ""
             raise Interrupted(self._wanted)
 
-    def interrupt(self, token: str) -> bool:
-        """Interrupt that call if it runs; code outside of Python ends first."""
-        if not (self.possible and token and token == self._token):
-            return False
+    def interrupt(self, token: str) -> Cancelled:
+        """Interrupt that call if it runs, and never start it if it does not; code outside of Python ends first."""
+        self._given_up.append(token)
+        if token != self._token:
+            return "ended"
+        if not self.possible:
+            return "unreachable"
         self._wanted = token
         signal.pthread_kill(self._main.ident or 0, int(_SIGNAL or 0))
-        return True
+        return "interrupted"
 
     def stack(self) -> str:
         """Where the main thread is: the innermost lines, from the worker's method on."""
@@ -159,44 +175,61 @@ class ControlServer:
         self._server.server_close()
 
 
-def ask(address: ControlAddress, request: dict[str, str], timeout: float = 1.0) -> str:
+async def _ask(address: ControlAddress, request: dict[str, str], timeout: float) -> str:
+    async with asyncio.timeout(timeout):
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        try:
+            nonce = await reader.readexactly(_NONCE)
+            message = json.dumps(request).encode()
+            writer.write(hmac.digest(address.key, nonce + message, "sha256") + message)
+            writer.write_eof()
+            answer = await reader.read()
+        finally:
+            writer.close()
+    if not answer:
+        raise ConnectionError(f"{address.host}:{address.port} refused the request")
+    return str(json.loads(answer))
+
+
+def ask(address: ControlAddress, request: dict[str, str], timeout: float = 5.0) -> str:
     """Send one request and wait for the answer.
 
     Raises:
         OSError: nobody answers within ``timeout`` seconds, or the request was refused.
     """
-    with socket.create_connection((address.host, address.port), timeout) as sock:
-        sock.settimeout(timeout)
-        nonce = b""
-        while len(nonce) < _NONCE:
-            part = sock.recv(_NONCE - len(nonce))
-            if not part:
-                raise ConnectionError(f"{address.host}:{address.port} closed the connection")
-            nonce += part
-        message = json.dumps(request).encode()
-        sock.sendall(hmac.digest(address.key, nonce + message, "sha256") + message)
-        sock.shutdown(socket.SHUT_WR)
-        answer = _receive(sock)
-        if not answer:
-            raise ConnectionError(f"{address.host}:{address.port} refused the request")
-        return str(json.loads(answer))
+    (answer,) = ask_all([(address, request)], timeout)
+    if isinstance(answer, OSError):
+        raise answer
+    return answer
 
 
 def ask_all(
-    questions: Sequence[tuple[ControlAddress | None, dict[str, str]]], timeout: float = 2.0
-) -> list[str | None]:
-    """Send requests at the same time; None for each that was not answered within ``timeout`` seconds."""
+    questions: Sequence[tuple[ControlAddress | None, dict[str, str]]], timeout: float = 5.0
+) -> list[str | OSError]:
+    """Send requests at the same time; return each answer, or why there is none.
 
-    def one(address: ControlAddress | None, request: dict[str, str]) -> str | None:
-        try:
-            return None if address is None else ask(address, request)
-        except OSError:
-            return None
-
+    Args:
+        questions: address and request; None where the process has no address.
+        timeout: seconds for each request.
+    """
     if not questions:
         return []
-    pool = ThreadPoolExecutor(min(_AT_ONCE, len(questions)), thread_name_prefix="rollcast-control")
-    futures = [pool.submit(one, *question) for question in questions]
-    done, _ = wait(futures, timeout)
-    pool.shutdown(wait=False, cancel_futures=True)
-    return [future.result() if future in done else None for future in futures]
+
+    async def one(turn: asyncio.Semaphore, address: ControlAddress | None, request: dict[str, str]) -> str | OSError:
+        if address is None:
+            return ConnectionError("the process cannot be asked during a call")
+        try:
+            async with turn:
+                return await _ask(address, request, timeout)
+        except asyncio.IncompleteReadError:
+            return ConnectionError(f"{address.host}:{address.port} closed the connection")
+        except OSError as error:  # a TimeoutError too
+            return error if str(error) else TimeoutError(f"no answer from {address.host}:{address.port}")
+
+    async def every() -> list[str | OSError]:
+        turn = asyncio.Semaphore(_AT_ONCE)
+        return list(await asyncio.gather(*(one(turn, *question) for question in questions)))
+
+    # In a thread of its own, because the caller's may already run a loop.
+    with ThreadPoolExecutor(1, thread_name_prefix="rollcast-control") as pool:
+        return pool.submit(asyncio.run, every()).result()

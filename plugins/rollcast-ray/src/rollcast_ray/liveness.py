@@ -12,6 +12,8 @@ from typing import Any
 import ray
 
 from rollcast.contracts.runtime import Host
+from rollcast_ray import ray_internals
+from rollcast_ray.session import current_session, staying_in
 
 __all__ = ["LivenessWatch"]
 
@@ -31,7 +33,7 @@ class _Watched:
 
 def actor_id(host: Host) -> str:
     """Return Ray's id of the process."""
-    return str(host.handle._actor_id.hex())
+    return ray_internals.actor_id(host.handle)
 
 
 class LivenessWatch:
@@ -41,27 +43,30 @@ class LivenessWatch:
 
     Args:
         describe: host and Ray's error → how it died, for messages.
-        look_s: seconds between two looks.
-        ping_s: seconds between two calls to an actor that answers.
+        look_s: seconds between two looks, 1 by default.
+        ping_s: seconds between two calls to an actor that answers, 5 by default.
     """
 
     def __init__(
-        self, describe: Callable[[Host, Exception], str], look_s: float = _LOOK_S, ping_s: float = _PING_S
+        self, describe: Callable[[Host, Exception], str], look_s: float | None = None, ping_s: float | None = None
     ) -> None:
         self._describe = describe
-        self._look_s = look_s
-        self._ping_s = ping_s
+        self._look_s = _LOOK_S if look_s is None else look_s
+        self._ping_s = _PING_S if ping_s is None else ping_s
         self._watched: dict[str, _Watched] = {}
         self._lost: dict[str, str] = {}
+        self._session: str | None = None
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._failed = ""
 
     def watch(self, group: str, hosts: Sequence[Host]) -> None:
-        """Watch the processes of a group."""
+        """Watch the processes of a group, which the present session of Ray has started."""
+        self._session = current_session()
         self._watched |= {actor_id(host): _Watched(group, host) for host in hosts}
-        if self._thread is None:
-            self._stop.clear()
-            self._thread = threading.Thread(target=self._run, name="rollcast-liveness", daemon=True)
+        if self._thread is None or not self._thread.is_alive():
+            self._stop = threading.Event()
+            self._thread = threading.Thread(target=self._run, args=(self._stop,), name="rollcast-liveness", daemon=True)
             self._thread.start()
 
     def forget(self, hosts: Sequence[Host]) -> None:
@@ -69,6 +74,10 @@ class LivenessWatch:
         for host in hosts:
             self._watched.pop(actor_id(host), None)
             self._lost.pop(actor_id(host), None)
+
+    def bury(self, hosts: Sequence[Host], how: str) -> None:
+        """Record hosts that ended all at once, with the Ray that they ran on."""
+        self._lost |= {actor_id(host): how for host in hosts}
 
     def note(self, host: Host, how: str) -> None:
         """Record a death that a failed call has shown."""
@@ -91,13 +100,22 @@ class LivenessWatch:
         self._watched.clear()
         self._lost.clear()
 
-    def _run(self) -> None:
-        while not self._stop.wait(self._look_s):
+    def _run(self, stop: threading.Event) -> None:
+        while not stop.wait(self._look_s):
             try:
-                self._look()
-            except Exception as error:  # noqa: BLE001  # Ray has gone; whoever calls a worker hears more
-                logger.debug("the liveness watch ends: %s", error)
-                return
+                with staying_in(self._session) as is_current:
+                    if not is_current:
+                        # Ray was shut down, and the watched processes with it; watch() starts anew.
+                        logger.warning("the watch for dead workers stops, because Ray was shut down")
+                        return
+                    self._look()
+            except Exception as error:  # whatever it is, workers that die later still have to be noticed
+                if not ray.is_initialized():
+                    logger.warning("the watch for dead workers stops, because Ray has gone: %s", error)
+                    return
+                if str(error) != self._failed:  # once, not every second
+                    self._failed = str(error)
+                    logger.exception("the watch for dead workers failed and goes on; see the error below")
 
     def _look(self) -> None:
         now = time.monotonic()

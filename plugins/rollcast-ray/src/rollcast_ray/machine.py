@@ -9,8 +9,10 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
+
+import ray
 
 from rollcast.errors import ResourceError
 
@@ -18,8 +20,8 @@ __all__ = [
     "check_temp_dir",
     "default_object_store",
     "keeping_sigterm",
-    "read_last_lines",
     "require_reachable",
+    "require_same_cluster",
 ]
 
 
@@ -34,17 +36,61 @@ def require_reachable(address: str, timeout: float = 10.0) -> None:
         socket.create_connection((host.strip("[]"), int(port)), timeout).close()
 
 
-def read_last_lines(folder: Path, pid: int, count: int = 20) -> list[str]:
-    """Return the last lines that a Ray worker's process wrote to its output files in ``folder``."""
-    files = sorted(folder.glob(f"worker-*-{pid}.*"))
-    lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    return [line for line in lines if not line.startswith(":")][-count:]  # Ray marks its own lines so
+def require_same_cluster(address: str, running: str) -> None:
+    """Refuse an address that is not that of the Ray which this process has already joined.
+
+    Args:
+        address: as asked for. Forms without host and port, such as ``auto``, mean any cluster.
+        running: ``host:port`` of the Ray that runs.
+
+    Raises:
+        ResourceError: the two differ.
+    """
+    if "://" in address or address in ("auto", "local"):
+        return
+    (host, port), (its_host, its_port) = (
+        each.rsplit(":", 1) if ":" in each else (each, "") for each in (address, running)
+    )
+    if port == its_port and _addresses(host) & _addresses(its_host):
+        return
+    raise ResourceError(
+        f"runtime.address (or RAY_ADDRESS) is {address}, but this process has already joined Ray at {running}; "
+        "leave the address out to use that Ray, or call ray.shutdown() first"
+    )
+
+
+def _addresses(host: str) -> set[str]:
+    """Return the addresses of a host; all of this machine's for its loopback."""
+    names = [host.strip("[]")]
+    if names[0] in ("localhost", "127.0.0.1", "::1"):
+        names += ["127.0.0.1", ray.util.get_node_ip_address()]
+    found = set(names)
+    for name in names:
+        with suppress(OSError):
+            found |= {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
+    return found
 
 
 def default_object_store() -> int:
-    """Return the bytes for an object store on this machine: 30 % of its memory, at most 4 GiB."""
-    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(memory * 0.3), 4 << 30)
+    """Return the bytes for an object store on this machine: 30 % of its memory, at most 90 % of free shared memory.
+
+    The memory of a container is its limit, which may be less than the machine's.
+    """
+    wanted = int(_memory_limit() * 0.3)
+    shared = Path("/dev/shm")  # noqa: S108  # where Ray keeps its objects
+    if not shared.is_dir():
+        return wanted
+    room = os.statvfs(shared)
+    return min(wanted, int(room.f_bavail * room.f_frsize * 0.9))
+
+
+def _memory_limit() -> int:
+    """Return the bytes that this machine or container has."""
+    limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of the first and the second version
+        with suppress(OSError, ValueError):
+            limits.append(int((Path("/sys/fs/cgroup") / file).read_text()))
+    return min(limits)
 
 
 @contextmanager

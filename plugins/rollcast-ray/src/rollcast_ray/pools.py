@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
-from ray._raylet import PlacementGroupID
 from ray.util import placement_group, placement_group_table, remove_placement_group
 from ray.util.placement_group import PlacementGroup
 
 from rollcast import ResourcePoolManager
 from rollcast.contracts.pools import NodeResources, ResourcePool, describe_resources
 from rollcast.errors import ResourceError
+from rollcast_ray.ray_internals import available_resources_per_node, placement_group_id
 
 __all__ = ["Placements", "RayResourcePool", "Slot", "check_room", "read_nodes", "remove_groups_made_by"]
 
@@ -82,7 +81,7 @@ def remove_groups_made_by(actor_ids: Iterable[str]) -> None:
     prefixes = tuple(_owner_prefix(actor_id) for actor_id in actor_ids)
     for key, entry in placement_group_table().items():
         if entry["name"].startswith(prefixes) and entry["state"] != "REMOVED":
-            remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(key))))
+            remove_placement_group(PlacementGroup(placement_group_id(key)))
 
 
 #: How long a pool waits for the nodes where it would be each time, in seconds.
@@ -152,6 +151,30 @@ class RayResourcePool(ResourcePool):
             remove_placement_group(group)
         self.forget()
 
+    def replace_lost(self, timeout: float) -> None:
+        """Replace the places that lie on nodes which are gone, in the same order; the others stay.
+
+        Raises:
+            ResourceError: no place was found within ``timeout`` seconds.
+        """
+        alive = {node.node_id for node in read_nodes()}
+        lost = {slot.key[0]: slot.group for slot in self._slots or () if slot.node_id not in alive}
+        if not lost:
+            return
+        deadline = time.monotonic() + timeout
+        replaced = {}
+        for key, group in lost.items():
+            size = sum(slot.key[0] == key for slot in self._slots or ())
+            if self.strategy == "STRICT_PACK":
+                # All of the group was on that node, and the bundles may be bound to its address.
+                remove_placement_group(group)
+                replaced[key] = self._make_group(size, None)
+            else:
+                replaced[key] = group  # Ray moves the lost bundles by itself
+        self._wait(list(replaced.values()), timeout, deadline)
+        fresh = {key: iter(_slots_of([group])) for key, group in replaced.items()}
+        self._slots = [next(fresh[slot.key[0]]) if slot.key[0] in fresh else slot for slot in self._slots or ()]
+
     def forget(self) -> None:
         """Forget the placement groups without releasing them."""
         self._slots = None
@@ -209,8 +232,8 @@ class RayResourcePool(ResourcePool):
             return
         bundle = self.bundle()
         waiting = [
-            describe_resources({name: count * amount for name, amount in bundle.items()})
-            for count, done in zip(self.process_on_nodes, placed, strict=True)
+            describe_resources({name: group.bundle_count * amount for name, amount in bundle.items()})
+            for group, done in zip(groups, placed, strict=True)
             if not done
         ]
         nodes = "; ".join(node.describe(bundle) for node in read_nodes())
@@ -245,6 +268,16 @@ class Placements:
         self._placed: dict[int, tuple[ResourcePool, RayResourcePool]] = {}
         #: Placement groups that other drivers made for detached groups which were attached here.
         self._adopted: dict[str, Any] = {}
+        #: Id of a pool → number of those who keep it reserved while no group runs on it yet.
+        self._pinned: Counter[int] = Counter()
+
+    def pin(self, pool: ResourcePool) -> None:
+        """Keep a pool reserved, placed or not, until :meth:`unpin`."""
+        self._pinned.update({id(base) for base, _ in pool.places()})
+
+    def unpin(self, pool: ResourcePool) -> None:
+        """Undo one :meth:`pin`."""
+        self._pinned.subtract({id(base) for base, _ in pool.places()})
 
     def slots(self, pool: ResourcePool, detached: bool, timeout: float) -> list[Slot]:
         """Return a place for each rank of a pool; place the pool if it is not yet.
@@ -255,8 +288,7 @@ class Placements:
         bases = {id(base): self._resolve(base, detached) for base, _ in pool.places()}
         missing = [base for base in bases.values() if not base.is_placed]
         if missing:
-            placed = [base for _, base in self._placed.values() if base.is_placed]
-            pools = {f"{number}": base for number, base in enumerate([*placed, *missing])}
+            pools = {f"{number}": base for number, base in enumerate([*self._in_place(), *missing])}
             ResourcePoolManager(pools, {}).check(read_nodes())
         deadline = time.monotonic() + timeout
         slots = {key: base.get_slots(max(deadline - time.monotonic(), 0.001)) for key, base in bases.items()}
@@ -279,12 +311,25 @@ class Placements:
             )
         return found
 
+    def replace_lost(self, pool: ResourcePool, timeout: float) -> None:
+        """Replace the places of a pool that lie on nodes which are gone.
+
+        Raises:
+            ResourceError: no place was found within ``timeout`` seconds.
+        """
+        deadline = time.monotonic() + timeout
+        for base in {id(base): base for base, _ in pool.places()}.values():
+            placed = self._placed[id(base)][1] if id(base) in self._placed else base
+            if isinstance(placed, RayResourcePool):
+                placed.replace_lost(max(deadline - time.monotonic(), 0.001))
+
     def owns(self, slots: Iterable[Slot]) -> bool:
         """Return True if the places are in pools that were placed here, not by the caller."""
         return {slot.key[0] for slot in slots} <= {key for base in self._in_place() for key in base.groups_by_id()}
 
     def _in_place(self) -> list[RayResourcePool]:
-        return [base for _, base in self._placed.values() if base.is_placed]
+        # A list first: another thread may place or release a pool meanwhile.
+        return [base for _, base in list(self._placed.values()) if base.is_placed]
 
     def adopt(self, slots: Iterable[Slot]) -> None:
         """Take over the placement groups of a detached group."""
@@ -297,7 +342,7 @@ class Placements:
     def release_all_but(self, used: Collection[str]) -> None:
         """Release the pools none of whose placement groups (by id) is in use."""
         for key, (_, base) in list(self._placed.items()):
-            if not set(base.groups_by_id()) & set(used):
+            if self._pinned[key] <= 0 and not set(base.groups_by_id()) & set(used):
                 base.release()
                 del self._placed[key]
         for group_id in set(self._adopted) - set(used):

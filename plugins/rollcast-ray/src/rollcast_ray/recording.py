@@ -1,12 +1,13 @@
 """Record one call at the boundary of a worker group, run it again in this process, and compare the outcomes.
 
-A record is a folder: ``record.json`` (a description), ``call.pkl`` and ``outcome.pkl`` (pickles: load only
-records that you trust), and ``state/<role>/`` as the workers' :meth:`rollcast.Worker.record_state` wrote it.
-Works on every runtime.
+A record is a folder of the controller's machine: ``record.json`` (a description), ``call.pkl`` and ``outcome.pkl``
+(pickles, which are loaded only where the caller trusts them), and ``state/<role>/`` with the files that the workers'
+:meth:`rollcast.Worker.record_state` wrote on their nodes. Works on every runtime.
 """
 
 from __future__ import annotations
 
+import filecmp
 import functools
 import importlib
 import importlib.util
@@ -15,16 +16,19 @@ import logging
 import pdb  # noqa: T100  # for --debug
 import pickle
 import re
+import shutil
+import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from rollcast import DataProto, DataProtoFuture, ResourcePool, Worker, WorkerGroup, WorkerHost
+from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.runtime import runtimes
 from rollcast.contracts.worker import ClassWithInitArgs
@@ -43,6 +47,10 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
+#: Bytes of a file that travel at a time.
+_PART = 64 << 20
+#: In a worker: role → folder of the state that was written last.
+_folders: dict[str, Path] = {}
 _WANTED = re.compile(r"(?:(?P<role>[\w.-]+)\.)?(?P<method>\w+)(?::(?P<number>[1-9]\d*))?")
 
 
@@ -153,9 +161,7 @@ class CallRecorder:
         )
         _dump(record, folder / "call.pkl")
         for role in spec.roles:
-            state = folder / "state" / role
-            state.mkdir(parents=True)
-            group.execute_func(_record_state, role, str(state.absolute()))
+            _bring_state(group, role, folder / "state" / role)
         about = {"group": spec.name, "role": group.role, "method": method, "call": self._number}
         about |= {"world_size": group.world_size, "recorded_at": time.strftime("%Y-%m-%dT%H:%M:%S%z")}
         (folder / "record.json").write_text(json.dumps(about, indent=2) + "\n")
@@ -173,14 +179,23 @@ class CallRecorder:
         return folder
 
 
-def load_record(folder: Path) -> tuple[CallRecord, CallOutcome | None]:
+def load_record(folder: Path, trust_pickle: bool = False) -> tuple[CallRecord, CallOutcome | None]:
     """Return a record, and its outcome unless the process ended before the call did.
 
+    Args:
+        folder: a record.
+        trust_pickle: load its pickles, which can run any code of whoever wrote them.
+
     Raises:
-        ConfigError: the folder holds no record, or something in it cannot be loaded here.
+        ConfigError: the folder holds no record, it is not trusted, or something in it cannot be loaded here.
     """
     if not (folder / "call.pkl").is_file():
         raise ConfigError(f"{folder} holds no record (call.pkl is missing); runs put theirs into RUN_DIR/records")
+    if not trust_pickle:
+        raise ConfigError(
+            f"{folder} holds pickles (call.pkl, outcome.pkl), which can run any code when they are loaded. Add "
+            "--trust-pickle (in Python trust_pickle=True) if you trust whoever recorded it"
+        )
     try:
         record = pickle.loads((folder / "call.pkl").read_bytes())
         file = folder / "outcome.pkl"
@@ -192,8 +207,70 @@ def load_record(folder: Path) -> tuple[CallRecord, CallOutcome | None]:
     return record, outcome
 
 
-def _record_state(worker: Worker, role: str, folder: str) -> None:
-    worker.colocated[role].record_state(folder)
+class _Written(NamedTuple):
+    """The files that a rank wrote, by their paths in its folder, and their sizes in bytes."""
+
+    folder: str
+    files: dict[str, int]
+
+
+def _bring_state(group: WorkerGroup, role: str, target: Path) -> None:
+    """Have all ranks write the state of a role, and bring their files together in ``target``.
+
+    Raises:
+        WorkerError: a worker cannot write its state, or two ranks wrote different files of one name.
+    """
+    target.mkdir(parents=True)
+    written: list[_Written] = group.execute_func(_record_state, role)
+    try:
+        for rank, (folder, files) in enumerate(written):
+            for name, size in files.items():
+                _bring_file(group, rank, f"{folder}/{name}", size, target / name)
+    finally:
+        group.execute_func(_drop_state, role)
+
+
+def _bring_file(group: WorkerGroup, rank: int, source: str, size: int, target: Path) -> None:
+    """Copy a file of a rank; one that another rank has written too is compared with that."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    file = target.with_name(f".{target.name}.rank{rank}")
+    with file.open("wb") as out:
+        for start in range(0, size, _PART):
+            out.write(_call_on(group, rank, _read_part, source, start, _PART))
+    if not target.exists():
+        file.rename(target)
+        return
+    equal = filecmp.cmp(file, target, shallow=False)
+    file.unlink()
+    if not equal:
+        raise WorkerError(f"record_state: rank {rank} and one before it wrote a different {target.name}")
+
+
+def _call_on(group: WorkerGroup, rank: int, function: Callable[..., Any], *args: Any) -> Any:
+    refs = group.send("run_function", [(rank, RankCall((function, (group.role,), *args)))])
+    return group.receive("run_function", [rank], refs)[0]
+
+
+def _record_state(worker: Worker, role: str) -> _Written:
+    folder = Path(tempfile.mkdtemp(prefix="rollcast-record-"))
+    _folders[role] = folder
+    try:
+        worker.colocated[role].record_state(str(folder))
+    except BaseException:
+        _drop_state(worker, role)
+        raise
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return _Written(str(folder), {path.relative_to(folder).as_posix(): path.stat().st_size for path in found})
+
+
+def _read_part(worker: Worker, file: str, start: int, count: int) -> bytes:  # noqa: ARG001  # see run_function
+    with open(file, "rb") as source:
+        source.seek(start)
+        return source.read(count)
+
+
+def _drop_state(worker: Worker, role: str) -> None:  # noqa: ARG001
+    shutil.rmtree(_folders.pop(role), ignore_errors=True)
 
 
 def _fetched(value: Any) -> Any:
@@ -243,19 +320,20 @@ class Replay:
         return failed == bool(self.replayed.error) and all(found.difference <= atol for found in self.findings)
 
 
-def replay(folder: Path, debug: bool = False) -> Replay:
+def replay(folder: Path, debug: bool = False, trust_pickle: bool = False) -> Replay:
     """Build the workers of a record in this process, restore their state, and make the call.
 
     Args:
-        folder: a record. It is unpickled: trust it.
+        folder: a record.
         debug: stop in the debugger at the first line of the worker's method.
+        trust_pickle: load the record's pickles, which can run any code of whoever wrote them.
 
     Raises:
-        ConfigError: there is no such record, or it cannot be loaded here.
+        ConfigError: there is no such record, it is not trusted, or it cannot be loaded here.
         WorkerError: a worker cannot be built or take its state.
         DispatchError: the dispatch mode cannot give the call's arguments to one rank.
     """
-    record, recorded = load_record(folder)
+    record, recorded = load_record(folder, trust_pickle)
     local = runtimes.get("local", requested_by="rollcast replay")
     with local.from_config(local.config_schema(), processes=1) as runtime:
         group = WorkerGroup(ResourcePool([1]), record.roles, runtime=runtime, name=record.group, env=record.env)

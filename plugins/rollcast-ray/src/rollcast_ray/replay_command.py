@@ -19,16 +19,19 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def replay(
-    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A folder of RUN_DIR/records. It is unpickled.")],
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A folder of RUN_DIR/records.")],
     debug: Annotated[bool, typer.Option("--debug", help="Stop in pdb at the start of the worker's method.")] = False,
     atol: Annotated[float, typer.Option("--atol", help="The largest absolute difference that passes.")] = 1e-5,
+    trust_pickle: Annotated[
+        bool, typer.Option("--trust-pickle", help="Load the record's pickles, which can run any code.")
+    ] = False,
     _traceback: Traceback = False,
 ) -> None:
     """Run a recorded call again on the local runtime and compare; exit code 1 if the outcomes differ."""
     from rollcast_ray.recording import replay as run_again
 
     hide_library_bars()
-    again = run_again(record, debug)
+    again = run_again(record, debug, trust_pickle)
     print_lines(*_lines(again, atol))
     if not again.agrees(atol):
         raise typer.Exit(1)

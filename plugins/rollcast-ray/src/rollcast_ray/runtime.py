@@ -9,20 +9,23 @@ from __future__ import annotations
 import logging
 import os
 import re
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self, cast, get_args
 
 import ray
 
-from rollcast import WorkerGroup
+from rollcast import WorkerGroup, WorkerHost
 from rollcast.contracts.dispatch import RankCall
 from rollcast.contracts.pools import NodeResources, ResourcePool
 from rollcast.contracts.runtime import (
     Attached,
     CallFailed,
+    Cancelled,
     Host,
     LaunchSpec,
     Outcome,
@@ -32,59 +35,82 @@ from rollcast.contracts.runtime import (
     WorkerRaised,
 )
 from rollcast.contracts.worker import ClassWithInitArgs
-from rollcast.errors import DispatchError, ResourceError, WorkerError, WorkerTimeoutError
+from rollcast.errors import DispatchError, ResourceError, RollcastError, WorkerError, WorkerTimeoutError
 from rollcast_ray.actors import (
+    BESIDE,
     build_hosts,
     detached_places,
     find_actors,
     keep_record,
     kill_actors,
+    meet_actors,
     pack_roles,
     read_record,
     start_actors,
     started_runtimes,
 )
 from rollcast_ray.control import ask_all
+from rollcast_ray.driver import run_driver
+from rollcast_ray.embedded import EmbeddedRay, drop_own_token
 from rollcast_ray.liveness import LivenessWatch
-from rollcast_ray.machine import (
-    check_temp_dir,
-    default_object_store,
-    keeping_sigterm,
-    read_last_lines,
-    require_reachable,
-)
+from rollcast_ray.logs import read_worker_log
+from rollcast_ray.machine import keeping_sigterm, require_reachable, require_same_cluster
 from rollcast_ray.pools import Placements, Slot, check_room, read_nodes
+from rollcast_ray.ray_internals import actor_id, task_id
 from rollcast_ray.schemas import RayRuntimeConfig
-from rollcast_ray.store import FULL, explain_full
+from rollcast_ray.session import current_session
+from rollcast_ray.store import FULL, explain_full, get_rows, get_values
+
+if TYPE_CHECKING:
+    from rollcast.protocol import Cut
 
 __all__ = ["RayRuntime", "RayWorkerGroup"]
 
 logger = logging.getLogger(__name__)
 
-#: What an embedded Ray needs to behave on a small or busy machine: workers at nice 15 starve in
-#: collectives, and usage statistics want a network. What is freed is given back at once, not once a
-#: second: the next batch finds memory that is mapped already, which is ten times as fast as new pages.
-_EMBEDDED_ENV = {
-    "RAY_worker_niceness": "0",
-    "RAY_USAGE_STATS_ENABLED": "0",
-    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    "RAY_free_objects_batch_size": "1",
-}
-#: Warns at each start that a local Ray asks for its token, which is as it should be.
-_auth_logger = logging.getLogger("ray._private.authentication.authentication_token_setup")
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-_CLOSE_GRACE_S = 5.0
-_SETTLE_S = 0.5
+#: How long a process may take to answer an interrupt before it counts as out of reach, in seconds.
+_INTERRUPT_S = 15.0
+#: How long the other ranks of a call that failed on one have to end by themselves, in seconds.
+_SETTLE_S = 2.0
+#: Seconds between two looks at the embedded Ray while a result is waited for.
+_SLICE_S = 1.0
 
 
 @dataclass
 class _Running:
-    """A running group: its places and its processes."""
+    """A running group.
+
+    Attributes:
+        name: for messages.
+        slots: places of its processes; empty for a group whose places belong to another process.
+        hosts: its processes; none while it is ``starting``.
+        detached: it outlives this process.
+        beside: role and name of the methods that run beside other calls.
+    """
 
     name: str
     slots: list[Slot]
     hosts: list[Host]
     detached: bool
+    beside: frozenset[tuple[str, str]] = frozenset()
+    starting: bool = False
+
+
+@contextmanager
+def _explaining_loss(count: int, timeout: float | None) -> Iterator[None]:
+    """Turn Ray's errors of fetching ``count`` kept objects into errors of a worker."""
+    try:
+        yield
+    except ray.exceptions.GetTimeoutError as error:
+        raise WorkerTimeoutError(f"{count} kept columns did not arrive within {timeout:g} s") from error
+    except ray.exceptions.RayTaskError as error:
+        if isinstance(error.cause, RollcastError):
+            raise error.cause from None
+        raise WorkerError(f"kept columns cannot be read: {error.cause}") from error
+    except ray.exceptions.RayError as error:
+        text = str(error).partition(" Some common causes")[0].strip()
+        raise WorkerError(f"kept columns are lost with the worker that held them: {text}") from error
 
 
 class RayRuntime(Runtime):
@@ -93,14 +119,15 @@ class RayRuntime(Runtime):
     Args:
         address: of a cluster to join; ``RAY_ADDRESS`` if that is set, else a Ray of our own.
         num_cpus: logical CPUs of an embedded Ray; all cores by default. May exceed the cores.
-        object_store_memory: bytes of an embedded Ray's object store; by default 30 % of the
-            memory, at most 4 GiB.
+        object_store_memory: bytes of an embedded Ray's object store; by default 30 % of this
+            machine's memory, as far as its shared memory holds that.
         log_to_driver: show what workers print.
         runtime_env: runtime environment of all processes, under that of each group.
+        stop_grace_s: time that workers have to close by themselves before they are killed, in seconds.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = RayRuntimeConfig
-    capabilities = RuntimeCapabilities(runtime_env=True, detached=True)
+    capabilities = RuntimeCapabilities(runtime_env=True, detached=True, chained_calls=True, parallel_launch=True)
     _shared: RayRuntime | None = None
 
     def __init__(
@@ -110,16 +137,27 @@ class RayRuntime(Runtime):
         object_store_memory: int | None = None,
         log_to_driver: bool = False,
         runtime_env: Mapping[str, Any] | None = None,
+        stop_grace_s: float = 5.0,
     ) -> None:
+        self._stop_grace_s = stop_grace_s
         self._address = address or os.environ.get("RAY_ADDRESS") or None
         self._num_cpus = num_cpus
         self._object_store_memory = object_store_memory
         self._log_to_driver = log_to_driver
         self._runtime_env = dict(runtime_env or {})
         self._initialized_ray = False
+        self._embedded = EmbeddedRay()
+        self._session: str | None = None
         self._pools = Placements()
+        #: Held while a pool is placed, possibly for minutes: groups may be started by several threads at a time.
+        self._placing = threading.Lock()
+        #: Held while ``_running`` changes or decides what is released; never while room is waited for, so that another
+        #: thread can end the group that takes it.
+        self._books = threading.RLock()
         self._running: list[_Running] = []
         self._liveness = LivenessWatch(self._how_it_died)
+        #: Kept until the next ones, because Ray reports the errors of references that nobody holds.
+        self._resuming: list[Any] = []
         #: By id of host (which is kept, so that its id stays its own), role, method and outcome.
         self._senders: dict[tuple[int, str, str, Outcome], tuple[Host, Callable[..., Any]]] = {}
 
@@ -131,6 +169,7 @@ class RayRuntime(Runtime):
             object_store_memory=config.object_store_memory,
             log_to_driver=config.log_to_driver,
             runtime_env=config.runtime_env,
+            stop_grace_s=config.stop_grace_s,
         )
 
     @classmethod
@@ -147,15 +186,38 @@ class RayRuntime(Runtime):
     def start(self) -> None:
         """Start or join Ray; nothing if this process already has one."""
         started_runtimes.add(self)
+        self._leave_ended_session()
         if ray.is_initialized():
+            if self._address is not None:
+                require_same_cluster(self._address, ray.get_runtime_context().gcs_address)
+        else:
+            with keeping_sigterm():
+                if self._address:
+                    self._join(self._address)
+                else:
+                    self._embedded.start(self._num_cpus, self._object_store_memory, self._log_to_driver)
+            self._initialized_ray = True
+        self._session = current_session()
+
+    def _leave_ended_session(self) -> None:
+        """Forget what a Ray held that was shut down since, by ``ray.shutdown``, perhaps with ``ray.init`` after it."""
+        if self._session is None or self._session == current_session():
             return
-        with keeping_sigterm():
-            self._join(self._address) if self._address else self._embed()
-        self._initialized_ray = True
+        self._liveness.stop()
+        ended = [host for running in self._running for host in running.hosts]
+        self._embedded.forget()
+        self._liveness.bury(ended, "the Ray that the worker ran on was shut down (ray.shutdown)")
+        self._pools.forget()
+        self._running.clear()
+        self._senders.clear()
+        self._resuming.clear()
+        self._initialized_ray = False
+        self._session = None
 
     def _join(self, address: str) -> None:
         try:
             require_reachable(address)  # Ray itself goes on trying for minutes
+            drop_own_token()
             ray.init(address=address, log_to_driver=self._log_to_driver, logging_level=logging.WARNING)
         except (OSError, ray.exceptions.RayError) as error:
             raise ResourceError(
@@ -163,26 +225,6 @@ class RayRuntime(Runtime):
                 "Start it with `ray start --head`, or unset the address for a Ray of this run's own"
             ) from error
         logger.info("joined Ray at %s", address)
-
-    def _embed(self) -> None:
-        check_temp_dir()
-        added = {key: value for key, value in _EMBEDDED_ENV.items() if key not in os.environ}
-        os.environ.update(added)
-        level = _auth_logger.level
-        _auth_logger.setLevel(logging.ERROR)
-        try:
-            ray.init(
-                address="local",  # else Ray would join whatever somebody has started on this machine
-                num_cpus=self._num_cpus or os.cpu_count(),
-                object_store_memory=self._object_store_memory or default_object_store(),
-                include_dashboard=False,
-                log_to_driver=self._log_to_driver,
-                logging_level=logging.WARNING,
-            )
-        finally:
-            _auth_logger.setLevel(level)
-            for key in added:
-                os.environ.pop(key, None)
 
     def nodes(self) -> list[NodeResources]:
         self.start()
@@ -195,23 +237,50 @@ class RayRuntime(Runtime):
         deadline = time.monotonic() + timeout
         spec = self._with_own_environment(spec)
         blob = pack_roles(spec)
+        placed = self._place(pool, spec, timeout)
+        handles: list[Any] = []
         try:
-            slots = self._pools.slots(pool, spec.detached, timeout)
-            check_room(pool, slots, [(running.name, running.slots) for running in self._running])
-            handles = start_actors(pool, slots, spec)
-            try:
-                get = self._getter(deadline)
-                hosts = build_hosts(handles, slots, spec, blob, get)
-                if spec.detached:
-                    keep_record(hosts, slots, spec, self._pools.owns(slots), get)
-            except BaseException:
-                kill_actors(handles)
-                raise
+            handles = start_actors(pool, placed.slots, spec)
+            get = self._getter(deadline)
+            hosts = build_hosts(handles, placed.slots, spec, blob, get)
+            if spec.detached:
+                keep_record(hosts, placed.slots, spec, self._pools.owns(placed.slots), get)
         except BaseException:
-            self._release_unused()
+            kill_actors(handles)
+            with self._books:
+                self._running = [running for running in self._running if running is not placed]
+                self._release_unused()
             raise
-        self._now_runs(_Running(spec.name, slots, hosts, spec.detached))
+        with self._books:
+            placed.hosts, placed.starting = hosts, False
+        self._liveness.watch(placed.name, hosts)
         return hosts
+
+    def _place(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _Running:
+        """Take the places of a group, which hold them from now on."""
+        beside = WorkerHost.methods_beside({role: wrapped.cls for role, wrapped in spec.roles.items()})
+        deadline = time.monotonic() + timeout
+        with self._placing, self._reserved(pool):
+            slots = self._pools.slots(pool, spec.detached, max(deadline - time.monotonic(), 0.001))
+            with self._books:
+                check_room(pool, slots, [(running.name, running.slots) for running in self._running])
+                placed = _Running(spec.name, slots, [], spec.detached, beside, starting=True)
+                self._running.append(placed)
+        return placed
+
+    @contextmanager
+    def _reserved(self, pool: ResourcePool) -> Iterator[None]:
+        """Keep the pool's places reserved inside, also while no group runs there; after an error release the unused."""
+        self._pools.pin(pool)
+        failed = True
+        try:
+            yield
+            failed = False
+        finally:
+            with self._books:
+                self._pools.unpin(pool)
+                if failed:
+                    self._release_unused()
 
     def _with_own_environment(self, spec: LaunchSpec) -> LaunchSpec:
         """Return the group's specification with this runtime's environment under the group's own."""
@@ -227,9 +296,32 @@ class RayRuntime(Runtime):
         handles = find_actors(name, len(record.contexts))
         infos = get([handle.hello.remote() for handle in handles])
         hosts = [Host(*entry) for entry in zip(handles, infos, record.contexts, strict=True)]
-        self._pools.adopt(record.slots if record.owns_slots else ())
-        self._now_runs(_Running(name, list(record.slots), hosts, detached=True))
+        self._now_runs(
+            _Running(name, list(record.slots), hosts, True, WorkerHost.methods_beside(known)), record.owns_slots
+        )
         return Attached(known, hosts)
+
+    def attach_actors(
+        self, actors: Sequence[Any], roles: Mapping[str, type], timeout: float = 60.0, namespace: str | None = None
+    ) -> Attached:
+        """Return the group that lives in these actors, which another process has started.
+
+        The group keeps its places and ends with whoever started it, or when it is shut down here.
+
+        Args:
+            actors: handles, or names in ``namespace``; all ranks, in any order.
+            roles: role → class, as the group was built.
+            timeout: seconds within which every actor has to answer.
+            namespace: Ray's namespace of the names; None for that of this process.
+
+        Raises:
+            ResourceError: they are not all ranks of one group.
+            CallFailed: an actor does not answer.
+        """
+        self.start()
+        hosts = meet_actors(actors, namespace, self._getter(time.monotonic() + timeout))
+        self._now_runs(_Running(hosts[0].context.group, [], hosts, True, WorkerHost.methods_beside(roles)))
+        return Attached(dict(roles), hosts)
 
     def end_detached(self, name: str, timeout: float = 60.0) -> None:
         """End a detached group that cannot be attached to, because it has lost a rank.
@@ -240,17 +332,22 @@ class RayRuntime(Runtime):
         self.start()
         record = read_record(name, self._getter(time.monotonic() + timeout))
         kill_actors(find_actors(name))
-        self._pools.adopt(record.slots if record.owns_slots else ())
-        self._release_unused()
+        with self._books:
+            self._pools.adopt(record.slots if record.owns_slots else ())
+            self._release_unused()
 
-    def _now_runs(self, running: _Running) -> None:
-        self._running.append(running)
+    def _now_runs(self, running: _Running, adopt: bool = False) -> None:
+        """Watch a group that was found, and take over its places if ``adopt``."""
+        with self._books:
+            self._pools.adopt(running.slots if adopt else ())
+            self._running.append(running)
         self._liveness.watch(running.name, running.hosts)
 
     def _release_unused(self) -> None:
         """Release the pools on which no group runs any more."""
-        used = {slot.key[0] for running in self._running for slot in running.slots}
-        self._pools.release_all_but(used | (detached_places() if self._pools.has_detached() else set()))
+        with self._books:
+            used = {slot.key[0] for running in self._running for slot in running.slots}
+            self._pools.release_all_but(used | (detached_places() if self._pools.has_detached() else set()))
 
     def _getter(self, deadline: float) -> Callable[[Sequence[Any]], list[Any]]:
         return lambda refs: self.gather(refs, max(deadline - time.monotonic(), 0.001))
@@ -268,9 +365,15 @@ class RayRuntime(Runtime):
         key = (id(host), role, method, outcome)
         if key not in self._senders:
             # The task's name says what to call: it travels for nothing, unlike an argument, and Ray's tools show it.
-            made = getattr(host.handle, outcome).options(name=f"{role}.{method}").remote
+            beside = {"concurrency_group": BESIDE} if (role, method) in self._beside(host) else {}
+            made = getattr(host.handle, outcome).options(name=f"{role}.{method}", **beside).remote
             self._senders[key] = (host, made)
         return self._senders[key][1]
+
+    def _beside(self, host: Host) -> frozenset[tuple[str, str]]:
+        """Return role and name of the methods that run beside other calls in this process."""
+        groups = [running.beside for running in self._running if any(known is host for known in running.hosts)]
+        return groups[0] if groups else frozenset()
 
     def put(self, value: Any) -> Any:
         try:
@@ -283,29 +386,54 @@ class RayRuntime(Runtime):
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         refs = list(refs)
         try:
-            return list(ray.get(refs, timeout=timeout))
+            return self._wait_for(refs, timeout)
         except ray.exceptions.GetTimeoutError:
-            _, waiting = ray.wait(refs, num_returns=len(refs), timeout=0)
-            late = [i for i, ref in enumerate(refs) if ref in set(waiting)]
+            waiting = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1])
+            late = [i for i, ref in enumerate(refs) if ref in waiting]
             detail = f"no answer within {timeout:g} s from {len(late)} of {len(refs)} ranks (indices {late[:8]})"
             raise CallFailed(late[0] if late else 0, None, detail, timed_out=True, late=late) from None
         except ray.exceptions.RayError as error:
-            raise self._first_failure(refs, error) from None
+            failed, ended = self._first_failure(refs, error)
+            failed.late = tuple(i for i, ref in enumerate(refs) if ref not in ended)
+            raise failed from None
+
+    def _wait_for(self, refs: list[Any], timeout: float | None) -> list[Any]:
+        """Return the results; in slices, as Ray answers a call to a dead Ray after a minute only.
+
+        Raises:
+            ResourceError: the embedded Ray has lost a vital process.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            self._embedded.require_whole()
+            left = _SLICE_S if deadline is None else max(deadline - time.monotonic(), 0.0)
+            try:
+                return list(ray.get(refs, timeout=min(left, _SLICE_S)))
+            except ray.exceptions.GetTimeoutError:
+                if left <= _SLICE_S and deadline is not None:
+                    raise
+            except ray.exceptions.RayError:
+                self._embedded.require_whole()
+                raise
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        try:
-            return list(ray.get(list(refs), timeout=timeout))
-        except ray.exceptions.GetTimeoutError as error:
-            raise WorkerTimeoutError(f"{len(refs)} kept columns did not arrive within {timeout:g} s") from error
-        except ray.exceptions.RayError as error:
-            text = str(error).partition(" Some common causes")[0].strip()
-            raise WorkerError(f"kept columns are lost with the worker that held them: {text}") from error
+        with _explaining_loss(len(refs), timeout):
+            return get_values(refs, timeout, self._wait_for)
+
+    def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        with _explaining_loss(len(cuts), timeout):
+            return get_rows(cuts, timeout, self._wait_for)
+
+    def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
+        refs = list(refs)
+        ready = set(ray.wait(refs, num_returns=1, timeout=timeout)[0])
+        return [index for index, ref in enumerate(refs) if ref in ready]
 
     def ready(self, refs: Sequence[Any]) -> bool:
         return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs)
 
-    def _first_failure(self, refs: list[Any], error: Exception) -> CallFailed:
-        """Return the first failure: a dead process before any exception, then by the clock."""
+    def _first_failure(self, refs: list[Any], error: Exception) -> tuple[CallFailed, set[Any]]:
+        """Return the first failure (a dead process before any exception, then by the clock), and what has ended."""
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_SETTLE_S)
         done = set(ready)
         found: list[tuple[float, CallFailed]] = []
@@ -321,8 +449,8 @@ class RayRuntime(Runtime):
                 else:
                     found.append((0.0, self._lost(index, seen)))
         if not found:
-            return self._lost(0, error)
-        return min(found, key=lambda entry: entry[0])[1]
+            return self._lost(0, error), done
+        return min(found, key=lambda entry: entry[0])[1], done
 
     def _lost(self, index: int, error: Exception) -> CallFailed:
         """Return the failure of a call that the worker did not report."""
@@ -340,7 +468,7 @@ class RayRuntime(Runtime):
             host
             for running in self._running
             for host in running.hosts
-            if host.handle._actor_id.hex() == getattr(error, "actor_id", None)
+            if actor_id(host.handle) == getattr(error, "actor_id", None)
         ]
         detail = self._how_it_died(dead[0] if dead else None, error)
         if dead and isinstance(error, ray.exceptions.ActorDiedError):
@@ -348,37 +476,76 @@ class RayRuntime(Runtime):
         return CallFailed(index, None, detail)
 
     def _how_it_died(self, host: Host | None, error: Exception) -> str:
-        """Return Ray's message, and the end of the process's output where this machine has it."""
+        """Return Ray's message, and the end of the process's output, from its own node."""
         text = str(error).partition(" Some common causes")[0].strip()
-        node = getattr(ray._private.worker, "_global_node", None)
-        tail = read_last_lines(Path(node.get_logs_dir_path()), host.info.pid) if node is not None and host else []
+        tail = read_worker_log(host.info) if host is not None else []
         output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
         return f"the worker's process died, possibly out of memory, or a crash in native code. {text}{output}"
 
     def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
+        self._leave_ended_session()
         return self._liveness.lost(hosts)
 
     def stacks(self, hosts: Sequence[Host]) -> list[str]:
-        return [text or "" for text in ask_all([(host.info.control, {"ask": "stack"}) for host in hosts])]
+        answers = ask_all([(host.info.control, {"ask": "stack"}) for host in hosts])
+        return ["" if isinstance(answer, OSError) else answer for answer in answers]
 
     def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
         self.gather([host.handle.install.remote(snapshot) for host in hosts], timeout)
 
-    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> None:
+    def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> list[Cancelled]:
         refs = list(refs)
         running = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1]) if refs else set()
         for ref in running:
             ray.cancel(ref, force=False, recursive=False)  # does not touch a call that has started
-        wanted = [(ref, host) for ref, host in zip(refs, hosts, strict=True) if ref in running]
-        ask_all([(host.info.control, {"ask": "interrupt", "token": ref.task_id().hex()}) for ref, host in wanted])
+        ends: dict[Any, Cancelled] = dict.fromkeys(refs, "ended")
+        asked = [(ref, host) for ref, host in zip(refs, hosts, strict=True) if ref in running]
+        questions = [(host.info.control, {"ask": "interrupt", "token": task_id(ref)}) for ref, host in asked]
+        answers = ask_all(questions, _INTERRUPT_S)
+        for (ref, host), answer in zip(asked, answers, strict=True):
+            if isinstance(answer, OSError):
+                logger.debug("process %d on node %s cannot be interrupted: %s", host.info.pid, host.info.node, answer)
+                ends[ref] = "unreachable"
+            elif answer in get_args(Cancelled):
+                ends[ref] = cast("Cancelled", answer)
+        # Calls that were sent in the meantime are refused by ranks on which these have failed; later ones are not.
+        self._resuming = [host.handle.resume.remote() for host in hosts]
+        return [ends[ref] for ref in refs]
+
+    def restart(self, hosts: Sequence[Host], pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
+        self.start()
+        # The places stay reserved in between, or another driver could take them.
+        with self._reserved(pool):
+            self._end(self._known(hosts))
+            deadline = time.monotonic() + timeout
+            with self._placing:
+                self._pools.replace_lost(pool, timeout)
+            return self.launch(pool, spec, max(deadline - time.monotonic(), 0.001))
+
+    def run_driver(self, function: Callable[..., Any], /, *args: Any) -> Any:
+        self._log_to_driver = True  # else the console of the run would be seen nowhere
+        self.start()
+        return run_driver(function, *args)
 
     def stop(self, hosts: Sequence[Host]) -> None:
+        self._leave_ended_session()
+        self._end(self._known(hosts))
+        if ray.is_initialized():
+            self._release_unused()
+
+    def _known(self, hosts: Sequence[Host]) -> list[Host]:
+        """Return the hosts of the present session of Ray; those of an ended one are gone."""
+        known = {id(host) for running in self._running for host in running.hosts}
+        return [host for host in hosts if id(host) in known]
+
+    def _end(self, hosts: Sequence[Host]) -> None:
+        """End processes; their places stay reserved."""
         if not ray.is_initialized() or not hosts:
             return
         self._liveness.forget(hosts)
         self._senders.clear()
         closing = [host.handle.close.remote() for host in hosts]
-        closed, _ = ray.wait(closing, num_returns=len(closing), timeout=_CLOSE_GRACE_S)
+        closed, _ = ray.wait(closing, num_returns=len(closing), timeout=self._stop_grace_s)
         for ref in closed:
             try:
                 ray.get(ref)
@@ -388,22 +555,29 @@ class RayRuntime(Runtime):
                 logger.debug("a worker was gone before it was closed: %s", error)
         kill_actors([host.handle for host in hosts])
         gone = {id(host) for host in hosts}
-        for running in self._running:
-            running.hosts = [host for host in running.hosts if id(host) not in gone]
-        self._running = [running for running in self._running if running.hosts]
-        self._release_unused()
+        with self._books:
+            for running in self._running:
+                running.hosts = [host for host in running.hosts if id(host) not in gone]
+            self._running = [running for running in self._running if running.hosts or running.starting]
 
     def shutdown(self) -> None:
         """End everything but detached groups, which run on where Ray does."""
+        self._leave_ended_session()
         self._liveness.stop()
         if ray.is_initialized():
-            self.stop([host for running in self._running if not running.detached for host in running.hosts])
-            if self._initialized_ray:
-                # Ends a Ray of our own; of a cluster that was joined only this process's connection.
-                ray.shutdown()
+            if self._embedded.running:
+                self._embedded.end(self._stop_all)
+            else:
+                self._stop_all()
+                if self._initialized_ray:
+                    ray.shutdown()  # this process's connection only
         self._pools.forget()
         self._running.clear()
         self._initialized_ray = False
+        self._session = None
+
+    def _stop_all(self) -> None:
+        self.stop([host for running in self._running if not running.detached for host in running.hosts])
 
 
 class RayWorkerGroup(WorkerGroup):
@@ -428,3 +602,32 @@ class RayWorkerGroup(WorkerGroup):
     def attach(cls, name: str, *, runtime: Runtime | None = None, **options: Any) -> Self:
         """See :meth:`WorkerGroup.attach`."""
         return super().attach(name, runtime=runtime or RayRuntime.shared(), **options)
+
+    @classmethod
+    def from_actors(
+        cls,
+        actors: Sequence[Any],
+        roles: type | Mapping[str, type],
+        *,
+        runtime: RayRuntime | None = None,
+        namespace: str | None = None,
+        timeout: float = 3600.0,
+        attach_timeout: float = 60.0,
+    ) -> Self:
+        """Return a group of actors that another process has started and whose handles or names it gave away.
+
+        Args:
+            actors: ``[worker.handle for worker in group.workers]`` of the other process, or their names.
+            roles: role → class as the group was built; one class for a group without roles.
+            runtime: joined to the same Ray; by default that of this process.
+            namespace: Ray's namespace of the names; None for that of this process.
+            timeout: deadline of each blocking call, in seconds.
+            attach_timeout: seconds within which every actor has to answer.
+
+        Raises:
+            ResourceError: they are not all ranks of one group.
+        """
+        runtime = runtime or RayRuntime.shared()
+        by_role = {"worker": roles} if isinstance(roles, type) else roles
+        found = runtime.attach_actors(actors, by_role, attach_timeout, namespace)
+        return cls.from_attached(found, found.hosts[0].context.group, runtime=runtime, timeout=timeout)

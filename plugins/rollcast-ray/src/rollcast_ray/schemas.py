@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Any
 
-from rollcast.contracts.config import Positive, config
+from rollcast.contracts.config import Positive, Seconds, config
 from rollcast.contracts.runtime import RuntimeConfig
 
 __all__ = ["RayRuntimeConfig"]
@@ -23,6 +23,8 @@ class RayRuntimeConfig(RuntimeConfig):
     """Logical CPUs of an embedded Ray; null for all cores, or more if there are more processes."""
     object_store_memory: Positive | None = None
     """Size of an embedded Ray's object store in bytes."""
+    stop_grace_s: Seconds = 5.0
+    """Time that workers have to close by themselves before they are killed, in seconds."""
     log_to_driver: bool = False
     """Print the workers' output on the driver."""
     runtime_env: dict[str, Any] = field(default_factory=dict)

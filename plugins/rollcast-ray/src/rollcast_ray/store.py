@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from rollcast.errors import ResourceError
+from rollcast.contracts.runtime import Store
+from rollcast.errors import ResourceError, WorkerError
 
-__all__ = ["FULL", "ObjectStore", "explain_full"]
+if TYPE_CHECKING:
+    from rollcast.protocol import Cut
+
+__all__ = ["FULL", "NodeRef", "ObjectStore", "explain_full", "get_rows", "get_values"]
 
 #: Raised where neither the store nor the disk beneath it has room.
 FULL = (ObjectStoreFullError, OutOfDiskError)
 
 
-class ObjectStore:
+class NodeRef(NamedTuple):
+    """Reference to an object, and the id of the node that stores it."""
+
+    ref: Any
+    node: str
+
+
+class ObjectStore(Store):
     """Where workers keep what they do not send."""
 
     def put(self, value: Any) -> Any:
@@ -26,13 +39,81 @@ class ObjectStore:
             ResourceError: the store and the disk beneath it are full.
         """
         try:
-            return ray.put(value)
+            return NodeRef(ray.put(value), ray.get_runtime_context().get_node_id())
         except FULL as error:
             raise ResourceError(explain_full("a result that is to be kept", value)) from error
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        """What the references stand for."""
-        return list(ray.get(list(refs), timeout=timeout))
+        """Return the values of the references.
+
+        Raises:
+            WorkerError: the call that a reference stands for has failed.
+        """
+        try:
+            return get_values(refs, timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise WorkerError(f"the call of a handle among the arguments has failed: {error.cause}") from error
+
+    def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
+        """Return rows of stored batches; those of other nodes are cut there, so that nothing else travels.
+
+        Raises:
+            WorkerError: the call that a reference stands for has failed.
+        """
+        try:
+            return get_rows(cuts, timeout)
+        except ray.exceptions.RayTaskError as error:
+            raise WorkerError(f"a handle among the arguments cannot be read: {error.cause}") from error
+
+
+#: Waits for plain references, at most for the given seconds, and returns their values.
+Get = Callable[[list[Any], "float | None"], list[Any]]
+
+
+def _get(refs: list[Any], timeout: float | None) -> list[Any]:
+    return list(ray.get(refs, timeout=timeout))
+
+
+def get_values(refs: Sequence[Any], timeout: float | None, get: Get = _get) -> list[Any]:
+    """Return the values of plain references and of those with a node."""
+    return get([ref.ref if isinstance(ref, NodeRef) else ref for ref in refs], timeout)
+
+
+def get_rows(cuts: Sequence[Cut], timeout: float | None, get: Get = _get) -> list[Any]:
+    """Return what the cuts read. An object of another node is cut by a task there if only a part of it is wanted."""
+    here = ray.get_runtime_context().get_node_id()
+    away = [isinstance(cut.ref, NodeRef) and cut.ref.node != here and cut.columns is not None for cut in cuts]
+    by_node: dict[str, list[int]] = {}
+    for number, (cut, is_away) in enumerate(zip(cuts, away, strict=True)):
+        if is_away:
+            by_node.setdefault(cut.ref.node, []).append(number)
+    found: list[Any] = [None] * len(cuts)
+    parts: dict[int, Any] = {}
+    for node, numbers in by_node.items():
+        place = NodeAffinitySchedulingStrategy(node, soft=False)
+        made = _cutter().options(scheduling_strategy=place, num_returns=len(numbers))
+        wanted = [cuts[number]._replace(ref=None) for number in numbers]
+        refs = made.remote(wanted, *[cuts[number].ref.ref for number in numbers])
+        parts |= dict(zip(numbers, [refs] if len(numbers) == 1 else refs, strict=True))
+    order = [parts.get(number, cut.ref) for number, cut in enumerate(cuts)]
+    unique = {id(ref): ref for ref in order}
+    values = dict(zip(unique, get_values(list(unique.values()), timeout, get), strict=True))
+    for number, (cut, ref, is_away) in enumerate(zip(cuts, order, away, strict=True)):
+        value = values[id(ref)]
+        found[number] = value if is_away else cut.of(value)
+    return found
+
+
+@functools.cache
+def _cutter() -> Any:
+    """Return the task that cuts rows on the node of its objects."""
+    # A cut is made where Ray has a process at hand; it takes no CPU from the workers, which hold them all.
+    return ray.remote(num_cpus=0, max_retries=2)(_cut_rows)
+
+
+def _cut_rows(cuts: Sequence[Cut], *stored: Any) -> Any:
+    found = [cut.of(value) for cut, value in zip(cuts, stored, strict=True)]
+    return found[0] if len(found) == 1 else tuple(found)
 
 
 def explain_full(what: str, value: Any = None) -> str:

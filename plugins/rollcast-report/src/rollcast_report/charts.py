@@ -83,7 +83,7 @@ def _tick_labels(ticks: list[float], unit: str) -> list[str]:
     if top and (top < 1e-3 or top >= 1e9):
         return ["0" if tick == 0 else f"{tick * scale:.3g}{suffix}".replace("e-0", "e-") for tick in ticks]
     decimals = next((d for d in range(10) if abs(round(step, d) - step) < step * 1e-6), 9)
-    return [f"{tick * scale:.{decimals}f}".replace("-0.0", "-0.0") + suffix for tick in ticks]
+    return [f"{tick * scale:.{decimals}f}{suffix}" for tick in ticks]
 
 
 def _y_range(values: list[float], spec: ChartSpec) -> tuple[float, float]:

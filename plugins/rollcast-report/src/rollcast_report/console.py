@@ -125,6 +125,11 @@ class ConsoleTracker(BaseTracker):
         self._say(step, f"checkpoint {shown}")
 
     @hookimpl
+    def on_recovery(self, trainer: object, step: int, message: str) -> None:
+        """Say what was lost and where the run goes on."""
+        self._say(step, message)
+
+    @hookimpl
     def on_fit_end(self, trainer: object, error: BaseException | None) -> None:
         """Give the terminal back and say how the run ended."""
         self.close()

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
-from rollcast_report.records import RecordWriter
+from rollcast_report.records import RecordWriter, check_records
 
 __all__ = ["METRICS_FILE", "SAMPLES_FILE", "JsonlTracker"]
 
@@ -24,13 +24,15 @@ class JsonlTracker(BaseTracker):
     interrupted. A number that is not finite is written as null.
 
     Raises:
-        DataError: from the first hook, if a file of an earlier run cannot be understood.
+        DataError: a file of an earlier run cannot be understood or continued.
         OSError: from any hook, naming the file.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
         super().__init__(run_dir, config, start_step)
         self._writers: dict[str, RecordWriter] = {}
+        for name in (METRICS_FILE, SAMPLES_FILE):
+            check_records(run_dir / name, start_step)
 
     @hookimpl
     def on_fit_start(self, trainer: object) -> None:

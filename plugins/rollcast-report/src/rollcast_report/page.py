@@ -6,8 +6,10 @@ import base64
 import hashlib
 import html
 import statistics
+from collections.abc import Mapping
 from importlib import resources
 from string import Template
+from typing import Any
 
 from rollcast_report.charts import ChartSpec, format_number, render_chart
 from rollcast_report.run_data import RunData
@@ -163,6 +165,25 @@ def _phases(run: RunData) -> str:
     )
 
 
+def _recoveries(run: RunData) -> str:
+    """The losses of processes that the run went on after."""
+    if not run.recoveries:
+        return ""
+    rows = "".join(
+        f"<tr><td>after step {_cell(each, 'failed_step')}</td><td>{_cell(each, 'step')}</td>"
+        f"<td>{_cell(each, 'reason')}</td></tr>"
+        for each in run.recoveries
+    )
+    return (
+        f'<h2>Recoveries</h2><div class="card"><table><thead><tr><th>Lost</th><th>Went on from step</th>'
+        f"<th>Reason</th></tr></thead><tbody>{rows}</tbody></table></div>"
+    )
+
+
+def _cell(record: Mapping[str, Any], key: str) -> str:
+    return html.escape(str(record.get(key, "")))
+
+
 def _details(run: RunData) -> str:
     rows = []
     for name in sorted(run.series):
@@ -192,7 +213,7 @@ def render_page(run: RunData) -> str:
         style=_asset("report.css").strip(),
         header=_header(run),
         charts=_charts(run),
-        phases=_phases(run),
+        phases=_recoveries(run) + _phases(run),
         samples=render_samples(run),
         details=_details(run),
         footer="Written by rollcast from metrics.jsonl, samples.jsonl, status.json and config.yaml of the run.",

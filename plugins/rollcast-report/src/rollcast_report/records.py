@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcast.errors import DataError
 
-__all__ = ["RecordWriter", "Unreadable", "drop_after", "encode_record", "read_records"]
+__all__ = ["RecordWriter", "Unreadable", "check_records", "drop_after", "encode_record", "read_records"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ def _plain(value: Any) -> Any:
 def _parse(raw: bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(raw)
-    except ValueError:  # also UnicodeDecodeError: the caller reports the line
+    except (ValueError, RecursionError):  # also UnicodeDecodeError: the caller reports the line
         return None
     if not isinstance(record, dict) or type(record.get("step")) is not int:
         return None
@@ -83,6 +83,27 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadabl
                 continue
             record = _parse(raw)
             yield raw, Unreadable(number, torn=False) if record is None else record
+
+
+def check_records(path: Path, start_step: int) -> None:
+    """Refuse a file to which a run that continues from ``start_step`` could not append; changes nothing.
+
+    Raises:
+        DataError: the file is a folder, a link or a device, or a line of it cannot be read.
+    """
+    if not os.path.lexists(path):
+        return
+    if path.is_symlink() or not path.is_file():
+        what = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "no regular file"
+        raise DataError(f"{path} is {what}; the run writes a file of this name: move it away")
+    if start_step > 0:
+        for _, record in read_records(path):
+            if isinstance(record, Unreadable) and not record.torn:
+                raise DataError(_describe_unreadable(path, record))
+
+
+def _describe_unreadable(path: Path, record: Unreadable) -> str:
+    return f"{path}, line {record.line}: not a JSON object with an integer 'step'; remove the line, then resume again"
 
 
 def drop_after(path: Path, start_step: int) -> int:
@@ -106,10 +127,7 @@ def drop_after(path: Path, start_step: int) -> int:
         with temporary.open("wb") as file:
             for raw, record in read_records(path):
                 if isinstance(record, Unreadable) and not record.torn and start_step > 0:
-                    raise DataError(
-                        f"{path}, line {record.line}: not a JSON object with an integer 'step'; "
-                        f"remove the line, then resume again"
-                    )
+                    raise DataError(_describe_unreadable(path, record))
                 if isinstance(record, Unreadable) or start_step <= 0 or record["step"] > start_step:
                     dropped += 1
                 else:

@@ -14,7 +14,7 @@ from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import DataError
 from rollcast_report.page import render_page
-from rollcast_report.run_data import Status, read_run, read_status, write_status
+from rollcast_report.run_data import STATUS_FILE, Status, read_run, read_status, write_status
 
 __all__ = ["REPORT_FILE", "ReportTracker", "write_report"]
 
@@ -58,6 +58,9 @@ class ReportTracker(BaseTracker):
         self._status = Status(state="running", host=socket.gethostname(), pid=os.getpid())
         self._elapsed_before = 0.0
         self._started = time.monotonic()
+        for name in (STATUS_FILE, REPORT_FILE):
+            if (run_dir / name).is_dir():
+                raise DataError(f"{run_dir / name} is a folder; the run writes a file of this name: move it away")
 
     @hookimpl(trylast=True)
     def on_fit_start(self, trainer: object) -> None:
@@ -106,9 +109,9 @@ class ReportTracker(BaseTracker):
             self._status.message = f"{type(error).__name__}: {error}"[:_MAX_MESSAGE]
         try:
             self._write()
-        except OSError:
+        except OSError as failure:
             # The error that ended the run is what the user has to see, not what it did to the report.
-            self.logger.exception("could not write %s", self.run_dir / REPORT_FILE)
+            self.logger.warning("%s could not be written: %s", self.run_dir / REPORT_FILE, failure)
 
     def _write(self) -> None:
         self._status.elapsed_s = self._elapsed_before + time.monotonic() - self._started

@@ -22,6 +22,14 @@ from rollcast_report.records import Unreadable, read_records
 __all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
 
 STATUS_FILE = "status.json"
+#: Types of a status's values, by how its fields are annotated.
+_STATUS_TYPES: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "float": (float, int),
+    "int | None": (int, type(None)),
+}
+RECOVERIES_FILE = "recoveries.jsonl"
 
 Series = list[tuple[int, float | None]]
 """(step, value) in order; None where the value was not finite."""
@@ -73,6 +81,7 @@ class RunData:
         series: metric name to its values.
         steps: the last step, or None if nothing was recorded.
         first, last: first and last validation that left samples; ``last`` is None if there is one only.
+        recoveries: losses of processes that the run went on after, as the trainer recorded them.
         config: the resolved config as text.
         notes: what could not be read, for people.
     """
@@ -83,6 +92,7 @@ class RunData:
     steps: int | None = None
     first: Validation | None = None
     last: Validation | None = None
+    recoveries: list[dict[str, Any]] = field(default_factory=list)
     config: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -107,12 +117,26 @@ def read_status(run_dir: Path) -> Status:
         return Status()
     try:
         found = json.loads(path.read_bytes())
-    except ValueError as error:
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error}") from error
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not isinstance(found, dict):
         raise DataError(f"{path} must hold a JSON object (got {type(found).__name__})")
     known = {item.name for item in fields(Status)}
-    return Status(**{key: value for key, value in found.items() if key in known})
+    status = Status(**{key: value for key, value in found.items() if key in known})
+    _require_types(path, status)
+    return status
+
+
+def _require_types(path: Path, status: Status) -> None:
+    for item in fields(Status):
+        value, kinds = getattr(status, item.name), _STATUS_TYPES[str(item.type)]
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            allowed = " or ".join(kind.__name__ for kind in kinds)
+            raise DataError(f"{path}: {item.name} must be {allowed} (got {value!r:.60})")
+    if not math.isfinite(status.elapsed_s):
+        raise DataError(f"{path}: elapsed_s is {status.elapsed_s}")
 
 
 def _is_alive(status: Status) -> bool:
@@ -150,6 +174,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
     run = RunData(name=status.run_name or run_dir.resolve().name, status=status, notes=notes)
     _read_metrics(run_dir / "metrics.jsonl", run)
     _read_samples(run_dir / "samples.jsonl", run)
+    _read_recoveries(run_dir / RECOVERIES_FILE, run)
     run.config = _read_config(run_dir, config)
     return run
 
@@ -186,6 +211,16 @@ def _read_samples(path: Path, run: RunData) -> None:
         if run.last is None or run.last.step != step:
             run.last = Validation(step)
         run.last.samples.append(record)
+    _note(path, unreadable, run)
+
+
+def _read_recoveries(path: Path, run: RunData) -> None:
+    unreadable: list[Unreadable] = []
+    for _, record in read_records(path):
+        if isinstance(record, Unreadable):
+            unreadable.append(record)
+        else:
+            run.recoveries.append(record)
     _note(path, unreadable, run)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.hooks import PROJECT
 from rollcast.contracts.tracker import BaseTracker, trackers
-from rollcast.errors import ConfigError
+from rollcast.errors import ConfigError, DataError, RollcastError
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
@@ -51,9 +51,10 @@ class TrackerSet:
             part.check_requirements()
         self._trackers: dict[str, BaseTracker] = {}
         self._failures: dict[str, int] = {}
+        self._hooks: PluginManager | None = None
 
     def start(self, hooks: PluginManager, run_dir: Path, config: dict[str, Any], start_step: int) -> None:
-        """Create the trackers and let them listen.
+        """Create the trackers and let them listen; may be called again after :meth:`close`.
 
         Args:
             hooks: whose events they hear.
@@ -61,11 +62,13 @@ class TrackerSet:
 
         Raises:
             ConfigError: an option has a wrong value.
+        DataError: a file that an earlier run left cannot be continued.
         """
+        self._hooks = hooks
         for name, (part, values) in self._parts.items():
             try:
                 tracker = part(run_dir, config, start_step, **values)
-            except ConfigError:
+            except (ConfigError, DataError):  # an option, or a file that an earlier run left: the user's to mend
                 raise
             except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
                 self._tell(name, "was not created, and the run goes on without it", error)
@@ -77,6 +80,8 @@ class TrackerSet:
         """Close every tracker; may be called again."""
         while self._trackers:
             name, tracker = self._trackers.popitem()
+            if self._hooks is not None:
+                self._hooks.unregister(name=f"tracker:{name}")
             try:
                 tracker.close()
             except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
@@ -90,7 +95,9 @@ class TrackerSet:
         self._failures[name] = self._failures.get(name, 0) + 1
         if self._failures[name] == 1:
             reason = f"{type(error).__name__}: {error}"
-            logger.warning("tracker %s: %s (%s)", name, what, reason, exc_info=error)
+            # The operating system and our own errors say what to mend; anything else is a bug, and has a traceback.
+            trace = None if isinstance(error, OSError | RollcastError) else error
+            logger.warning("tracker %s: %s (%s)", name, what, reason, exc_info=trace)
 
 
 class _Guarded:

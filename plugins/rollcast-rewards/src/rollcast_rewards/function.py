@@ -24,6 +24,7 @@ from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue
 from rollcast.errors import ConfigError, RewardError
+from rollcast_rewards.policy import as_number
 
 __all__ = ["FunctionReward", "result_from_mapping"]
 
@@ -175,7 +176,10 @@ def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> C
 
 
 def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
-    """A result from verl's form: ``score``, perhaps ``acc``, and further numbers.
+    """Return a result from verl's form: ``score``, perhaps ``acc``, and further numbers.
+
+    Numbers are Python's, numpy's and tensors of one element; texts, lists and None are left out. An array or
+    tensor of several elements goes into the result, whose check refuses it by name.
 
     Raises:
         RewardError: there is no score.
@@ -184,8 +188,8 @@ def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
         raise RewardError(f"the reward gave a mapping without 'score'; its keys: {', '.join(map(str, value))}")
     correct = value.get("acc")
     extra = {
-        str(key): float(item)
+        str(key): item if (number := as_number(item)) is None else number
         for key, item in value.items()
-        if key not in ("score", "acc") and isinstance(item, int | float)
+        if key not in ("score", "acc") and hasattr(item, "__float__")
     }
     return RewardResult(value["score"], None if correct is None else bool(correct), extra)

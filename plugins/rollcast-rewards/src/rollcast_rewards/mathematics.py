@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import logging
 import math
+import re
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, RewardSample
@@ -19,6 +20,10 @@ __all__ = ["MathReward"]
 
 #: The longest that reading one answer for a majority vote may take.
 _EXTRACTION_S = 1.0
+#: An environment such as a matrix, with the white space around it.
+_ENVIRONMENT = re.compile(r"\s*\\begin\{(\w+\*?)\}.*?\\end\{\1\}\s*", re.DOTALL)
+#: A dollar sign that opens or ends a formula, and not an amount of money.
+_DELIMITER = re.compile(r"(?<!\\)\$")
 
 
 class MathReward(BaseReward):
@@ -102,7 +107,9 @@ class MathReward(BaseReward):
         return self._parse(text[max(start, 0) :], boxed=start >= 0)
 
     def _parse(self, text: str, boxed: bool) -> list[Any]:
-        """SymPy's expression and the text that it was read from, as far as there are any."""
+        """Return SymPy's expression and the text that it was read from, as far as there are any."""
+        # The library ends an inline formula at the end of its line; LaTeX reads that as a space.
+        text = _ENVIRONMENT.sub(lambda found: f" {_on_one_line(found[0])} ", text)
         library = self._library
         latex = library.LatexExtractionConfig(boxed_match_priority=0)
         configs = [latex] if boxed else [latex, library.ExprExtractionConfig()]
@@ -120,5 +127,9 @@ def _as_decimal(value: float, digits: int) -> str:
     return "0" if text in ("-0", "") else text
 
 
+def _on_one_line(text: str) -> str:
+    return " ".join(text.split())
+
+
 def _as_latex(truth: str) -> str:
-    return truth if "\\boxed" in truth or "$" in truth else f"${truth}$"
+    return truth if "\\boxed" in truth or _DELIMITER.search(truth) else f"${_on_one_line(truth)}$"

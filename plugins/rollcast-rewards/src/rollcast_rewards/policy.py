@@ -13,7 +13,16 @@ from typing import Any
 from rollcast.contracts.reward import BaseReward, BaseRewardManager, RewardResult, RewardSample, RewardSettings
 from rollcast.errors import RewardError
 
-__all__ = ["Failure", "Judge", "Outcome", "PolicyRewardManager", "check_value", "describe_error", "timed_out"]
+__all__ = [
+    "Failure",
+    "Judge",
+    "Outcome",
+    "PolicyRewardManager",
+    "as_number",
+    "check_value",
+    "describe_error",
+    "timed_out",
+]
 
 logger = logging.getLogger(__name__)
 _EXCERPT = 200
@@ -74,7 +83,7 @@ class _ValueProblem(Exception):
 
 
 def _check_number(name: str, item: Any) -> float:
-    number = _as_number(item)
+    number = as_number(item)
     if number is None:
         raise _ValueProblem(f"gave {name} = {_excerpt(repr(item))}, which is not a number ({type(item).__name__})")
     if not math.isfinite(number):
@@ -211,8 +220,9 @@ def reward_name(reward: BaseReward) -> str:
     return str(getattr(reward, "name", "") or type(reward).__name__)
 
 
-def _as_number(value: Any) -> float | None:
-    # Whatever can stand for one number (numpy's and torch's scalars too); float() alone would parse strings.
+def as_number(value: Any) -> float | None:
+    """Return one number as a float, also of numpy's and torch's scalars; None for anything else."""
+    # float() alone would parse strings.
     if not hasattr(value, "__float__"):
         return None
     try:

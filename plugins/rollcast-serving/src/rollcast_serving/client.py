@@ -124,7 +124,7 @@ class ReplicaClient:
 
 
 class ReplicaReceiver:
-    """A replica as the target of a weight sync; see :class:`rollcast.contracts.weight_sync.RemoteRollout`.
+    """A replica as the target of a weight sync; see :class:`rollcast_serving.weight_sync.RemoteRollout`.
 
     Args:
         address: of the replica.

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from rollcast.contracts.engine import BaseEngine, EngineCapabilities
 from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, RolloutMode
-from rollcast.contracts.weight_sync import WeightSyncCapabilities, weight_syncs
 from rollcast.errors import CapabilityError, ConfigError, PluginError
+from rollcast_serving.weight_sync import WeightSyncCapabilities, weight_syncs
 
-__all__ = ["Choice", "check_choice", "check_places", "check_world_sizes"]
+__all__ = ["Choice", "check_choice", "check_places", "check_replica_nodes", "check_world_sizes"]
 
 
 @dataclass(frozen=True)
@@ -129,14 +129,14 @@ def check_world_sizes(
             )
 
 
-def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: int) -> None:
+def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: Sequence[int]) -> None:
     """Refuse a placement that contradicts the mode.
 
     Args:
         choice: the combination.
         same_process: the rollout lives in the actor's processes.
         own_pool: ``placement.mapping.rollout`` names another pool than the actor's.
-        processes: of the pool in which the rollout lives.
+        processes: number on each node, of the pool in which the rollout lives.
 
     Raises:
         ConfigError: names the keys.
@@ -157,8 +157,31 @@ def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: 
             f"placement.mapping.rollout gives the rollout a pool of its own, which is rollout.mode=standalone, "
             f"not {choice.mode}"
         )
-    if processes % choice.tensor_parallel:
+    check_replica_nodes(choice.tensor_parallel, processes)
+
+
+def check_replica_nodes(tensor_parallel: int, processes: Sequence[int]) -> None:
+    """Refuse replicas that do not fill a pool, or that would span nodes.
+
+    An engine is started on one node, and takes the devices of ranks that follow each other.
+
+    Args:
+        tensor_parallel: ranks of a replica.
+        processes: number on each node of the pool.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    total = sum(processes)
+    if total % tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {choice.tensor_parallel}, which does not divide the {processes} "
+            f"rollout.tensor_model_parallel_size is {tensor_parallel}, which does not divide the {total} "
             "processes of the rollout's pool"
+        )
+    if any(count % tensor_parallel for count in processes):
+        fitting = [str(size) for size in range(1, max(processes) + 1) if not any(n % size for n in processes)]
+        raise ConfigError(
+            f"rollout.tensor_model_parallel_size is {tensor_parallel}, but the rollout's pool has "
+            f"{list(processes)} processes on its nodes, so a replica would span nodes; an engine runs on one node. "
+            f"Sizes that fit: {', '.join(fitting)}"
         )

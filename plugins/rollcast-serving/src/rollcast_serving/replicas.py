@@ -91,10 +91,10 @@ class Replicas:
         """All requests over all replicas; see :meth:`ServerManager.generate_many`."""
         return self._run(self._manager.generate_many(requests, _Progress()))
 
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams, pad_token_id: int) -> DataProto:
-        """A response for each row; see :func:`rollcast_serving.generation.generate_sequences`."""
+    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`."""
         outputs = self.generate(build_requests(prompts, sampling))
-        return assemble_sequences(prompts, outputs, sampling.max_tokens, pad_token_id)
+        return assemble_sequences(prompts, outputs, sampling.max_tokens)
 
     def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
         """One request on every replica.

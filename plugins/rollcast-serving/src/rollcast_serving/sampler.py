@@ -13,7 +13,7 @@ from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import WeightSyncError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.generation import assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.replicas import Replicas
@@ -21,7 +21,7 @@ from rollcast_serving.replicas import Replicas
 __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 
 logger = logging.getLogger(__name__)
-_MODEL = ("input_ids", "attention_mask", "position_ids", "responses", "response_mask")
+_MODEL = ("prompts", "responses", "response_mask")
 
 
 class Sampler(ABC):
@@ -76,13 +76,11 @@ class Canary:
         prompt_ids: the prompt.
         sampling: with the temperature at which the actor computes log-probs.
         config: whether, and how far apart log-probs may be.
-        pad_token_id: fills rows.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     config: CanaryConfig
-    pad_token_id: int
 
 
 class ReplicaSampler(Sampler):
@@ -106,7 +104,7 @@ class ReplicaSampler(Sampler):
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._wake(["weights", "kv_cache"])
-        return self.replicas.generate_sequences(prompts, sampling, self._canary.pad_token_id)
+        return self.replicas.generate_sequences(prompts, sampling)
 
     def sync(self, version: int) -> dict[str, float]:
         self.replicas.check_health()
@@ -159,24 +157,21 @@ class ReplicaSampler(Sampler):
         canary = self._canary
         request = RolloutRequest("canary", canary.prompt_ids, canary.sampling, seed=self._version)
         outputs = self.replicas.generate_on_each(request)
-        prompts = DataProto.from_dict(_rows_of(canary.prompt_ids, len(outputs)))
-        batch = assemble_sequences(prompts, outputs, canary.sampling.max_tokens, canary.pad_token_id)
-        own = self._group.compute_log_prob(batch.select(_MODEL))["old_log_probs"]
-        gaps = (own - batch["rollout_log_probs"]).abs().masked_fill(batch["response_mask"] == 0, 0.0)
-        worst = float(gaps.max())
+        ids = torch.tensor([list(canary.prompt_ids)] * len(outputs), dtype=torch.int32)
+        prompts = DataProto.from_dict({"prompts": Jagged.from_padded(ids, torch.ones_like(ids)).column()})
+        batch = assemble_sequences(prompts, outputs, canary.sampling.max_tokens)
+        own = Jagged.of(self._group.compute_log_prob(batch.select(_MODEL))["old_log_probs"]).values
+        generated = Jagged.of(batch["rollout_log_probs"])
+        gaps = (own - generated.values).abs()
+        worst = float(gaps.max()) if len(gaps) else 0.0
         if not worst <= canary.config.tolerance:
-            row, token = divmod(int(gaps.argmax()), gaps.shape[1])
+            place = int(gaps.argmax())
+            row, token = int(generated.rows[place]), int(generated.places[place])
             address = self.replicas.addresses[row]
             raise WeightSyncError(
                 f"replica {address.index} on {address.node} does not generate with the weights of version "
                 f"{self._version}, though all tensors arrived as they were sent: the log-prob of token {token} of the "
-                f"canary is {float(batch['rollout_log_probs'][row, token]):.4f} there and {float(own[row, token]):.4f} "
+                f"canary is {float(generated.values[place]):.4f} there and {float(own[place]):.4f} "
                 f"in the actor, further apart than rollout.canary.tolerance={canary.config.tolerance:g}"
             )
         return worst
-
-
-def _rows_of(prompt_ids: Sequence[int], count: int) -> dict[str, torch.Tensor]:
-    ids = torch.tensor([list(prompt_ids)] * count, dtype=torch.int64)
-    positions = torch.arange(ids.shape[1]).expand_as(ids).contiguous()
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "position_ids": positions}

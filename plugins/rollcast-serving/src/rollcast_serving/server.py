@@ -13,10 +13,10 @@ from typing import Any
 from aiohttp import web
 
 from rollcast.contracts.rollout import BaseRollout, RolloutOutput
-from rollcast.contracts.weight_sync import weight_syncs
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RequestError, RollcastError
 from rollcast_serving.receiving import WeightTally
+from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.wire import decode_request, encode_error, encode_output, encode_report
 
 __all__ = ["IncomingWeights", "build_app", "check_token"]

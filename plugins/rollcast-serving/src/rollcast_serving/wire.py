@@ -35,12 +35,12 @@ def _pack(code: str, values: Sequence[Any]) -> str:
     return base64.b64encode(packed.tobytes()).decode()
 
 
-def _unpack(code: str, text: str) -> list[Any]:
+def _unpack(code: str, text: str) -> array[Any]:
     packed = array(code)
     packed.frombytes(base64.b64decode(text))
     if sys.byteorder == "big":
         packed.byteswap()
-    return packed.tolist()
+    return packed
 
 
 def encode_request(request: RolloutRequest) -> dict[str, Any]:
@@ -72,7 +72,8 @@ def decode_request(data: Mapping[str, Any]) -> RolloutRequest:
             raise errors.RequestError(
                 f"unknown sampling parameters {', '.join(unknown)}; known: {', '.join(_SAMPLING)}"
             )
-        sampling["stop_token_ids"] = tuple(sampling.get("stop_token_ids", ()))
+        for name in ("stop_token_ids", "stop"):
+            sampling[name] = tuple(sampling.get(name, ()))
         return RolloutRequest(str(data["id"]), data["prompt_ids"], SamplingParams(**sampling), data.get("seed"))
     except (KeyError, TypeError, ValueError) as error:
         if isinstance(error, RollcastError):

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 from rollcast import Worker, register
 from rollcast.contracts.device import CUDA, current_device
+from rollcast.errors import ResourceError
 from rollcast_serving.launcher import ReplicaAddress, ReplicaProcess, ReplicaSpec
 
 __all__ = ["ReplicaWorker"]
@@ -21,9 +22,21 @@ class ReplicaWorker(Worker):
     Args:
         spec: of the replicas; each one's seed is the spec's plus its number.
         tensor_parallel: ranks a replica.
+
+    Raises:
+        ResourceError: the ranks of a replica lie on several nodes, as a pool with ``strategy=PACK`` may place them.
     """
 
     def __init__(self, spec: ReplicaSpec, tensor_parallel: int = 1) -> None:
+        place = self.context
+        # The ranks on a node follow each other, so a replica's are there if those after its first are.
+        if self.rank % tensor_parallel == 0 and place.local_rank + tensor_parallel > place.local_world_size:
+            last = self.rank + tensor_parallel - 1
+            raise ResourceError(
+                f"the replica of ranks {self.rank} to {last} would span nodes: from rank {self.rank} on, node "
+                f"{place.node} has {place.local_world_size - place.local_rank} of the pool's processes, and "
+                f"rollout.tensor_model_parallel_size is {tensor_parallel}; use strategy STRICT_PACK, or a smaller size"
+            )
         self._spec = spec
         self._tensor_parallel = tensor_parallel
         self._process: ReplicaProcess | None = None

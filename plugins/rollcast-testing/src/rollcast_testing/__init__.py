@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from rollcast_testing.reward import RewardManagerSuite as RewardManagerSuite
     from rollcast_testing.reward import RewardSuite as RewardSuite
     from rollcast_testing.rollout import RolloutSuite as RolloutSuite
+    from rollcast_testing.simulated import SimulatedRuntime as SimulatedRuntime
     from rollcast_testing.stage import StageSuite as StageSuite
 
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -36,6 +37,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "policy_loss": ["PolicyLossSuite"],
         "reward": ["RewardManagerSuite", "RewardSuite"],
         "rollout": ["RolloutSuite"],
+        "simulated": ["SimulatedRuntime"],
         "stage": ["StageSuite"],
     },
 )

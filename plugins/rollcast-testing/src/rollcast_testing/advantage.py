@@ -64,6 +64,34 @@ class AdvantageSuite:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `estimator`")
         return advantages.get(self.name, requested_by=f"{type(self).__name__}.name")
 
+    def test_groups_at_a_time_are_the_whole_batch(self, estimator: AdvantageEstimator) -> None:
+        """An estimator that declares ``by_group`` gives each group the same, whitened or not, whoever else is there."""
+        needs = needs_of(estimator)
+        if not needs.by_group:
+            pytest.skip("the estimator is called with the whole batch")
+        whole = self.inputs(estimator)
+        unwhitened = replace(whole, whiten=False) if needs.whitens else whole
+        expected = estimator(unwhitened)
+        for group in sorted(set(whole.group_ids.tolist())):
+            rows = whole.group_ids == group
+            longest = int((whole.response_mask[rows] != 0).nonzero()[:, 1].max()) + 1
+            given = {
+                name: column[rows][:, :longest] if column.dim() > 1 else column[rows]
+                for name, column in whole.columns.items()
+            }
+            part = replace(
+                unwhitened,
+                token_level_rewards=whole.token_level_rewards[rows][:, :longest],
+                response_mask=whole.response_mask[rows][:, :longest],
+                group_ids=torch.zeros(int(rows.sum()), dtype=torch.int64),
+                columns=given,
+            )
+            found = estimator(part)
+            for name in _OUTPUTS:
+                left, right = getattr(found, name), getattr(expected, name)[rows][:, :longest]
+                same = torch.allclose(left, right, rtol=1e-6, atol=1e-6)
+                assert same, f"{name} of a group depend on other groups, though the estimator declares by_group"
+
     def inputs(self, estimator: AdvantageEstimator, seed: int = 0) -> AdvantageInputs:
         """Three prompts with two samples each; ragged responses, one with a gap, one full."""
         generator = torch.Generator().manual_seed(seed)

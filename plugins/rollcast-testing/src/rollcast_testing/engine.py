@@ -33,7 +33,7 @@ from rollcast.contracts.engine import (
 )
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_testing import tiny
 from rollcast_testing.engine_ranks import Layout, RankLaws
 from rollcast_testing.engine_state import StateLaws
@@ -115,6 +115,27 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         log_probs, entropy = plain_log_probs(plain_model(folder), batch, temperature)
         self._close(output["log_probs"], log_probs.detach(), "log_probs")
         self._close(output["entropy"], entropy.detach(), "entropy")
+
+    def test_a_jagged_batch_gives_the_padded_batch_s_values(self, build: Build, batch: DataProto) -> None:
+        engine, settings = build(), ForwardSettings(calculate_entropy=True, micro_batch_size_per_gpu=3)
+        padded, output = infer(engine, batch, settings), infer(engine, tiny.jagged_batch(batch), settings)
+        present = batch["attention_mask"][:, batch["input_ids"].shape[1] - batch["responses"].shape[1] :]
+        for name in ("log_probs", "entropy"):
+            found, expected = Jagged.of(output[name], name), Jagged.from_padded(padded[name], present)
+            require(found.values.dtype == torch.float32, f"{name} is float32, not {found.values.dtype}")
+            require(torch.equal(found.offsets, expected.offsets), f"{name} has the rows of the responses")
+            self._close(found.values, expected.values, name, 1e-6)
+
+    def test_a_jagged_batch_trains_as_the_padded_batch(self, build: Build, batch: DataProto) -> None:
+        settings = ForwardSettings(micro_batch_size_per_gpu=3)
+        engines_of = [build(), build()]
+        steps = [
+            train(engine, data, settings)
+            for engine, data in zip(engines_of, (batch, tiny.jagged_batch(batch)), strict=True)
+        ]
+        require(steps[1].metrics == pytest.approx(steps[0].metrics, rel=1e-6), "the metrics are the padded batch's")
+        require(steps[1].grad_norm == pytest.approx(steps[0].grad_norm, rel=1e-6), "the gradient is the padded batch's")
+        self._same_weights(weights(engines_of[1]), weights(engines_of[0]))
 
     def test_outputs_are_float32_and_zero_under_the_mask(self, build: Build, batch: DataProto) -> None:
         output = infer(build(), batch, ForwardSettings(calculate_entropy=True))

@@ -15,6 +15,14 @@ from rollcast.contracts.worker import WorkerContext
 
 __all__ = ["Ranks", "shared_ranks"]
 
+#: Modules that the processes are forked with, where they are installed: importing them takes each rank seconds.
+_PRELOADED = [
+    "torch.distributed.fsdp",
+    "transformers.models.llama.modeling_llama",
+    "transformers.models.qwen2.modeling_qwen2",
+    "rollcast_testing.engine_ranks",
+]
+
 
 class Ranks:
     """Processes that stay up and call what they are sent; they are started as they are needed.
@@ -31,8 +39,6 @@ class Ranks:
 
     def __init__(self, timeout_s: float = 300.0) -> None:
         self._timeout_s = timeout_s
-        self._world_size = 0
-        self._port = 0
         self._connections: list[Any] = []
         self._processes: list[Any] = []
 
@@ -41,8 +47,8 @@ class Ranks:
 
         Args:
             function: importable by its name in another process; ``context`` says which rank it is on.
-            world_size: ranks to run on. With another number than in the last call, the processes leave
-                their process group first.
+            world_size: ranks to run on. The processes leave their process group after each call, because the threads
+                of gloo's groups wake up many times a second, also when nobody uses them.
             kwargs: can be pickled, as can the results.
 
         Raises:
@@ -51,14 +57,12 @@ class Ranks:
         """
         size = world_size
         self._start(size)
-        fresh = size != self._world_size
-        if fresh:
-            self._world_size, self._port = size, _free_port()
+        port = _free_port()
         for rank, connection in enumerate(self._connections[:size]):
             context = WorkerContext(
-                rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=self._port
+                rank=rank, world_size=size, local_rank=rank, local_world_size=size, master_port=port
             )
-            connection.send((function, context, fresh, kwargs))
+            connection.send((function, context, kwargs))
         answers: list[tuple[bool, Any]] = []
         for rank, connection in enumerate(self._connections[:size]):
             if not connection.poll(self._timeout_s):
@@ -76,13 +80,14 @@ class Ranks:
         for process in self._processes:
             process.kill()
             process.join()
-        self._connections, self._processes, self._world_size = [], [], 0
+        self._connections, self._processes = [], []
 
     def _start(self, count: int) -> None:
-        spawn = mp.get_context("spawn")
+        forking = mp.get_context("forkserver")
+        forking.set_forkserver_preload(_PRELOADED)
         while len(self._processes) < count:
-            ours, theirs = spawn.Pipe()
-            process = spawn.Process(target=_serve, args=(theirs,), daemon=True)
+            ours, theirs = forking.Pipe()
+            process = forking.Process(target=_serve, args=(theirs,), daemon=True)
             process.start()
             self._connections.append(ours)
             self._processes.append(process)
@@ -109,12 +114,13 @@ def _serve(connection: Any) -> None:
     torch.set_num_threads(1)
     while True:
         try:
-            function, context, fresh, kwargs = connection.recv()
+            function, context, kwargs = connection.recv()
         except EOFError:
             return
-        if fresh and dist.is_initialized():
-            dist.destroy_process_group()
         try:
-            connection.send((True, function(context, **kwargs)))
+            answer = True, function(context, **kwargs)
         except Exception:  # noqa: BLE001  # the caller raises it
-            connection.send((False, traceback.format_exc()))
+            answer = False, traceback.format_exc()
+        connection.send(answer)
+        if dist.is_initialized():
+            dist.destroy_process_group()

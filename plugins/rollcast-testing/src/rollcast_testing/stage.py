@@ -19,6 +19,7 @@ import torch
 
 from rollcast.contracts.stage import Stage, StageSpec, stages
 from rollcast.protocol import DataProto
+from rollcast_testing.tiny import jagged_batch
 
 __all__ = ["FakeRun", "StageSuite"]
 
@@ -90,7 +91,7 @@ class StageSuite:
         return spec
 
     def batch(self) -> DataProto:
-        """Six rows, two of each prompt, with the columns of a scored batch."""
+        """Six rows, two of each prompt, with the columns of a scored batch; those of tokens are jagged."""
         generator = torch.Generator().manual_seed(0)
         lengths = torch.tensor([4, 1, 3, 0, 2, 4])
         mask = (torch.arange(4) < lengths.unsqueeze(-1)).long()
@@ -115,7 +116,7 @@ class StageSuite:
             **{name: advantages.clone() for name in ("values", "advantages", "returns")},
         }
         objects = {"data_source": ["a"] * 6, "ground_truth": ["1"] * 6, "raw_prompt": ["p"] * 6, "extra_info": [{}] * 6}
-        return DataProto.from_dict(tensors, objects)
+        return jagged_batch(DataProto.from_dict(tensors, objects))
 
     def test_the_declaration_is_the_same_each_time(self, stage: Stage, run: Any) -> None:
         assert type(stage).declare(run) == type(stage).declare(run)
@@ -139,7 +140,9 @@ class StageSuite:
         for name in before.keys():  # noqa: SIM118
             if name not in spec.writes and isinstance(before[name], torch.Tensor):
                 assert name in after, f"the column {name!r} is gone"
-                assert torch.equal(after[name], before[name]), f"the column {name!r} changed, which is not declared"
+                assert after.select([name], []).equal(before.select([name], [])), (
+                    f"the column {name!r} changed, which is not declared"
+                )
 
     def test_it_leaves_its_batch_as_it_is(self, stage: Stage) -> None:
         before = self.batch()
@@ -147,7 +150,9 @@ class StageSuite:
         stage(before)
         for name in kept.keys():  # noqa: SIM118
             if isinstance(kept[name], torch.Tensor):
-                assert torch.equal(before[name], kept[name]), f"the column {name!r} of the given batch was written into"
+                assert before.select([name], []).equal(kept.select([name], [])), (
+                    f"the column {name!r} of the given batch was written into"
+                )
 
     def test_it_reads_only_what_it_declares(self, stage: Stage, spec: StageSpec) -> None:
         before = self.batch()

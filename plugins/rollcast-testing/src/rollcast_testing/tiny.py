@@ -25,8 +25,10 @@ __all__ = [
     "CHARACTERS",
     "CHAT_TEMPLATE",
     "distance_loss",
+    "jagged_batch",
     "nan_loss",
     "nll_loss",
+    "padded_batch",
     "plain_log_probs",
     "plain_model",
     "plain_training",
@@ -158,6 +160,57 @@ def random_batch(
             "attention_mask": attention,
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
             "response_mask": attention[:, prompt_len:] * (~foreign).long(),
+        }
+    )
+
+
+def jagged_batch(batch: DataProto) -> DataProto:
+    """A padded batch with its tokens jagged, as trainers send it; other columns stay as they are.
+
+    Columns ``prompts`` and ``responses``, int32, and ``response_mask``, bool, without positions where the attention
+    mask is zero. Further columns ``[B, T]`` become jagged too.
+    """
+    from rollcast.protocol import Jagged
+
+    attention = batch["attention_mask"] != 0
+    width = attention.size(1) - batch["responses"].size(1)
+    prompts = Jagged.from_padded(batch["input_ids"][:, :width].int(), attention[:, :width])
+    responses = Jagged.from_padded(batch["responses"].int(), attention[:, width:])
+    mask = responses.like((batch["response_mask"] != 0)[attention[:, width:]])
+    model = ("input_ids", "attention_mask", "position_ids", "prompts", "responses", "response_mask")
+    others = batch.drop([name for name in model if name in batch])
+    tokens = {
+        name: responses.like(others[name][attention[:, width:]])
+        for name in others.keys()  # noqa: SIM118  # a batch iterates over its rows
+        if isinstance(others[name], torch.Tensor) and others[name].shape == attention[:, width:].shape
+    }
+    return others.with_columns({"prompts": prompts, "responses": responses, "response_mask": mask, **tokens})
+
+
+def padded_batch(batch: DataProto) -> DataProto:
+    """A jagged batch padded on the host, the reverse of :func:`jagged_batch`.
+
+    Prompts are padded on the left, everything else on the right; ids and masks are int64. ``input_ids``,
+    ``attention_mask`` and ``position_ids`` are added.
+    """
+    from rollcast.protocol import Jagged
+
+    jagged = {
+        name: Jagged.of(batch[name])
+        for name in batch.keys()  # noqa: SIM118  # a batch iterates over its rows
+        if isinstance(batch[name], torch.Tensor) and batch[name].layout == torch.jagged
+    }
+    columns = {name: each.pad(left=name == "prompts") for name, each in jagged.items()}
+    columns = {name: each if each.is_floating_point() else each.long() for name, each in columns.items()}
+    prompts, responses = jagged["prompts"], jagged["responses"]
+    present = [each.with_values(torch.ones(len(each.values), dtype=torch.int64)) for each in (prompts, responses)]
+    attention = torch.cat([present[0].pad(left=True), present[1].pad()], 1)
+    return batch.with_columns(
+        {
+            **columns,
+            "input_ids": torch.cat([columns["prompts"], columns["responses"]], 1),
+            "attention_mask": attention,
+            "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
         }
     )
 

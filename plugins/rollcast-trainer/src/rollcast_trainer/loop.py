@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from typing import Any, Self
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
 from rollcast.contracts.marks import mark
 from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import RunResult
 from rollcast.protocol import DataProto
+from rollcast_trainer.run.recovery import Recoveries
 from rollcast_trainer.run.staged_trainer import StagedTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.workers.heap import frozen_heap
@@ -28,14 +30,34 @@ class LoopTrainer(StagedTrainer):
     def launch(cls, config: DictConfig) -> RunResult:
         task = TaskRunner(config, cls.schema)
         trainer = cls(task)
+        if not task.trainer.on_driver:
+            return task.run_on_cluster(_drive, cls, task.plain)
+        return cls._drive(task, trainer)
+
+    @classmethod
+    def _drive(cls, task: TaskRunner, trainer: Self) -> RunResult:
+        """Run to the end; after a loss of processes, with another trainer from the last checkpoint."""
         with task:
-            return trainer.fit()
+            recoveries = Recoveries(task)
+            while True:
+                try:
+                    return trainer.fit()
+                except Exception as error:
+                    if not recoveries.accept(error):
+                        raise
+                # Outside the handler, so that the error's traceback keeps no batch of the failed trainer alive.
+                recovery = recoveries.begin(trainer.step)
+                trainer = cls(task)
+                trainer.recovery = recovery
 
     def fit(self) -> RunResult:
         """Set up, and run all steps that are left; once, inside the task's context."""
         self.setup()
         error: BaseException | None = None
         self.run.emit("on_fit_start")
+        if self.recovery is not None:
+            self.run.emit("on_recovery", step=self.step, message=self.recovery.describe())
+            self.run.record(self.recovery.metrics())
         try:
             with frozen_heap():
                 self._fit()
@@ -107,3 +129,9 @@ class LoopTrainer(StagedTrainer):
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.latest |= self.metrics
         self.run.emit("on_metrics", step=self.step, metrics=self.metrics)
+
+
+def _drive(trainer: type[LoopTrainer], config: Mapping[str, Any]) -> RunResult:
+    """Run a trainer in this process, which is one of the cluster's."""
+    task = TaskRunner(OmegaConf.create(dict(config)), trainer.schema)
+    return trainer._drive(task, trainer(task))

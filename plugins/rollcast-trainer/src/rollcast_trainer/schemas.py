@@ -215,6 +215,12 @@ class TrainerConfig:
     resume_mode: Literal["auto", "disable"] = "auto"
     """`auto` continues from the newest checkpoint in `run_dir`, `disable` sets an earlier run in `run_dir` aside and
     starts anew."""
+    max_recoveries: NonNegative = 3
+    """Times that the run goes on by itself, from the last checkpoint, after worker processes, a node or a replica
+    died; 0 to end with the error."""
+    on_driver: bool = True
+    """Run the training loop in the command's process; false runs it in a process on the cluster, where the runtime
+    can start one. For jobs submitted by `ray job submit`."""
     warm_start: str | None = None
     """Recipe that is trained first, in `run_dir/warm_start`; this run starts from the model that it exports."""
     export: bool = False

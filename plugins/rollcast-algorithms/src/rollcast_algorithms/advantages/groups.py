@@ -25,7 +25,7 @@ GRPO_EPSILON = 1e-6
 """Added to the group's standard deviation; verl's value."""
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group-relative advantage of an outcome score (GRPO; without std, Dr. GRPO).
 
@@ -44,7 +44,7 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(_group_normalised(rows.scores, inputs))
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Pass@k: only a group's best row has an advantage, its lead over the second best.
 
@@ -74,7 +74,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.zeros_like(scores).index_copy(0, best, lead))
 
 
-@advantage(needs={REWARD_COMPONENT}, compares_samples=True)
+@advantage(needs={REWARD_COMPONENT}, compares_samples=True, by_group=True, whitens=True)
 def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group-normalise each component of the reward by itself, add, and whiten over the tokens (GDPO).
 
@@ -104,10 +104,10 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
         total = total + weight * _group_normalised(component, inputs)
-    return rows.spread(whiten_rows(total, rows.lengths()))
+    return rows.spread(whiten_rows(total, rows.lengths()) if inputs.whiten else total)
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True, whitens=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """REINFORCE++ with the group's mean as its baseline: centre, then whiten over the tokens.
 
@@ -122,10 +122,11 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     read_options("reinforce_plus_plus_baseline", inputs.options, {})
     rows = Rows(inputs)
-    return rows.spread(whiten_rows(_centred(rows.scores, inputs), rows.lengths()))
+    centred = _centred(rows.scores, inputs)
+    return rows.spread(whiten_rows(centred, rows.lengths()) if inputs.whiten else centred)
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Leave one out: a row against the mean of the others of its group (RLOO).
 
@@ -143,7 +144,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(_centred(rows.scores, inputs) * torch.where(sizes > 1, sizes / (sizes - 1).clamp(min=1), 1.0))
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """On-policy optimal baseline: the group's mean weighted by length (OPO).
 

@@ -13,7 +13,7 @@ from rollcast_algorithms._rows import discounted_suffix_sums, suffix_sums, white
 __all__ = ["gae", "reinforce_plus_plus", "remax"]
 
 
-@advantage(needs={"values"})
+@advantage(needs={"values"}, by_group=True, whitens=True)
 def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Generalised advantage estimation over the policy's own tokens.
 
@@ -51,10 +51,10 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     deltas = rewards.gather(-1, order) + inputs.gamma * pad(front_values, (0, 1))[:, 1:] - front_values
     front = discounted_suffix_sums(deltas, torch.full_like(deltas, inputs.gamma * inputs.lam))
     raw = torch.where(chosen, torch.zeros_like(front).scatter(-1, order, front), 0.0)
-    return AdvantageOutputs(whiten(raw, chosen), raw + values)
+    return AdvantageOutputs(whiten(raw, chosen) if inputs.whiten else raw, raw + values)
 
 
-@advantage()
+@advantage(by_group=True, whitens=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     """REINFORCE++: discounted returns, whitened over the tokens of the batch.
 
@@ -86,10 +86,11 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     else:
         sums = discounted_suffix_sums(rewards, torch.where(chosen, inputs.gamma, 1.0))
     returns = torch.where(chosen, sums, 0.0)
-    return AdvantageOutputs(whiten(returns, chosen), returns)
+    # A tensor of its own: what is returned for both would be whitened for both.
+    return AdvantageOutputs(whiten(returns, chosen) if inputs.whiten else returns.clone(), returns)
 
 
-@advantage(needs={"reward_baselines"})
+@advantage(needs={"reward_baselines"}, by_group=True)
 def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
     """ReMax: what is still to come, less what a greedy response to the prompt scored.
 

@@ -22,7 +22,7 @@ OTB_EPSILON = 1e-8
 _NEEDS = ("old_log_probs", "sum_pi_squared")
 
 
-@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
 def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Optimal token baseline of single-turn responses, by column.
 
@@ -57,7 +57,7 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     return AdvantageOutputs(torch.where(chosen, returns - baselines, 0.0).float(), returns.float())
 
 
-@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True)
+@advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Optimal token baseline of multi-turn responses, by the number of the policy's own tokens.
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from rollcast.contracts.config import ConfigSchema
+from rollcast_data.contract import datasets, preprocessors
 from rollcast_data.schemas import DataConfig
+
+__all__ = ["SCHEMAS", "datasets", "preprocessors"]  # the registries, because a config is checked against those declared
 
 SCHEMAS = (ConfigSchema(path="data", schema=DataConfig, group="data"),)

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from rollcast.contracts.dataset import BasePreprocessor, PreprocessReport
 from rollcast.errors import DataError
+from rollcast_data.contract import BasePreprocessor, PreprocessReport
 from rollcast_data.files import read_files, write_parquet
 
 __all__ = ["INSTRUCTION", "Gsm8k"]

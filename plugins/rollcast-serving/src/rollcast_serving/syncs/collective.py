@@ -19,12 +19,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, its stubs do not
 
+from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
-from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
 from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
 __all__ = ["CollectiveSync"]
 
@@ -91,7 +92,7 @@ class _Sender(Transport):
     def __init__(self, targets: int, nodes: set[str], settings: SyncSettings) -> None:
         self._timeout = timedelta(seconds=settings.timeout_s)
         self._host = _own_address(nodes)
-        self._store = TCPStore(self._host, 0, is_master=True, wait_for_workers=False, timeout=self._timeout)
+        self._store = serve_store(self._host, 0, self._timeout)
         self._group: Any = None
         self._sent = 0
         self._room = _Room()

@@ -14,10 +14,10 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from rollcast.contracts.rollout import RolloutMode
-from rollcast.contracts.weight_sync import WeightSyncCapabilities
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 __all__ = ["DiskSync"]
 

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, cast
 
 from torch import Tensor
 
-from rollcast.contracts.weight_sync import BaseWeightSync, RemoteRollout
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
+from rollcast_serving.weight_sync import BaseWeightSync, RemoteRollout
 
 __all__ = ["BucketSync", "Receivers", "Transport", "pack_buckets"]
 

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutMode
-from rollcast.contracts.weight_sync import SyncSettings, WeightSyncCapabilities
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
 from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
 __all__ = ["SharedMemorySync"]
 

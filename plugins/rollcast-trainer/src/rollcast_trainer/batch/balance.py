@@ -7,16 +7,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-from rollcast.protocol import DataProto, karmarkar_karp
+from rollcast.protocol import DataProto, Jagged, karmarkar_karp
 from rollcast_dispatch.balance import exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
 
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Tokens of each row, prompt and response, by ``attention_mask`` ``[B, S]``."""
-    lengths: list[int] = (batch["attention_mask"] != 0).sum(-1).tolist()
-    return lengths
+    """Return the tokens of each row, prompt and response."""
+    lengths = Jagged.of(batch["prompts"], "prompts").lengths + Jagged.of(batch["responses"], "responses").lengths
+    found: list[int] = lengths.tolist()
+    return found
 
 
 def deal_rows(lengths: Sequence[int], parts: int) -> list[list[int]]:
@@ -41,7 +42,7 @@ def spread_rows(call: Callable[[DataProto], DataProto], batch: DataProto, ranks:
 
     Args:
         call: splits a batch into equal shards in a row, one a rank, and gives a row for each row.
-        batch: ``B`` rows with ``attention_mask``.
+        batch: ``B`` rows with ``prompts`` and ``responses``.
         ranks: at least 1.
     """
     if ranks == 1 or not len(batch):

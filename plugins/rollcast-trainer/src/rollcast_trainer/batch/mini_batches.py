@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from rollcast.contracts.algorithm import Denominators
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.balance import deal_rows
 
 __all__ = ["UpdatePlan", "count_denominators", "draw_mini_batches", "plan_update", "without_advantage"]
@@ -29,11 +29,11 @@ class UpdatePlan:
     epochs: int = 1
 
 
-def count_denominators(response_mask: torch.Tensor, max_tokens: int) -> Denominators:
-    """Counts of a mini-batch from its mask ``[B, T]``."""
+def count_denominators(tokens: torch.Tensor, max_tokens: int) -> Denominators:
+    """Return the counts of a mini-batch from its rows' tokens under the mask, int64 ``[B]``."""
     return Denominators(
-        tokens=float(response_mask.sum()),
-        sequences=float((response_mask.sum(-1) > 0).sum()),
+        tokens=float(tokens.sum()),
+        sequences=float((tokens > 0).sum()),
         max_tokens=float(max_tokens),
     )
 
@@ -68,7 +68,7 @@ def plan_update(
     """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
 
     Args:
-        batch: ``B`` rows with at least ``response_mask`` ``[B, T]``.
+        batch: ``B`` rows with at least ``response_mask``.
         mini_batches: row indices (int64) of each mini-batch, none of them empty.
         dp_size: shards; any number, the rows need not divide.
         max_tokens: the longest response that the run allows.
@@ -82,14 +82,14 @@ def plan_update(
         The arranged batch, and the plan for the workers. Rows that fill up a rank's part repeat
         another row under a zero mask.
     """
-    mask = batch["response_mask"]
+    tokens = Jagged.of(batch["response_mask"], "response_mask").sums()
     blocks: list[list[int]] = [[] for _ in range(dp_size)]
     filler: list[list[bool]] = [[] for _ in range(dp_size)]
     rows_per_rank: list[int] = []
     denominators: list[Denominators] = []
     for rows in mini_batches:
         kept = rows if skip_rows is None else rows[~skip_rows[rows]]
-        denominators.append(_denominators(mask, rows, kept, max_tokens))
+        denominators.append(_denominators(tokens, rows, kept, max_tokens))
         indices = kept.tolist()
         # At least one row each: ranks that share a model run every pass together.
         per_rank = max(-(-len(indices) // dp_size), 1)
@@ -106,19 +106,19 @@ def plan_update(
     keep = torch.tensor([flag for block in filler for flag in block], dtype=torch.bool)
     arranged = batch.select_idxs(order)
     if not bool(keep.all()):
-        masked = arranged["response_mask"] * keep.unsqueeze(-1).to(arranged["response_mask"].dtype)
-        arranged = arranged.with_columns({"response_mask": masked})
+        mask = Jagged.of(arranged["response_mask"])
+        arranged = arranged.with_columns({"response_mask": mask.like(mask.values * keep[mask.rows])})
     return arranged, UpdatePlan(tuple(rows_per_rank), tuple(denominators), epochs)
 
 
-def _denominators(mask: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int) -> Denominators:
-    whole = count_denominators(mask[rows], max_tokens)
+def _denominators(tokens: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int) -> Denominators:
+    whole = count_denominators(tokens[rows], max_tokens)
     if len(kept) == len(rows):
         return whole
-    return replace(whole, present_tokens=float(mask[kept].sum()))
+    return replace(whole, present_tokens=float(tokens[kept].sum()))
 
 
 def without_advantage(batch: DataProto) -> torch.Tensor:
     """Return the rows (bool ``[B]``) whose advantage is zero at every token."""
-    advantages: torch.Tensor = batch["advantages"]
-    return advantages.abs().amax(-1) == 0
+    advantages = Jagged.of(batch["advantages"], "advantages")
+    return advantages.with_values(advantages.values != 0).sums() == 0

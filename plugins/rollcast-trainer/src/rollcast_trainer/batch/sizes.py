@@ -97,14 +97,6 @@ class BatchAlgebra:
         Raises:
             ConfigError: with the nearest sizes that do.
         """
-        for key, value in (
-            ("data.train_batch_size", self.prompts),
-            ("rollout.n", self.samples),
-            ("actor.ppo_mini_batch_size", self.mini_batch_prompts),
-            ("actor.ppo_epochs", self.epochs),
-        ):
-            if value < 1:
-                raise ConfigError(f"{key} is {value}; it must be at least 1")
         if self.prompts % self.mini_batch_prompts:
             divisors = [size for size in range(1, self.prompts + 1) if self.prompts % size == 0]
             mini_batches = _nearest(self.mini_batch_prompts, divisors)

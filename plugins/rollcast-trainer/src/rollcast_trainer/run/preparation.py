@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,13 +11,13 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import compose, format_override
-from rollcast.contracts.dataset import preprocessors
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
+from rollcast_data.contract import preprocessors
 from rollcast_data.schemas import DataConfig
 from rollcast_trainer.run.run_dir import check_same_run
 
-__all__ = ["preprocess_data", "train_warm_start"]
+__all__ = ["check_positions", "preprocess_data", "train_warm_start"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +41,34 @@ def preprocess_data(data: DataConfig, seed: int) -> None:
     report = preprocessor.run(source, Path(data.preprocess_dir), seed)
     written = ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items())
     logger.info("%s wrote %s", data.preprocess, written)
+
+
+def check_positions(model_path: str, data: DataConfig) -> None:
+    """Refuse rows that are longer than the model has positions for; a model without the number passes.
+
+    Raises:
+        ConfigError: the keys and the model's number; or its ``config.json`` cannot be read.
+    """
+    file = Path(model_path).expanduser() / "config.json"
+    if not file.is_file():
+        return  # the tokenizer is looked for next, and says what is missing
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+        text = content.get("text_config") or content
+        most = text.get("max_position_embeddings")
+        scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
+        # Stretched rotary positions: some families keep the number that the model had before.
+        if type(most) is int and most == scaling.get("original_max_position_embeddings"):
+            most = int(most * float(scaling.get("factor") or 1.0))
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"model.path: {file} cannot be read: {type(error).__name__}: {error}") from error
+    longest = data.max_prompt_length + data.max_response_length
+    if type(most) is int and longest > most:
+        raise ConfigError(
+            f"a row may have {longest} tokens (data.max_prompt_length={data.max_prompt_length} + "
+            f"data.max_response_length={data.max_response_length}), but the model in {model_path} has {most} positions "
+            f"(max_position_embeddings); lower the keys by {longest - most} together"
+        )
 
 
 def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[str, Any]) -> Path:

@@ -15,8 +15,17 @@ from typing import Any
 from rollcast.contracts.config import flatten
 from rollcast.contracts.files import replace_file
 from rollcast.errors import CheckpointError, ConfigError, WorkerError
+from rollcast_trainer.run.run_lock import RunLock
 
-__all__ = ["CONFIG_FILE", "Checkpoints", "check_same_run", "prepare_run_dir", "replacing_folder", "write_config"]
+__all__ = [
+    "CONFIG_FILE",
+    "Checkpoints",
+    "check_same_run",
+    "lock_run_dir",
+    "prepare_run_dir",
+    "replacing_folder",
+    "write_config",
+]
 
 CONFIG_FILE = "config.yaml"
 
@@ -25,11 +34,22 @@ _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED = ".unfinished-"
 #: The file beside the checkpoints that names the newest.
 LATEST = "latest"
+#: Types of the values in ``trainer.json``, and those that a run needs to go on.
+_STATE: Mapping[str, tuple[type, ...]] = {
+    "step": (int,),
+    "data": (dict,),
+    "best_accuracy": (float, int, type(None)),
+    "accuracy": (float, int, type(None)),
+    "trainer": (dict,),
+    "stages": (dict,),
+}
+_NEEDED = ("data", "best_accuracy")
 #: Keys that may differ between a run and its continuation.
 _FREE = (
     "run_dir",
     "trackers",
     "tracker_kwargs",
+    "disabled_hooks",
     "runtime",
     "placement",
     "profiler",
@@ -52,6 +72,8 @@ _FREE = (
     "trainer.test_freq",
     "trainer.log_val_generations",
     "trainer.max_ckpt_to_keep",
+    "trainer.max_recoveries",
+    "trainer.on_driver",
     "trainer.keep_best_ckpt",
     "trainer.async_save",
     "trainer.resume_mode",
@@ -148,14 +170,39 @@ class Checkpoints:
         """The trainer's own state of a checkpoint.
 
         Raises:
-            CheckpointError: there is none that can be read.
+            CheckpointError: there is none that can be read, or a value in it has a wrong type.
         """
         file = self.path(step) / "trainer.json"
         try:
             state = json.loads(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise CheckpointError(f"checkpoint {self.path(step)} has no readable trainer.json: {error}") from error
-        return dict(state)
+        if not isinstance(state, dict):
+            raise CheckpointError(f"{file} has to be an object, this is a {type(state).__name__}")
+        for key, kinds in _STATE.items():
+            if key in state and not (isinstance(state[key], kinds) and not isinstance(state[key], bool)):
+                allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
+                raise CheckpointError(f"{file}: {key} has to be {allowed}, this is {state[key]!r:.60}")
+        if state.get("step") != step:
+            raise CheckpointError(f"{file}: step is {state.get('step')!r}, but the folder is that of step {step}")
+        return state
+
+    def require_state(self, step: int) -> None:
+        """Refuse a checkpoint from which a run cannot go on, as far as ``trainer.json`` shows.
+
+        Raises:
+            CheckpointError: names the file, what is wrong with it, and the checkpoints beside it.
+        """
+        others = ", ".join(f"step_{each}" for each in self.steps() if each != step) or "none"
+        try:
+            missing = [key for key in _NEEDED if key not in self.load_state(step)]
+            if missing:
+                raise CheckpointError(f"{self.path(step) / 'trainer.json'} lacks {', '.join(missing)}")
+        except CheckpointError as error:
+            raise CheckpointError(
+                f"{error}. Restore the file; or move {self.path(step)} away to go on from the checkpoint before "
+                f"(other ones: {others})"
+            ) from error
 
     def clean(self) -> None:
         """Remove what a killed run left half-written or half-deleted."""
@@ -171,9 +218,17 @@ class Checkpoints:
 
     def best_step(self) -> int | None:
         """Step of the complete checkpoint with the highest accuracy, the newest of equal ones."""
-        accuracies = {step: self.load_state(step).get("accuracy") for step in self.steps()}
+        accuracies = {step: self._accuracy(step) for step in self.steps()}
         rated = [(float(accuracy), step) for step, accuracy in accuracies.items() if accuracy is not None]
         return max(rated)[1] if rated else None
+
+    def _accuracy(self, step: int) -> float | None:
+        try:
+            accuracy: float | None = self.load_state(step).get("accuracy")
+        except CheckpointError as error:  # no reason to end a run that does not go on from it
+            logger.warning("%s; it counts as a checkpoint without an accuracy", error)
+            return None
+        return accuracy
 
     def _prune(self) -> None:
         if self.keep > 0:
@@ -183,31 +238,57 @@ class Checkpoints:
                     remove_folder(self.path(step))
 
 
-def prepare_run_dir(run_dir: Path, config: Mapping[str, Any], resume_mode: str) -> int:
-    """Make the directory ready and say which step the run goes on from (0 for a fresh one).
-
-    Args:
-        run_dir: made if it does not exist.
-        config: the run's whole config.
-        resume_mode: ``auto`` or ``disable``.
+def lock_run_dir(run_dir: Path, resume_mode: str) -> RunLock:
+    """Make the directory if there is none, and lock it; with ``disable`` an earlier run in it is set aside first.
 
     Raises:
-        ConfigError: the directory holds a run with other settings, or is no directory.
+        ConfigError: it is a file.
+        ResourceError: another run is on in it.
         CheckpointError: it cannot be made.
     """
+    lock = _make_and_lock(run_dir)
+    if resume_mode != "disable" or not _holds_anything(run_dir):
+        return lock
+    try:
+        _set_aside(run_dir)
+    except OSError as error:
+        raise CheckpointError(f"run_dir={run_dir} cannot be set aside: {error}") from error
+    finally:
+        lock.release()
+    return _make_and_lock(run_dir)
+
+
+def _make_and_lock(run_dir: Path) -> RunLock:
     if run_dir.exists() and not run_dir.is_dir():
         raise ConfigError(f"run_dir={run_dir} is a file")
-    checkpoints = Checkpoints(run_dir / "checkpoints")
-    if resume_mode == "disable":
-        _set_aside(run_dir)
-    elif _holds_a_run(run_dir):
-        check_same_run(run_dir, config)
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise CheckpointError(f"run_dir={run_dir} cannot be made: {error}") from error
+    return RunLock(run_dir)
+
+
+def prepare_run_dir(run_dir: Path, config: Mapping[str, Any]) -> int:
+    """Make the directory ready and return the step that the run goes on from (0 for a fresh one).
+
+    Args:
+        run_dir: from :func:`lock_run_dir`.
+        config: the run's whole config.
+
+    Raises:
+        ConfigError: the directory holds a run with other settings.
+        CheckpointError: the newest checkpoint cannot be gone on from.
+    """
+    if _holds_a_run(run_dir):
+        check_same_run(run_dir, config)
+    checkpoints = Checkpoints(run_dir / "checkpoints")
+    if checkpoints.folder.exists() and not checkpoints.folder.is_dir():
+        raise CheckpointError(f"{checkpoints.folder} is a file; checkpoints are written into a folder of this name")
     checkpoints.clean()
-    return max(checkpoints.steps(), default=0)
+    newest = max(checkpoints.steps(), default=0)
+    if newest:
+        checkpoints.require_state(newest)
+    return newest
 
 
 def _holds_a_run(run_dir: Path) -> bool:
@@ -215,9 +296,11 @@ def _holds_a_run(run_dir: Path) -> bool:
     return any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
 
 
+def _holds_anything(run_dir: Path) -> bool:
+    return (run_dir / CONFIG_FILE).exists() or _holds_a_run(run_dir)
+
+
 def _set_aside(run_dir: Path) -> None:
-    if not (run_dir / CONFIG_FILE).exists() and not _holds_a_run(run_dir):
-        return
     number = 1
     while (aside := run_dir.with_name(f"{run_dir.name}.old-{number}")).exists():
         number += 1
@@ -229,13 +312,11 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
     """Refuse to go on in ``run_dir`` with a config that would make another run of it.
 
     Raises:
-        ConfigError: names the keys that differ.
+        ConfigError: names the keys that differ, or the config of the run before cannot be read.
     """
-    from omegaconf import OmegaConf
-
     if not (run_dir / CONFIG_FILE).exists():
         return
-    before = flatten(OmegaConf.to_container(OmegaConf.load(run_dir / CONFIG_FILE)))
+    before = flatten(_read_config(run_dir / CONFIG_FILE))
     now = flatten(dict(config))
     old_home, new_home = str(before.get("run_dir", "")), str(now.get("run_dir", ""))
     different = [
@@ -251,6 +332,27 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
             f"run_dir={run_dir} holds a run with other settings ({'; '.join(different[:5])}{more}). "
             "Choose another run_dir, or trainer.resume_mode=disable to set that run aside and start anew"
         )
+
+
+def _read_config(file: Path) -> Any:
+    import yaml
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+
+    try:
+        config = OmegaConf.to_container(OmegaConf.load(file))
+    except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{file} of the run that {file.parent} holds cannot be read: {reason:.200}. Restore the file, remove it to "
+            "go on without comparing the settings, or set trainer.resume_mode=disable to set that run aside"
+        ) from error
+    if not isinstance(config, dict):
+        raise ConfigError(
+            f"{file} of the run that {file.parent} holds is no mapping but a {type(config).__name__}. Restore the "
+            "file, remove it to go on without comparing the settings, or set trainer.resume_mode=disable"
+        )
+    return config
 
 
 def _without(value: Any, run_dir: str) -> Any:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, ClassVar
 
 from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import BaseTrainer
+from rollcast.errors import CheckpointError
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.checkpoint_saver import CheckpointSaver
+from rollcast_trainer.run.recovery import Recovery
 from rollcast_trainer.run.run_dir import replacing_folder
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
@@ -39,6 +42,7 @@ class StagedTrainer(BaseTrainer):
         metrics, latest: metrics of the last step, and the last value of each metric of the run.
         batches, val_batches: training and validation prompts; set by :meth:`setup`.
         saver: writes the checkpoints; set by :meth:`setup`.
+        recovery: the loss of processes that this trainer goes on after; None for the first trainer of a run.
 
     Args:
         task: the run, not yet entered; a config that cannot work is refused here.
@@ -55,6 +59,7 @@ class StagedTrainer(BaseTrainer):
 
     def __init__(self, task: TaskRunner) -> None:
         self.task, self.step, self.total_steps = task, 0, 0
+        self.recovery: Recovery | None = None
         self.best_accuracy = float("-inf")
         self.metrics: dict[str, float] = {}
         self.latest: dict[str, float] = {}
@@ -149,11 +154,25 @@ class StagedTrainer(BaseTrainer):
         kept = state.get("stages", {})
         for place, stage in zip(self.places, self.stages, strict=True):
             if place.name in kept:
-                stage.load_state_dict(kept[place.name])
-        self.load_state_dict(state.get("trainer", {}))
+                with _naming_state(step, f"stages.{place.name}"):
+                    stage.load_state_dict(kept[place.name])
+        with _naming_state(step, "trainer"):
+            self.load_state_dict(state.get("trainer", {}))
         path = self.task.checkpoints.path(step)
         for role, group in self.run.groups.items():
             if role_trains(role):
                 group.load_checkpoint(str(path.resolve()))
         self.step = step
         logger.info("resumed from %s", path)
+
+
+@contextmanager
+def _naming_state(step: int, key: str) -> Iterator[None]:
+    """Errors from a state of the wrong shape name the checkpoint and the key in its ``trainer.json``."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise CheckpointError(
+            f"trainer.json of checkpoint step_{step}: {key} is not what was saved: {reason}"
+        ) from error

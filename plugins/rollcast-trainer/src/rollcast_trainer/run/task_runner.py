@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import WorkerGroup, build_section, start_groups
-from rollcast.contracts.dataset import BaseDataset, datasets
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
@@ -22,10 +21,11 @@ from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
-from rollcast.contracts.weight_sync import BaseWeightSync, weight_syncs
+from rollcast.contracts.trainer import RunResult
 from rollcast.contracts.worker import ClassWithInitArgs
-from rollcast.errors import ConfigError, DataError
+from rollcast.errors import ConfigError, DataError, ResourceError
 from rollcast.protocol import DataProto
+from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
@@ -40,11 +40,13 @@ from rollcast_serving.negotiation import Choice, check_choice, check_places, che
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
+from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_serving.worker import ReplicaWorker
-from rollcast_trainer.run.preparation import preprocess_data, train_warm_start
-from rollcast_trainer.run.run_dir import Checkpoints, prepare_run_dir, write_config
+from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
+from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config
+from rollcast_trainer.run.run_lock import RunLock
 from rollcast_trainer.schemas import RunConfig
-from rollcast_trainer.workers.roles import Role, placed_as
+from rollcast_trainer.workers.roles import Role, placed_as, role_trains
 from rollcast_trainer.workers.training import WorkerSetup
 
 if TYPE_CHECKING:
@@ -98,16 +100,20 @@ class TaskRunner:
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
         self.pools = build_pools(self.placement)
         self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
-        places = self.pools.get_resource_pool(Role.ROLLOUT).world_size
-        check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), places)
+        rollout_pool = self.pools.get_resource_pool(Role.ROLLOUT)
+        check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), rollout_pool.process_on_nodes)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
-        check_world_sizes(choice, engine, rollout, self.world_size, places)
+        check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
         self.start_step = 0
-        self.hooks: PluginManager = build_hook_manager()
+        #: By role, as :meth:`start_roles` has started them.
+        self.groups: dict[str, WorkerGroup] = {}
+        self._with_model: set[str] = set()
+        self.hooks: PluginManager = build_hook_manager(without=config.disabled_hooks)
         self._runtime: Runtime | None = None
+        self._lock: RunLock | None = None
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
         self._tokenizer: PreTrainedTokenizerBase | None = None
@@ -138,24 +144,47 @@ class TaskRunner:
     # -- start and stop -----------------------------------------------------------------------
 
     def __enter__(self) -> Self:
-        self.start_step = prepare_run_dir(self.run_dir, self.plain, self.trainer.resume_mode)
-        write_config(self.run_dir, OmegaConf.to_yaml(self.config))
-        preprocess_data(self.data, self.trainer.seed)
+        self._lock = lock_run_dir(self.run_dir, self.trainer.resume_mode)
+        try:
+            self.start_step = prepare_run_dir(self.run_dir, self.plain)
+            write_config(self.run_dir, OmegaConf.to_yaml(self.config))
+            preprocess_data(self.data, self.trainer.seed)
+            check_positions(self.model.path, self.data)
+        except BaseException:
+            self._lock.release()
+            raise
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with ExitStack() as stack:
+            if self._lock is not None:
+                stack.callback(self._lock.release)
             if self._runtime is not None:
                 stack.callback(_tell_if_nothing_recorded, self._runtime.recorder)
                 stack.callback(self._runtime.shutdown)
-            stack.callback(self._trackers.close)
-            for scorer in self._scorers:
-                stack.callback(scorer.close)
-            for sampler in self._samplers:
-                stack.callback(sampler.close)
-        self._runtime, self._scorers, self._samplers = None, [], []
+            self._close_parts(stack)
+        self._runtime = None
+
+    def _close_parts(self, stack: ExitStack) -> None:
+        """Have a stack close what one trainer has used: samplers first, trackers last."""
+        stack.callback(self._trackers.close)
+        for scorer in self._scorers:
+            stack.callback(scorer.close)
+        for sampler in self._samplers:
+            stack.callback(sampler.close)
+        self._scorers, self._samplers = [], []
+
+    def begin_again(self) -> int:
+        """Close what the failed trainer has used, and return the step that the next one goes on from.
+
+        The runtime stays, and so do the groups, which :meth:`start_roles` restarts.
+        """
+        with ExitStack() as stack:
+            self._close_parts(stack)
+        self.start_step = max(self.checkpoints.steps(), default=0)
+        return self.start_step
 
     def start(self) -> None:
         """Bring up the runtime, train the warm start if there is one, and start the trackers.
@@ -163,7 +192,8 @@ class TaskRunner:
         Raises:
             ResourceError: the machines do not have what the run asks for.
         """
-        self._runtime = self._build_runtime()
+        if self._runtime is None:
+            self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
             # runtime.record means the calls of the run itself.
@@ -171,6 +201,16 @@ class TaskRunner:
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
             self.model = dataclasses.replace(self.model, path=str(exported), random_init=False)
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
+
+    def run_on_cluster(self, function: Callable[..., RunResult], *args: Any) -> RunResult:
+        """Run a function in a process of the cluster, and return its result; for ``trainer.on_driver=false``.
+
+        Raises:
+            ResourceError: the runtime has no such processes.
+        """
+        with self._build_runtime() as runtime:
+            result: RunResult = runtime.run_driver(function, *args)
+            return result
 
     def _build_runtime(self) -> Runtime:
         settings = self.runtime_config
@@ -301,7 +341,19 @@ class TaskRunner:
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
         chosen = dict(workers)
-        self.emit("on_start_workers", workers=chosen, runtime=self._runtime)
+        fresh = self._restart_groups(chosen) if self.groups else None
+        if fresh is None:
+            fresh = self._start_groups(self._runtime, chosen)
+        self._with_model -= fresh
+        for role, worker in chosen.items():
+            if role not in self._with_model and hasattr(worker.cls, "init_model"):
+                self.groups[role].init_model()
+                self._with_model.add(role)
+        return dict(self.groups)
+
+    def _start_groups(self, runtime: Runtime, chosen: dict[str, ClassWithInitArgs[Any]]) -> set[str]:
+        """Start the groups of a run; return their roles."""
+        self.emit("on_start_workers", workers=chosen, runtime=runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
         if self.uses_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
@@ -309,16 +361,42 @@ class TaskRunner:
         groups = start_groups(
             self.pools,
             everyone,
-            runtime=self._runtime,
+            runtime=runtime,
             timeout=self.runtime_config.call_timeout_s,
             launch_timeout=self.runtime_config.launch_timeout_s,
             env=hide_accelerators() if self.placement.device == "cpu" else None,
             threads=self.runtime_config.threads_per_worker,
         )
-        for role, worker in chosen.items():
-            if hasattr(worker.cls, "init_model"):
-                groups[role].init_model()
-        return {str(role): group for role, group in groups.items()}
+        self.groups = {str(role): group for role, group in groups.items()}
+        return set(self.groups)
+
+    def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
+        """Restart the groups of a run that has lost some of their processes; return the roles of new processes.
+
+        Groups that live and hold nothing but frozen models stay as they are. Trained models go back to the
+        checkpoint, and replicas may have half of an update, so theirs are restarted too.
+
+        Returns:
+            None if a group cannot be placed where it was: all of them are ended then.
+        """
+        fresh: set[str] = set()
+        views = {group.name: group for group in self.groups.values()}
+        try:
+            for name, group in views.items():
+                roles = {role for role, view in self.groups.items() if view.name == name}
+                is_frozen = all(role in chosen and not role_trains(role) for role in roles)
+                if not is_frozen or group.lost_ranks or group.poisoned:
+                    group.restart()
+                    fresh |= roles
+        except ResourceError as error:
+            logger.warning("the workers cannot be started where they were, and are placed anew: %s", error)
+            for group in views.values():
+                group.shutdown()
+            self.groups = {}
+            return None
+        # Workers that were writing a checkpoint have ended by now.
+        self.checkpoints.clean()
+        return fresh
 
     @property
     def uses_replicas(self) -> bool:
@@ -371,7 +449,7 @@ class TaskRunner:
             ignore_eos=True,
         )
         ids = [size * (place + 1) // (count + 1) for place in range(count)]
-        return Canary(ids, sampling, self.rollout.canary, int(self.tokenizer.pad_token_id))
+        return Canary(ids, sampling, self.rollout.canary)
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""

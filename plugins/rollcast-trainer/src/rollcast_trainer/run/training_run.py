@@ -15,7 +15,6 @@ from rollcast.contracts.stage import Stage, roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_eval.scoring import RewardScorer
-from rollcast_serving.generation import trim_responses
 from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
 from rollcast_trainer.run.recorder import Recorder
@@ -226,13 +225,13 @@ class TrainingRun:
         )
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return a response for each prompt with the prompts' other columns, cut to the longest response.
+        """Return a response for each prompt with the prompts' other columns.
 
         Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
         """
         seeds = {"seed": self.seeds.draw(len(prompts))}
         output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling)
-        return prompts.drop(PROMPT).joined(trim_responses(output))
+        return prompts.drop(PROMPT).joined(output)
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin with the trainer."""

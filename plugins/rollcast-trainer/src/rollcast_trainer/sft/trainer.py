@@ -11,7 +11,7 @@ import torch
 
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import SftLoss
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.loop import LoopTrainer
@@ -39,7 +39,7 @@ class UpdateSupervised(Stage):
     def __call__(self, batch: DataProto) -> DataProto:
         rows, start = batch.select(MODEL), time.perf_counter()
         metrics = self.run.actor.update_actor(rows, [torch.arange(len(rows))])
-        tokens = float(rows["response_mask"].sum())
+        tokens = float(Jagged.of(rows["response_mask"]).values.sum())
         self.run.record({key.replace("actor/", "sft/"): value for key, value in metrics.items()})
         rate = tokens / max(time.perf_counter() - start, 1e-9)
         self.run.record({"sft/tokens": tokens, "sft/tokens_per_s": rate})

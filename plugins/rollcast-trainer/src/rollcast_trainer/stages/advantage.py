@@ -2,25 +2,33 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Mapping
 from typing import ClassVar
 
-from rollcast.contracts.algorithm import AdvantageInputs, advantages, needs_of
+import torch
+
+from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, advantages, needs_of
 from rollcast.contracts.engine import engines
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
+from rollcast_algorithms.advantages import WHITEN_EPSILON
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import without_advantage
 from rollcast_trainer.run.training_run import TrainingRun
 
-__all__ = ["Advantage"]
+__all__ = ["Advantage", "estimate_advantages"]
+
+#: Padded positions of the chunks that an estimator sees; whole small batches are one.
+CHUNK_TOKENS = 1 << 16
 
 #: Columns that the engine of a role computes only if it can: column to section and capability.
 _CAPABILITIES = {"sum_pi_squared": ("actor", "sum_pi_squared"), "values": ("critic", "value_model")}
 
 
 class Advantage(Stage):
-    """``advantages`` and ``returns`` float32 ``[B, T]`` of the estimator ``algorithm.adv_estimator``."""
+    """``advantages`` and ``returns`` jagged float32 of the estimator ``algorithm.adv_estimator``."""
 
     run: TrainingRun
     phase: ClassVar[str] = "advantage"
@@ -55,25 +63,109 @@ class Advantage(Stage):
         self._needs = needs_of(self._estimator)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        algorithm = self._algorithm
-        output = self._estimator(
+        advantages, returns = self._estimate(batch)
+        found = batch.with_columns({"advantages": advantages, "returns": returns})
+        self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
+        if "values" in found:
+            inside = Jagged.of(found["response_mask"]).values.bool()
+            given = returns.values[inside]
+            left = (given - Jagged.of(found["values"]).values[inside]).var()
+            self.run.record({"critic/explained_variance": float(1 - left / given.var().clamp(min=1e-8))})
+        self.run.emit_batch("on_batch_after_advantage", found)
+        return found
+
+    def _estimate(self, batch: DataProto) -> tuple[Jagged, Jagged]:
+        """Return advantages and returns, chunk by chunk of whole groups if the estimator can be called so."""
+        names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
+        columns = {name: batch[name] for name in dict.fromkeys(names)}
+        return estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
+
+
+def estimate_advantages(
+    estimator: AdvantageEstimator,
+    columns: Mapping[str, torch.Tensor],
+    group_ids: torch.Tensor,
+    algorithm: AlgorithmConfig,
+    chunk_tokens: int = CHUNK_TOKENS,
+) -> tuple[Jagged, Jagged]:
+    """Return ``advantages`` and ``returns`` of a batch, with the rows of ``response_mask``.
+
+    An estimator that declares ``by_group`` sees whole groups of at most ``chunk_tokens`` padded positions at a time, or
+    a single larger group; whitening is then over the whole batch, up to rounding as the estimator would do it.
+
+    Args:
+        columns: ``token_level_rewards``, ``response_mask`` and what the estimator declares; jagged or ``[B]``.
+        group_ids: Group of each row, int64 ``[B]``.
+        algorithm: Discounts and options.
+        chunk_tokens: Padded positions of a chunk.
+    """
+    needs = needs_of(estimator)
+    mask = Jagged.of(columns["response_mask"], "response_mask")
+    whitens_here = needs.by_group and needs.whitens
+    order, bounds = _chunks(group_ids, mask.lengths, chunk_tokens if needs.by_group else None)
+    flat = {name: Jagged.of(column) for name, column in columns.items() if column.layout == torch.jagged}
+    found: list[torch.Tensor] = []
+    total = square = 0.0
+    for start, stop in itertools.pairwise(bounds):
+        rows = order[start:stop]
+        picked = mask.positions(rows)
+        cut = {name: picked.with_values(column.values[picked.values]).pad() for name, column in flat.items()}
+        given = {name: column[rows] for name, column in columns.items() if name not in flat} | cut
+        output = estimator(
             AdvantageInputs(
-                token_level_rewards=batch["token_level_rewards"],
-                response_mask=batch["response_mask"],
-                group_ids=batch["uid"],
+                token_level_rewards=cut["token_level_rewards"],
+                response_mask=cut["response_mask"].long(),
+                group_ids=torch.unique(group_ids[rows], return_inverse=True)[1],
                 gamma=algorithm.gamma,
                 lam=algorithm.lam,
                 norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
                 options=algorithm.adv_kwargs,
-                columns=self._needs.select(dict(batch)),
+                columns=needs.select(given),
+                whiten=not whitens_here,
             )
         )
-        found = batch.with_columns({"advantages": output.advantages, "returns": output.returns})
-        self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
-        if "values" in found:
-            inside = found["response_mask"].bool()
-            left = (output.returns - found["values"])[inside].var()
-            explained = 1 - left / output.returns[inside].var().clamp(min=1e-8)
-            self.run.record({"critic/explained_variance": float(explained)})
-        self.run.emit_batch("on_batch_after_advantage", found)
-        return found
+        # Most outcome estimators return one tensor for both, which is then whitened once for both.
+        parts = (output.advantages,) if output.returns is output.advantages else (output.advantages, output.returns)
+        found = found or [torch.zeros(len(mask.values)) for _ in parts]
+        for target, padded in zip(found, parts, strict=True):
+            target[picked.values] = padded[picked.rows, picked.places]
+        if whitens_here:
+            total += float(output.advantages.sum(dtype=torch.float64))
+            square += float(output.advantages.double().square_().sum())
+    if whitens_here and found:
+        _whiten(found[0], mask.values, total, square)
+    found = found or [torch.zeros(0)]
+    return mask.with_values(found[0]), mask.with_values(found[-1])
+
+
+def _whiten(values: torch.Tensor, mask: torch.Tensor, total: float, square: float) -> None:
+    """Give the values under the mask mean 0 and sample variance 1, in place; the others are 0.
+
+    Args:
+        total, square: Sums of the values and of their squares.
+    """
+    count = int(mask.count_nonzero())
+    mean = total / max(count, 1)
+    variance = max(square - count * mean * mean, 0.0) / max(count - 1, 1)
+    # logical_not, because a comparison of bools with a number goes through eight bytes for each.
+    values.sub_(mean).mul_((variance + WHITEN_EPSILON) ** -0.5).masked_fill_(mask.logical_not(), 0.0)
+
+
+def _chunks(groups: torch.Tensor, lengths: torch.Tensor, limit: int | None) -> tuple[torch.Tensor, list[int]]:
+    """Return an order of the rows in which groups stand together, and the bounds of the chunks in it."""
+    if limit is None or not len(groups):
+        return torch.arange(len(groups)), [0, len(groups)]
+    order = groups.argsort(stable=True)
+    sizes = groups.bincount()
+    sizes = sizes[sizes > 0]
+    widest = torch.zeros(len(sizes), dtype=torch.int64)
+    places = torch.repeat_interleave(torch.arange(len(sizes)), sizes)
+    widest.scatter_reduce_(0, places, lengths[order], "amax")
+    bounds, rows, width = [0], 0, 0
+    for size, wide in zip(sizes.tolist(), widest.tolist(), strict=True):
+        width = max(width, wide)
+        if rows and (rows + size) * width > limit:
+            bounds.append(bounds[-1] + rows)
+            rows, width = 0, wide
+        rows += size
+    return order, [*bounds, bounds[-1] + rows]

@@ -19,7 +19,7 @@ __all__ = ["UpdateCritic", "Values"]
 
 
 class Values(Stage):
-    """``values`` float32 ``[B, T]``: the critic's values of the states in which tokens were chosen."""
+    """``values`` jagged float32: the critic's values of the states in which tokens were chosen."""
 
     run: TrainingRun
     phase: ClassVar[str] = "values"

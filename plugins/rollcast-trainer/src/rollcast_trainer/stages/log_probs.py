@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 from rollcast.contracts.engine import engines
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_trainer.batch.columns import MODEL
@@ -28,7 +28,7 @@ def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
 
 
 class OldLogProb(Stage):
-    """``old_log_probs`` float32 ``[B, T]``, and ``sum_pi_squared`` where a stage reads it."""
+    """``old_log_probs`` jagged float32, and ``sum_pi_squared`` where a stage reads it."""
 
     run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
@@ -97,7 +97,8 @@ class RolloutCorrection(Stage):
         """Return the batch with the rollout's log-probs for the old ones, and so with weights of 1."""
         columns = {"old_log_probs": batch["rollout_log_probs"], KEPT: batch["response_mask"]}
         if self._config.rollout_is is not None:
-            columns["rollout_is_weights"] = (batch["response_mask"] != 0).float()
+            mask = Jagged.of(batch["response_mask"])
+            columns["rollout_is_weights"] = mask.like(mask.values.bool().float())
         return batch.with_columns(columns)
 
     def _correct(self, batch: DataProto) -> DataProto:
@@ -106,17 +107,17 @@ class RolloutCorrection(Stage):
         Raises:
             ConfigError: a key of ``algorithm.rollout_correction`` is not valid.
         """
+        mask = Jagged.of(batch["response_mask"])
+        old, rollout = (Jagged.of(batch[name]).pad() for name in ("old_log_probs", "rollout_log_probs"))
         try:
-            found = correct_rollout(
-                batch["old_log_probs"], batch["rollout_log_probs"], batch["response_mask"], self._config
-            )
+            found = correct_rollout(old, rollout, mask.pad(), self._config)
         except ValueError as error:
             raise ConfigError(f"algorithm.rollout_correction: {error}") from error
         self._last_gap, self._steps_since = found.metrics["rollout_corr/k3_kl"], 0
         self.run.record(found.metrics)
-        columns = {KEPT: found.response_mask}
+        columns = {KEPT: mask.like(found.response_mask[mask.rows, mask.places])}
         if found.weights is not None:
-            columns["rollout_is_weights"] = found.weights
+            columns["rollout_is_weights"] = mask.like(found.weights[mask.rows, mask.places])
         return batch.with_columns(columns)
 
     def state_dict(self) -> dict[str, Any]:
@@ -158,7 +159,7 @@ def check_offload(run: TrainingRun) -> None:
 
 
 class RefLogProb(Stage):
-    """``ref_log_prob`` float32 ``[B, T]``: log-probs under the reference policy."""
+    """``ref_log_prob`` jagged float32: log-probs under the reference policy."""
 
     run: TrainingRun
     phase: ClassVar[str] = "ref_log_prob"

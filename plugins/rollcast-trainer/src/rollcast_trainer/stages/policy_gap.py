@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from rollcast.contracts.weight_sync import weight_syncs
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = ["KEPT", "acts", "correction_columns", "log_prob_metrics", "rollout_log_probs_serve"]
 
 KEPT = "kept_mask"
-"""Column ``[B, T]``: the response mask without what the correction rejected."""
+"""Jagged column: the response mask without what the correction rejected."""
 
 
 def acts(config: RolloutCorrectionConfig) -> bool:
@@ -41,11 +41,12 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
 
 def log_prob_metrics(batch: DataProto, output: DataProto) -> dict[str, float]:
     """Return the entropy, and the gap between the rollout's log-probs and those of the actor in ``output``."""
-    mask = batch["response_mask"].bool()
+    mask = Jagged.of(batch["response_mask"]).values.bool()
     tokens = max(int(mask.sum()), 1)
-    gap = (output["old_log_probs"] - batch["rollout_log_probs"]).abs().masked_fill(~mask, 0.0)
+    old, rollout = (Jagged.of(each).values for each in (output["old_log_probs"], batch["rollout_log_probs"]))
+    gap = (old - rollout).abs().masked_fill(~mask, 0.0)
     return {
-        "actor/entropy": float(output["entropy"].masked_fill(~mask, 0.0).sum()) / tokens,
-        "rollout/logprob_gap_max": float(gap.max()),
+        "actor/entropy": float(Jagged.of(output["entropy"]).values.masked_fill(~mask, 0.0).sum()) / tokens,
+        "rollout/logprob_gap_max": float(gap.max()) if len(gap) else 0.0,
         "rollout/logprob_gap_mean": float(gap.sum()) / tokens,
     }

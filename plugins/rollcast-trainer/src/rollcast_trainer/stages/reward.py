@@ -11,14 +11,13 @@ import torch
 
 from rollcast.contracts.algorithm import (
     REWARD_COMPONENT,
-    KlControllerSettings,
-    kl_controllers,
     kl_penalties,
     needs_vocabulary,
 )
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError, RewardError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
+from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_eval.scoring import Scored
 from rollcast_trainer.batch.columns import MODEL
@@ -68,7 +67,7 @@ class RewardModelScores(Stage):
 
 
 class Reward(Stage):
-    """``token_level_scores`` float32 ``[B, T]``: the score of each response at its last token.
+    """``token_level_scores`` jagged float32: the score of each response at its last token.
 
     Rows that ``reward.on_error=drop`` drops leave the batch.
     """
@@ -98,7 +97,7 @@ class Reward(Stage):
         if "rm_scores" in batch:
             scored.rule_weight = self._model.rule_weight
             scored.scores = self._model.weight * batch["rm_scores"] + scored.rule_weight * scored.scores
-        scores = scored.token_level_scores(batch["response_mask"])
+        scores = scored.token_level_scores(Jagged.of(batch["response_mask"])).column()
         columns = {"token_level_scores": scores}
         if not self._algorithm.use_kl_in_reward:
             columns["token_level_rewards"] = scores
@@ -151,9 +150,6 @@ class FilterGroups(Stage):
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec | None:
         algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
-        limit = algorithm.filter_groups.max_num_gen_batches
-        if limit < 1:
-            raise ConfigError(f"algorithm.filter_groups.max_num_gen_batches is {limit}; it must be at least 1")
         if not algorithm.filter_groups.enable:
             return None
         return StageSpec(reads=("uid", _FILTERED), after=("reward",), changes_rows=True)
@@ -176,7 +172,7 @@ class FilterGroups(Stage):
             current = self.run.resample(self)
         self.run.record({"rollout/gen_batches": float(count), "rollout/kept_groups": float(min(groups, wanted))})
         if groups:
-            batch = join_groups(kept, wanted, int(self.run.task.tokenizer.pad_token_id))
+            batch = join_groups(kept, wanted)
         else:
             logger.warning("step %d: no group of %d batches has scores that differ", self.run.step, count)
         self.run.emit_batch("on_batch_after_reward", batch)
@@ -184,7 +180,7 @@ class FilterGroups(Stage):
 
 
 class KlInReward(Stage):
-    """``token_level_rewards`` float32 ``[B, T]``: the scores less ``coefficient * penalty`` at each token."""
+    """``token_level_rewards`` jagged float32: the scores less ``coefficient * penalty`` at each token."""
 
     run: TrainingRun
     phase: ClassVar[str] = "advantage"
@@ -211,15 +207,20 @@ class KlInReward(Stage):
         self._controller = kl_controllers.get(algorithm.kl_controller)(settings)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        inside = batch["response_mask"] != 0
-        # Nothing wild may stand under the zeros of the mask.
-        old, ref = (batch[name].masked_fill(~inside, 0.0) for name in ("old_log_probs", "ref_log_prob"))
-        penalty = self._penalty(old, ref).masked_fill(~inside, 0.0)
+        scores = Jagged.of(batch["token_level_scores"])
+        inside = Jagged.of(batch["response_mask"]).values.bool()
+        # Nothing wild may stand under the zeros of the mask. A penalty of the sampled tokens sees each by itself, so
+        # that all of them can stand in one row.
+        old, ref = (
+            Jagged.of(batch[name]).values.masked_fill(~inside, 0.0).unsqueeze(0)
+            for name in ("old_log_probs", "ref_log_prob")
+        )
+        penalty = self._penalty(old, ref).squeeze(0).masked_fill(~inside, 0.0)
         coefficient = self._controller.value
         mean = float(penalty.sum()) / max(float(inside.sum()), 1.0)
         self._controller.update(mean, len(batch))
         self.run.record({"actor/reward_kl_penalty": mean, "actor/kl_coef": coefficient})
-        return batch.with_columns({"token_level_rewards": batch["token_level_scores"] - coefficient * penalty})
+        return batch.with_columns({"token_level_rewards": scores.like(scores.values - coefficient * penalty)})
 
     def state_dict(self) -> dict[str, Any]:
         return self._controller.state_dict()

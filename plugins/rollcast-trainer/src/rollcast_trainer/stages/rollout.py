@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from rollcast.contracts.stage import Stage, StageSpec
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.columns import GENERATED, PROMPT
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.training_run import TrainingRun
@@ -47,7 +47,7 @@ class Rollout(Stage):
         generated = self.run.generate(rows, self.run.sampling())
         if self._serves:
             generated = generated.with_columns({"old_log_probs": generated["rollout_log_probs"]})
-        lengths = generated["response_mask"].sum(-1).float()
+        lengths = Jagged.of(generated["response_mask"]).sums().float()
         tokens = float(lengths.sum())
         self.run.record(
             {
@@ -87,10 +87,8 @@ class RewardBaselines(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         first, place = first_rows(batch)
-        rows = batch.select_idxs(first)
-        width = rows["prompts"].shape[1]
-        columns = {name: rows[name][:, :width] for name in PROMPT}
-        prompts = DataProto.from_dict(columns, dict(rows.non_tensor_batch))
+        columns = [*PROMPT, *(name for name in ("ground_truth", "data_source", "extra_info") if name in batch)]
+        prompts = batch.select(columns).select_idxs(first)
         greedy = replace(self.run.sampling(), temperature=0.0)
         scores = self.run.scorer.score(self.run.generate(prompts, greedy)).scores
         self.run.record({"reward/baseline_mean": float(scores.mean())})

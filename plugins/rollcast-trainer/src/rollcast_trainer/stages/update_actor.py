@@ -11,7 +11,7 @@ from rollcast.contracts.algorithm import Denominators, kl_penalties, loss_aggreg
 from rollcast.contracts.engine import LossInputs
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
@@ -19,7 +19,7 @@ from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig
-from rollcast_trainer.stages.log_probs import configure_reference
+from rollcast_trainer.stages.log_probs import check_offload, configure_reference
 from rollcast_trainer.stages.policy_gap import KEPT, correction_columns
 from rollcast_trainer.workers.roles import Role
 
@@ -57,6 +57,8 @@ class UpdateActor(Stage):
         self._policy: PpoActorConfig = run.task.actor
         config = run.section("algorithm", AlgorithmConfig).rollout_correction
         self.vocabulary_kl = find_vocabulary_kl(run)
+        if self.vocabulary_kl is not None:
+            check_offload(run)
         self.loss_function = build_loss(self._policy, config.rollout_is is not None)
         self._may_skip = self._policy.skip_zero_advantage and needs_advantage(self.loss_function)
 
@@ -83,14 +85,25 @@ class UpdateActor(Stage):
         # What the correction rejected is not under the update's mask.
         rows = batch.with_columns({"response_mask": batch[KEPT]}) if KEPT in batch else batch
         loss = self.loss_function
-        prepared = loss.prepare(rows["old_log_probs"], rows["advantages"], rows["response_mask"], dict(rows))
+        prepared = self._prepare(rows) if loss.prepares else {}
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
         mini_batches, epochs = draw_mini_batches(len(rows), count, policy.ppo_epochs, run.order_seed(0))
         skipped = without_advantage(rows) if self._may_skip else None
-        read = [name for name in loss.needs.select(dict(rows)) if name not in MODEL]
+        read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
         columns = rows.with_columns(prepared).select([*MODEL, *read, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch
+
+    def _prepare(self, rows: DataProto) -> dict[str, Jagged]:
+        """Return the columns that the policy loss computes from the whole batch."""
+        mask = Jagged.of(rows["response_mask"])
+        names = {"old_log_probs", "advantages", *self.loss_function.needs.select(dict.fromkeys(rows.keys()))}
+        padded = {
+            name: Jagged.of(rows[name], name).pad() if rows[name].layout == torch.jagged else rows[name]
+            for name in names
+        }
+        prepared = self.loss_function.prepare(padded["old_log_probs"], padded["advantages"], mask.pad().long(), padded)
+        return {name: mask.with_values(column[mask.rows, mask.places]) for name, column in prepared.items()}
 
 
 def needs_advantage(loss: PpoLoss) -> bool:

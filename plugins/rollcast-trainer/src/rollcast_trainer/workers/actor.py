@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 import random
 import time
 from collections.abc import Sequence
@@ -16,13 +15,13 @@ import torch
 
 from rollcast import Worker, register
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
-from rollcast.contracts.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
 from rollcast.errors import CapabilityError, CheckpointError, WeightSyncError
 from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_serving.client import ReplicaReceiver
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap
 from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
@@ -40,6 +39,8 @@ def _seed_process(seed: int) -> None:
 class ActorRolloutRefWorker(Worker):
     """Actor, rollout and (if asked for) reference policy in one process; the mesh is ``actor``."""
 
+    #: Generation and training compute in one thread, which has one team of OpenMP threads.
+    concurrent_async: ClassVar[bool] = False
     trains: ClassVar[bool] = True
     mesh: ClassVar[str] = "actor"
 
@@ -96,16 +97,16 @@ class ActorRolloutRefWorker(Worker):
         """A response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
         if self.rollout is None:
             raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
-        return await generate_sequences(self.rollout, prompts, sampling, self.setup.pad_token_id)
+        return await generate_sequences(self.rollout, prompts, sampling)
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropy`` under the actor, float32 ``[B, T]``."""
+        """``old_log_probs`` and ``entropy`` under the actor, jagged float32."""
         return self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
+        """``ref_log_prob`` under the reference policy, jagged float32."""
         if not self.setup.has_reference:
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
@@ -218,8 +219,9 @@ class ActorRolloutRefWorker(Worker):
             return
         try:
             self.rollout.load_state_dict(torch.load(state, weights_only=True))
-        except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:
-            raise CheckpointError(f"{state} cannot be read: {error}") from error
+        except Exception as error:  # torch's unpickler and the rollout raise whatever the bytes lead to
+            reason = str(error).partition("\n")[0]
+            raise CheckpointError(f"{state} cannot be read: {type(error).__name__}: {reason}") from error
 
     def record_state(self, folder: str) -> None:
         """A checkpoint, if there is a model already."""

@@ -34,9 +34,9 @@ class CriticWorker(Worker):
         self.register_mesh("critic", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
         self.is_built = True
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), rows="same")
     def compute_values(self, data: DataProto) -> DataProto:
-        """``values`` of the states in which the response tokens were chosen, float32 ``[B, T]``."""
+        """``values`` of the states in which the response tokens were chosen, jagged float32."""
         return self.critic.infer_batch(data, self.setup.infer)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))

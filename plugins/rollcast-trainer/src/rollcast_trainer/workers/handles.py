@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
@@ -60,7 +60,7 @@ class RoleHandle:
             batch: columns of a model's pass.
         """
         playing = self.playing
-        lengths, tokens = row_lengths(batch), int(batch["response_mask"].sum())
+        lengths, tokens = row_lengths(batch), int(Jagged.of(batch["response_mask"]).values.sum())
         with playing.meter.measuring(playing.role, playing.played_as, method, lengths, tokens):
             return spread_rows(call, batch, playing.ranks if playing.balances else 1)
 
@@ -83,7 +83,7 @@ class RoleHandle:
         arranged, plan = plan_update(batch, mini_batches, ranks, playing.max_tokens, epochs, skip_rows, balanced)
         passed = torch.cat(list(mini_batches)).repeat(epochs)
         passed = passed if skip_rows is None else passed[~skip_rows[passed]]
-        tokens = int(batch["response_mask"].sum(-1)[passed].sum())
+        tokens = int(Jagged.of(batch["response_mask"]).sums()[passed].sum())
         rows = [lengths[row] for row in passed.tolist()]
         with playing.meter.measuring(playing.role, playing.played_as, method, rows, tokens, "train"):
             return dict(call(arranged, plan)[0])
@@ -93,7 +93,7 @@ class ActorHandle(RoleHandle):
     """The policy in training."""
 
     def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Return ``old_log_probs`` and what else the setup asks for, float32 ``[B, T]``."""
+        """Return ``old_log_probs`` and what else the setup asks for, jagged float32."""
         return self.infer("compute_log_prob", self.group.compute_log_prob, batch.select(MODEL))
 
     def update_actor(
@@ -112,7 +112,7 @@ class ReferenceHandle(RoleHandle):
     """The frozen initial policy."""
 
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
-        """Return ``ref_log_prob``, float32 ``[B, T]``."""
+        """Return ``ref_log_prob``, jagged float32."""
         return self.infer("compute_ref_log_prob", self.group.compute_ref_log_prob, batch.select(MODEL))
 
 
@@ -120,7 +120,7 @@ class CriticHandle(RoleHandle):
     """The value model."""
 
     def compute_values(self, batch: DataProto) -> DataProto:
-        """Return ``values``, float32 ``[B, T]``."""
+        """Return ``values``, jagged float32."""
         return self.infer("compute_values", self.group.compute_values, batch.select(MODEL))
 
     def update_critic(

@@ -31,7 +31,7 @@ class RefWorker(Worker):
         engine = self.ref.engine
         self.register_mesh("ref", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
         plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)

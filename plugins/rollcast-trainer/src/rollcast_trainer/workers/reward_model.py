@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import ClassVar
 
@@ -10,13 +9,11 @@ import torch
 
 from rollcast import Worker, register
 from rollcast.errors import ConfigError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
 
 __all__ = ["RewardModelWorker", "check_reward_model", "with_end_state"]
-
-_SCORED = ("input_ids", "attention_mask", "responses", "response_mask")
 
 
 def check_reward_model(path: str | None) -> str:
@@ -44,32 +41,26 @@ def check_reward_model(path: str | None) -> str:
     )
 
 
-def with_end_state(batch: Mapping[str, torch.Tensor], pad_token_id: int) -> dict[str, torch.Tensor]:
-    """The batch with one more position, so that each row's last token has one after it.
+def with_end_state(batch: DataProto, pad_token_id: int) -> DataProto:
+    """Return the batch with one more token in each row, after its last.
 
-    The state in which that next token would be chosen is the one after the last token. Nothing before
-    it sees the token that stands there.
+    The state in which that token would be chosen is the one after the last token. Nothing before it sees it.
 
     Args:
-        batch: ``input_ids`` ``[B, P + T]``, ``attention_mask`` ``[B, P + T]``, ``responses`` and
-            ``response_mask`` ``[B, T]``.
-        pad_token_id: stands at the new position.
+        batch: ``prompts``, ``responses`` and ``response_mask``.
+        pad_token_id: the token.
 
     Returns:
-        The same columns with ``T + 1`` positions, and ``position_ids``; ``response_mask`` is 1 at the
-        position after the last token, and nowhere else.
+        The same columns; ``response_mask`` is True at the new token, and nowhere else.
     """
-    lengths = batch["response_mask"].sum(-1, keepdim=True)
-    positions = torch.arange(batch["response_mask"].shape[1] + 1)
-    prompts = batch["attention_mask"].shape[1] - batch["response_mask"].shape[1]
-    attention = torch.cat([batch["attention_mask"][:, :prompts], (positions <= lengths).long()], 1)
-    return {
-        "input_ids": torch.nn.functional.pad(batch["input_ids"], (0, 1), value=pad_token_id),
-        "attention_mask": attention,
-        "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
-        "responses": torch.nn.functional.pad(batch["responses"], (0, 1), value=pad_token_id),
-        "response_mask": (positions == lengths).long(),
-    }
+    responses = Jagged.of(batch["responses"], "responses")
+    lengths = responses.lengths + 1
+    ends = lengths.cumsum(0)
+    ids = responses.values.new_full((int(lengths.sum()),), pad_token_id)
+    is_new = torch.zeros(len(ids), dtype=torch.bool).index_fill_(0, ends - 1, True)
+    ids[~is_new] = responses.values
+    longer = Jagged.from_lengths(ids, lengths)
+    return batch.select(["prompts"]).with_columns({"responses": longer, "response_mask": longer.with_values(is_new)})
 
 
 class RewardModelWorker(Worker):
@@ -89,12 +80,12 @@ class RewardModelWorker(Worker):
         engine = self.model.engine
         self.register_mesh("reward_model", engine.get_data_parallel_rank(), engine.is_mp_src_rank_with_outputs())
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"), rows="same")
     def compute_rm_score(self, data: DataProto) -> DataProto:
         """``rm_scores`` float32 ``[B]``: the model's value after each response's last token."""
-        columns = with_end_state({name: data[name] for name in _SCORED}, self.setup.pad_token_id)
-        values = self.model.infer_batch(DataProto.from_dict(columns), self.setup.infer)["values"]
-        return DataProto.from_dict({"rm_scores": values.sum(-1)}, length=len(data))
+        rows = with_end_state(data, self.setup.pad_token_id)
+        values = self.model.infer_batch(rows, self.setup.infer)["values"]
+        return DataProto.from_dict({"rm_scores": Jagged.of(values).sums()}, length=len(data))
 
     def replay_state(self, folder: str) -> None:
         """The model; it has no state beside."""

@@ -146,7 +146,7 @@ class TrainingWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
-        """``log_probs`` (and ``entropy``), or ``values``, of the responses, float32 ``[B, T]``."""
+        """``log_probs`` (and ``entropy``), or ``values``, of the responses, jagged float32."""
         with self.on_device(), self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
 

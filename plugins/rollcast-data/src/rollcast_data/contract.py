@@ -45,7 +45,7 @@ class BaseDataset(ABC):
 
     @abstractmethod
     def collate(self, rows: list[Any]) -> DataProto:
-        """Return a batch: ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P]``, left-padded."""
+        """Return a batch with the jagged column ``prompts``, int32, and whatever else the rows have."""
 
 
 @dataclass(frozen=True)

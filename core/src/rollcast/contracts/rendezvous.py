@@ -1,0 +1,41 @@
+"""Where the ranks of a process group meet: a store that listens on one address."""
+
+from __future__ import annotations
+
+import socket
+from datetime import timedelta
+from typing import Any
+
+__all__ = ["serve_store"]
+
+
+def serve_store(host: str, port: int, timeout: timedelta, world_size: int | None = None) -> Any:
+    """Start the store of a process group on ``host`` alone; torch's own listens on every interface.
+
+    Args:
+        host: An address of this machine.
+        port: Port to listen on; 0 for a free one.
+        timeout: Time that a client waits for a key.
+        world_size: Clients, this one included, that the store's end waits for; None if their number is open.
+
+    Returns:
+        A ``torch.distributed.TCPStore``.
+
+    Raises:
+        OSError: The address or the port is not free.
+    """
+    import torch.distributed as dist
+
+    family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+    with socket.create_server((host, port), family=family, backlog=1024) as listener:
+        stores: Any = dist  # the stubs lack the stores
+        # The store owns the descriptor from here on.
+        return stores.TCPStore(
+            host,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timeout,
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
+        )

@@ -1,0 +1,232 @@
+"""Arguments of a call in the worker's process: handles are fetched, and writes in place are noticed.
+
+What a worker receives may share memory with other ranks, other readers of a handle and, in one process, with the
+controller. A method that is registered with ``mutates`` gets copies; for everything else the state of each tensor is
+compared before and after the call:
+
+- torch counts writes (``Tensor._version``), through views and ``detach()`` too;
+- bytes are compared, for writes that torch does not count (NumPy, ``Tensor.data``, native code): all of a small tensor,
+  and eight bytes of each page of a large one.
+
+NumPy arrays arrive read-only, so that a write to one raises inside the method.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+from rollcast.controller.dispatch import Registered
+from rollcast.errors import WorkerError
+
+if TYPE_CHECKING:
+    import torch
+
+    from rollcast.protocol import DataProto
+    from rollcast.protocol.future import Fetch, Kept
+
+__all__ = ["Arguments", "is_handle"]
+
+#: Bytes of a tensor that are compared as a whole.
+_SMALL = 64 << 10
+_PAGE = 4096
+#: Bytes that are compared of each page of a larger tensor.
+_WORD = 8
+#: Types whose values hold no tensor, handle or container.
+_PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
+
+
+def _loaded(module: str, name: str) -> Any:
+    """Return a class of a module; None if the module is not loaded, so that nothing can be an instance of it."""
+    found = sys.modules.get(module)
+    return None if found is None else getattr(found, name)
+
+
+def is_handle(value: Any) -> bool:
+    """Return True for a :class:`~rollcast.protocol.future.DataProtoFuture`."""
+    handle = _loaded("rollcast.protocol.future", "DataProtoFuture")
+    return handle is not None and isinstance(value, handle)
+
+
+def _is(value: Any, module: str, name: str) -> bool:
+    cls = _loaded(module, name)
+    return cls is not None and isinstance(value, cls)
+
+
+class _Watched:
+    """The state of one tensor before a call."""
+
+    def __init__(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        self.kind = kind
+        self.name = name
+        self._tensor = tensor
+        self._version = None if tensor.is_inference() else tensor._version
+        self._bytes = _sampled(tensor)
+
+    def changed(self) -> bool:
+        """Return True if the tensor was written to."""
+        if self._version is not None and self._tensor._version != self._version:
+            return True
+        if self._bytes is None:
+            return False
+        now = _sampled(self._tensor)
+        return now is None or not bool((now == self._bytes).all())
+
+
+def _sampled(tensor: torch.Tensor) -> Any:
+    """Return a copy of bytes that shows most writes; None where bytes cannot be compared cheaply."""
+    if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
+        return None
+    import torch
+
+    raw = tensor.detach().as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    if raw.nbytes <= _SMALL:
+        return raw.copy()
+    step = _PAGE
+    pages = raw[: raw.nbytes // step * step].reshape(-1, step)
+    return pages[:, :_WORD].copy()
+
+
+@lru_cache(maxsize=1024)
+def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
+    """Return the names of the positional parameters of a method's function, without ``self``."""
+    try:
+        found = list(inspect.signature(function).parameters.values())[1:]
+    except (TypeError, ValueError):
+        return ()
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return tuple(parameter.name for parameter in found if parameter.kind in positional)
+
+
+class Arguments:
+    """The arguments of one call, as the method gets them.
+
+    Args:
+        entry: registration of the method; None for one that is not registered.
+        fetch: reads rows of handles.
+        same_process: True if the controller's objects themselves arrive.
+    """
+
+    def __init__(self, entry: Registered | None, fetch: Fetch, same_process: bool) -> None:
+        self._entry = entry
+        self._fetch = fetch
+        self._same_process = same_process
+        self._watched: list[_Watched] = []
+        self._kept: list[tuple[frozenset[str], tuple[Kept, ...]]] = []
+
+    def arrive(
+        self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Return the arguments with handles fetched, private copies made, and everything else watched."""
+        names = _parameters(getattr(method, "__func__", method)) if args else ()
+        arrived = [self._value(value, names[i] if i < len(names) else f"{i}") for i, value in enumerate(args)]
+        return arrived, {key: self._value(value, key) for key, value in kwargs.items()}
+
+    def check(self, where: str) -> None:
+        """Raise if the method wrote to anything that others may read; mark stored rows that it damaged.
+
+        Raises:
+            WorkerError: names ``where`` and the columns or arguments.
+            DataProtoError: another process has damaged the rows during the call.
+        """
+        written = {(watched.kind, watched.name): None for watched in self._watched if watched.changed()}
+        if written:
+            what = ", ".join(f"{kind} {name!r}" for kind, name in written)
+            told = (
+                f"{where} wrote in place to {what}, which other ranks and readers may share. Register the method with "
+                f"mutates={tuple(name for _, name in written)!r} to get a copy of its own, or write to a clone()"
+            )
+            for columns, stored in self._kept:
+                if any(kind == "column" and name in columns for kind, name in written):
+                    for kept in stored:
+                        kept.damage(told)
+            raise WorkerError(told)
+        for _, stored in self._kept:
+            for kept in stored:
+                kept.check()
+
+    def _may_write(self, *names: str) -> bool:
+        return self._entry is not None and self._entry.may_write(*names)
+
+    def _value(self, value: Any, name: str) -> Any:
+        kind = type(value)
+        if kind in _PLAIN:
+            return value
+        if kind is list or kind is tuple:
+            return kind(value) if _PLAIN.issuperset(map(type, value)) else kind(self._value(v, name) for v in value)
+        if kind is dict:
+            return {key: self._value(item, f"{name}[{key!r}]" if name else key) for key, item in value.items()}
+        if _is(value, "rollcast.protocol.batch", "DataProto"):
+            return self._batch(value, None, name)
+        if is_handle(value):
+            return self._handle(value, name)
+        if _is(value, "torch", "Tensor"):
+            return self._tensor(value, name)
+        if self._same_process and _is(value, "numpy", "ndarray"):
+            return self._array(value, name)
+        return value
+
+    def _handle(self, handle: Any, name: str) -> Any:
+        bound = handle.bind(self._fetch)
+        if self._entry is not None and not self._entry.materialize_futures:
+            return bound
+        if bound.wait()._other:
+            return bound.get()
+        reading = bound.read()
+        self._kept.append((reading.shared, reading.kept))
+        return self._batch(reading.batch, reading.shared, name)
+
+    def _batch(self, batch: DataProto, shared: frozenset[str] | None, name: str) -> DataProto:
+        """Return a batch of its own whose shared columns (all for None) are copied or watched."""
+        import torch
+
+        from rollcast.protocol._columns import kind_of, map_tensors
+
+        length, columns, meta = batch._content()
+        mine = dict(columns)
+        written: dict[str, torch.Tensor] = {}
+        for label, column in columns.items():
+            if kind_of(column) == "object":
+                mine[label] = _own_objects(column) if self._same_process else column
+            elif shared is not None and label not in shared:
+                continue
+            elif self._may_write(label, name):
+                written[label] = column
+            else:
+                self._watch("column", label, column)
+        # All at once, so that jagged columns that share offsets still do.
+        return type(batch)._of(length, {**mine, **map_tensors(written, torch.clone)}, meta)
+
+    def _watch(self, kind: str, name: str, tensor: torch.Tensor) -> None:
+        parts = [tensor] if not tensor.is_nested else [tensor._values, tensor._offsets]  # type: ignore[attr-defined]
+        self._watched += [_Watched(kind, name, part) for part in parts]
+
+    def _tensor(self, value: torch.Tensor, name: str) -> torch.Tensor:
+        if self._may_write(name, name.partition("[")[0]):
+            return value.clone()
+        self._watch("argument", name.partition("[")[0], value)
+        return value
+
+    def _array(self, value: Any, name: str) -> Any:
+        if self._may_write(name, name.partition("[")[0]):
+            return value.copy()
+        view = value.view()
+        view.flags.writeable = False
+        return view
+
+
+def _own_objects(column: Any) -> Any:
+    """Return the objects with containers of their own: on other runtimes they travel by pickle."""
+    from rollcast.protocol._objects import ObjectColumn, object_array
+    from rollcast.protocol._values import copy_value
+
+    positions, used = column.compact()
+    objects = used.tolist()
+    if _PLAIN.issuperset(map(type, objects)):
+        return column
+    import torch
+
+    return ObjectColumn.wrap(torch.from_numpy(positions), object_array(map(copy_value, objects), len(objects)))

@@ -1,0 +1,185 @@
+"""Calls of a group that are under way: values that ranks share, and errors that nobody has waited for."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.dispatch import RankCall
+from rollcast.controller.arguments import is_handle
+from rollcast.errors import RollcastError
+
+if TYPE_CHECKING:
+    from rollcast.protocol import DataProtoFuture
+
+__all__ = ["SharedValues", "Unawaited"]
+
+logger = logging.getLogger(__name__)
+
+#: Bytes from which a plain value is stored for several ranks; below, a copy for each is cheaper.
+_WORTH_STORING = 1 << 10
+#: Types without bytes worth storing, left out before anything else is asked.
+_SMALL = frozenset({int, float, str, bool, complex, type(None)})
+
+
+def _bytes_in(value: Any) -> int:
+    """Return the bytes of the tensors, arrays and bytes in a value, at any depth of lists, tuples and dicts."""
+    kind = type(value)
+    if kind in _SMALL:
+        return 0
+    if kind is bytes or kind is bytearray:
+        return len(value) if len(value) >= _WORTH_STORING else 0
+    if kind is dict:
+        return sum(map(_bytes_in, value.values()))
+    if kind is list or kind is tuple:
+        return 0 if _SMALL.issuperset(map(type, value)) else sum(map(_bytes_in, value))
+    if is_handle(value):
+        return _WORTH_STORING
+    return int(getattr(value, "nbytes", 0) or 0)
+
+
+class SharedValues:
+    """Puts references in place of the values that several calls share.
+
+    A value is stored when the first call that has it is sent, so that this rank works while the next
+    value is stored.
+
+    Args:
+        calls: all calls of one group call.
+        put: stores a value and returns a reference that can stand for it in a call.
+    """
+
+    def __init__(self, calls: Sequence[RankCall], put: Callable[[Any], Any]) -> None:
+        self._put = put
+        self._stored: dict[int, Any] = {}
+        self._shared: set[int] = set()
+        if len(calls) > 1:
+            counts: Counter[int] = Counter()
+            values: dict[int, Any] = {}
+            seen: set[int] = set()
+            for call in calls:
+                if id(call) in seen:  # the very call of another rank
+                    counts.update(map(id, (*call.args, *call.kwargs.values())))
+                    continue
+                seen.add(id(call))
+                for value in (*call.args, *call.kwargs.values()):
+                    if type(value) not in _SMALL:
+                        counts[id(value)] += 1
+                        values[id(value)] = value
+            self._shared = {key for key, value in values.items() if counts[key] > 1 and _bytes_in(value)}
+
+    def replace(self, call: RankCall) -> RankCall:
+        """Return the call with references in place of shared values."""
+        shared = self._shared
+        if not shared:
+            return call
+        if not any(id(value) in shared for value in (*call.args, *call.kwargs.values())):
+            return call
+        return RankCall(
+            tuple(self._reference(value) for value in call.args),
+            {key: self._reference(value) for key, value in call.kwargs.items()},
+        )
+
+    def _reference(self, value: Any) -> Any:
+        if id(value) not in self._shared:
+            return value
+        if id(value) not in self._stored:
+            self._stored[id(value)] = self._put(value)
+        return self._stored[id(value)]
+
+
+@dataclass(eq=False)
+class _Call:
+    """A call that returned a handle.
+
+    Attributes:
+        name: for messages.
+        receive: waits for it and raises its error.
+        ready: True if ``receive`` would not wait.
+        awaited: True once somebody has waited for it.
+    """
+
+    name: str
+    receive: Callable[[], Any]
+    ready: Callable[[], bool]
+    awaited: bool = False
+
+
+@dataclass
+class Unawaited:
+    """The calls of a group whose handles nobody has waited for.
+
+    A handle is collected in any thread and at any time, so that only its call is noted then; errors are reported with
+    the next call of the group and at its end.
+    """
+
+    _dropped: deque[_Call] = field(default_factory=deque)
+    _open: dict[int, _Call] = field(default_factory=dict)
+
+    def watch(
+        self, handle: DataProtoFuture, name: str, receive: Callable[[], Any], ready: Callable[[], bool]
+    ) -> Callable[[], None]:
+        """Watch the call of a handle; return a function to be called when somebody waits for it."""
+        call = _Call(name, receive, ready)
+        self._open[id(call)] = call
+        weakref.finalize(handle, self._dropped.append, call).atexit = False
+
+        def awaited() -> None:
+            call.awaited = True
+            self._open.pop(id(call), None)
+
+        return awaited
+
+    def report(self) -> None:
+        """Log the errors of calls that have ended and whose handles are gone."""
+        for _ in range(len(self._dropped)):
+            call = self._dropped.popleft()
+            if call.awaited:
+                continue
+            if call.ready():
+                self._log(call)
+            else:
+                self._dropped.append(call)
+
+    def report_all(self) -> None:
+        """Log the errors of all calls that have ended, before the group ends."""
+        for call in list(self._open.values()):
+            if not call.awaited and call.ready():
+                self._log(call)
+        self._dropped.clear()
+        self._open.clear()
+
+    def _log(self, call: _Call) -> None:
+        self._open.pop(id(call), None)
+        call.awaited = True
+        try:
+            call.receive()
+        except RollcastError as error:
+            logger.error("%s failed, and nobody has waited for its handle: %s", call.name, error)
+
+
+def by_rank(
+    ranks: Sequence[int],
+    refs: Sequence[Any],
+    wait_any: Callable[[Sequence[Any], float | None], list[int]],
+    receive: Callable[[int, Any], Any],
+    remaining: Callable[[], float | None],
+) -> Iterator[tuple[int, Any]]:
+    """Yield rank and result in the order in which the calls end.
+
+    Args:
+        ranks, refs: the calls.
+        wait_any: as :meth:`rollcast.contracts.runtime.Runtime.wait_any`.
+        receive: returns the result of one rank's call that has ended.
+        remaining: seconds that are left; None for no deadline.
+    """
+    waiting = list(zip(ranks, refs, strict=True))
+    while waiting:
+        ended = wait_any([ref for _, ref in waiting], remaining()) or [0]
+        for index in sorted(ended, reverse=True):
+            # One whose deadline passed is received too, which raises.
+            yield waiting[index][0], receive(*waiting.pop(index))

@@ -1,0 +1,1 @@
+"""Agents for rollcast: sessions that record, renderers, tools, environments, loops, a gateway."""

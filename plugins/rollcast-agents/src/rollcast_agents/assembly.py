@@ -1,0 +1,122 @@
+"""Trajectories to a batch: the one place where recorded tokens become columns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollcast.contracts.trajectory import Segment, Trajectory
+from rollcast.protocol import DataProto, Jagged
+
+__all__ = ["assemble_trajectories"]
+
+
+def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
+    """Return a row for each trajectory.
+
+    Args:
+        trajectories: in the order of the rows; those of one rollout need not be neighbours.
+
+    Returns:
+        Jagged columns: ``prompts`` int32, the tokens before the first sampled one; and with the rows of the rest
+        ``responses`` int32, ``response_mask`` bool (the policy chose the token, so it is trained),
+        ``rollout_log_probs`` float32 (0 where it did not), ``turn_ids`` int32, and ``environment_scores`` float32:
+        rewards of turns at the last token of their reply, the rest of the rollout's reward at its last sampled token,
+        on the row that sampled it. Columns ``[B]``: ``finished`` bool (``end`` is ``done``), ``rollout_weight_version``
+        and ``rollout_weight_version_min`` int64 (-1 if nothing was sampled), ``rollout_index`` int64 (the same for rows
+        of one rollout), ``is_scored`` bool (the environment or loop gave a reward), and the objects ``group_id``,
+        ``rollout_id``, ``end``.
+    """
+    rows = [_Row(trajectory) for trajectory in trajectories]
+    responses = _jagged([row.responses for row in rows], np.int32)
+    columns: dict[str, Any] = {
+        "prompts": _jagged([row.prompts for row in rows], np.int32).column(),
+        "responses": responses.column(),
+        "response_mask": responses.like(_flat([row.sampled for row in rows], np.bool_)),
+        "rollout_log_probs": responses.like(_flat([row.log_probs for row in rows], np.float32)),
+        "turn_ids": responses.like(_flat([row.turns for row in rows], np.int32)),
+        "environment_scores": responses.like(_flat(_scores(rows), np.float32)),
+    }
+    versions = [[run.version for segment in row.behind for run in segment.weight_versions] for row in rows]
+    index: dict[str, int] = {}
+    columns |= {
+        "finished": torch.tensor([each.end == "done" for each in trajectories], dtype=torch.bool),
+        "rollout_weight_version": torch.tensor([each[-1] if each else -1 for each in versions], dtype=torch.int64),
+        "rollout_weight_version_min": torch.tensor([min(each, default=-1) for each in versions], dtype=torch.int64),
+        "rollout_index": torch.tensor(
+            [index.setdefault(each.rollout_id, len(index)) for each in trajectories], dtype=torch.int64
+        ),
+        "is_scored": torch.tensor([row.is_scored for row in rows], dtype=torch.bool),
+    }
+    objects = {
+        name: _objects([getattr(each, name) for each in trajectories]) for name in ("group_id", "rollout_id", "end")
+    }
+    return DataProto.from_dict(columns, objects)
+
+
+class _Row:
+    """A trajectory split into prompt and response, as arrays."""
+
+    def __init__(self, trajectory: Trajectory) -> None:
+        self.trajectory = trajectory
+        first = next((i for i, each in enumerate(trajectory.segments) if each.sampled), len(trajectory.segments))
+        self.behind: tuple[Segment, ...] = trajectory.segments[first:]
+        self.prompts = _joined([each.token_ids for each in trajectory.segments[:first]], np.int32)
+        self.responses = _joined([each.token_ids for each in self.behind], np.int32)
+        self.sampled = _spread(self.behind, [each.sampled for each in self.behind], np.bool_)
+        self.turns = _spread(self.behind, [each.turn for each in self.behind], np.int32)
+        zeros = [np.zeros(len(each), np.float32) if each.log_probs is None else each.log_probs for each in self.behind]
+        self.log_probs = _joined(zeros, np.float32)
+        self.is_scored = trajectory.reward is not None or bool(trajectory.turn_rewards)
+
+    @property
+    def last_turn(self) -> int:
+        """Last turn that was sampled here; -1 for none."""
+        return max((each.turn for each in self.behind if each.sampled), default=-1)
+
+    def place_of(self, turn: int) -> int:
+        """Return the place of the turn's last sampled token; -1 if it was sampled elsewhere."""
+        found = np.flatnonzero(self.sampled & (self.turns == turn))
+        return int(found[-1]) if len(found) else -1
+
+
+def _scores(rows: Sequence[_Row]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return each row's rewards by token. A rollout's whole reward stands on the row with its last reply."""
+    scores = [np.zeros(len(row.responses), np.float32) for row in rows]
+    last: dict[str, int] = {}
+    for number, row in enumerate(rows):
+        name = row.trajectory.rollout_id
+        if name not in last or row.last_turn > rows[last[name]].last_turn:
+            last[name] = number
+    for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
+        rewards = row.trajectory.turn_rewards
+        for turn, reward in rewards.items():
+            if (place := row.place_of(turn)) >= 0:
+                score[place] += reward
+        whole = row.trajectory.reward
+        if whole is not None and last[row.trajectory.rollout_id] == number and row.last_turn >= 0:
+            score[row.place_of(row.last_turn)] += whole - sum(rewards.values())
+    return scores
+
+
+def _spread(segments: Sequence[Segment], values: Sequence[Any], dtype: Any) -> Any:
+    return np.repeat(np.asarray(values, dtype), [len(each) for each in segments])
+
+
+def _joined(parts: Sequence[Any], dtype: Any) -> Any:
+    return np.concatenate([np.empty(0, dtype), *(np.asarray(part, dtype) for part in parts)])
+
+
+def _flat(parts: Sequence[Any], dtype: Any) -> torch.Tensor:
+    return torch.from_numpy(_joined(parts, dtype))
+
+
+def _jagged(parts: Sequence[Any], dtype: Any) -> Jagged:
+    return Jagged.from_lengths(_flat(parts, dtype), torch.tensor([len(part) for part in parts], dtype=torch.int64))
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray[Any, np.dtype[np.object_]]:
+    return np.fromiter(values, dtype=object, count=len(values))

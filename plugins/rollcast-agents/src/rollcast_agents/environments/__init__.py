@@ -1,0 +1,1 @@
+"""Environments: plain classes, and worlds of other packages."""

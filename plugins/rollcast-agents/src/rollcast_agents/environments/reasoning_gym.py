@@ -1,0 +1,65 @@
+"""The environment ``reasoning_gym``: procedural tasks of the public package of that name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from functools import lru_cache
+from typing import Any
+
+from rollcast.contracts.environment import BaseEnvironment, Observation
+from rollcast.contracts.renderer import Message
+from rollcast.errors import ConfigError
+
+__all__ = ["ReasoningGym"]
+
+
+@lru_cache(maxsize=32)
+def _dataset(name: str, size: int, seed: int, options: tuple[tuple[str, Any], ...]) -> Any:
+    try:
+        import reasoning_gym
+    except ImportError as error:
+        raise ConfigError(
+            "agent.environment=reasoning_gym needs the package reasoning-gym: "
+            f'pip install "rollcast-agents[reasoning-gym]" ({error})'
+        ) from error
+    try:
+        return reasoning_gym.create_dataset(name, size=size, seed=seed, **dict(options))
+    except (ValueError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"agent.environment_kwargs: reasoning_gym has no task {name!r} with {dict(options)}: {error}"
+        ) from error
+
+
+class ReasoningGym(BaseEnvironment):
+    """One question, one answer; the package scores it.
+
+    A row of the dataset may have ``task`` and ``index``, the entry of that task; else they come from the options.
+
+    Args:
+        task: name of the generator, such as ``basic_arithmetic``.
+        size: number of its entries.
+        seed: of the generator.
+        options: further settings of the generator.
+    """
+
+    def __init__(
+        self, task: str = "", size: int = 1000, seed: int = 0, options: Mapping[str, Any] | None = None
+    ) -> None:
+        self._task, self._size, self._seed = task, size, seed
+        self._options = tuple(sorted((options or {}).items()))
+        self._data: Any = None
+        self._entry: Mapping[str, Any] = {}
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        name = str(task.get("task") or self._task)
+        self._data = await asyncio.to_thread(_dataset, name, self._size, self._seed, self._options)
+        self._entry = self._data[int(task.get("index", 0)) % self._size]
+        return Observation([{"role": "user", "content": self._entry["question"]}])
+
+    async def step(self, message: Message) -> Observation:
+        from reasoning_gym.utils import extract_answer
+
+        answer = extract_answer(message.text) or message.text.strip()
+        score = float(self._data.score_answer(answer, self._entry))
+        return Observation(reward=score, done=True)

@@ -1,0 +1,348 @@
+"""One OpenAI-compatible endpoint for all programs of a run: each session has a secret of its own.
+
+A secret opens its session and nothing else. Requests sample through the session, so every token that a program's model
+writes is recorded as the engine returned it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import json
+import logging
+import secrets
+import time
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+from aiohttp import web
+
+from rollcast.contracts.renderer import BaseRenderer, ChatMessage
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.session import Reply, Session
+from rollcast.errors import RendererError, RequestError, RolloutError, SessionEnded
+from rollcast_agents.chat import as_chat
+
+__all__ = ["Access", "Gateway"]
+
+logger = logging.getLogger(__name__)
+
+_UNSUPPORTED = ("functions", "response_format", "logit_bias", "best_of", "suffix", "echo", "audio", "modalities")
+#: Largest body of a request in bytes.
+_MAX_BODY = 64 * 2**20
+#: Header by which OpenAI's clients count their retries.
+_RETRY = "x-stainless-retry-count"
+
+
+@dataclass(frozen=True)
+class Access:
+    """What a program needs to reach its session.
+
+    Attributes:
+        base_url: such as ``http://127.0.0.1:4711/v1``.
+        api_key: secret of the session.
+        conversation: returns the session's last chat request with its reply; empty before the first one.
+    """
+
+    base_url: str
+    api_key: str
+    conversation: Callable[[], Sequence[ChatMessage]]
+
+
+@dataclass(eq=False)
+class _Answer:
+    """A request that is being answered, kept for retries.
+
+    Attributes:
+        task: samples; goes on if the client leaves.
+        delivered: True once a client has read the answer.
+    """
+
+    task: asyncio.Task[dict[str, Any]]
+    delivered: bool = False
+
+
+@dataclass(eq=False)
+class _Client:
+    """A session behind its secret."""
+
+    session: Session
+    answers: dict[str, _Answer] = field(default_factory=dict)
+    conversation: Sequence[ChatMessage] = ()
+
+
+class Gateway:
+    """Serves sessions over HTTP on the event loop that started it.
+
+    Args:
+        renderer: of the model; makes ids of a completion's text and text of its ids.
+        model: name that ``/v1/models`` tells.
+        sampling: parameters that a request does not name.
+    """
+
+    def __init__(self, renderer: BaseRenderer, model: str, sampling: SamplingParams) -> None:
+        self._renderer, self._model, self._sampling = renderer, model, sampling
+        self._clients: dict[str, _Client] = {}
+        self._runner: web.AppRunner | None = None
+        self._url = ""
+
+    async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
+        """Listen; return the base URL.
+
+        Args:
+            host: address to bind.
+            port: 0 for any that is free.
+        """
+        app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_post("/v1/chat/completions", self._chat)
+        app.router.add_post("/v1/completions", self._completions)
+        self._runner = web.AppRunner(app, access_log=None, handler_cancellation=False)
+        await self._runner.setup()
+        site = web.TCPSite(self._runner, host, port)
+        await site.start()
+        bound = self._runner.addresses[0]
+        self._url = f"http://{bound[0]}:{bound[1]}/v1"
+        return self._url
+
+    async def close(self) -> None:
+        """Stop listening; requests under way are broken off."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @contextlib.contextmanager
+    def open(self, session: Session) -> Iterator[Access]:
+        """Yield a secret for a session; it opens nothing any more at the end."""
+        secret = secrets.token_urlsafe(32)
+        client = self._clients[secret] = _Client(session)
+        try:
+            yield Access(self._url, secret, lambda: client.conversation)
+        finally:
+            del self._clients[secret]
+            for answer in client.answers.values():
+                answer.task.cancel()
+
+    # ---- requests ----
+
+    @web.middleware
+    async def _guard(
+        self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
+    ) -> web.StreamResponse:
+        if self._client_of(request) is None:
+            return _error(401, "this key opens no session", "invalid_api_key")
+        try:
+            return await handler(request)
+        except (RequestError, RendererError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            return _error(400, str(error) or type(error).__name__, "invalid_request_error")
+        except SessionEnded as ended:
+            code = "context_length_exceeded" if ended.end == "length" else f"session_{ended.end}"
+            return _error(400, str(ended), "invalid_request_error", code)
+        except RolloutError as error:
+            return _error(503, str(error), "engine_error")
+
+    def _client_of(self, request: web.Request) -> _Client | None:
+        scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
+        return self._clients.get(secret.strip()) if scheme.lower() == "bearer" else None
+
+    async def _models(self, request: web.Request) -> web.Response:
+        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollcast"}
+        return web.json_response({"object": "list", "data": [entry]})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, chat=True)
+
+    async def _completions(self, request: web.Request) -> web.StreamResponse:
+        return await self._respond(request, chat=False)
+
+    async def _respond(self, request: web.Request, chat: bool) -> web.StreamResponse:
+        body = await request.json()
+        if not isinstance(body, dict):
+            raise RequestError("the body has to be a JSON object")
+        client = self._client_of(request)
+        if client is None:
+            raise RequestError("the session was closed")
+        answer = self._answer(client, body, chat, _is_retry(request))
+        # The client may leave and come back; what was sampled waits for it.
+        value = await asyncio.shield(answer.task)
+        response = await _send(request, value, chat, bool(body.get("stream")), _wants_usage(body))
+        answer.delivered = request.transport is not None and not request.transport.is_closing()
+        return response
+
+    def _answer(self, client: _Client, body: Mapping[str, Any], chat: bool, retry: bool) -> _Answer:
+        key = hashlib.sha256(json.dumps([chat, body], sort_keys=True).encode()).hexdigest()
+        known = client.answers.get(key)
+        if known is not None and (retry or not known.delivered) and not _broken(known.task):
+            return known
+        sample = self._sample_chat if chat else self._sample_text
+        answer = client.answers[key] = _Answer(asyncio.ensure_future(sample(client, body)))
+        return answer
+
+    async def _sample_chat(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
+        messages, tools = body.get("messages"), body.get("tools") or []
+        if not isinstance(messages, list) or not messages:
+            raise RequestError("messages has to be a list of messages")
+        if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in tools):
+            raise RequestError('tools has to be a list of {"type": "function", "function": {...}}')
+        replies = await self._replies(client, messages, tools, body)
+        client.conversation = [*messages, as_chat(replies[0].message)]
+        return _response(
+            self._model, replies, body, True, [self._choice(i, reply, body, True) for i, reply in enumerate(replies)]
+        )
+
+    async def _sample_text(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
+        prompt = body.get("prompt")
+        if isinstance(prompt, str):
+            ids = self._renderer.encode(prompt)
+        elif isinstance(prompt, list) and prompt and all(isinstance(each, int) for each in prompt):
+            ids = np.asarray(prompt, np.int32)
+        else:
+            raise RequestError("prompt has to be a text or a list of token ids")
+        replies = await self._replies(client, ids, (), body)
+        return _response(
+            self._model, replies, body, False, [self._choice(i, reply, body, False) for i, reply in enumerate(replies)]
+        )
+
+    async def _replies(
+        self, client: _Client, prompt: Any, tools: Sequence[Any], body: Mapping[str, Any]
+    ) -> list[Reply]:
+        sampling, count = _sampling(body, self._sampling)
+        return list(await asyncio.gather(*(client.session.sample(prompt, tools, sampling) for _ in range(count))))
+
+    def _choice(self, index: int, reply: Reply, body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+        reason = "length" if reply.finish_reason == "length" else "stop"
+        choice: dict[str, Any] = {"index": index, "logprobs": None}
+        if chat:
+            message = _as_openai(as_chat(reply.message))
+            reason = "tool_calls" if "tool_calls" in message and reason == "stop" else reason
+            choice["message"] = message
+        else:
+            choice["text"] = reply.message.text
+        choice["finish_reason"] = reason
+        if body.get("logprobs") not in (None, False):
+            choice["logprobs"] = self._log_probs(reply, chat)
+        if body.get("return_token_ids"):
+            choice |= {"prompt_token_ids": reply.prompt_ids.tolist(), "token_ids": reply.token_ids.tolist()}
+        return choice
+
+    def _log_probs(self, reply: Reply, chat: bool) -> dict[str, Any]:
+        tokens = [self._renderer.decode(reply.token_ids[i : i + 1]) for i in range(len(reply.token_ids))]
+        values = reply.log_probs.tolist()
+        if not chat:
+            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
+        content = [
+            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
+            for token, value in zip(tokens, values, strict=True)
+        ]
+        return {"content": content, "refusal": None}
+
+
+def _is_retry(request: web.Request) -> bool:
+    return request.headers.get(_RETRY, "0") not in ("", "0")
+
+
+def _broken(task: asyncio.Task[Any]) -> bool:
+    return task.done() and (task.cancelled() or task.exception() is not None)
+
+
+def _wants_usage(body: Mapping[str, Any]) -> bool:
+    return bool((body.get("stream_options") or {}).get("include_usage"))
+
+
+def _sampling(body: Mapping[str, Any], default: SamplingParams) -> tuple[SamplingParams, int]:
+    """Return a request's parameters and its number of choices.
+
+    Raises:
+        RequestError: a parameter is unknown here or has a wrong type.
+    """
+    for name in _UNSUPPORTED:
+        if body.get(name):
+            raise RequestError(f"{name} is not supported by this endpoint")
+    stop = body.get("stop") or ()
+    limit = body.get("max_completion_tokens") or body.get("max_tokens") or default.max_tokens
+    try:
+        sampling = replace(
+            default,
+            temperature=float(_given(body, "temperature", default.temperature)),
+            top_p=float(_given(body, "top_p", default.top_p)),
+            top_k=int(_given(body, "top_k", default.top_k)),
+            max_tokens=int(limit),
+            stop_token_ids=tuple(int(each) for each in body.get("stop_token_ids") or default.stop_token_ids),
+            stop=(stop,) if isinstance(stop, str) else tuple(str(each) for each in stop),
+        )
+        count = int(_given(body, "n", 1))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"a sampling parameter has a wrong type: {error}") from error
+    if sampling.max_tokens < 1 or count < 1:
+        raise RequestError("max_tokens and n have to be at least 1")
+    return sampling, count
+
+
+def _given(body: Mapping[str, Any], name: str, default: float) -> Any:
+    value = body.get(name)
+    return default if value is None else value
+
+
+def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with the arguments of its calls as JSON text, as OpenAI's clients expect."""
+    calls = [
+        {**call, "function": {**call["function"], "arguments": json.dumps(call["function"]["arguments"])}}
+        for call in message.get("tool_calls", ())
+    ]
+    return {
+        **message,
+        "refusal": None,
+        **({"tool_calls": calls, "content": message["content"] or None} if calls else {}),
+    }
+
+
+def _response(
+    model: str, replies: Sequence[Reply], body: Mapping[str, Any], chat: bool, choices: list[dict[str, Any]]
+) -> dict[str, Any]:
+    asked, given = len(replies[0].prompt_ids), sum(len(reply.token_ids) for reply in replies)
+    return {
+        "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
+        "object": "chat.completion" if chat else "text_completion",
+        "created": int(time.time()),
+        "model": str(body.get("model") or model),
+        "choices": choices,
+        "usage": {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given},
+    }
+
+
+async def _send(
+    request: web.Request, value: Mapping[str, Any], chat: bool, stream: bool, usage: bool
+) -> web.StreamResponse:
+    if not stream:
+        return web.json_response(value)
+    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    await response.prepare(request)
+    for event in _events(value, chat, usage):
+        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
+    await response.write(b"data: [DONE]\n\n")
+    await response.write_eof()
+    return response
+
+
+def _events(value: Mapping[str, Any], chat: bool, usage: bool) -> Iterator[dict[str, Any]]:
+    """Yield an answer as the events of a stream: what was sampled, then each choice's end, then the usage."""
+    head = {key: value[key] for key in ("id", "created", "model")}
+    head["object"] = "chat.completion.chunk" if chat else "text_completion"
+    for choice in value["choices"]:
+        rest = {key: found for key, found in choice.items() if key not in ("message", "text", "finish_reason")}
+        if not chat:
+            yield {**head, "choices": [{**rest, "text": choice["text"], "finish_reason": choice["finish_reason"]}]}
+            continue
+        message = dict(choice["message"])
+        calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
+        delta = {**message, **({"tool_calls": calls} if calls else {})}
+        yield {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
+        yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
+    if usage:
+        yield {**head, "choices": [], "usage": value["usage"]}
+
+
+def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
+    return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)

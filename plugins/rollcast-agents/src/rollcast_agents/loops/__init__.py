@@ -1,0 +1,1 @@
+"""Agent loops: one reply, tools, an environment, a program of the user's."""

@@ -1,0 +1,153 @@
+"""The loops ``single_turn``, ``tool`` and ``environment``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rollcast.contracts.agent_loop import AgentLoopSetup, BaseAgentLoop, Outcome
+from rollcast.contracts.environment import BaseEnvironment, Observation
+from rollcast.contracts.renderer import ChatMessage, Message, ToolSchema
+from rollcast.contracts.session import Session
+from rollcast.contracts.trajectory import End
+from rollcast.errors import ConfigError, SessionEnded
+from rollcast_agents.chat import as_chat, tool_message
+from rollcast_agents.environments.plain import PlainEnvironment
+from rollcast_agents.tools.box import RolloutTools, ToolBox
+
+__all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
+
+
+class SingleTurnLoop(BaseAgentLoop):
+    """One reply to the task's prompt."""
+
+    async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
+        prompt = list(task["prompt"])
+        reply = await session.sample(prompt)
+        return Outcome(reply.end or "done", messages=[*prompt, as_chat(reply.message)])
+
+
+class _Episode:
+    """The conversation of one rollout, and what has been given for it."""
+
+    def __init__(self, messages: Sequence[ChatMessage]) -> None:
+        self.messages: list[ChatMessage] = list(messages)
+        self.turn_rewards: dict[int, float] = {}
+        self.components: dict[str, float] = {}
+        self.metrics: dict[str, float] = {}
+        self.end: End = "done"
+
+    def reward(self, turn: int, value: float | None) -> None:
+        if value:
+            self.turn_rewards[turn] = self.turn_rewards.get(turn, 0.0) + value
+        elif value is not None:
+            self.turn_rewards.setdefault(turn, 0.0)
+
+    def observe(self, turn: int, seen: Observation) -> None:
+        self.messages += seen.messages
+        self.reward(turn, seen.reward)
+        for name, value in seen.components.items():
+            self.components[name] = self.components.get(name, 0.0) + value
+        self.metrics |= seen.metrics
+
+    async def reply(self, session: Session, tools: Sequence[ToolSchema]) -> Message | None:
+        """Return the model's next message; None if the session's budget is spent."""
+        try:
+            reply = await session.sample(self.messages, tools)
+        except SessionEnded as ended:
+            self.end = ended.end  # type: ignore[assignment]  # one of ENDS
+            return None
+        self.messages.append(as_chat(reply.message))
+        if reply.end is not None:
+            self.end = reply.end
+        return reply.message
+
+    async def answer(self, session: Session, message: Message, tools: RolloutTools, at_once: int) -> None:
+        """Run the message's calls, at most ``at_once`` of them, and add their results in the order of the calls."""
+        calls = message.tool_calls[:at_once]
+        results = await asyncio.gather(*(tools.call(call) for call in calls))
+        for call, result in zip(calls, results, strict=True):
+            self.messages.append(tool_message(call, result.text))
+            self.reward(session.turns - 1, result.reward or None)
+            for name, value in result.metrics.items():
+                self.metrics[f"tool/{call.name}/{name}"] = value
+        for call in message.tool_calls[at_once:]:
+            self.messages.append(tool_message(call, f"Not run: at most {at_once} calls in one reply are."))
+
+    def outcome(self, tools: RolloutTools) -> Outcome:
+        seconds = {f"tool/{name}/seconds": float(value) for name, value in tools.seconds.items()}
+        counts = {"tool_calls": float(tools.counts["tool_calls"]), "tool_errors": float(tools.counts["tool_errors"])}
+        return Outcome(
+            self.end,
+            turn_rewards=self.turn_rewards,
+            reward_components=self.components,
+            messages=self.messages,
+            metrics={**self.metrics, **counts, **seconds},
+        )
+
+
+class ToolLoop(BaseAgentLoop):
+    """Replies and calls of the run's tools, until a reply has no call."""
+
+    def __init__(self, setup: AgentLoopSetup) -> None:
+        super().__init__(setup)
+        self._box = _box_of(setup, "tool")
+
+    async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
+        episode = _Episode(task["prompt"])
+        async with self._box.rollout(task) as tools:
+            while (message := await episode.reply(session, tools.schemas)) is not None:
+                if episode.end != "done" or not message.tool_calls:
+                    break
+                await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
+            return episode.outcome(tools)
+
+
+class EnvironmentLoop(BaseAgentLoop):
+    """Replies and the environment's answers, until it says that the episode is over.
+
+    Calls of the run's tools, and of a plain environment's methods, are run by the loop; every other reply goes to
+    the environment whole.
+    """
+
+    def __init__(self, setup: AgentLoopSetup) -> None:
+        super().__init__(setup)
+        self._box = _box_of(setup, "environment")
+
+    async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
+        if environment is None:
+            raise ConfigError("agent.loop=environment needs agent.environment, the name of an environment")
+        async with self._box.rollout(task) as shared:
+            tools = shared
+            seen = await environment.reset(task)
+            episode = _Episode(task.get("prompt") or ())
+            episode.observe(0, seen)
+            plain: PlainEnvironment | None = getattr(environment, "plain", None)
+            if plain is not None:
+                tools = tools.with_tools(plain.tools)
+            offered = _offered(tools, seen, ())
+            while (message := await episode.reply(session, offered)) is not None and episode.end == "done":
+                if message.tool_calls and tools.knows(message.tool_calls):
+                    await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
+                    if plain is None or not await plain.done_early():
+                        continue
+                seen = await environment.step(message)
+                episode.observe(session.turns - 1, seen)
+                offered = _offered(tools, seen, offered)
+                if seen.done:
+                    break
+            return episode.outcome(tools)
+
+
+def _offered(tools: RolloutTools, seen: Observation, before: Sequence[ToolSchema]) -> Sequence[ToolSchema]:
+    if seen.tools is None:
+        return before or tools.schemas
+    names = {schema["function"]["name"] for schema in tools.schemas}
+    return [*tools.schemas, *(each for each in seen.tools if each["function"]["name"] not in names)]
+
+
+def _box_of(setup: AgentLoopSetup, loop: str) -> ToolBox:
+    if not isinstance(setup.tools, ToolBox):
+        raise ConfigError(f"agent.loop={loop} needs the run's tools")
+    return setup.tools

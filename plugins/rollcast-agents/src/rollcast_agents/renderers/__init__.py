@@ -1,0 +1,1 @@
+"""Renderers: the model's chat template, and the public package ``renderers``."""

@@ -1,0 +1,99 @@
+"""The renderer ``library``: model families that the public package ``renderers`` covers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from rollcast.contracts.renderer import BaseRenderer, ChatMessage, Message, RendererSetup, ToolCall, ToolSchema
+from rollcast.contracts.trajectory import Tokens
+from rollcast.errors import RendererError
+from rollcast_agents.chat import for_template
+
+__all__ = ["LibraryRenderer"]
+
+
+class LibraryRenderer(BaseRenderer):
+    """Renders by the package ``renderers`` (``pip install "rollcast-agents[renderers]"``).
+
+    The option ``name`` chooses a family, such as ``qwen3``; without it the package finds the family by the
+    tokenizer's name. Other options are the family's own, such as ``enable_thinking``.
+
+    Raises:
+        RendererError: the package is missing, or has no such family or option.
+    """
+
+    def __init__(self, setup: RendererSetup) -> None:
+        super().__init__(setup)
+        try:
+            import renderers
+            from renderers.configs import config_from_name
+        except ImportError as error:
+            raise RendererError(
+                f'agent.renderer=library needs a package: pip install "rollcast-agents[renderers]" ({error})'
+            ) from error
+        options = dict(setup.options)
+        name = options.pop("name", None)
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(setup.model_path)
+        try:
+            chosen = None if name is None else config_from_name(name)
+            self._renderer: Any = renderers.create_renderer(
+                self._tokenizer, chosen, chat_template_kwargs=options or None
+            )
+        except Exception as error:  # the package's errors have no common class
+            raise RendererError(f"agent.renderer=library, {name or self._tokenizer.name_or_path!r}: {error}") from error
+
+    def start(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens:
+        return self._checked(
+            self._renderer.render_ids, for_template(messages), tools=_specs(tools), add_generation_prompt=True
+        )
+
+    def extend(self, ids: Tokens, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens | None:
+        plain = for_template(messages)
+        last = max((i for i, message in enumerate(plain) if message["role"] == "assistant"), default=-1)
+        prompt, reply = self._split(ids)
+        rendered = self._renderer.bridge_to_next_turn(prompt, reply, plain[last + 1 :], tools=_specs(tools))
+        if rendered is None:
+            return None
+        extended = np.asarray(rendered.token_ids, np.int32)
+        return extended if np.array_equal(extended[: len(ids)], ids) else None
+
+    def _split(self, ids: Tokens) -> tuple[list[int], list[int]]:
+        # The package asks where the reply begins only to trim it at its end; any split before its last token will do.
+        return ids[:-1].tolist(), ids[-1:].tolist()
+
+    def parse(self, ids: Tokens) -> Message:
+        parsed = self._renderer.parse_response(ids.tolist())
+        calls = tuple(_call(number, call) for number, call in enumerate(parsed.tool_calls or ()))
+        return Message(parsed.content or "", parsed.reasoning_content or "", calls)
+
+    def encode(self, text: str) -> Tokens:
+        return np.asarray(self._tokenizer.encode(text, add_special_tokens=False), np.int32)
+
+    def decode(self, ids: Tokens) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        return tuple(int(each) for each in self._renderer.get_stop_token_ids())
+
+    def _checked(self, render: Any, messages: Any, **options: Any) -> Tokens:
+        try:
+            return np.asarray(render(messages, **options), np.int32)
+        except Exception as error:  # the package's errors have no common class
+            raise RendererError(f"renderers: the messages cannot be rendered: {error}") from error
+
+
+def _specs(tools: Sequence[ToolSchema]) -> list[Any] | None:
+    return [dict(tool.get("function", tool)) for tool in tools] or None
+
+
+def _call(number: int, call: Any) -> ToolCall:
+    arguments = call.arguments if isinstance(call.arguments, dict) else {}
+    well_formed = call.status == "ok" and bool(call.name)
+    error = "" if well_formed else f"The tool call is malformed ({call.status}): {call.raw}"
+    return ToolCall(call.name or "", arguments, call.id or f"call_{number}", error)

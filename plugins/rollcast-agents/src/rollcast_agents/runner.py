@@ -1,0 +1,178 @@
+"""One rollout from task to trajectories: limits, the boundary of a failure, clean ends."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+from rollcast.contracts.agent_loop import BaseAgentLoop, Outcome
+from rollcast.contracts.environment import BaseEnvironment, Observation
+from rollcast.contracts.renderer import Message
+from rollcast.contracts.trajectory import Boundary, End, Failure, Trajectory
+from rollcast.errors import EnvironmentFailed, RendererError, RequestError, RolloutError, SessionEnded
+from rollcast_agents.environments.plain import PlainEnvironment
+from rollcast_agents.session import RecordingSession
+
+__all__ = ["GuardedEnvironment", "Limits", "ProgramFailed", "RolloutRunner"]
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+
+class ProgramFailed(Exception):
+    """A program of the user's ended with an error."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one rollout.
+
+    Attributes:
+        rollout_s: duration of the loop in seconds; None for any.
+        environment_s: duration of one call of the environment in seconds.
+        close_s: duration of its end in seconds.
+    """
+
+    rollout_s: float | None = None
+    environment_s: float = 60.0
+    close_s: float = 10.0
+
+
+class GuardedEnvironment(BaseEnvironment):
+    """An environment whose failures are its own: whatever it raises, or a call that takes too long, is named.
+
+    Args:
+        inner: the environment.
+        limits: of its calls.
+    """
+
+    def __init__(self, inner: BaseEnvironment, limits: Limits) -> None:
+        self._inner, self._limits = inner, limits
+        #: The environment if it wraps a plain class, else None.
+        self.plain = inner if isinstance(inner, PlainEnvironment) else None
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        return await self._guard("reset", self._inner.reset(task), self._limits.environment_s)
+
+    async def step(self, message: Message) -> Observation:
+        return await self._guard("step", self._inner.step(message), self._limits.environment_s)
+
+    async def close(self) -> None:
+        await self._guard("close", self._inner.close(), self._limits.close_s)
+
+    async def _guard(self, what: str, call: Awaitable[T], seconds: float) -> T:
+        name = type(self._inner).__name__
+        try:
+            async with asyncio.timeout(seconds) as limit:
+                return await call
+        except TimeoutError as error:
+            if limit.expired():
+                raise EnvironmentFailed(f"{name}.{what} did not answer within {seconds:g} s") from None
+            raise EnvironmentFailed(f"{name}.{what} raised TimeoutError: {error}") from error
+        except Exception as error:  # a stranger's code
+            raise EnvironmentFailed(f"{name}.{what} raised {type(error).__name__}: {error}") from error
+
+
+class RolloutRunner:
+    """Runs one loop for many rollouts; a failure is one rollout's, never the batch's.
+
+    Args:
+        loop: of the run.
+        make_environment: returns a new environment; None if the run has none.
+        limits: of each rollout.
+    """
+
+    def __init__(
+        self, loop: BaseAgentLoop, make_environment: Callable[[], BaseEnvironment] | None, limits: Limits
+    ) -> None:
+        self._loop, self._make_environment, self._limits = loop, make_environment, limits
+
+    async def run(self, task: Mapping[str, Any], session: RecordingSession) -> list[Trajectory]:
+        """Run one rollout; return its trajectories, at least one if anything was sampled.
+
+        A cancelled rollout closes its environment and ends with ``aborted``, and the cancellation goes on.
+        """
+        failure: Failure | None = None
+        try:
+            outcome, failure = await self._outcome(task, session)
+        except asyncio.CancelledError:
+            session.close("aborted")
+            raise
+        session.close(outcome.end)
+        trajectories = [_finished(each, outcome, session, failure) for each in session.trajectories()]
+        return trajectories or [
+            _finished(Trajectory((), session.group_id, session.session_id, outcome.end), outcome, session, failure)
+        ]
+
+    async def _outcome(self, task: Mapping[str, Any], session: RecordingSession) -> tuple[Outcome, Failure | None]:
+        try:
+            async with asyncio.timeout(self._limits.rollout_s) as limit:
+                return await self._run(task, session), None
+        except SessionEnded as ended:
+            return Outcome(_end(ended.end)), None
+        except TimeoutError as error:
+            if limit.expired():
+                where: Boundary = "engine" if session.is_waiting else "loop"
+                return Outcome("timeout"), Failure(where, f"the rollout took longer than {self._limits.rollout_s:g} s")
+            return Outcome("error"), Failure("loop", f"TimeoutError: {error}")
+        except Exception as error:  # noqa: BLE001  # of the engine or a stranger's code: it ends this rollout alone
+            failure = Failure(_boundary(error), f"{type(error).__name__}: {error}")
+            logger.warning("rollout %s failed in the %s: %s", session.session_id, failure.boundary, failure.message)
+            return Outcome("error"), failure
+
+    async def _run(self, task: Mapping[str, Any], session: RecordingSession) -> Outcome:
+        environment = self._environment()
+        try:
+            return await self._loop.run(task, session, environment)
+        finally:
+            if environment is not None:
+                await asyncio.shield(_closed(environment))
+
+    def _environment(self) -> GuardedEnvironment | None:
+        if self._make_environment is None:
+            return None
+        try:
+            return GuardedEnvironment(self._make_environment(), self._limits)
+        except Exception as error:  # a stranger's constructor
+            raise EnvironmentFailed(f"the environment could not be built: {type(error).__name__}: {error}") from error
+
+
+async def _closed(environment: BaseEnvironment) -> None:
+    try:
+        await environment.close()
+    except EnvironmentFailed as error:
+        logger.warning("an environment could not be closed: %s", error)
+
+
+def _boundary(error: Exception) -> Boundary:
+    kinds: tuple[tuple[type[Exception] | tuple[type[Exception], ...], Boundary], ...] = (
+        (EnvironmentFailed, "environment"),
+        (RendererError, "renderer"),
+        ((RolloutError, RequestError), "engine"),
+        (ProgramFailed, "program"),
+    )
+    return next((boundary for kind, boundary in kinds if isinstance(error, kind)), "loop")
+
+
+def _end(end: str) -> End:
+    return end  # type: ignore[return-value]  # SessionEnded carries one of ENDS
+
+
+def _finished(
+    trajectory: Trajectory, outcome: Outcome, session: RecordingSession, failure: Failure | None
+) -> Trajectory:
+    failed = outcome.end in ("error", "timeout")
+    return replace(
+        trajectory,
+        end=outcome.end if failed or trajectory.end == "done" else trajectory.end,
+        reward=outcome.reward,
+        turn_rewards=outcome.turn_rewards,
+        reward_components=outcome.reward_components,
+        messages=outcome.messages,
+        metrics={**outcome.metrics, "turns": float(session.turns), "forks": float(session.forks)},
+        failure=failure,
+        extra=outcome.extra,
+    )

@@ -1,0 +1,266 @@
+"""The recorder between agents and engines: every context of a rollout, token by token."""
+
+from __future__ import annotations
+
+import asyncio
+import bisect
+import itertools
+import time
+from array import array
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from rollcast.contracts.renderer import BaseRenderer, ChatMessage, ToolSchema
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.session import Budget, Reply, Session
+from rollcast.contracts.trajectory import End, Segment, Tokens, Trajectory, VersionRun
+from rollcast.errors import RolloutError, SessionEnded
+from rollcast_agents.chat import as_chat, key_of
+
+__all__ = ["Generate", "RecordingSession"]
+
+#: Sends a request to an engine; requests of one session go to one replica.
+Generate = Callable[[RolloutRequest], Awaitable[RolloutOutput]]
+
+_SEEDS = 2**63
+
+
+@dataclass(eq=False)
+class _Leaf:
+    """A context that can be extended: its exact ids, and the conversation that they stand for."""
+
+    ids: Tokens
+    segments: list[Segment]
+    end: End | None = None
+    keys: list[tuple[object, ...]] = field(default_factory=list)
+    tools: Sequence[ToolSchema] = ()
+
+
+@dataclass(frozen=True, eq=False)
+class _Prompt:
+    """A call's context, with the conversation where it was given as messages."""
+
+    ids: Tokens
+    keys: list[tuple[object, ...]]
+    tools: Sequence[ToolSchema]
+
+
+class RecordingSession(Session):
+    """Samples through one renderer and engine, and keeps what the engine returned.
+
+    Args:
+        session_id: id of the rollout.
+        group_id: prompt that the rollout belongs to.
+        generate: sends a request to the engine.
+        renderer: of the model.
+        sampling: parameters of a reply that names none.
+        budget: limits of the rollout.
+        max_model_len: tokens that the engine takes in one context; None if unknown.
+        seed: of the rollout; each reply has one of its own, derived from it. None for the engine's stream.
+    """
+
+    def __init__(
+        self,
+        session_id: str,
+        *,
+        group_id: str,
+        generate: Generate,
+        renderer: BaseRenderer,
+        sampling: SamplingParams,
+        budget: Budget | None = None,
+        max_model_len: int | None = None,
+        seed: int | None = None,
+    ) -> None:
+        self._id, self._group = session_id, group_id
+        self._generate, self._renderer, self._sampling = generate, renderer, sampling
+        self._budget = budget or Budget()
+        limits = [limit for limit in (self._budget.max_total_tokens, max_model_len) if limit is not None]
+        self._limit = min(limits, default=None)
+        self._seed = seed
+        self._deadline = None if self._budget.timeout_s is None else time.monotonic() + self._budget.timeout_s
+        self._leaves: list[_Leaf] = []
+        self._started = itertools.count()
+        self._turns = self._reserved = self._waiting = self._forks = 0
+        self._end: End | None = None
+
+    # ---- state ----
+
+    @property
+    def session_id(self) -> str:
+        return self._id
+
+    @property
+    def group_id(self) -> str:
+        """Prompt that the rollout belongs to."""
+        return self._group
+
+    @property
+    def turns(self) -> int:
+        return self._turns
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a reply is being sampled."""
+        return self._waiting > 0
+
+    @property
+    def forks(self) -> int:
+        """Number of contexts beside the first one."""
+        return self._forks
+
+    @property
+    def end(self) -> End | None:
+        if self._end is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self._end = "timeout"
+        return self._end
+
+    def close(self, end: End) -> None:
+        """Refuse further calls, with this reason."""
+        self._end = self._end or end
+
+    def trajectories(self) -> list[Trajectory]:
+        return [
+            Trajectory(tuple(leaf.segments), self._group, self._id, leaf.end or self._end or "done")
+            for leaf in self._leaves
+        ]
+
+    # ---- sampling ----
+
+    async def sample(
+        self,
+        prompt: Sequence[ChatMessage] | Tokens,
+        tools: Sequence[ToolSchema] = (),
+        sampling: SamplingParams | None = None,
+    ) -> Reply:
+        self._refuse_if_ended()
+        context = self._context(prompt, tools)
+        params = self._fitted(sampling or self._sampling, len(context.ids))
+        turn = next(self._started)
+        self._reserved += 1
+        try:
+            output = await self._ask(
+                RolloutRequest(f"{self._id}/{turn}", array("i", context.ids.tobytes()), params, self._seed_of(turn))
+            )
+        except BaseException:
+            self._reserved -= 1
+            raise
+        return self._record(context, self._cut(_only(output), params.stop))
+
+    def _cut(self, sequence: RolloutSequence, stops: Sequence[str]) -> RolloutSequence:
+        """Return the sequence up to the token that completes a stop string."""
+        if not any(stop in self._renderer.decode(np.asarray(sequence.token_ids, np.int32)) for stop in stops):
+            return sequence
+        ids = np.asarray(sequence.token_ids, np.int32)
+        count = bisect.bisect_left(
+            range(len(ids)), True, key=lambda end: any(stop in self._renderer.decode(ids[:end]) for stop in stops)
+        )
+        kept = slice(0, count)
+        return replace(
+            sequence,
+            token_ids=sequence.token_ids[kept],
+            log_probs=sequence.log_probs[kept],
+            weight_versions=sequence.weight_versions[kept],
+            finish_reason="stop",
+        )
+
+    def _refuse_if_ended(self) -> None:
+        if self.end is not None:
+            raise SessionEnded(f"session {self._id} has ended: {self._end}", self._end or "aborted")
+        limit = self._budget.max_assistant_turns
+        if limit is not None and self._reserved >= limit:
+            raise SessionEnded(f"session {self._id} has had its {limit} replies", "max_turns")
+
+    def _fitted(self, sampling: SamplingParams, used: int) -> SamplingParams:
+        room = sampling.max_tokens if self._limit is None else self._limit - used
+        if room < 1:
+            self._end = "length"
+            raise SessionEnded(
+                f"session {self._id}: a context of {used} tokens leaves no room for a reply within {self._limit}",
+                "length",
+            )
+        most = min(sampling.max_tokens, self._budget.max_response_length or sampling.max_tokens, room)
+        stops = tuple(dict.fromkeys((*sampling.stop_token_ids, *self._renderer.stop_token_ids)))
+        return replace(sampling, max_tokens=most, stop_token_ids=stops, n=1)
+
+    def _seed_of(self, turn: int) -> int | None:
+        if self._seed is None:
+            return None
+        return int(np.random.SeedSequence([self._seed, turn]).generate_state(1, np.uint64)[0]) % _SEEDS
+
+    async def _ask(self, request: RolloutRequest) -> RolloutOutput:
+        left = None if self._deadline is None else max(self._deadline - time.monotonic(), 0.0)
+        self._waiting += 1
+        try:
+            async with asyncio.timeout(left):
+                return await self._generate(request)
+        except TimeoutError:
+            if self.end != "timeout":
+                raise  # the engine's own
+            raise SessionEnded(f"session {self._id} passed its {self._budget.timeout_s:g} s", "timeout") from None
+        finally:
+            self._waiting -= 1
+
+    # ---- contexts ----
+
+    def _context(self, prompt: Sequence[ChatMessage] | Tokens, tools: Sequence[ToolSchema]) -> _Prompt:
+        if isinstance(prompt, np.ndarray):
+            return _Prompt(prompt.astype(np.int32, copy=False), [], tools)
+        keys = [key_of(message) for message in prompt]
+        leaf = self._leaf_of(keys, tools)
+        ids = self._renderer.extend(leaf.ids, prompt, tools) if leaf is not None else None
+        if ids is None:
+            ids = self._renderer.start(prompt, tools)
+        return _Prompt(np.asarray(ids, np.int32), keys, tools)
+
+    def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
+        """Return the leaf with the longest conversation that these messages go on from."""
+        found = [
+            leaf
+            for leaf in self._leaves
+            if leaf.keys and len(leaf.keys) < len(keys) and keys[: len(leaf.keys)] == leaf.keys and leaf.tools == tools
+        ]
+        return max(found, key=lambda leaf: len(leaf.keys), default=None)
+
+    def _record(self, context: _Prompt, sequence: RolloutSequence) -> Reply:
+        tokens = np.asarray(sequence.token_ids, np.int32)
+        log_probs = np.asarray(sequence.log_probs, np.float32)
+        # Looked up only now: calls of one session may have ended in another order than they began.
+        leaf = next((each for each in self._leaves if _begins_with(context.ids, each.ids)), None)
+        kept = 0 if leaf is None else len(leaf.ids)
+        if leaf is None:
+            self._forks += bool(self._leaves)
+            leaf = _Leaf(context.ids, [])
+            self._leaves.append(leaf)
+        turn = self._turns
+        self._turns += 1
+        if kept < len(context.ids):
+            leaf.segments.append(Segment(context.ids[kept:], sampled=False, turn=turn))
+        leaf.segments.append(Segment(tokens, True, turn, log_probs, _runs(sequence.weight_versions)))
+        leaf.ids = np.concatenate([context.ids, tokens])
+        message = self._renderer.parse(tokens)
+        leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
+        leaf.tools = context.tools
+        leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
+        if self._end is None and self._turns == self._budget.max_assistant_turns:
+            self._end = "max_turns"
+        return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
+
+
+def _begins_with(ids: Tokens, start: Tokens) -> bool:
+    return len(ids) >= len(start) and bool(np.array_equal(ids[: len(start)], start))
+
+
+def _runs(versions: Sequence[int]) -> tuple[VersionRun, ...]:
+    return tuple(VersionRun(version, len(list(run))) for version, run in itertools.groupby(versions))
+
+
+def _only(output: RolloutOutput) -> RolloutSequence:
+    sequence = output.sequences[0] if len(output.sequences) == 1 else None
+    if sequence is None or not len(sequence.token_ids) == len(sequence.log_probs) == len(sequence.weight_versions):
+        raise RolloutError(
+            f"the engine answered request {output.request_id} with {len(output.sequences)} sequences, or one without "
+            "a log-prob and a weight version for each token"
+        )
+    return sequence

@@ -1,0 +1,86 @@
+"""The conformance suite of tools."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from rollcast.contracts.renderer import ToolCall
+from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast_agents.tools.box import ToolBox, ToolLimits, build_tool
+
+__all__ = ["ToolSuite"]
+
+
+class ToolSuite:
+    """Checks of every tool; subclass it, and name the tool and some calls.
+
+    Attributes:
+        name: the tool, as it is announced in ``rollcast.tools``.
+        options: its ``agent.tools.<name>``.
+        task: row of the dataset that the calls belong to.
+        cases: arguments with a text that the result has to contain.
+        bad: arguments that the tool cannot take.
+    """
+
+    name: ClassVar[str] = ""
+    options: ClassVar[Mapping[str, Any]] = {}
+    task: ClassVar[Mapping[str, Any]] = {}
+    cases: ClassVar[Sequence[tuple[Mapping[str, Any], str]]] = ()
+    bad: ClassVar[Sequence[Mapping[str, Any]]] = ({"no_such_argument": 1},)
+
+    @pytest.fixture
+    def tool(self) -> BaseTool:
+        """The tool under test; override it to build one that is not announced."""
+        return build_tool(self.name, self.options)
+
+    def _call(self, tool: BaseTool, *arguments: Mapping[str, Any], at_once: bool = False) -> list[ToolResult]:
+        name = tool.schema["function"]["name"]
+
+        async def run() -> list[ToolResult]:
+            box = ToolBox([tool], ToolLimits(timeout_s=30))
+            async with box.rollout(self.task) as tools:
+                calls = [tools.call(ToolCall(name, each)) for each in arguments]
+                return list(await asyncio.gather(*calls)) if at_once else [await each for each in calls]
+
+        return asyncio.run(run())
+
+    def test_suite_is_filled_in(self) -> None:
+        """There is something to test."""
+        assert self.cases, f"{type(self).__name__}.cases has to hold (arguments, text of the result) pairs"
+
+    def test_schema(self, tool: BaseTool) -> None:
+        """A model can be told of the tool: a name, a description, parameters; as JSON."""
+        function = json.loads(json.dumps(tool.schema))["function"]
+        assert function["name"]
+        assert function["description"], "a model needs a description; write a docstring"
+        assert function["parameters"]["type"] == "object"
+
+    def test_cases(self, tool: BaseTool) -> None:
+        """Each call has its result, and the result is no error."""
+        for arguments, text in self.cases:
+            (result,) = self._call(tool, arguments)
+            assert not result.is_error, result.text
+            assert text in result.text
+
+    def test_bad_arguments_are_answered(self, tool: BaseTool) -> None:
+        """Arguments that do not fit are answered as text, for the model to read."""
+        for arguments in self.bad:
+            (result,) = self._call(tool, arguments)
+            assert result.is_error
+            assert result.text
+
+    def test_rollouts_do_not_share_state(self, tool: BaseTool) -> None:
+        """Calls of one rollout change nothing in the next."""
+        arguments = [arguments for arguments, _ in self.cases]
+        first = [result.text for result in self._call(tool, *arguments)]
+        assert [result.text for result in self._call(tool, *arguments)] == first
+
+    def test_calls_at_once(self, tool: BaseTool) -> None:
+        """Calls of one reply may run at once, and none fails."""
+        results = self._call(tool, *[arguments for arguments, _ in self.cases] * 4, at_once=True)
+        assert not any(result.is_error for result in results)

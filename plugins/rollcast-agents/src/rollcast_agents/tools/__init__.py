@@ -1,0 +1,1 @@
+"""Tools: functions, MCP servers, and the box from which a rollout calls them."""

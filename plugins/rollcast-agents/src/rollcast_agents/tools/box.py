@@ -1,0 +1,204 @@
+"""The tools of a process, and the calls of one rollout: limits, state, errors as text."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollcast.contracts.renderer import ToolCall, ToolSchema
+from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.contracts.tool import tools as registry
+from rollcast.errors import ConfigError
+from rollcast_agents.tools.functions import FunctionTool, as_result
+
+__all__ = ["RolloutTools", "ToolBox", "ToolLimits", "build_tool"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ToolLimits:
+    """Limits of every call.
+
+    Attributes:
+        timeout_s: duration of one call in seconds.
+        max_length: characters of a result that the model sees; the middle of a longer one is cut out.
+        max_concurrency: calls of one tool at once in a process, where the tool names no number; None for any.
+    """
+
+    timeout_s: float = 30.0
+    max_length: int = 8192
+    max_concurrency: int | None = None
+
+
+def build_tool(name: str, options: Mapping[str, Any] | None = None) -> BaseTool:
+    """Return the tool called ``name``.
+
+    Raises:
+        PluginError: the tool does not exist or does not load.
+        ConfigError: it does not take these options.
+    """
+    plugin = registry.get(name)
+    options = dict(options or {})
+    if not inspect.isclass(plugin):
+        if options:
+            raise ConfigError(f"agent.tools.{name} is a plain function and takes no options, got {sorted(options)}")
+        return FunctionTool(plugin, name)
+    try:
+        built = plugin(**options)
+    except TypeError as error:
+        raise ConfigError(f"agent.tools.{name} does not fit: {error}") from error
+    return built if isinstance(built, BaseTool) else FunctionTool(_callable(name, built), name)
+
+
+def _callable(name: str, built: object) -> Callable[..., Any]:
+    if not callable(built):
+        raise ConfigError(f"tool {name}: an object of {type(built).__name__} is no BaseTool and cannot be called")
+    return built
+
+
+class ToolBox:
+    """The tools of a process.
+
+    Args:
+        tools: ready to call.
+        limits: of every call.
+
+    Raises:
+        ConfigError: two tools have one name.
+    """
+
+    def __init__(self, tools: Iterable[BaseTool] = (), limits: ToolLimits | None = None) -> None:
+        self.limits = limits or ToolLimits()
+        self._tools: dict[str, BaseTool] = {}
+        for tool in tools:
+            name = str(tool.schema["function"]["name"])
+            if name in self._tools:
+                raise ConfigError(f"two tools are called {name!r}; the model could not tell them apart")
+            self._tools[name] = tool
+        self._slots = {name: self._slots_of(tool) for name, tool in self._tools.items()}
+
+    def _slots_of(self, tool: BaseTool) -> asyncio.Semaphore | None:
+        most = tool.max_concurrency or self.limits.max_concurrency
+        return None if most is None else asyncio.Semaphore(most)
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        """The tools as the model sees them."""
+        return [tool.schema for tool in self._tools.values()]
+
+    @contextlib.asynccontextmanager
+    async def rollout(self, task: Mapping[str, Any]) -> AsyncIterator[RolloutTools]:
+        """Yield the tools of one rollout; their state is released at the end, also when it is cancelled."""
+        opened = RolloutTools(self._tools, self._slots, self.limits, task)
+        try:
+            yield opened
+        finally:
+            await asyncio.shield(opened.release())
+
+    async def close(self) -> None:
+        """Free what the tools hold."""
+        for tool in self._tools.values():
+            await tool.close()
+
+
+@dataclass(eq=False)
+class RolloutTools:
+    """The calls of one rollout.
+
+    Attributes:
+        counts: calls and errors, ``tool/<name>/calls``, and seconds, for metrics.
+        reward: sum of the rewards that tools gave since it was taken last.
+    """
+
+    _tools: Mapping[str, BaseTool]
+    _slots: Mapping[str, asyncio.Semaphore | None]
+    _limits: ToolLimits
+    _task: Mapping[str, Any]
+    counts: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
+    _states: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
+
+    @property
+    def schemas(self) -> list[ToolSchema]:
+        """The tools as the model sees them."""
+        return [tool.schema for tool in self._tools.values()]
+
+    def with_tools(self, tools: Mapping[str, BaseTool]) -> RolloutTools:
+        """Return the same calls with further tools, such as the methods of an environment."""
+        slots = {**dict.fromkeys(tools), **self._slots}
+        return RolloutTools(
+            {**self._tools, **tools}, slots, self._limits, self._task, self.counts, self.seconds, self._states
+        )
+
+    def knows(self, calls: Iterable[ToolCall]) -> bool:
+        """Return True if every call is of a tool that is here, or malformed."""
+        return all(call.error or call.name in self._tools for call in calls)
+
+    async def call(self, call: ToolCall) -> ToolResult:
+        """Run one call. Whatever goes wrong becomes a result that the model sees."""
+        name = call.name if call.name in self._tools else "unknown"
+        start = time.monotonic()
+        result = await self._answer(call)
+        self.counts["tool_calls"] += 1
+        self.counts["tool_errors"] += result.is_error
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+        return ToolResult(
+            _shortened(result.text, self._limits.max_length), result.reward, result.metrics, result.is_error
+        )
+
+    async def _answer(self, call: ToolCall) -> ToolResult:
+        if call.error:
+            return ToolResult(call.error, is_error=True)
+        if call.name not in self._tools:
+            known = ", ".join(self._tools) or "none"
+            return ToolResult(f"There is no tool {call.name!r}. The tools are: {known}.", is_error=True)
+        try:
+            async with asyncio.timeout(self._limits.timeout_s) as limit, self._slot(call.name):
+                state = await self._state(call.name)
+                return as_result(await self._tools[call.name].call(state, call.arguments))
+        except TimeoutError as error:
+            if not limit.expired():
+                return _failed(call.name, error)
+            return ToolResult(f"{call.name} did not answer within {self._limits.timeout_s:g} s.", is_error=True)
+        except Exception as error:  # a stranger's code; the model sees what it raised
+            logger.debug("tool %s raised", call.name, exc_info=True)
+            return _failed(call.name, error)
+
+    def _slot(self, name: str) -> contextlib.AbstractAsyncContextManager[Any]:
+        return self._slots[name] or contextlib.nullcontext()
+
+    async def _state(self, name: str) -> Any:
+        # Calls of one turn run at once; the first of them opens the state for all.
+        if name not in self._states:
+            self._states[name] = asyncio.ensure_future(self._tools[name].open(self._task))
+        return await asyncio.shield(self._states[name])
+
+    async def release(self) -> None:
+        """Release the state of every tool that was opened; one that fails does not keep the others."""
+        for name, opening in self._states.items():
+            try:
+                state = await opening
+                async with asyncio.timeout(self._limits.timeout_s):
+                    await self._tools[name].release(state)
+            except Exception:  # a stranger's code must not keep the rollout from its end
+                logger.warning("tool %s could not release its state", name, exc_info=True)
+        self._states.clear()
+
+
+def _failed(name: str, error: BaseException) -> ToolResult:
+    return ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
+
+
+def _shortened(text: str, most: int) -> str:
+    if len(text) <= most:
+        return text
+    half = max((most - 40) // 2, 0)
+    return f"{text[:half]}\n... {len(text) - 2 * half} characters left out ...\n{text[len(text) - half :]}"

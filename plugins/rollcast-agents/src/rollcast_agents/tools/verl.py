@@ -1,0 +1,114 @@
+"""verl's tools: classes derived from its ``BaseTool``, and the YAML files that name them (``tool_config_path``)."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcast.contracts.renderer import ToolSchema
+from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast.errors import ConfigError
+
+__all__ = ["VerlTool", "load_tool_config"]
+
+
+class VerlTool(BaseTool):
+    """A tool written for verl: ``create``, ``execute``, ``calc_reward`` and ``release``, each ``async``.
+
+    The tool is created once a rollout, not once a call, so its state lives as long as the trajectory.
+
+    Args:
+        inner: object of the class.
+    """
+
+    def __init__(self, inner: Any, schema: Mapping[str, Any]) -> None:
+        self._inner = inner
+        self._schema = dict(schema)
+
+    @property
+    def schema(self) -> ToolSchema:
+        return self._schema
+
+    async def open(self, task: Mapping[str, Any]) -> str:
+        instance = str(uuid.uuid4())
+        name = self._schema["function"]["name"]
+        given = ((task.get("extra_info") or {}).get("tools_kwargs") or task.get("tools_kwargs") or {}).get(name, {})
+        created = await _awaited(self._inner.create(instance, **(given.get("create_kwargs") or {})))
+        return str(created[0] if isinstance(created, tuple) else created or instance)
+
+    async def call(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult:
+        answer = await _awaited(self._inner.execute(state, dict(arguments)))
+        text, reward, metrics = (*answer, None, None)[:3] if isinstance(answer, tuple) else (answer, None, None)
+        numbers = {key: float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
+        return ToolResult(str(getattr(text, "text", text) or ""), float(reward or 0.0), numbers)
+
+    async def release(self, state: Any) -> None:
+        await _awaited(self._inner.release(state))
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def load_tool_config(path: str | Path) -> list[BaseTool]:
+    """Return the tools of verl's YAML file: a list ``tools`` of ``class_name``, ``config`` and ``tool_schema``.
+
+    Raises:
+        ConfigError: the file or a class cannot be read; names the entry.
+    """
+    key = f"agent.tool_config_path={path}"
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{key} cannot be read: {error}") from error
+    entries = loaded.get("tools") if isinstance(loaded, Mapping) else None
+    if not isinstance(entries, list):
+        raise ConfigError(f"{key} has no list 'tools'")
+    return [_tool(f"{key}: tools[{index}]", entry) for index, entry in enumerate(entries)]
+
+
+def _tool(where: str, entry: Any) -> BaseTool:
+    if not isinstance(entry, Mapping) or "." not in str(entry.get("class_name", "")):
+        raise ConfigError(f"{where} has no class_name such as package.module.Class")
+    module, _, name = str(entry["class_name"]).rpartition(".")
+    try:
+        cls = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(f"{where}: {entry['class_name']} cannot be imported: {error}") from error
+    if inspect.isclass(cls) and issubclass(cls, BaseTool):
+        return cls(**(entry.get("config") or {}))
+    return _built(where, cls, entry)
+
+
+def _built(where: str, cls: Any, entry: Mapping[str, Any]) -> VerlTool:
+    schema = entry.get("tool_schema")
+    try:
+        inner = cls(config=dict(entry.get("config") or {}), tool_schema=_model(schema))
+        found = schema or _plain(inner.get_openai_tool_schema())
+    except Exception as error:  # a stranger's constructor
+        raise ConfigError(f"{where}: {cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
+    if not isinstance(found, Mapping) or "function" not in found:
+        raise ConfigError(f"{where} has no tool_schema with a function")
+    return VerlTool(inner, found)
+
+
+def _model(schema: Any) -> Any:
+    """Return the schema as verl's own class where verl is installed, since its tools read attributes of it."""
+    if schema is None:
+        return None
+    try:
+        schemas = importlib.import_module("verl.tools.schemas")
+    except ImportError:
+        return schema
+    return schemas.OpenAIFunctionToolSchema.model_validate(schema)
+
+
+def _plain(schema: Any) -> Any:
+    dump = getattr(schema, "model_dump", None)
+    return dump(exclude_none=True) if dump is not None else schema

@@ -1,0 +1,172 @@
+"""Recovery of a run that has lost worker processes: bounded retries, each from the last checkpoint."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rollcast import WorkerGroup
+from rollcast.contracts.runtime import CallFailed
+from rollcast.errors import WorkerError
+from rollcast_trainer.run.task_runner import TaskRunner
+
+__all__ = ["RECOVERIES_FILE", "Recoveries", "Recovery", "describe_loss"]
+
+logger = logging.getLogger(__name__)
+#: The file in the run directory with one JSON line a recovery.
+RECOVERIES_FILE = "recoveries.jsonl"
+#: A failure that a death causes elsewhere, such as a broken collective, is often seen before the death itself:
+#: a runtime's heartbeat needs up to six seconds.
+_NOTICE_S = 7.0
+_LOOK_S = 0.05
+_CONFIRM_S = 60.0
+_MAX_REASON = 500
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """One recovery of a run.
+
+    Attributes:
+        number: number of this recovery, from 1.
+        limit: ``trainer.max_recoveries``.
+        failed_step: training steps that were done when the processes were lost.
+        step: step that the run goes on from.
+        reason: the lost processes, in one line.
+        when: wall-clock seconds of the failure.
+    """
+
+    number: int
+    limit: int
+    failed_step: int
+    step: int
+    reason: str
+    when: float
+
+    def describe(self) -> str:
+        """Return what happened, for people."""
+        source = f"checkpoints/step_{self.step}" if self.step else "the beginning, as there is no checkpoint yet"
+        return f"recovery {self.number} of {self.limit} after step {self.failed_step}, from {source}: {self.reason}"
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of the first step after the recovery."""
+        return {
+            "recovery/count": float(self.number),
+            "recovery/seconds": time.time() - self.when,
+            "recovery/steps_repeated": float(self.failed_step - self.step),
+        }
+
+
+class Recoveries:
+    """Decides whether a run goes on after a failure, at most ``trainer.max_recoveries`` times.
+
+    Args:
+        task: the run.
+    """
+
+    def __init__(self, task: TaskRunner) -> None:
+        self._task = task
+        self._limit = task.trainer.max_recoveries
+        self._number = 0
+        self._reason = ""
+        self._when = 0.0
+
+    def accept(self, error: BaseException) -> bool:
+        """Return True if the run has lost processes and may go on; call :meth:`begin` then.
+
+        The next trainer starts as after ``rollcast train`` on the same run directory, so data position, random
+        states and metrics are those of a run that was interrupted.
+        """
+        when = time.time()
+        reason = describe_loss(error, self._task.groups.values(), _NOTICE_S) if self._limit else None
+        if reason is None:
+            return False
+        if self._number == self._limit:
+            error.add_note(f"the run ends here: trainer.max_recoveries={self._limit}, and all of them are used")
+            return False
+        self._number, self._reason, self._when = self._number + 1, reason, when
+        if not _died_at_start(error):
+            _await_death(self._task.groups.values())
+        return True
+
+    def begin(self, failed_step: int) -> Recovery:
+        """End what is left of the failed trainer, and return the recovery that begins.
+
+        Args:
+            failed_step: training steps that the failed trainer had done.
+        """
+        step = self._task.begin_again()
+        # A trainer that failed while it was set up had not gone back to its checkpoint yet.
+        recovery = Recovery(self._number, self._limit, max(failed_step, step), step, self._reason, self._when)
+        logger.warning("%s", recovery.describe())
+        _write(self._task.run_dir, recovery)
+        return recovery
+
+
+def describe_loss(error: BaseException, groups: Iterable[WorkerGroup], notice_s: float = 0.0) -> str | None:
+    """Return which processes a run has lost, in one line; None if it has lost none.
+
+    Args:
+        error: ended the run.
+        groups: of the run.
+        notice_s: seconds within which a death may still be noticed that ``error`` is a consequence of.
+    """
+    chain = _worker_errors(error)
+    for each in chain:
+        if each.cause_type == CallFailed.DIED:
+            return _one_line(str(each))
+    groups = list({group.name: group for group in groups}.values())
+    # One process alone cannot fail for another's death.
+    if not chain or sum(group.world_size for group in groups) < 2:
+        notice_s = 0.0
+    deadline = time.monotonic() + notice_s
+    while True:
+        for group in groups:
+            lost = group.lost_ranks
+            if lost:
+                return _one_line(f"{group.name} lost {'rank' if len(lost) == 1 else 'ranks'} {lost}: {error}")
+        if time.monotonic() >= deadline:
+            return None
+        time.sleep(_LOOK_S)
+
+
+def _worker_errors(error: BaseException) -> list[WorkerError]:
+    """Return the worker errors among an error and its causes."""
+    seen: list[BaseException] = []
+    current: BaseException | None = error
+    while current is not None and not any(current is each for each in seen):
+        seen.append(current)
+        current = current.__cause__ or current.__context__
+    return [each for each in seen if isinstance(each, WorkerError)]
+
+
+def _died_at_start(error: BaseException) -> bool:
+    """Return True if a process died before its group existed, which then knows nothing of it."""
+    return any(each.method == "__init__" and each.cause_type == CallFailed.DIED for each in _worker_errors(error))
+
+
+def _await_death(groups: Iterable[WorkerGroup]) -> None:
+    """Wait until the runtime knows the dead processes; a cluster takes a while to give up a node that is silent.
+
+    Until then it would place the new processes there again.
+    """
+    groups, deadline = list(groups), time.monotonic() + _CONFIRM_S
+    while groups and time.monotonic() < deadline and not any(group.lost_ranks for group in groups):
+        time.sleep(_LOOK_S)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.partition("\n")[0].split())[:_MAX_REASON]
+
+
+def _write(run_dir: Path, recovery: Recovery) -> None:
+    try:
+        with open(run_dir / RECOVERIES_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(asdict(recovery)) + "\n")
+    except OSError as error:
+        # The run is worth more than the note about it.
+        logger.warning("%s cannot be written: %s", run_dir / RECOVERIES_FILE, error)
