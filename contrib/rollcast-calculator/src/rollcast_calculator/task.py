@@ -6,6 +6,7 @@ import ast
 import itertools
 import operator
 import random
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ _SENTENCES: Mapping[str, tuple[str, ...]] = {
     "-": ("{a} cards minus {b}.", "{a} nuts but {b} eaten."),
 }
 _NODES: Mapping[type[ast.operator], str] = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*"}
+_EXPRESSION = re.compile(r"[0-9+*\- ]*")
 _LONGEST = 32
 """Characters of an expression that the tool reads."""
 
@@ -53,8 +55,8 @@ def _value(expression: str) -> int:
     Raises:
         ValueError: something else than whole numbers, ``+``, ``-`` and ``*`` is in it, or it is too long.
     """
-    if len(expression) > _LONGEST:
-        raise ValueError(f"the expression has {len(expression)} characters; at most {_LONGEST} are calculated")
+    if len(expression) > _LONGEST or not _EXPRESSION.fullmatch(expression):
+        raise ValueError(f"only whole numbers, +, - and *, in at most {_LONGEST} characters, are calculated")
     try:
         return _fold(ast.parse(expression, mode="eval").body)
     except SyntaxError as error:
@@ -66,7 +68,7 @@ def _fold(node: ast.expr) -> int:
         return node.value
     if isinstance(node, ast.BinOp) and type(node.op) in _NODES:
         return _OPERATORS[_NODES[type(node.op)]](_fold(node.left), _fold(node.right))
-    raise ValueError("only whole numbers, +, - and * are calculated")
+    raise ValueError("only whole numbers with +, - and * between them are calculated")
 
 
 class Calculation(NamedTuple):
