@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path) -> str:
     """Write a tokenizer of single characters; return its folder."""
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     ids = {token: index for index, token in enumerate([*SPECIAL, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
@@ -69,9 +69,7 @@ class Engine:
     def __init__(self, host: AgentHost) -> None:
         stop = host.renderer.stop_token_ids[0]
         encoded = [np.append(host.renderer.encode(text), stop) for text in (CALL, CALL, "That is it.")]
-        self._answers = [
-            RolloutSequence(ids.tolist(), [-0.5] * len(ids), "stop", [0] * len(ids)) for ids in encoded
-        ]
+        self._answers = [RolloutSequence(ids.tolist(), [-0.5] * len(ids), "stop", [0] * len(ids)) for ids in encoded]
 
     async def __call__(self, rollout: Rollout, request: RolloutRequest) -> RolloutOutput:
         """Return the answer of the turn."""
