@@ -19,6 +19,8 @@ Columns of the first-party trainer; any other name may be declared too, if a sta
 ``rollout_is_weights``            ``[B, T]``   importance weights of the rollout correction
 ``reward_baselines``              ``[B]``      score of a greedy response to the row's prompt
 ``reward_component/<name>``       ``[B]``      one component of the row's score
+``turn_ids``                      ``[B, T]``   int32, turn of each token, not decreasing along a row
+``anchor_ids``                    ``[B, T]``   int64, the same for turns that answer the same observation
 ================================  ===========  ==========================================================
 """
 
@@ -192,7 +194,8 @@ class AdvantageInputs(InputColumns):
     Attributes:
         token_level_rewards: float ``[B, T]``; scores less a KL penalty if it is part of the reward.
         response_mask: ``[B, T]``, 1 where the policy chose the token.
-        group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id.
+        group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id. A row is a whole rollout: the
+            trainer joins the tokens of its trajectories before the call.
         gamma, lam: discount and GAE lambda (verl's keys).
         norm_adv_by_std_in_grpo: divide by the group's standard deviation.
         options: further keys of ``algorithm.adv_kwargs``.
@@ -274,16 +277,19 @@ class Denominators:
 
     Attributes:
         tokens: response tokens under the mask.
-        sequences: rows with at least one such token.
+        sequences: rollouts with at least one such token. A rollout is a row, or several that share ``rollout_index``.
         max_tokens: longest response that the run allows (Dr. GRPO's constant).
         present_tokens: tokens left in the batch where rows without effect on the loss were taken out;
             metrics are averaged over them. None if no rows were.
+        sequence_tokens: tokens under the mask of each row's whole rollout, int64 ``[B]`` for the rows of the
+            micro-batch; None if each row is a rollout.
     """
 
     tokens: float
     sequences: float
     max_tokens: float
     present_tokens: float | None = None
+    sequence_tokens: Tensor | None = field(default=None, compare=False)
 
 
 class LossAggregation(Protocol):

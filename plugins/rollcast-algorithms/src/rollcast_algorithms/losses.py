@@ -25,7 +25,7 @@ from rollcast.contracts.algorithm import (
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms.aggregation import token_mean
+from rollcast_algorithms.aggregation import read_denominators, token_mean
 
 __all__ = ["PREPARED", "PpoLoss", "SftLoss", "make_ppo_loss"]
 
@@ -44,7 +44,7 @@ class PpoLoss:
     with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
     and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
     penalty of the sampled tokens (the engine computes one of the whole vocabulary), those that the policy
-    loss declares, and those that :meth:`prepare` returned. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
+    loss declares, those that :meth:`prepare` returned, and ``sequence_tokens`` if rollouts have several rows. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
     (if the engine computed the entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for
     every metric of the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
 
@@ -138,7 +138,7 @@ class PpoLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        mask, counts = inputs.response_mask, inputs.denominators
+        mask, counts = inputs.response_mask, read_denominators(inputs)
         log_probs = _log_probs(inputs)
         old_log_probs, advantages = _column(inputs, "old_log_probs"), _column(inputs, "advantages")
         prepared = {

@@ -337,6 +337,8 @@ _DRAWS: Mapping[str, Callable[[torch.Generator], Tensor]] = {
     "sum_pi_squared": lambda generator: 0.8 + 0.2 * torch.rand(6, 7, generator=generator),
     "rollout_is_weights": lambda generator: 0.5 + torch.rand(6, 7, generator=generator),
     "reward_baselines": lambda generator: torch.randn(6, generator=generator),
+    "turn_ids": lambda generator: torch.randint(0, 2, (6, 7), generator=generator).cumsum(-1).int(),
+    "anchor_ids": lambda generator: torch.randint(0, 2, (6, 7), generator=generator),
 }
 
 

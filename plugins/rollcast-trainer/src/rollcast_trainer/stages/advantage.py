@@ -16,12 +16,16 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.advantages import WHITEN_EPSILON
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import without_advantage
+from rollcast_trainer.batch.rollouts import FINAL, ROLLOUT, JoinedRollouts, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = ["Advantage", "estimate_advantages"]
 
 #: Padded positions of the chunks that an estimator sees; whole small batches are one.
 CHUNK_TOKENS = 1 << 16
+
+#: Columns that tell which rows are one rollout, and in which order.
+_ROLLOUT = (ROLLOUT, FINAL, "turn_ids")
 
 #: Columns that the engine of a role computes only if it can: column to section and capability.
 _CAPABILITIES = {"sum_pi_squared": ("actor", "sum_pi_squared"), "values": ("critic", "value_model")}
@@ -52,7 +56,7 @@ class Advantage(Stage):
         weights = ["rollout_is_weights"] if algorithm.rollout_correction.rollout_is is not None else []
         return StageSpec(
             reads=("token_level_rewards", "response_mask", "uid", *sorted(needs.columns), *weights),
-            optional=("old_log_probs", *sorted(needs.optional)),
+            optional=("old_log_probs", *_ROLLOUT, *sorted(needs.optional)),
             writes=("advantages", "returns"),
         )
 
@@ -75,10 +79,21 @@ class Advantage(Stage):
         return found
 
     def _estimate(self, batch: DataProto) -> tuple[Jagged, Jagged]:
-        """Return advantages and returns, chunk by chunk of whole groups if the estimator can be called so."""
+        """Return advantages and returns, chunk by chunk of whole groups if the estimator can be called so.
+
+        The estimator sees a row for each rollout, so that baselines, lengths and discounts are those of rollouts.
+        """
         names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
         columns = {name: batch[name] for name in dict.fromkeys(names)}
-        return estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
+        rollouts = rollouts_of(batch)
+        if rollouts is None:
+            return estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
+        mask = Jagged.of(batch["response_mask"])
+        turns = Jagged.of(batch["turn_ids"]) if "turn_ids" in batch else None
+        joined = JoinedRollouts.of(rollouts, mask, turns, batch[FINAL] if FINAL in batch else None)
+        columns = {name: joined.join(column) for name, column in columns.items()}
+        found = estimate_advantages(self._estimator, columns, joined.join(batch["uid"]), self._algorithm)
+        return joined.split(found[0], mask), joined.split(found[1], mask)
 
 
 def estimate_advantages(

@@ -17,6 +17,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
+from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
@@ -47,7 +48,7 @@ class UpdateActor(Stage):
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
         return StageSpec(
             reads=("token_level_scores", *columns, *rejected, "advantages"),
-            optional=tuple(sorted(needs.optional)),
+            optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
         )
@@ -87,10 +88,13 @@ class UpdateActor(Stage):
         loss = self.loss_function
         prepared = self._prepare(rows) if loss.prepares else {}
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
-        mini_batches, epochs = draw_mini_batches(len(rows), count, policy.ppo_epochs, run.order_seed(0))
+        mini_batches, epochs = draw_mini_batches(
+            len(rows), count, policy.ppo_epochs, run.order_seed(0), rollouts_of(rows)
+        )
         skipped = without_advantage(rows) if self._may_skip else None
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
-        columns = rows.with_columns(prepared).select([*MODEL, *read, *prepared])
+        joined = [ROLLOUT] if ROLLOUT in rows else []
+        columns = rows.with_columns(prepared).select([*MODEL, *read, *joined, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch
 
