@@ -19,7 +19,7 @@ from rollcast_trainer.batch.mini_batches import without_advantage
 from rollcast_trainer.batch.rollouts import FINAL, ROLLOUT, JoinedRollouts, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 
-__all__ = ["Advantage", "estimate_advantages"]
+__all__ = ["Advantage", "estimate_advantages", "estimate_rollout_advantages"]
 
 #: Padded positions of the chunks that an estimator sees; whole small batches are one.
 CHUNK_TOKENS = 1 << 16
@@ -64,10 +64,9 @@ class Advantage(Stage):
         super().__init__(run)
         self._algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         self._estimator = advantages.get(self._algorithm.adv_estimator)
-        self._needs = needs_of(self._estimator)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        advantages, returns = self._estimate(batch)
+        advantages, returns = estimate_rollout_advantages(self._estimator, batch, self._algorithm)
         found = batch.with_columns({"advantages": advantages, "returns": returns})
         self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
         if "values" in found:
@@ -78,22 +77,29 @@ class Advantage(Stage):
         self.run.emit_batch("on_batch_after_advantage", found)
         return found
 
-    def _estimate(self, batch: DataProto) -> tuple[Jagged, Jagged]:
-        """Return advantages and returns, chunk by chunk of whole groups if the estimator can be called so.
 
-        The estimator sees a row for each rollout, so that baselines, lengths and discounts are those of rollouts.
-        """
-        names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
-        columns = {name: batch[name] for name in dict.fromkeys(names)}
-        rollouts = rollouts_of(batch)
-        if rollouts is None:
-            return estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
-        mask = Jagged.of(batch["response_mask"])
-        turns = Jagged.of(batch["turn_ids"]) if "turn_ids" in batch else None
-        joined = JoinedRollouts.of(rollouts, mask, turns, batch[FINAL] if FINAL in batch else None)
-        columns = {name: joined.join(column) for name, column in columns.items()}
-        found = estimate_advantages(self._estimator, columns, joined.join(batch["uid"]), self._algorithm)
-        return joined.split(found[0], mask), joined.split(found[1], mask)
+def estimate_rollout_advantages(
+    estimator: AdvantageEstimator, batch: DataProto, algorithm: AlgorithmConfig, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[Jagged, Jagged]:
+    """Return ``advantages`` and ``returns`` of a batch in which rollouts may have several rows.
+
+    The estimator sees a row for each rollout, so that baselines, lengths and discounts are those of rollouts.
+
+    Args:
+        batch: ``uid``, ``rollout_index`` if rollouts have several rows, and the columns of :func:`estimate_advantages`.
+        algorithm, chunk_tokens: see :func:`estimate_advantages`.
+    """
+    names = ["token_level_rewards", "response_mask", *needs_of(estimator).select(dict.fromkeys(batch.keys()))]
+    columns = {name: batch[name] for name in dict.fromkeys(names)}
+    rollouts = rollouts_of(batch)
+    if rollouts is None:
+        return estimate_advantages(estimator, columns, batch["uid"], algorithm, chunk_tokens)
+    mask = Jagged.of(batch["response_mask"], "response_mask")
+    turns = Jagged.of(batch["turn_ids"], "turn_ids") if "turn_ids" in batch else None
+    joined = JoinedRollouts.of(rollouts, mask, turns, batch[FINAL] if FINAL in batch else None)
+    columns = {name: joined.join(column) for name, column in columns.items()}
+    found = estimate_advantages(estimator, columns, joined.join(batch["uid"]), algorithm, chunk_tokens)
+    return joined.split(found[0], mask), joined.split(found[1], mask)
 
 
 def estimate_advantages(
