@@ -79,8 +79,9 @@ class Needs:
         columns: names it cannot do without. A name that ends with ``/`` stands for all columns with this prefix.
         optional: names of columns it reads if the batch has them.
         compares_samples: True if an estimator compares several samples of a prompt.
-        by_group: True if a row's advantages depend on the rows of its group only, before they are whitened; the
-            estimator can then be called with some groups of a batch at a time.
+        by_group: True if a row's advantages depend on the rows of its group and on
+            :attr:`AdvantageInputs.batch_scores` only, before they are whitened; the estimator can then be called with
+            some groups of a batch at a time.
         whitens: True if an estimator whitens its advantages over the batch as its last step, unless
             :attr:`AdvantageInputs.whiten` is False.
     """
@@ -201,6 +202,8 @@ class AdvantageInputs(InputColumns):
         options: further keys of ``algorithm.adv_kwargs``.
         whiten: False for the advantages before they are whitened over the batch, of an estimator that
             declared ``whitens``. If the estimator returns one tensor as advantages and returns, both are whitened.
+        batch_scores: sum of the rewards under the mask of every row of the batch, float64, where the call sees some of
+            its groups only; None if these rows are the batch.
     """
 
     token_level_rewards: Tensor
@@ -211,6 +214,7 @@ class AdvantageInputs(InputColumns):
     norm_adv_by_std_in_grpo: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     whiten: bool = True
+    batch_scores: Tensor | None = None
 
     @property
     def old_log_probs(self) -> Tensor:
@@ -354,7 +358,10 @@ class PolicyLossOutput:
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutput]
 PolicyLossPreparation = Callable[[PolicyLossInputs], Mapping[str, "Tensor"]]
-"""Computes columns ``[B, T]`` from the whole batch before its update, when ``log_probs`` are the old ones."""
+"""Computes columns ``[1, N]`` before the update, from the ``N`` response tokens of the whole batch in a single row.
+
+All inputs are ``[1, N]``, a declared column ``[B]`` too, and ``log_probs`` are the old ones.
+"""
 
 
 def policy_loss(
@@ -363,8 +370,9 @@ def policy_loss(
     """Declare what a policy loss reads beside its fixed inputs. The function is returned unwrapped.
 
     A loss sees a micro-batch and must not depend on how the batch was cut. A loss that compares tokens across
-    the batch does so in ``prepare``, called once with the whole batch; the returned columns travel with their
-    rows and arrive as :attr:`PolicyLossInputs.prepared`.
+    the batch does so in ``prepare``, called once with all tokens of the batch in one row, see
+    :data:`PolicyLossPreparation`; the returned columns travel with their rows and arrive as
+    :attr:`PolicyLossInputs.prepared`.
     """
     return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
 

@@ -104,11 +104,11 @@ class PpoLoss:
         """Return the columns that the policy loss needs from the batch as a whole, before it is split.
 
         Args:
-            old_log_probs, advantages, response_mask: columns of the whole batch, ``[B, T]``.
-            columns: further columns of the whole batch, of which the policy loss gets those that it declares.
+            old_log_probs, advantages, response_mask: all response tokens of the batch in one row, ``[1, N]``.
+            columns: further columns ``[1, N]``, of which the policy loss gets those that it declares.
 
         Returns:
-            Columns ``[B, T]`` to add to the batch; none for a loss that looks at each row by itself.
+            Columns ``[1, N]`` to add to the batch; none for a loss that looks at each row by itself.
         """
         inputs = self._inputs(
             old_log_probs, old_log_probs, advantages, response_mask, {}, {} if columns is None else columns

@@ -70,7 +70,8 @@ class AdvantageSuite:
         if not needs.by_group:
             pytest.skip("the estimator is called with the whole batch")
         whole = self.inputs(estimator)
-        unwhitened = replace(whole, whiten=False) if needs.whitens else whole
+        scores = (whole.token_level_rewards.double() * whole.response_mask).sum(-1)
+        unwhitened = replace(whole, whiten=not needs.whitens, batch_scores=scores)
         expected = estimator(unwhitened)
         for group in sorted(set(whole.group_ids.tolist())):
             rows = whole.group_ids == group

@@ -173,7 +173,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline))
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group policy gradient: centred scores, scaled up for the rows that scored nothing (GPG).
 
@@ -189,7 +189,8 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     options = read_options("gpg", inputs.options, {"f_norm": 1.0})
     rows = Rows(inputs)
-    scale = len(rows.scores) / rows.scores.count_nonzero().clamp(min=1)
+    scores = rows.scores if inputs.batch_scores is None else inputs.batch_scores
+    scale = len(scores) / scores.count_nonzero().clamp(min=1)
     return rows.spread(scale * _centred(rows.scores, inputs) / options["f_norm"])
 
 

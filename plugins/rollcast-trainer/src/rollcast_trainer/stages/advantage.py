@@ -125,6 +125,8 @@ def estimate_advantages(
     whitens_here = needs.by_group and needs.whitens
     order, bounds = _chunks(group_ids, mask.lengths, chunk_tokens if needs.by_group else None)
     flat = {name: Jagged.of(column) for name, column in columns.items() if column.layout == torch.jagged}
+    rewards = Jagged.of(columns["token_level_rewards"]).values.double().masked_fill(mask.values.logical_not(), 0.0)
+    scores = mask.with_values(rewards).sums() if len(bounds) > 2 else None
     found: list[torch.Tensor] = []
     total = square = 0.0
     for start, stop in itertools.pairwise(bounds):
@@ -143,6 +145,7 @@ def estimate_advantages(
                 options=algorithm.adv_kwargs,
                 columns=needs.select(given),
                 whiten=not whitens_here,
+                batch_scores=scores,
             )
         )
         # Most outcome estimators return one tensor for both, which is then whitened once for both.

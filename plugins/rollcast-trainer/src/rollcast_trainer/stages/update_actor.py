@@ -102,12 +102,14 @@ class UpdateActor(Stage):
         """Return the columns that the policy loss computes from the whole batch."""
         mask = Jagged.of(rows["response_mask"])
         names = {"old_log_probs", "advantages", *self.loss_function.needs.select(dict.fromkeys(rows.keys()))}
-        padded = {
-            name: Jagged.of(rows[name], name).pad() if rows[name].layout == torch.jagged else rows[name]
+        flat = {
+            name: Jagged.of(rows[name]).values if rows[name].layout == torch.jagged else rows[name][mask.rows]
             for name in names
         }
-        prepared = self.loss_function.prepare(padded["old_log_probs"], padded["advantages"], mask.pad().long(), padded)
-        return {name: mask.with_values(column[mask.rows, mask.places]) for name, column in prepared.items()}
+        given = {name: values.unsqueeze(0) for name, values in flat.items()}
+        chosen = mask.values.long().unsqueeze(0)
+        prepared = self.loss_function.prepare(given["old_log_probs"], given["advantages"], chosen, given)
+        return {name: mask.with_values(column.squeeze(0)) for name, column in prepared.items()}
 
 
 def needs_advantage(loss: PpoLoss) -> bool:
@@ -124,7 +126,9 @@ def needs_advantage(loss: PpoLoss) -> bool:
     new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
     mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     try:
-        columns = {"old_log_probs": old, "advantages": nothing, **loss.prepare(old, nothing, mask)}
+        prepared = loss.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
+        prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
+        columns = {"old_log_probs": old, "advantages": nothing, **prepared}
         tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
         counts = Denominators(64.0, 4.0, 16.0)
         total = tried(LossInputs(new, None, None, mask, columns, counts)).loss
