@@ -116,7 +116,11 @@ def correction(case: Case, **keys: Any) -> Found:
     every = torch.ones_like(case["mask"])
     old, rollout, mask = (Jagged.from_padded(case[name], every) for name in ("old", "rollout", "mask"))
     out = correct_rollout(old, rollout, mask, RolloutCorrectionConfig(**keys))
-    found = {"mask": out.response_mask.pad(), "kl": out.metrics["rollout_corr/kl"], "k3": out.metrics["rollout_corr/k3_kl"]}
+    found = {
+        "mask": out.response_mask.pad(),
+        "kl": out.metrics["rollout_corr/kl"],
+        "k3": out.metrics["rollout_corr/k3_kl"],
+    }
     return {name: torch.as_tensor(value) for name, value in found.items()} | (
         {} if out.weights is None else {"weights": out.weights.pad()}
     )

@@ -76,9 +76,7 @@ def normalise(value: float, group: list[float], by_std: bool) -> float:
 @pytest.mark.parametrize("by_std", [True, False])
 @pytest.mark.parametrize("seed", range(3))
 def test_gigpo_compares_rollouts_and_turns_from_one_state(seed: int, by_std: bool) -> None:
-    inputs = draw(
-        seed, gamma=0.9, norm_adv_by_std_in_grpo=by_std, options={"step_advantage_w": 0.7}
-    )
+    inputs = draw(seed, gamma=0.9, norm_adv_by_std_in_grpo=by_std, options={"step_advantage_w": 0.7})
     turns = [turns_of(inputs, row) for row in range(8)]
     scores = [sum(reward_of(inputs, row, turn) for turn in turns[row]) for row in range(8)]
     steps: list[tuple[int, Turn, int, float]] = []

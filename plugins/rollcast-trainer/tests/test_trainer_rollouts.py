@@ -222,7 +222,7 @@ def test_anchors_are_the_observations_that_turns_answer() -> None:
     lengths = torch.tensor([6, 5, 3])
 
     def jagged(rows: list[list[int]], dtype: torch.dtype) -> Jagged:
-        return Jagged.from_lengths(torch.tensor(sum(rows, []), dtype=dtype), lengths)
+        return Jagged.from_lengths(torch.tensor([each for row in rows for each in row], dtype=dtype), lengths)
 
     responses, chosen = jagged(ids, torch.int32), jagged(mask, torch.bool)
     found = find_anchors(prompts, responses, chosen, jagged(turns, torch.int32)).values[chosen.values].tolist()
@@ -269,9 +269,7 @@ def test_an_engine_trains_trajectories_as_plain_torch(
     model = ModelConfig(path=str(folder))
     engine = FsdpEngine(EngineSetup("language_model", model, config, OptimConfig(), WorkerContext()))
     engine.initialize()
-    columns = batch.select(
-        ["prompts", "responses", "response_mask", "rollout_index", "old_log_probs", "advantages"]
-    )
+    columns = batch.select(["prompts", "responses", "response_mask", "rollout_index", "old_log_probs", "advantages"])
     arranged, plan = plan_update(columns, [torch.arange(9)], 2, WIDTH)
     total = 0.0
     engine.optimizer_zero_grad()

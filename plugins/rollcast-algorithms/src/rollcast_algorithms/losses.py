@@ -44,7 +44,8 @@ class PpoLoss:
     with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
     and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
     penalty of the sampled tokens (the engine computes one of the whole vocabulary), those that the policy
-    loss declares, those that :meth:`prepare` returned, and ``sequence_tokens`` if rollouts have several rows. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
+    loss declares, those that :meth:`prepare` returned, and ``sequence_tokens`` if rollouts have several
+    rows. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
     (if the engine computed the entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for
     every metric of the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
 

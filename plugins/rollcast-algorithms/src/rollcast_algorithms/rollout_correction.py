@@ -7,7 +7,8 @@ other kernels, other precision, or weights that are some steps old. With ``d = l
 * rejection and veto take tokens or whole rows out of the response mask;
 * bypass takes ``log μ`` for ``log π_old`` and saves that pass, while the gap is small enough.
 
-Call :func:`correct_rollout` once with the whole batch, whose columns are jagged: nothing is padded. Estimate the advantages with the mask from
+Call :func:`correct_rollout` once with the whole batch, whose columns are jagged: nothing is padded.
+Estimate the advantages with the mask from
 *before*: a score lies on a row's last token, and would be lost with it.
 
 Sources: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training

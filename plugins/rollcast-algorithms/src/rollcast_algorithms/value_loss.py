@@ -54,7 +54,8 @@ def clipped_value_loss(
 class ValueLoss:
     """The loss function of a critic's engine; see :func:`clipped_value_loss`.
 
-    Reads the columns ``values`` and ``returns``, and ``sequence_tokens`` if rollouts have several rows. Metrics: ``critic/vf_loss``, and means over the
+    Reads the columns ``values`` and ``returns``, and ``sequence_tokens`` if rollouts have several
+    rows. Metrics: ``critic/vf_loss``, and means over the
     mini-batch's tokens: ``critic/vf_clipfrac``, ``critic/vpred_mean``.
 
     Attributes:

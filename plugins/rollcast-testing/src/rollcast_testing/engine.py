@@ -127,7 +127,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             self._close(found.values, expected.values, name, 1e-6)
 
     def test_trajectories_train_as_plain_torch(self, build: Build, folder: Path) -> None:
-        """Jagged or padded, packed or not, in micro-batches of any kind: one loss and one gradient, without a tool's."""
+        """Jagged or padded, packed or not, in micro-batches of any kind: one loss and one gradient."""
         jagged = tiny.trajectory_batch(9, seed=4).select(["prompts", "responses", "response_mask"])
         padded = tiny.padded_batch(jagged)
         module = plain_model(folder)

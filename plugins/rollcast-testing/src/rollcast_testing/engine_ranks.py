@@ -240,7 +240,9 @@ class RankLaws:
         with torch.no_grad():
             loss = -float(plain_log_probs(module, padded)[0].sum() / padded["response_mask"].sum())
         for seen in ranks:
-            require(seen.gaps["nll"] == pytest.approx(loss, rel=1e-6), f"{seen.gaps} of trajectories, whose loss is {loss}")
+            require(
+                seen.gaps["nll"] == pytest.approx(loss, rel=1e-6), f"{seen.gaps} of trajectories, whose loss is {loss}"
+            )
         for name, values in zip(("log_probs", "entropy"), expected, strict=True):
             self._close(torch.cat([seen.outputs[name] for seen in ordered]), values, f"{name} of all ranks")
 

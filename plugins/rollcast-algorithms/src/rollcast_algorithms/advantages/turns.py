@@ -50,7 +50,7 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(needs={"turn_ids", "anchor_ids"}, compares_samples=True, by_group=True)
 def gigpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Group-in-group: an advantage of the rollout in its group, and of each turn among those from the same state (GiGPO).
+    """Compare rollouts within their group, and turns with those from the same state (GiGPO).
 
     With ``s_i`` the sum of rollout i's rewards, ``r_ik`` the reward of its turn k, and the anchor of a turn the state
     that it starts from (``anchor_ids`` at its first token)::

@@ -96,7 +96,8 @@ def estimate_rollout_advantages(
         return estimate_advantages(estimator, columns, batch["uid"], algorithm, chunk_tokens)
     mask = Jagged.of(batch["response_mask"], "response_mask")
     turns = Jagged.of(batch["turn_ids"], "turn_ids") if "turn_ids" in batch else None
-    joined = JoinedRollouts.of(rollouts, mask, turns, batch[FINAL] if FINAL in batch else None)
+    final = batch[FINAL] if FINAL in batch else None  # noqa: SIM401 - a batch has no get with a default
+    joined = JoinedRollouts.of(rollouts, mask, turns, final)
     columns = {name: joined.join(column) for name, column in columns.items()}
     found = estimate_advantages(estimator, columns, joined.join(batch["uid"]), algorithm, chunk_tokens)
     return joined.split(found[0], mask), joined.split(found[1], mask)

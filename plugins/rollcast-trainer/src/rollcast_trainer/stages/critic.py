@@ -52,9 +52,7 @@ class UpdateCritic(Stage):
 
     run: TrainingRun
     phase: ClassVar[str] = "update_critic"
-    spec: ClassVar[StageSpec] = StageSpec(
-        reads=("values", "returns"), optional=(ROLLOUT,), roles=(Role.CRITIC,)
-    )
+    spec: ClassVar[StageSpec] = StageSpec(reads=("values", "returns"), optional=(ROLLOUT,), roles=(Role.CRITIC,))
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
