@@ -135,7 +135,8 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         choices = [ALL_ROWS, ForwardSettings(micro_batch_size_per_gpu=2)]
         if build().capabilities.token_budget:
             choices.append(ForwardSettings(max_token_len_per_gpu=47))
-        cases = [(data, chosen, {}) for data in (jagged, padded) for chosen in choices]
+        plain: Mapping[str, Any] = {}
+        cases = [(data, chosen, plain) for data in (jagged, padded) for chosen in choices]
         if self.packing_config:
             cases += [(data, chosen, self.packing_config) for data, chosen, _ in cases]
         for data, chosen, keys in cases:
