@@ -108,16 +108,16 @@ class RolloutCorrection(Stage):
             ConfigError: a key of ``algorithm.rollout_correction`` is not valid.
         """
         mask = Jagged.of(batch["response_mask"])
-        old, rollout = (Jagged.of(batch[name]).pad() for name in ("old_log_probs", "rollout_log_probs"))
+        old, rollout = (Jagged.of(batch[name], name) for name in ("old_log_probs", "rollout_log_probs"))
         try:
-            found = correct_rollout(old, rollout, mask.pad(), self._config)
+            found = correct_rollout(old, rollout, mask, self._config)
         except ValueError as error:
             raise ConfigError(f"algorithm.rollout_correction: {error}") from error
         self._last_gap, self._steps_since = found.metrics["rollout_corr/k3_kl"], 0
         self.run.record(found.metrics)
-        columns = {KEPT: mask.like(found.response_mask[mask.rows, mask.places])}
+        columns = {KEPT: found.response_mask.column()}
         if found.weights is not None:
-            columns["rollout_is_weights"] = mask.like(found.weights[mask.rows, mask.places])
+            columns["rollout_is_weights"] = found.weights.column()
         return batch.with_columns(columns)
 
     def state_dict(self) -> dict[str, Any]:
