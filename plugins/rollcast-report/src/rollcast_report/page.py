@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from rollcast_report.charts import ChartSpec, format_number, render_chart
+from rollcast_report.conversations import render_trajectories
 from rollcast_report.run_data import RunData
 from rollcast_report.samples import render_samples
 
@@ -205,7 +206,9 @@ def _details(run: RunData) -> str:
 
 def render_page(run: RunData) -> str:
     """The whole report; needs no other file and no network."""
-    script = _asset("report.js").strip()
+    trajectories = render_trajectories(run)
+    scripts = ("report.js", "trajectories.js") if trajectories else ("report.js",)
+    script = "\n".join(_asset(name).strip() for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_asset("report.html")).substitute(
         title=html.escape(f"{run.name} · rollcast"),
@@ -215,7 +218,8 @@ def render_page(run: RunData) -> str:
         charts=_charts(run),
         phases=_recoveries(run) + _phases(run),
         samples=render_samples(run),
+        trajectories=trajectories,
         details=_details(run),
-        footer="Written by rollcast from metrics.jsonl, samples.jsonl, status.json and config.yaml of the run.",
+        footer="Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
         script=script,
     )

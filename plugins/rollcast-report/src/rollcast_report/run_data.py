@@ -18,6 +18,7 @@ from typing import Any
 from rollcast.contracts.files import replace_file
 from rollcast.errors import DataError
 from rollcast_report.records import Unreadable, read_records
+from rollcast_report.trajectories import FOLDER, SavedTrajectories, read_trajectories
 
 __all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
 
@@ -82,6 +83,7 @@ class RunData:
         steps: the last step, or None if nothing was recorded.
         first, last: first and last validation that left samples; ``last`` is None if there is one only.
         recoveries: losses of processes that the run went on after, as the trainer recorded them.
+        trajectories: saved trajectories of agents, a selection that fits a page.
         config: the resolved config as text.
         notes: what could not be read, for people.
     """
@@ -93,6 +95,7 @@ class RunData:
     first: Validation | None = None
     last: Validation | None = None
     recoveries: list[dict[str, Any]] = field(default_factory=list)
+    trajectories: SavedTrajectories = field(default_factory=SavedTrajectories)
     config: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -175,6 +178,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
     _read_metrics(run_dir / "metrics.jsonl", run)
     _read_samples(run_dir / "samples.jsonl", run)
     _read_recoveries(run_dir / RECOVERIES_FILE, run)
+    _read_trajectories(run_dir, run)
     run.config = _read_config(run_dir, config)
     return run
 
@@ -224,11 +228,20 @@ def _read_recoveries(path: Path, run: RunData) -> None:
     _note(path, unreadable, run)
 
 
+def _read_trajectories(run_dir: Path, run: RunData) -> None:
+    run.trajectories = read_trajectories(run_dir)
+    for name, lines in run.trajectories.unreadable.items():
+        _note_lines(f"{FOLDER}/{name}", lines, run)
+
+
 def _note(path: Path, unreadable: list[Unreadable], run: RunData) -> None:
-    lines = [str(item.line) for item in unreadable if not item.torn]
+    _note_lines(path.name, [item.line for item in unreadable if not item.torn], run)
+
+
+def _note_lines(name: str, lines: list[int], run: RunData) -> None:
     if lines:
         more = ", …" if len(lines) > 10 else ""
-        run.notes.append(f"{path.name}: {len(lines)} unreadable (line {', '.join(lines[:10])}{more})")
+        run.notes.append(f"{name}: {len(lines)} unreadable (line {', '.join(map(str, lines[:10]))}{more})")
 
 
 def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
