@@ -32,6 +32,6 @@ def test_files_of_agents_are_shown(tmp_path: Path) -> None:
     first, second = saved.shown
     assert (first["step"], first["reward"], first["truth"]) == (12, 0.5, "Ho")
     assert first["messages"][1]["turn"] == 0 and first["failure"] == ["tool", "broke"]
-    shown = dict(turn=0, sampled=True, tokens=2, text="Ho.<e>", versions=[7], logProb=-0.5)
-    assert first["segments"][1] == shown
+    expected = {"turn": 0, "sampled": True, "tokens": 2, "text": "Ho.<e>", "versions": [7], "logProb": -0.5}
+    assert first["segments"][1] == expected
     assert second["segments"][1]["text"] is None and second["reward"] is None
