@@ -112,6 +112,24 @@ def test_a_conversation_is_there_with_its_rewards_and_trained_tokens(tmp_path: P
     assert shown["segments"][1]["versions"] == [4, 5] and shown["segments"][1]["logProb"] == -0.25
 
 
+@pytest.mark.parametrize(
+    ("changes", "trained"),
+    [
+        ({}, True),
+        ({"end": "max_turns"}, True),
+        ({"score": None, "reward": 1.0}, False),
+        ({"end": "error", "failure": {"boundary": "tool", "message": "x"}}, False),
+        ({"end": "aborted"}, False),
+    ],
+)
+def test_what_took_no_part_in_the_update_is_not_called_trained(
+    tmp_path: Path, changes: dict[str, Any], trained: bool
+) -> None:
+    _save(tmp_path, 1, _record(**changes))
+    _, (shown,) = _shown(tmp_path)
+    assert shown["trained"] is trained
+
+
 def test_what_models_and_tools_wrote_stays_text(tmp_path: Path) -> None:
     _save(tmp_path, 1, _record(rollout_id=_EVIL, end=f'done"{_EVIL}', failure={"boundary": "tool", "message": _EVIL}))
     page, (shown,) = _shown(tmp_path)

@@ -21,6 +21,7 @@ _FILTERS = (
     ("positive", "with a reward above 0"),
     ("other", "with a reward of 0 or below"),
     ("unscored", "without a reward"),
+    ("untrained", "that took no part in the update"),
 )
 _ORDERS = (
     ("recorded", "as recorded"),

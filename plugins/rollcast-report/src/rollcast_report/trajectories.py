@@ -25,7 +25,7 @@ _STEP = re.compile(r"step_(\d+)\.jsonl")
 #: Limits of one page: trajectories, the steps that they are taken from, and characters of their texts.
 _MAX_TRAJECTORIES = 1000
 _MAX_STEPS = 20
-_MAX_CHARACTERS = 8_000_000
+_MAX_CHARACTERS = 6_000_000
 #: Characters that one text may have; the largest with which all texts fit the page.
 _CLIPS = (20_000, 10_000, 6_000, 4_000, 3_000, 2_000, 1_500, 1_000, 700, 400, 200)
 
@@ -93,12 +93,15 @@ def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
     for position, turn in turns_of_messages(messages, segments).items():
         messages[position]["turn"] = turn
     failure = data["failure"]
+    # A trajectory without a score is not in the batch of the update; one of a failed rollout has no trained tokens.
+    is_trained = data["score"] is not None and failure is None and data["end"] != "aborted"
     return {
         "step": step,
         "group": str(data["group_id"]),
         "rollout": str(data["rollout_id"]),
         "end": str(data["end"]),
         "reward": _number(data["reward"] if data["score"] is None else data["score"]),
+        "trained": is_trained,
         "turnRewards": {str(int(turn)): _number(value) for turn, value in data["turn_rewards"].items()},
         "components": _numbers(data["reward_components"]),
         "metrics": _numbers(data["metrics"]),

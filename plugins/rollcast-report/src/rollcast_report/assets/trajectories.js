@@ -33,6 +33,7 @@
     positive: (each) => each.reward !== null && each.reward > 0,
     other: (each) => each.reward !== null && each.reward <= 0,
     unscored: (each) => each.reward === null,
+    untrained: (each) => !each.trained,
   };
   const low = (each) => (each.reward === null ? Infinity : each.reward);
   const high = (each) => (each.reward === null ? Infinity : -each.reward);
@@ -67,7 +68,7 @@
     const sampled = each.segments.filter((segment) => segment.sampled);
     each.turns = new Set(sampled.map((segment) => segment.turn)).size;
     each.tokens = each.segments.reduce((sum, segment) => sum + segment.tokens, 0);
-    each.trained = sampled.reduce((sum, segment) => sum + segment.tokens, 0);
+    each.sampled = sampled.reduce((sum, segment) => sum + segment.tokens, 0);
     return { each, row: rowOf(each, index), words: null };
   });
   let visible = items;
@@ -111,7 +112,7 @@
       ["Reward", number(each.reward)],
       ["End", each.end],
       ["Turns", each.turns],
-      ["Trained tokens", each.trained.toLocaleString("en") + " of " + each.tokens.toLocaleString("en")],
+      [each.trained ? "Trained tokens" : "Sampled, not trained", each.sampled.toLocaleString("en") + " of " + each.tokens.toLocaleString("en")],
       ["Group", each.group],
       ["Rollout", each.rollout],
     ];
@@ -123,9 +124,10 @@
     }
     return make("dl", "", ...facts.map(([name, value]) => make("div", "", make("dt", "", name), make("dd", "", String(value)))));
   };
+  const sampledTokens = (each, count) => plural(count, (each.trained ? "trained" : "sampled") + " token");
   const badgesOf = (each, turn) => {
     const tokens = each.segments.reduce((sum, part) => sum + (part.sampled && part.turn === turn ? part.tokens : 0), 0);
-    const badges = [make("span", "badge", "turn " + turn), make("span", "badge trained", plural(tokens, "trained token"))];
+    const badges = [make("span", "badge", "turn " + turn), make("span", each.trained ? "badge trained" : "badge", sampledTokens(each, tokens))];
     const reward = each.turnRewards[turn];
     if (reward !== undefined && reward !== null) badges.push(make("span", "badge", "reward " + signed(reward)));
     return badges;
@@ -152,8 +154,8 @@
         text.append(make("span", "", shown));
         continue;
       }
-      const mark = make("mark", "", shown);
-      mark.title = ["turn " + part.turn, plural(part.tokens, "trained token"), "mean log-prob " + number(part.logProb),
+      const mark = make("mark", each.trained ? "" : "untrained", shown);
+      mark.title = ["turn " + part.turn, sampledTokens(each, part.tokens), "mean log-prob " + number(part.logProb),
         "weights " + part.versions.join(", ")].join(" · ");
       text.append(mark);
     }
@@ -181,7 +183,8 @@
     }
     parts.push(tabs);
     if (shownTab === "tokens") {
-      parts.push(make("p", "hint", "Marked text was sampled by the policy and is trained; the rest was given to it."), tokensOf(each));
+      const use = each.trained ? "and is trained" : "but took no part in the update";
+      parts.push(make("p", "hint", `Marked text was sampled by the policy ${use}; the rest was given to it.`), tokensOf(each));
     } else {
       parts.push(...each.messages.map((message) => messageOf(each, message)));
     }
