@@ -97,6 +97,11 @@ class RecordingSession(Session):
         return self._group
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Parameters of a reply that names none."""
+        return self._sampling
+
+    @property
     def turns(self) -> int:
         return self._turns
 

@@ -19,6 +19,7 @@ from rollcast.contracts.session import Session
 from rollcast.errors import ConfigError
 from rollcast_agents.gateway import Access, Gateway
 from rollcast_agents.runner import ProgramFailed
+from rollcast_agents.threads import in_thread
 
 __all__ = ["ProgramLoop"]
 
@@ -51,7 +52,7 @@ class ProgramLoop(BaseAgentLoop):
         self._function: Any = None if self._command else _imported(program)
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
-        with self._gateway.open(session) as access:
+        with self._gateway.open(session, getattr(session, "sampling", None)) as access:
             value = await (self._execute(task, access) if self._command else self._call(task, access))
         if isinstance(value, Outcome):
             return value
@@ -63,7 +64,7 @@ class ProgramLoop(BaseAgentLoop):
         try:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(dict(task), **arguments)
-            return await asyncio.to_thread(self._function, dict(task), **arguments)
+            return await in_thread(self._function, dict(task), **arguments)
         except Exception as error:  # the user's code
             raise ProgramFailed(f"{self.setup.config.program} raised {type(error).__name__}: {error}") from error
 

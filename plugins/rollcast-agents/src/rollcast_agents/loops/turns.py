@@ -77,7 +77,7 @@ class _Episode:
 
     def outcome(self, tools: RolloutTools) -> Outcome:
         seconds = {f"tool/{name}/seconds": float(value) for name, value in tools.seconds.items()}
-        counts = {"tool_calls": float(tools.counts["tool_calls"]), "tool_errors": float(tools.counts["tool_errors"])}
+        counts = {name: float(value) for name, value in tools.counts.items()}
         return Outcome(
             self.end,
             turn_rewards=self.turn_rewards,

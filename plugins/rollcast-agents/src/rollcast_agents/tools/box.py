@@ -114,8 +114,8 @@ class RolloutTools:
     """The calls of one rollout.
 
     Attributes:
-        counts: calls and errors, ``tool/<name>/calls``, and seconds, for metrics.
-        reward: sum of the rewards that tools gave since it was taken last.
+        counts: ``tool_calls``, ``tool_errors`` and ``tool/<name>/calls``.
+        seconds: of all calls by name of the tool.
     """
 
     _tools: Mapping[str, BaseTool]
@@ -149,6 +149,7 @@ class RolloutTools:
         result = await self._answer(call)
         self.counts["tool_calls"] += 1
         self.counts["tool_errors"] += result.is_error
+        self.counts[f"tool/{name}/calls"] += 1
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
         return ToolResult(
             _shortened(result.text, self._limits.max_length), result.reward, result.metrics, result.is_error
