@@ -99,7 +99,7 @@ def load_records(path: Path) -> Iterator[Record]:
 
 def _as_json(record: Record) -> dict[str, Any]:
     each, failure = record.trajectory, record.trajectory.failure
-    texts = record.texts or [None] * len(each.segments)
+    texts: Sequence[str | None] = record.texts or [None] * len(each.segments)
     return {
         "version": _VERSION,
         "group_id": each.group_id,

@@ -84,6 +84,7 @@ class _Episode:
             reward_components=self.components,
             messages=self.messages,
             metrics={**self.metrics, **counts, **seconds},
+            extra={"tool_failures": list(tools.failures)} if tools.failures else {},
         )
 
 

@@ -30,6 +30,8 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     found |= {f"agent/ends/{end}": ends[end] / count for end in ENDS}
     failures = Counter(each.failure.boundary for each in rollouts.values() if each.failure is not None)
     found["agent/failures"] = float(failures.total())
+    # Answered to the model, and no failure of the rollout.
+    found["agent/tool_failures"] = float(sum(len(each.extra.get("tool_failures", ())) for each in rollouts.values()))
     found |= {f"agent/failures/{boundary}": float(number) for boundary, number in failures.items()}
     sampled = sum(each.sampled_tokens for each in trajectories)
     behind = sum(len(each.token_ids) - each.prompt_length for each in trajectories)
