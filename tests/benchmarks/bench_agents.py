@@ -69,9 +69,7 @@ class Engine:
     def __init__(self, host: AgentHost) -> None:
         stop = host.renderer.stop_token_ids[0]
         encoded = [np.append(host.renderer.encode(text), stop) for text in (CALL, CALL, "That is it.")]
-        self._answers = [
-            RolloutSequence(ids.tolist(), [-0.5] * len(ids), "stop", [0] * len(ids)) for ids in encoded
-        ]
+        self._answers = [RolloutSequence(ids.tolist(), [-0.5] * len(ids), "stop", [0] * len(ids)) for ids in encoded]
 
     async def __call__(self, rollout: Rollout, request: RolloutRequest) -> RolloutOutput:
         """Return the answer of the turn."""

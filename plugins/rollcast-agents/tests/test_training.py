@@ -28,6 +28,8 @@ def test_a_tool_loop_is_trained(task: AgentTask, tmp_path: Path) -> None:
     records = list(load_records(record_path(run_dir, 1)))
     assert len({each.trajectory.rollout_id for each in records}) == 16
     assert all(each.score is not None and each.task["ground_truth"] for each in records)
+    assert all(len(each.texts) == len(each.trajectory.segments) for each in records)
+    assert all("[user]" in each.texts[0] for each in records)
     called = [each for each in records if each.trajectory.metrics.get("tool_calls")]
     # The reward sees the results of tools in the messages.
     assert called

@@ -120,6 +120,7 @@ def test_a_conversation_is_there_with_its_rewards_and_trained_tokens(tmp_path: P
         ({"score": None, "reward": 1.0}, False),
         ({"end": "error", "failure": {"boundary": "tool", "message": "x"}}, False),
         ({"end": "aborted"}, False),
+        ({"end": "timeout"}, False),
     ],
 )
 def test_what_took_no_part_in_the_update_is_not_called_trained(

@@ -22,6 +22,8 @@ __all__ = ["FOLDER", "FORMAT_VERSION", "SavedTrajectories", "read_trajectories",
 FOLDER = "trajectories"
 FORMAT_VERSION = 1
 _STEP = re.compile(r"step_(\d+)\.jsonl")
+#: Ends of rollouts that are left out of the update.
+_FAILED = ("error", "timeout", "aborted")
 #: Limits of one page: trajectories, the steps that they are taken from, and characters of their texts.
 _MAX_TRAJECTORIES = 1000
 _MAX_STEPS = 20
@@ -94,7 +96,7 @@ def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
         messages[position]["turn"] = turn
     failure = data["failure"]
     # A trajectory without a score is not in the batch of the update; one of a failed rollout has no trained tokens.
-    is_trained = data["score"] is not None and failure is None and data["end"] != "aborted"
+    is_trained = data["score"] is not None and failure is None and data["end"] not in _FAILED
     return {
         "step": step,
         "group": str(data["group_id"]),

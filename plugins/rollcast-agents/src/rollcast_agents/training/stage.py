@@ -10,6 +10,7 @@ import torch
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.host import HostSetup, check_names
@@ -181,8 +182,15 @@ class SaveTrajectories(Stage):
         if self.run.step % self._config.save_trajectories == 0:
             scores = _scores(batch)
             path = record_path(self.run.task.run_dir, self.run.step)
-            save_records(path, (replace(each, score=scores.get(each.trajectory.rollout_id)) for each in records))
+            scored = (replace(each, score=scores.get(each.trajectory.rollout_id)) for each in records)
+            save_records(path, (replace(each, texts=self._texts(each.trajectory)) for each in scored))
         return batch
+
+    def _texts(self, trajectory: Trajectory) -> list[str]:
+        """Return the text of each segment, special tokens included; for people, never tokenized again."""
+        decode = self.run.task.tokenizer.decode
+        ids = (segment.token_ids.tolist() for segment in trajectory.segments)
+        return [str(decode(each, clean_up_tokenization_spaces=False)) for each in ids]
 
 
 def _scores(batch: DataProto) -> dict[str, float]:
