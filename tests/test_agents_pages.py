@@ -95,7 +95,7 @@ def test_agents_in_ten_minutes(tasks: Commands) -> None:
     rows = [row for row in read_metrics(run_dir) if row["step"] > 0]
     assert [row["agent/rollouts"] for row in rows] == [16]
     assert all(row["rollout/logprob_gap_max"] < 1e-4 for row in rows)
-    page = (DOCS / "agents.md").read_text()
+    page = (DOCS / "agents-in-training.md").read_text()
     for metric in (
         "agent/turns_mean",
         "agent/tool_errors_mean",

@@ -50,7 +50,7 @@ def write_tokenizer(folder: Path) -> str:
     """Write a tokenizer of single characters; return its folder."""
     characters = [chr(code) for code in range(32, 127)] + ["\n"]
     ids = {token: index for index, token in enumerate([*SPECIAL, *characters])}
-    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))  # noqa: S106
+    tokenizer = Tokenizer(models.WordLevel(ids, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]

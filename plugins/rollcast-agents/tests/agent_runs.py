@@ -93,6 +93,9 @@ def registered() -> Iterator[None]:
         yield
 
 
+TOOL = ("agent.loop=tool", "agent.tools.letters={}")
+
+
 @dataclass(frozen=True)
 class AgentTask:
     """A model folder and prompts, and the overrides that train on them in seconds."""
@@ -142,8 +145,7 @@ class AgentTask:
             "trainer.save_freq=1",
             "trainer.test_freq=2",
             "agent.renderer=calling",
-            "agent.loop=tool",
-            "agent.tools.letters={}",
+            *([] if any(each.startswith("agent.loop=") for each in changes) else TOOL),
             "agent.max_assistant_turns=4",
             "agent.max_response_length=12",
             # Longer than any pause of a loaded machine, so that batches are the same in every run.

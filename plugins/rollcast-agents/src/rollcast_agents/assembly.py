@@ -28,7 +28,8 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
         on the row that sampled it. Columns ``[B]``: ``finished`` bool (``end`` is ``done``), ``rollout_weight_version``
         and ``rollout_weight_version_min`` int64 (-1 if nothing was sampled), ``rollout_index`` int64 (the same for rows
         of one rollout), ``is_final`` bool (the row with the rollout's last reply), ``is_scored`` bool (the environment
-        or loop gave a reward), and the objects ``group_id``, ``rollout_id``, ``end``.
+        or loop scored the rollout, so that no reward function has to), and the objects ``group_id``, ``rollout_id``,
+        ``end``.
     """
     rows = [_Row(trajectory) for trajectory in trajectories]
     final = _final(rows)
@@ -72,7 +73,7 @@ class _Row:
         self.turns = _spread(self.behind, [each.turn for each in self.behind], np.int32)
         zeros = [np.zeros(len(each), np.float32) if each.log_probs is None else each.log_probs for each in self.behind]
         self.log_probs = _joined(zeros, np.float32)
-        self.is_scored = trajectory.reward is not None or bool(trajectory.turn_rewards)
+        self.is_scored = trajectory.reward is not None
 
     @property
     def last_turn(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -307,9 +307,9 @@ class RewardScorer:
     def score(self, batch: DataProto) -> Scored:
         """Score every rollout of a generated batch.
 
-        Where rows have ``rollout_index``, what the environment scored (``is_scored``) keeps the rewards in
-        ``environment_scores`` at their tokens, a failed rollout (``rollout_failed``) has the score 0, and the reward
-        scores the final row of each other rollout.
+        Where rows have ``rollout_index``, the rewards in ``environment_scores`` stay at their tokens, and the reward's
+        score of the final row is added for rollouts that no environment has scored (``is_scored``). A failed rollout
+        (``rollout_failed``) has the score 0.
 
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
@@ -318,41 +318,52 @@ class RewardScorer:
         rollouts = RolloutRows.of(batch)
         if rollouts is None:
             return Scored(samples, self._manager(samples), self.reward.max_score)
-        results = _given_results(batch)
-        rows = [row for row in rollouts.final.nonzero().flatten().tolist() if results[row] is None]
-        if rows:
-            chosen = [samples[row] for row in rows]
-            for row, result in zip(rows, self._manager(chosen), strict=True):
-                results[row] = result
-        whole = [RewardResult(0.0) if result is None else result for result in results]
-        return Scored(samples, whole, self.reward.max_score, rollouts)
+        given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
+        if "rollout_failed" in batch:
+            answered &= batch["rollout_failed"].logical_not()
+        rows = answered.nonzero().flatten().tolist()
+        for row, result in zip(rows, self._manager([samples[row] for row in rows]) if rows else (), strict=True):
+            given[row] = _with_rewards(result, given[row], self.reward.max_score)
+        return Scored(samples, given, self.reward.max_score, rollouts)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
         self._manager.close()
 
 
-def _given_results(batch: DataProto) -> list[RewardResult | None]:
-    """Return the results of rows that need no reward: scored by their environment, or failed; None for the others.
+def _given_results(batch: DataProto) -> list[RewardResult]:
+    """Return the rewards that came with the rows, as results; those of a failed rollout are 0.
 
     Args:
-        batch: Jagged ``environment_scores`` and ``response_mask``, ``is_scored`` bool ``[B]``, and perhaps
-            ``rollout_failed`` bool ``[B]`` and the object column ``reward_components``.
+        batch: Jagged ``environment_scores`` and ``response_mask``, and perhaps ``rollout_failed`` bool ``[B]`` and the
+            object column ``reward_components``.
     """
     mask, rewards = Jagged.of(batch["response_mask"]), Jagged.of(batch["environment_scores"])
     bounds = mask.offsets.tolist()
     failed = batch["rollout_failed"].tolist() if "rollout_failed" in batch else [False] * len(batch)
-    components = batch.non_tensor_batch.get("reward_components")
-    results: list[RewardResult | None] = [None] * len(batch)
-    for row, is_scored in enumerate(batch["is_scored"].tolist()):
-        if failed[row]:
-            results[row] = RewardResult(0.0, correct=False)
-        elif is_scored:
-            own = slice(bounds[row], bounds[row + 1])
-            scores = rewards.values[own][mask.values[own].bool()].tolist()
-            extra = {} if components is None else components[row] or {}
-            results[row] = RewardResult(sum(scores), extra=extra, token_scores=scores)
+    components = batch.non_tensor_batch.get("reward_components", [{}] * len(batch))
+    results = []
+    for row, has_failed in enumerate(failed):
+        if has_failed:
+            results.append(RewardResult(0.0, correct=False))
+            continue
+        own = slice(bounds[row], bounds[row + 1])
+        scores = rewards.values[own][mask.values[own].bool()].tolist()
+        results.append(RewardResult(sum(scores), extra=components[row] or {}, token_scores=scores))
     return results
+
+
+def _with_rewards(result: RewardResult, given: RewardResult, max_score: float) -> RewardResult:
+    """Return what the reward function says of an answer, with the rewards that tools gave on the way to it.
+
+    Those decide nothing about whether the answer is correct.
+    """
+    correct = result.score >= max_score if result.correct is None else result.correct
+    rewards = given.token_scores or ()
+    scores = result.token_scores if result.token_scores is not None else [0.0] * len(rewards)
+    total = [one + other for one, other in zip(scores, rewards, strict=True)]
+    extra = {**given.extra, **result.extra}
+    return replace(result, score=result.score + given.score, correct=correct, token_scores=total, extra=extra)
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
