@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
+
 from rollcast.config import compose
 from rollcast.contracts.environment import BaseEnvironment, Observation, environments
 from rollcast.contracts.renderer import Message, ToolCall, renderers
@@ -173,3 +175,18 @@ def set_up(overrides: Sequence[str]) -> Iterator[PpoTrainer]:
 
 def read_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+async def chat(task: dict[str, Any], base_url: str, api_key: str) -> float:
+    """Say something twice, as any program that speaks OpenAI's API; the reward is the number of replies."""
+    messages = list(task["prompt"])
+    headers = {"Authorization": f"Bearer {api_key}"}
+    async with aiohttp.ClientSession(headers=headers) as client:
+        for _ in range(2):
+            async with client.post(f"{base_url}/chat/completions", json={"messages": messages}) as response:
+                choice = (await response.json())["choices"][0]
+            messages += [
+                {"role": "assistant", "content": choice["message"]["content"]},
+                {"role": "user", "content": "?"},
+            ]
+    return 2.0

@@ -191,3 +191,31 @@ def test_agents_beside_the_actor_are_not_placed_elsewhere(task: AgentTask, tmp_p
     changes = ("placement.pools={more: [1]}", "placement.mapping={agent_loop_in_process: more}")
     with pytest.raises(ConfigError, match=r"placement\.mapping\.agent_loop_in_process is another pool"):
         launch(task.overrides(tmp_path / "run", *changes))
+
+
+def test_a_program_is_trained_through_the_gateway(task: AgentTask, tmp_path: Path) -> None:
+    changes = ("agent.loop=program", "agent.program=agent_runs:chat", "trainer.total_steps=1", "trainer.test_freq=-1")
+    launch(task.overrides(tmp_path / "run", *changes))
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert (metrics["agent/turns_mean"], metrics["agent/forks_mean"], metrics["agent/failures"]) == (2, 0, 0)
+    assert metrics["reward/mean"] == 2
+    assert metrics["rollout/logprob_gap_max"] < 1e-5
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"),
+        ("algorithm.adv_estimator=remax",),
+        ("algorithm.adv_estimator=gae",),
+        ("actor.use_kl_loss=true", "algorithm.rollout_correction.rollout_is=token"),
+    ],
+)
+def test_agents_go_with_other_stages(task: AgentTask, tmp_path: Path, changes: tuple[str, ...]) -> None:
+    launch(task.overrides(tmp_path / "run", *changes, "trainer.total_steps=1", "trainer.test_freq=-1"))
+    metrics = read_metrics(tmp_path / "run")[-1]
+    assert metrics["agent/tool_calls_mean"] > 0
+    assert metrics["actor/grad_norm"] > 0
+    records = list(load_records(record_path(tmp_path / "run", 1)))
+    # With further batches for groups that are alike, all of them are saved.
+    assert len({each.trajectory.rollout_id for each in records}) == 16 * metrics.get("rollout/gen_batches", 1)
