@@ -108,6 +108,15 @@ def test_agents_in_ten_minutes(tasks: Commands) -> None:
     assert "<h2>Trajectories</h2>" in (run_dir / "report.html").read_text()
 
 
+def test_a_missing_tool_ends_the_run_before_it_starts(tasks: Commands) -> None:
+    """It is not trained without its agent."""
+    _write_data(tasks.folder)
+    files = ("data.train_files=[train.jsonl]", "data.val_files=[test.jsonl]", "run_dir=runs/refused")
+    refused = tasks.run("train", "trainer=ppo", *files, *SMALL, "agent.loop=tool", "agent.tools={nothing: {}}")
+    assert refused.code == 2
+    assert "no plugin 'nothing' in rollcast.tools" in refused.text
+
+
 def test_the_tool_of_the_first_page(tmp_path: Path) -> None:
     namespace: dict[str, object] = {}
     exec(titled_blocks("agents.md")["tools.py"], namespace)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import html
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rollcast_report.run_data import RunData
@@ -74,6 +74,6 @@ def _hint(run: RunData) -> str:
     )
 
 
-def _data(shown: list[Mapping[str, Any]]) -> str:
+def _data(shown: Sequence[Mapping[str, Any]]) -> str:
     """Return JSON that cannot end the element it stands in: a browser looks for ``</script`` and ``<!--`` there."""
     return json.dumps(shown, ensure_ascii=False, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
