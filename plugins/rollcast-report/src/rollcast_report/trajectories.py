@@ -118,7 +118,8 @@ def _segment(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return one segment with the number of its tokens in place of their ids."""
     count = len(base64.b64decode(data["token_ids"], validate=True)) // 4
     sampled = bool(data["sampled"])
-    shown = {"turn": int(data["turn"]), "sampled": sampled, "tokens": count, "text": _optional_text(data["text"])}
+    shown: dict[str, Any] = {"turn": int(data["turn"]), "sampled": sampled, "tokens": count}
+    shown["text"] = _optional_text(data["text"])
     if sampled:
         shown["versions"] = [int(version) for version, _ in data["weight_versions"]]
         shown["logProb"] = _mean(data["log_probs"])
