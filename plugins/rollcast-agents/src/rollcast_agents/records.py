@@ -31,7 +31,16 @@ import numpy as np
 from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast.errors import DataError
 
-__all__ = ["FOLDER", "Record", "load_records", "load_trajectories", "record_path", "save_records", "save_trajectories"]
+__all__ = [
+    "FOLDER",
+    "Record",
+    "find_records",
+    "load_records",
+    "load_trajectories",
+    "record_path",
+    "save_records",
+    "save_trajectories",
+]
 
 FOLDER = "trajectories"
 """Folder of the files in a run directory."""
@@ -95,6 +104,20 @@ def load_records(path: Path) -> Iterator[Record]:
                     yield _record(line, f"{path}:{number}")
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def find_records(place: Path) -> list[Record]:
+    """Return the records of a file, of a folder of files, or of a run directory, in the order of the steps.
+
+    Raises:
+        DataError: there are none, or a file cannot be read.
+    """
+    folder = place / FOLDER if (place / FOLDER).is_dir() else place
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
+    records = [record for file in files for record in load_records(file)]
+    if not records:
+        raise DataError(f"there are no trajectories in {place}; runs with agent.save_trajectories write them")
+    return records
 
 
 def _as_json(record: Record) -> dict[str, Any]:
