@@ -33,8 +33,9 @@ def test_a_tool_loop_is_trained(task: AgentTask, tmp_path: Path) -> None:
     records = list(load_records(record_path(run_dir, 1)))
     assert len({each.trajectory.rollout_id for each in records}) == 16
     assert all(each.score is not None and each.task["ground_truth"] for each in records)
-    assert all(len(each.texts) == len(each.trajectory.segments) for each in records)
-    assert all("[user]" in each.texts[0] for each in records)
+    assert all(
+        each.texts[0].startswith("[user]") and len(each.texts) == len(each.trajectory.segments) for each in records
+    )
     called = [each for each in records if each.trajectory.metrics.get("tool_calls")]
     # The reward sees the results of tools in the messages.
     assert called
@@ -114,6 +115,11 @@ def test_a_step_in_which_everything_fails_says_why(task: AgentTask, tmp_path: Pa
         ),
     ):
         launch(task.overrides(tmp_path / "run", *changes))
+
+
+def test_a_step_without_room_for_a_reply_says_so(task: AgentTask, tmp_path: Path) -> None:
+    with pytest.raises(RolloutError, match=r"all 16 rollouts of step 1 failed: 16 ended with length before a reply"):
+        launch(task.overrides(tmp_path / "run", "agent.max_total_tokens=8", "trainer.val_before_train=false"))
 
 
 class Twice(BaseAgentLoop):

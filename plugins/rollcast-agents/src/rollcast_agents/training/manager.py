@@ -142,15 +142,17 @@ def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rol
 
 
 def refuse_if_empty(rollouts: Rollouts, step: int) -> None:
-    """Refuse a step in which every rollout failed.
+    """Refuse a step in which no rollout has anything to train.
 
     Raises:
         RolloutError: with the number of failures of each boundary, and the first.
     """
-    if not all(map(has_failed, rollouts.trajectories)):
+    if any(each.sampled_tokens and not has_failed(each) for each in rollouts.trajectories):
         return
-    failures = [each.failure for each in rollouts.trajectories if each.failure is not None]
-    counts = Counter(failure.boundary for failure in failures)
-    said = ", ".join(f"{count} in the {boundary}" for boundary, count in counts.items()) or "all cancelled"
+    whole = list({each.rollout_id: each for each in rollouts.trajectories}.values())
+    failures = [each.failure for each in whole if each.failure is not None]
+    counts = [f"{count} in the {name}" for name, count in Counter(each.boundary for each in failures).items()]
+    ends = Counter(each.end for each in whole if each.failure is None)
+    said = ", ".join([*counts, *(f"{count} ended with {end} before a reply" for end, count in ends.items())])
     first = f"; the first: {failures[0].message}" if failures else ""
-    raise RolloutError(f"all {len(rollouts.trajectories)} rollouts of step {step} failed: {said}{first}")
+    raise RolloutError(f"all {len(whole)} rollouts of step {step} failed: {said}{first}")

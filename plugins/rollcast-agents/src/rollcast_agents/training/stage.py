@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -10,7 +11,6 @@ import torch
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.stage import Stage, StageSpec
-from rollcast.contracts.trajectory import Trajectory
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.host import HostSetup, check_names
@@ -182,15 +182,15 @@ class SaveTrajectories(Stage):
         if self.run.step % self._config.save_trajectories == 0:
             scores = _scores(batch)
             path = record_path(self.run.task.run_dir, self.run.step)
-            scored = (replace(each, score=scores.get(each.trajectory.rollout_id)) for each in records)
-            save_records(path, (replace(each, texts=self._texts(each.trajectory)) for each in scored))
+            save_records(path, (self._finished(each, scores) for each in records))
         return batch
 
-    def _texts(self, trajectory: Trajectory) -> list[str]:
-        """Return the text of each segment, special tokens included; for people, never tokenized again."""
+    def _finished(self, record: Record, scores: Mapping[str, float]) -> Record:
+        """Return the record with its score, and the text of each segment, so that readers need no tokenizer."""
+        segments = record.trajectory.segments
         decode = self.run.task.tokenizer.decode
-        ids = (segment.token_ids.tolist() for segment in trajectory.segments)
-        return [str(decode(each, clean_up_tokenization_spaces=False)) for each in ids]
+        texts = [str(decode(segment.token_ids.tolist(), skip_special_tokens=False)) for segment in segments]
+        return replace(record, score=scores.get(record.trajectory.rollout_id), texts=texts)
 
 
 def _scores(batch: DataProto) -> dict[str, float]:
