@@ -55,7 +55,7 @@ class AgentConfig(Budget):
     environment_timeout_s: Seconds = 60.0
     """Timeout of one call of the environment in seconds; the rollout fails when it passes."""
     program: str | None = None
-    """Program of the loop `program`: `module:function`, or a command."""
+    """Program of the loop `program`: `file.py:function`, `module:function`, or a command."""
     program_kind: Literal["function", "command"] = "function"
     """What `program` is."""
     max_concurrency: Positive | None = None

@@ -1,4 +1,4 @@
-"""From generated rows to samples, and from samples to scores."""
+"""Conversion of generated rows to samples, and of samples to scores."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ class Scored:
     A rollout of several rows counts once in metrics and in :meth:`as_rows`, by its final row.
 
     Args:
-        samples: what was scored.
-        results: one a sample.
-        max_score: the score of a correct answer, where a result does not say itself.
-        rollouts: rows that belong together; None for a rollout a row.
+        samples: scored samples.
+        results: one result per sample.
+        max_score: score of a correct answer, for results that do not say whether the answer is correct.
+        rollouts: rows that belong to one rollout; None if each row is a rollout.
     """
 
     def __init__(
@@ -79,15 +79,16 @@ class Scored:
 
     @property
     def accuracy(self) -> float:
-        """Share of correct rollouts among those that are kept."""
+        """Share of correct rollouts among the kept ones."""
         chosen = torch.tensor(self.correct, dtype=torch.bool)[self.kept & self.final]
         return float(chosen.float().mean()) if len(chosen) else 0.0
 
     def token_level_scores(self, response_mask: Jagged) -> Jagged:
         """Return the scores at their tokens, float32, with the rows of the mask.
 
-        Where a result has scores per token, they stand at the tokens under the mask; the rest of a row's score stands
-        at its last token under the mask, or at its first token if none is. A row without tokens keeps no score.
+        Where a result has scores per token, they are placed at the tokens under the mask; the rest of a row's score
+        is placed at its last token under the mask, or at its first token if none is. A row without tokens loses its
+        score.
         """
         inside = response_mask.values.bool()
         scores = torch.zeros(len(inside), dtype=torch.float32)
@@ -106,7 +107,7 @@ class Scored:
         return response_mask.with_values(scores)
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Mean, largest and smallest score and the mean of every extra number, and how many samples are bad."""
+        """Return mean, largest and smallest score, the mean of every extra number, and the number of bad samples."""
         counted = self.kept & self.final
         scores = self.rollout_scores[counted]
         if not len(scores):
@@ -123,7 +124,7 @@ class Scored:
         return values
 
     def components(self) -> dict[str, torch.Tensor]:
-        """The extra numbers that every final row's result has, float32 ``[B]`` each, by name; 0 on other rows."""
+        """Return the extra numbers of final rows that all results have: name → float32 ``[B]``; 0 on other rows."""
         final = self.final.tolist()
         given = [set(result.extra) for result, is_final in zip(self.results, final, strict=True) if is_final]
         names = set.intersection(*given) if given else set()
@@ -133,7 +134,7 @@ class Scored:
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """Samples for ``samples.jsonl``."""
+        """Return the rows of ``samples.jsonl``."""
         return [
             {
                 **result.extra,
@@ -192,7 +193,7 @@ class RolloutRows:
 
 
 class GeneratedSamples(Sequence[RewardSample]):
-    """The rows of a generated batch as samples, decoded when they are asked for.
+    """The rows of a generated batch as samples, decoded on access.
 
     Args:
         batch: Jagged ``prompts``, ``responses`` and ``response_mask``, and jagged ``turn_ids`` if turns are known;
@@ -260,7 +261,7 @@ class GeneratedSamples(Sequence[RewardSample]):
 
 @dataclass(frozen=True)
 class _Ids:
-    """Rows of integers as arrays, cut out of one flat array when they are asked for."""
+    """Rows of integers, sliced from one flat array on access."""
 
     values: array[int]
     bounds: list[int]
@@ -274,17 +275,17 @@ class _Ids:
 
 
 class RewardScorer:
-    """Decodes responses and applies the run's reward.
+    """Scorer that decodes responses and applies the run's reward.
 
     Args:
-        name, options: of the reward.
+        name, options: name and options of the reward.
         manager: name of the reward manager.
-        tokenizer: the model's.
-        settings: what becomes of bad samples, and the limits; None for the contract's defaults.
-        manager_options: of the manager.
+        tokenizer: tokenizer of the model.
+        settings: treatment of bad samples, and limits; None for the contract's defaults.
+        manager_options: options of the manager.
 
     Raises:
-        ConfigError: the reward or the manager does not take these options.
+        ConfigError: the reward or the manager has no such option.
     """
 
     def __init__(
@@ -311,7 +312,7 @@ class RewardScorer:
         (``rollout_failed``) has the score 0.
 
         Raises:
-            RewardError: the reward failed on a sample, and the settings do not bear it.
+            RewardError: the reward failed on a sample, and the settings do not allow it.
         """
         samples = GeneratedSamples(batch, self._tokenizer)
         rollouts = RolloutRows.of(batch)
@@ -366,7 +367,7 @@ def _with_rewards(result: RewardResult, given: RewardResult, max_score: float) -
 
 
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """A validation's metrics from its :meth:`Scored.as_rows`, by source too where there are several."""
+    """Return the metrics of a validation from :meth:`Scored.as_rows`, also by source if there are several."""
 
     def mean(chosen: Sequence[Mapping[str, Any]], key: str) -> float:
         return sum(float(row[key]) for row in chosen) / max(len(chosen), 1)

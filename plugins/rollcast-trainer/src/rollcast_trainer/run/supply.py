@@ -63,12 +63,14 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
         if name in changes.remove or name in changes.replace:
             continue
         try:
-            spec = stages.get(name).declare(run)
+            stage = stages.get(name)
         except PluginError as error:
             if name in wanted:
                 raise
             logger.warning("left out the stage %r: %s", name, error)
             continue
+        # Outside of the handler: a stage whose own plugins are missing is wanted, and its error ends the run.
+        spec = stage.declare(run)
         if spec is not None:
             found[name] = spec
         elif name in wanted:
