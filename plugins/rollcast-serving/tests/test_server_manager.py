@@ -49,7 +49,7 @@ class ScriptedClient:
                     RolloutOutput(request.request_id, [RolloutSequence([1], [0.0], "stop", [0])], request.sampling),
                 )
 
-    async def call(self, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
+    async def call(self, path: str, body: Any = None) -> Any:
         if self.die_after == 0:
             raise ReplicaGoneError("gone")
         return {}

@@ -431,7 +431,7 @@ class TaskRunner:
             return InProcessSampler(actor)
         replica = self.rollout.replica
         continuous = self.rollout_class.capabilities.continuous_batching
-        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
         if not continuous:
             routing = dataclasses.replace(routing, chunk=None, streams=1)
         replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(self._runtime.nodes()) == 1)
