@@ -21,7 +21,7 @@ from rollcast_serving.receiving import WeightTally
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.wire import decode_requests, encode_error, encode_output, encode_report, pack_frame
 
-__all__ = ["HEARTBEAT_S", "IncomingWeights", "build_app", "check_token"]
+__all__ = ["HEARTBEAT_S", "Handler", "IncomingWeights", "build_app", "check_token"]
 
 logger = logging.getLogger(__name__)
 _MAX_BODY = 1 << 30
