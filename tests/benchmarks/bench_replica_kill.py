@@ -15,7 +15,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 

@@ -8,7 +8,6 @@ from typing import Any
 
 import msgpack
 import numpy as np
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -208,7 +208,9 @@ class ReplicaReceiver:
                     if time.monotonic() > deadline:
                         raise ReplicaGoneError(f"{where} did not load the weights within {self._timeout_s:g} s")
         except urllib.error.HTTPError as error:
-            raise RolloutError(f"{where} answered {error.code}: {error.read().decode(errors='replace')[:500]}") from None
+            raise RolloutError(
+                f"{where} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
+            ) from None
         except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, RollcastError):
                 raise

@@ -53,5 +53,5 @@ class EngineWatch:
             if not isinstance(error, RollcastError):
                 logger.exception("the health check failed")
             self.death = str(error) or type(error).__name__
-            logger.error("the engine is dead, and this replica with it: %s", self.death)  # noqa: TRY400  # told above
+            logger.error("the engine is dead, and this replica with it: %s", self.death)
             self._on_death()

@@ -103,8 +103,8 @@ class _Stream:
         while waiting:
             done, waiting = await asyncio.wait(waiting, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
-                # An error that the engine's death explains is no answer: another replica can give one.
-                if not (self._watch.death and "error" in task.result()):
+                # Of a dead engine only finished outputs count: another replica can give the rest.
+                if not self._watch.death or "output" in task.result():
                     await self.send(**task.result())
             if self._watch.death:
                 await self.send(gone=self._watch.death)
@@ -138,12 +138,12 @@ class _Endpoints:
         name = request.request_id
         try:
             return {"id": name, "output": encode_output(await self.rollout.generate(request))}
-        except Exception as error:  # it travels to the caller
+        except Exception as error:  # noqa: BLE001  # it travels to the caller
             return {"id": name, **await self._failure(error, f"request {name}")}
 
     async def _failure(self, error: Exception, what: str) -> dict[str, Any]:
         if not isinstance(error, RollcastError):
-            logger.exception("%s failed", what)
+            logger.error("%s failed", what, exc_info=error)
         # The stream says so itself if the cause is the engine's death.
         await self._watch.blame(error)
         return {"error": encode_error(error)}
@@ -186,7 +186,7 @@ class _Endpoints:
     async def _finish(self, work: Awaitable[Any], path: str) -> dict[str, Any]:
         try:
             return {"result": await work or {}}
-        except Exception as error:  # it travels to the caller
+        except Exception as error:  # noqa: BLE001  # it travels to the caller
             return await self._failure(error, path)
 
     async def _respond(self, request: web.Request, tasks: list[asyncio.Task[dict[str, Any]]]) -> web.StreamResponse:

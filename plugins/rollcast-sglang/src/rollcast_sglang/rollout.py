@@ -319,7 +319,8 @@ class SglangRollout(BaseRollout):
     async def _send_apart(self, batch: Sequence[Job]) -> None:
         """Send the requests of a refused batch one by one: SGLang refuses all for the sake of one."""
         # SGLang may have started some of the others.
-        await asyncio.gather(*(self._client.post("/abort_request", {"rid": row.rid}) for job in batch for row in job.rows))
+        names = [row.rid for job in batch for row in job.rows]
+        await asyncio.gather(*(self._client.post("/abort_request", {"rid": name}) for name in names))
         for job in batch:
             job.rows = [Row(job, self._new_id(), row.seed) for row in job.rows]
             job.sender = self._start(self._send([job]))

@@ -11,7 +11,14 @@ from rollcast.contracts.rollout import RolloutRequest, RolloutSequence
 from rollcast.errors import RequestError, RolloutError
 from rollcast_serving.stops import StopMatcher, count_until_stop
 
-__all__ = ["SMALLEST_TEMPERATURE", "SequenceReader", "build_params", "check_temperature", "read_sequence", "spread_seed"]
+__all__ = [
+    "SMALLEST_TEMPERATURE",
+    "SequenceReader",
+    "build_params",
+    "check_temperature",
+    "read_sequence",
+    "spread_seed",
+]
 
 #: vLLM samples with this temperature where a smaller one is asked for.
 SMALLEST_TEMPERATURE = 0.01

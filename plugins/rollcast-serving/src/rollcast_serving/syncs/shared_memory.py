@@ -192,9 +192,7 @@ class _Sender(Transport):
     def _living(self, receivers: Receivers) -> list[_Reader]:
         return [reader for reader in self._readers if reader.target not in receivers.lost]
 
-    def _tell(
-        self, reader: _Reader, message: Mapping[str, Any], receivers: Receivers, fds: Sequence[int] = ()
-    ) -> None:
+    def _tell(self, reader: _Reader, message: Mapping[str, Any], receivers: Receivers, fds: Sequence[int] = ()) -> None:
         with _broken_means_lost(reader, receivers):
             _send(reader.connection, message, fds)
 
