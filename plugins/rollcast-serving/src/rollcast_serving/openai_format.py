@@ -66,7 +66,9 @@ def find_prompts(body: Mapping[str, Any]) -> list[str | list[int]]:
         RequestError: there is none, or of another type.
     """
     prompt = body.get("prompt")
-    prompts = prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
+    prompts: list[Any] = (
+        prompt if isinstance(prompt, list) and not all(isinstance(each, int) for each in prompt) else [prompt]
+    )
     if not all(isinstance(each, str) or _are_ids(each) for each in prompts):
         raise RequestError("prompt has to be a text, texts, token ids, or lists of token ids")
     return prompts

@@ -82,7 +82,8 @@ def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict
     Sampling parameters that several requests share travel once.
     """
     samplings: dict[int, int] = {}
-    shared, entries = [], []
+    shared: list[dict[str, Any]] = []
+    entries: list[list[Any]] = []
     refused: dict[str, RollcastError] = {}
     for name, request in requests.items():
         try:
@@ -94,7 +95,8 @@ def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict
         if number == len(shared):
             shared.append(asdict(request.sampling))
         entries.append([name, prompt, number, request.seed])
-    return msgpack.packb({"samplings": shared, "requests": entries}), refused
+    body: bytes = msgpack.packb({"samplings": shared, "requests": entries})
+    return body, refused
 
 
 def _prompt(request: RolloutRequest) -> array[int]:
