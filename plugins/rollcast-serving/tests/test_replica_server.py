@@ -33,11 +33,10 @@ TOKEN = "token"
 
 
 class ScriptedRollout(BaseRollout):
-    """A rollout that answers at once, unless ``release`` holds it up or its engine is dead."""
+    """A rollout that answers at once, unless its engine is dead; with ``ignore_eos`` it answers when it is aborted."""
 
     def __init__(self) -> None:
         self.dead = ""
-        self.release: asyncio.Event | None = None
         self.aborted: list[str] = []
         self.waiting: dict[str, asyncio.Event] = {}
         self.length = 1

@@ -121,7 +121,7 @@ class RolloutSuite(RolloutUpdates):
         prompt = make_prompts(1)[0]
         expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        texts = [tokenizer.decode(expected[:end], skip_special_tokens=False) for end in range(len(expected) + 1)]
+        texts = [str(tokenizer.decode(expected[:end], skip_special_tokens=False)) for end in range(len(expected) + 1)]
         # From the middle of one token's text to the middle of the next one's, if they have that many characters.
         stop = texts[4][(len(texts[2]) + len(texts[3])) // 2 : -1] or texts[4][len(texts[3]) :]
         count = next(end for end, text in enumerate(texts) if stop in text)
