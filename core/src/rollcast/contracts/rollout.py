@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -239,6 +240,14 @@ class BaseRollout(ABC):
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with the engine's own module from now on; CapabilityError without ``capabilities.in_process``."""
         raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank may call :meth:`generate` as often as it likes, whatever the others do.
+
+        For rollouts with ``capabilities.in_process``, whose engine may have to gather its weights: all ranks enter
+        together. Outside of it, all ranks call :meth:`generate` for equally many batches.
+        """
+        return nullcontext()
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free the named memory; without effect for a rollout that holds none."""

@@ -79,6 +79,7 @@ class _Client:
     """A session behind its secret."""
 
     session: Session
+    sampling: SamplingParams
     answers: dict[str, _Answer] = field(default_factory=dict)
     conversation: Sequence[ChatMessage] = ()
 
@@ -123,10 +124,15 @@ class Gateway:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
-    def open(self, session: Session) -> Iterator[Access]:
-        """Yield a secret for a session; it opens nothing any more at the end."""
+    def open(self, session: Session, sampling: SamplingParams | None = None) -> Iterator[Access]:
+        """Yield a secret for a session; it opens nothing any more at the end.
+
+        Args:
+            session: answers the requests.
+            sampling: parameters that a request does not name; None for the gateway's.
+        """
         secret = secrets.token_urlsafe(32)
-        client = self._clients[secret] = _Client(session)
+        client = self._clients[secret] = _Client(session, sampling or self._sampling)
         try:
             yield Access(self._url, secret, lambda: client.conversation)
         finally:
@@ -211,7 +217,7 @@ class Gateway:
     async def _replies(
         self, client: _Client, prompt: Any, tools: Sequence[Any], body: Mapping[str, Any]
     ) -> list[Reply]:
-        sampling, count = read_sampling(body, self._sampling)
+        sampling, count = read_sampling(body, client.sampling)
         return list(await asyncio.gather(*(client.session.sample(prompt, tools, sampling) for _ in range(count))))
 
     def _choice(self, index: int, reply: Reply, body: Mapping[str, Any], chat: bool) -> dict[str, Any]:

@@ -79,6 +79,8 @@ class HfRollout(BaseRollout):
         self._limits: ModelLimits | None = None
         self._own: nn.Module | None = None
         self._stops = StopStrings(setup.model_path)
+        #: The module while :meth:`generating` holds it.
+        self._held: nn.Module | None = None
         self._adapter = AdapterHooks()
         self._weights: ModelWeights | None = None
         self._unusable: RollcastError | None = None
@@ -195,6 +197,16 @@ class HfRollout(BaseRollout):
         except asyncio.CancelledError:
             self._abort([job])
             raise
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Hold the engine's module, whole, for any number of batches; all ranks enter together."""
+        with self._module() as module:
+            self._held = module
+            try:
+                yield
+            finally:
+                self._held = None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the requests (all for None): queued ones come back empty, running ones after the present step."""
@@ -332,6 +344,9 @@ class HfRollout(BaseRollout):
     @contextmanager
     def _module(self) -> Iterator[nn.Module]:
         """The module to generate with, in evaluation mode; afterwards every part trains again that did."""
+        if self._held is not None:
+            yield self._held
+            return
         if self._engine is None:
             if self._own is None:
                 self._own = load_model(self.setup.model_path)

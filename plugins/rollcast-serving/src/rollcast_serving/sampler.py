@@ -40,6 +40,10 @@ class Sampler(ABC):
             WeightSyncError: they did not arrive as they are.
         """
 
+    def serve(self) -> Sequence[ReplicaAddress]:
+        """Be ready for requests that come from elsewhere; return the replicas that take them, none by default."""
+        return ()
+
     def rest(self) -> None:
         """Give memory up until the next :meth:`sync` or :meth:`generate`; may be called again."""
         return
@@ -108,6 +112,10 @@ class ReplicaSampler(Sampler):
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._wake(["weights", "kv_cache"])
         return self.replicas.generate_sequences(prompts, sampling)
+
+    def serve(self) -> Sequence[ReplicaAddress]:
+        self._wake(["weights", "kv_cache"])
+        return self.replicas.addresses
 
     def sync(self, version: int) -> dict[str, float]:
         self.replicas.check_health()
