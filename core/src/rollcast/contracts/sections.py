@@ -75,8 +75,9 @@ class ReplicaConfig:
     """Environment variables of the processes."""
     launch_timeout_s: Seconds = 300.0
     """Timeout for a replica's start in seconds."""
-    request_timeout_s: Seconds = 1800.0
-    """Timeout of a request in seconds."""
+    heartbeat_timeout_s: Seconds = 120.0
+    """Longest silence of a replica in seconds; a living one sends a heartbeat every 5 seconds, however long a request
+    takes."""
     max_restarts: NonNegative = 3
     """Restarts of a dead replica per run."""
 

@@ -150,7 +150,7 @@ class SampleJob:
             env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,
         )
-        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
         if not self._rollout_class.capabilities.continuous_batching:
             routing = replace(routing, chunk=None, streams=1)
         try:

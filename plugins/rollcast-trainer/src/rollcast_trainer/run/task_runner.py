@@ -439,7 +439,7 @@ class TaskRunner:
     def routing(self) -> RoutingSettings:
         """Return how requests are spread over the rollout's replicas."""
         replica = self.rollout.replica
-        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
         if self.rollout_class.capabilities.continuous_batching:
             return routing
         return dataclasses.replace(routing, chunk=None, streams=1)
