@@ -133,6 +133,20 @@ def test_the_environment_answers_the_last_turn(renderer):
     assert trajectory.end == "done"
 
 
+def test_a_reply_that_was_cut_is_scored_and_is_the_last(renderer):
+    class Generous(BaseEnvironment):
+        async def reset(self, task):
+            return Observation([{"role": "user", "content": "go"}])
+
+        async def step(self, message):
+            return Observation([{"role": "user", "content": "on"}], reward=float(len(message.text) == 4))
+
+    engine = ScriptedEngine(renderer, ["x" * 50, "never asked for"])
+    budget = Budget(max_response_length=4)
+    (trajectory,), _ = roll(EnvironmentLoop(setup()), engine, make_environment=Generous, budget=budget)
+    assert (trajectory.end, trajectory.turn_rewards, trajectory.metrics["turns"]) == ("length", {0: 1.0}, 1)
+
+
 def test_a_plain_class_is_an_environment(renderer):
     made = []
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
@@ -100,8 +100,7 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
 
     composed = compose(["trainer=sample", *overrides], config_dir)
     composed.load_plugins()
-    config: Any = composed.config
-    return config
+    return composed.config
 
 
 def _compose_for_run(place: Path, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
@@ -118,4 +117,4 @@ def _compose_for_run(place: Path, overrides: Sequence[str], config_dir: Path | N
     config = _compose([format_override("model.path", str(saved.model.path)), *overrides], config_dir)
     if any(each.lstrip("+~").startswith("reward") for each in overrides):
         return config
-    return OmegaConf.merge(config, {"reward": saved.reward})  # type: ignore[return-value]  # of two mappings
+    return cast("DictConfig", OmegaConf.merge(config, {"reward": saved.reward}))

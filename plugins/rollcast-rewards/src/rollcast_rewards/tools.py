@@ -1,16 +1,19 @@
-"""The tool ``python``, which runs programs of the model in the sandbox."""
+"""The tools ``python``, which runs programs of the model in the sandbox, and ``calc_gsm8k_reward``."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from rollcast.contracts.renderer import ToolSchema
+from rollcast.contracts.reward import RewardSample
 from rollcast.contracts.tool import BaseTool, ToolResult
+from rollcast_rewards.rules import gsm8k
 from rollcast_rewards.sandbox import SandboxLimits, run_sandboxed
 
-__all__ = ["PythonTool"]
+__all__ = ["Gsm8kTool", "PythonTool"]
 
 _SCHEMA = {
     "type": "function",
@@ -24,6 +27,58 @@ _SCHEMA = {
         },
     },
 }
+
+_GSM8K_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calc_gsm8k_reward",
+        "description": "Check an answer to the question: the reward is 1.0 if it is right and 0.0 if it is not.",
+        "parameters": {
+            "type": "object",
+            "properties": {"answer": {"type": "string", "description": "The answer, a number."}},
+            "required": ["answer"],
+        },
+    },
+}
+
+
+@dataclass
+class _Tried:
+    """State of one rollout: the reference answer, and the best reward of an answer so far."""
+
+    ground_truth: Any
+    best: float = 0.0
+
+
+class Gsm8kTool(BaseTool):
+    """A tool that tells the model whether its answer to a GSM8K question is right, like verl's of the same name.
+
+    A call that is no better than the best one before it costs ``penalty``; so does a wrong first one.
+
+    Args:
+        penalty: taken off the reward of the turn.
+    """
+
+    def __init__(self, penalty: float = 0.05) -> None:
+        self._penalty = penalty
+
+    @property
+    def schema(self) -> ToolSchema:
+        return _GSM8K_SCHEMA
+
+    async def open(self, task: Mapping[str, Any]) -> _Tried:
+        return _Tried(task.get("ground_truth"))
+
+    async def call(self, state: _Tried, arguments: Mapping[str, Any]) -> ToolResult:
+        if set(arguments) != {"answer"} or not isinstance(arguments["answer"], str | int | float):
+            return ToolResult("calc_gsm8k_reward takes one argument, answer, a number.", is_error=True)
+        answer = str(arguments["answer"])
+        marked = answer if "####" in answer else f"#### {answer}"
+        reward = gsm8k(RewardSample("", marked, state.ground_truth))
+        is_better = reward > state.best
+        state.best = max(state.best, reward)
+        text = f"The reward of the answer {answer!r} is {reward}."
+        return ToolResult(text, 0.0 if is_better else -self._penalty, {"right": reward})
 
 
 class PythonTool(BaseTool):

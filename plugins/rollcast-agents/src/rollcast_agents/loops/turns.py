@@ -132,15 +132,16 @@ class EnvironmentLoop(BaseAgentLoop):
             if plain is not None:
                 tools = tools.with_tools(plain.tools)
             offered = _offered(tools, seen, ())
-            while (message := await episode.reply(session, offered)) is not None and episode.end == "done":
-                if message.tool_calls and tools.knows(message.tool_calls):
+            while (message := await episode.reply(session, offered)) is not None and episode.end != "aborted":
+                if episode.end == "done" and message.tool_calls and tools.knows(message.tool_calls):
                     await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
                     if plain is None or not await plain.done_early():
                         continue
+                # A reply that was cut at its limit is scored too; nothing follows it.
                 seen = await environment.step(message)
                 episode.observe(session.turns - 1, seen)
                 offered = _offered(tools, seen, offered)
-                if seen.done:
+                if seen.done or episode.end != "done":
                     break
             return episode.outcome(tools)
 

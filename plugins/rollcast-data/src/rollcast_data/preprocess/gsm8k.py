@@ -3,20 +3,35 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from rollcast.errors import DataError
 from rollcast_data.contract import BasePreprocessor, PreprocessReport
 from rollcast_data.files import read_files, write_parquet
 
-__all__ = ["INSTRUCTION", "Gsm8k"]
+__all__ = ["INSTRUCTION", "TOOL_INSTRUCTION", "Gsm8k", "Gsm8kWithTool"]
 
 INSTRUCTION = 'Think step by step and write the final answer on the last line as "#### <answer>".'
 """What is appended to every question."""
 
+TOOL_INSTRUCTION = (
+    "You solve math problems step by step. Check your answer with the tool `calc_gsm8k_reward` at least once before "
+    "the final one, and correct it if the reward is 0. "
+    'Then write the final answer on the last line as "#### <answer>".'
+)
+"""System message of :class:`Gsm8kWithTool`."""
+
 _ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
+
+
+def _plain_prompt(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
+
+
+def _tool_prompt(question: str) -> list[dict[str, str]]:
+    return [{"role": "system", "content": TOOL_INSTRUCTION}, {"role": "user", "content": question}]
 
 
 class Gsm8k(BasePreprocessor):
@@ -25,6 +40,8 @@ class Gsm8k(BasePreprocessor):
     Writes train.parquet and test.parquet with the columns data_source, prompt (chat messages),
     ability, ground_truth (the number after ####, without commas), extra_info, split and index.
     """
+
+    prompt: ClassVar[Callable[[str], list[dict[str, str]]]] = staticmethod(_plain_prompt)
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
         """Convert the files of ``source`` and write into ``output``; ``seed`` has no effect.
@@ -37,12 +54,21 @@ class Gsm8k(BasePreprocessor):
             where = "--input, or data.preprocess_source"
             raise DataError(f"gsm8k needs a source ({where}): the folder that holds train.jsonl and test.jsonl")
         # Both files are read before either is written, so a bad row does not leave half of a data set behind.
-        splits = {split: list(_rows(source / f"{split}.jsonl", split)) for split in ("train", "test")}
+        splits = {split: list(_rows(source / f"{split}.jsonl", split, self.prompt)) for split in ("train", "test")}
         names = {f"{split}.parquet": rows for split, rows in splits.items()}
         return PreprocessReport({name: write_parquet(output / name, rows) for name, rows in names.items()})
 
 
-def _rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
+class Gsm8kWithTool(Gsm8k):
+    """GSM8K for an agent with the tool ``calc_gsm8k_reward``, which a system message asks it to call.
+
+    The same files and columns as those of ``gsm8k``.
+    """
+
+    prompt = staticmethod(_tool_prompt)
+
+
+def _rows(path: Path, split: str, prompt: Callable[[str], list[dict[str, str]]]) -> Iterator[dict[str, Any]]:
     for index, row in enumerate(read_files([path])):
         question, answer = str(row.get("question")), str(row.get("answer"))
         match = _ANSWER.search(answer)
@@ -50,7 +76,7 @@ def _rows(path: Path, split: str) -> Iterator[dict[str, Any]]:
             raise DataError(f"{row.location}: the answer does not end with '#### <number>': {answer[-80:]!r}")
         yield {
             "data_source": "openai/gsm8k",
-            "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+            "prompt": prompt(question),
             "ability": "math",
             "ground_truth": match[1].replace(",", ""),
             "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
