@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedSamples", "RewardScorer", "Scored", "summarize"]
 
+#: Columns of a generated batch that samples are made of.
+_READ = (
+    *("prompts", "responses", "response_mask", "finished", "turn_ids"),
+    *("ground_truth", "data_source", "extra_info"),
+)
+
 
 class Scored:
     """The results of a batch, in row order.
@@ -230,7 +236,8 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not bear it.
         """
-        samples = GeneratedSamples(batch, self._tokenizer)
+        read = [name for name in _READ if name in batch]
+        samples = GeneratedSamples(batch.local(read), self._tokenizer)
         return Scored(samples, self._manager(samples), self.reward.max_score)
 
     def close(self) -> None:

@@ -63,22 +63,20 @@ class Advantage(Stage):
         self._needs = needs_of(self._estimator)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        advantages, returns = self._estimate(batch)
+        names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
+        values = [name for name in ("values",) if name in batch]
+        read = batch.local(dict.fromkeys([*names, *values]))
+        columns = {name: read[name] for name in dict.fromkeys(names)}
+        advantages, returns = estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
         found = batch.with_columns({"advantages": advantages, "returns": returns})
         self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
-        if "values" in found:
-            inside = Jagged.of(found["response_mask"]).values.bool()
+        if values:
+            inside = Jagged.of(read["response_mask"]).values.bool()
             given = returns.values[inside]
-            left = (given - Jagged.of(found["values"]).values[inside]).var()
+            left = (given - Jagged.of(read["values"]).values[inside]).var()
             self.run.record({"critic/explained_variance": float(1 - left / given.var().clamp(min=1e-8))})
         self.run.emit_batch("on_batch_after_advantage", found)
         return found
-
-    def _estimate(self, batch: DataProto) -> tuple[Jagged, Jagged]:
-        """Return advantages and returns, chunk by chunk of whole groups if the estimator can be called so."""
-        names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
-        columns = {name: batch[name] for name in dict.fromkeys(names)}
-        return estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
 
 
 def estimate_advantages(

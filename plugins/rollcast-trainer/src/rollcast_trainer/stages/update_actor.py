@@ -83,7 +83,8 @@ class UpdateActor(Stage):
         if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
             return batch
         # What the correction rejected is not under the update's mask.
-        rows = batch.with_columns({"response_mask": batch[KEPT]}) if KEPT in batch else batch
+        kept = [KEPT] if KEPT in batch else []
+        rows = batch.joined(batch.select(kept, []).rename(dict.fromkeys(kept, "response_mask")), overwrite=True)
         loss = self.loss_function
         prepared = self._prepare(rows) if loss.prepares else {}
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
@@ -98,8 +99,9 @@ class UpdateActor(Stage):
         """Return the columns that the policy loss computes from the whole batch."""
         mask = Jagged.of(rows["response_mask"])
         names = {"old_log_probs", "advantages", *self.loss_function.needs.select(dict.fromkeys(rows.keys()))}
+        read = rows.local(names)
         padded = {
-            name: Jagged.of(rows[name], name).pad() if rows[name].layout == torch.jagged else rows[name]
+            name: Jagged.of(read[name], name).pad() if read[name].layout == torch.jagged else read[name]
             for name in names
         }
         prepared = self.loss_function.prepare(padded["old_log_probs"], padded["advantages"], mask.pad().long(), padded)
