@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import json
 import os
 import shutil
 import tomllib
@@ -24,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 
 import nox
+from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
@@ -31,11 +33,12 @@ ROOT = Path(__file__).parent
 CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = [
-    *("pytest", "pytest-timeout", "pytest-xdist", "pytest-rerunfailures"),
+    *("pytest", "pytest-timeout", "pytest-xdist"),
     *("hypothesis", "psutil", "hatchling"),
 ]
-#: A failed test gets a second attempt; tests/show_reruns.py shows how the first one failed.
-PYTEST = ["python", "-m", "pytest", "-q", "--reruns", "1"]
+PYTEST = ["-m", "pytest", "-q"]
+#: Failed tests of a whole run that get a second attempt; more of them are no accident.
+RETRIED = 10
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
     "rollcast-agents": ["mcp>=2,<3", "openai", "renderers"],
@@ -177,6 +180,29 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     marker.write_text(wanted)
 
 
+def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
+    """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
+
+    Both attempts are printed: a test that passes only at its second depends on time, load or another test. What the
+    user wrote after ``--`` replaces ``spread`` and runs once.
+    """
+    if session.posargs:
+        session.run(python, *PYTEST, *folders, *session.posargs, external=True)
+        return
+    cache = workspace(session) / "pytest-cache"
+    shutil.rmtree(cache, ignore_errors=True)
+    command = [python, *PYTEST, "-o", f"cache_dir={cache}"]
+    try:
+        session.run(*command, *spread, *folders, external=True)
+    except CommandFailed:
+        failures = cache / "v" / "cache" / "lastfailed"
+        failed = json.loads(failures.read_text()) if failures.is_file() else {}
+        if not 0 < len(failed) <= RETRIED:
+            raise
+        session.warn(f"second attempt for {', '.join(failed)}")
+        session.run(*command, "--last-failed", "--last-failed-no-failures", "none", *folders, external=True)
+
+
 @nox.session
 def quickstart(session: nox.Session) -> None:
     """Train the quick start's model; `-- trainer.seed=3` and the like are passed on."""
@@ -195,8 +221,7 @@ def tests(session: nox.Session) -> None:
     """Every distribution's tests and those that cross them, on installed wheels."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
-    chosen = session.posargs or ["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"]
-    session.run(*PYTEST, *chosen)
+    run_tests(session, spread=["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"])
 
 
 @nox.session
@@ -205,7 +230,7 @@ def plugin(session: nox.Session, name: str) -> None:
     """One distribution's own tests, with nothing installed but what it and they require."""
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run(*PYTEST, str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
 
 
 @nox.session
@@ -226,7 +251,7 @@ def tests_trackers(session: nox.Session) -> None:
     name = "rollcast-trackers"
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
-    session.run(*PYTEST, str(DISTRIBUTIONS[name] / "tests"), *session.posargs)
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
 
 
 def engine_tests(session: nox.Session, name: str) -> None:
@@ -239,7 +264,7 @@ def engine_tests(session: nox.Session, name: str) -> None:
         session, requirements(name) | test_requirements(name) | requirements("rollcast-serving"), *TEST_TOOLS, pins=None
     )
     session.env["OMP_NUM_THREADS"] = "1"
-    session.run(*PYTEST, str(folder / "tests"), *session.posargs)
+    run_tests(session, str(folder / "tests"))
     if not session.posargs:
         train_elsewhere(session, name)
 
@@ -249,7 +274,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
     trainer = install_trainer(session)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
-    session.run(str(trainer), *PYTEST[1:], "tests/engines", external=True)
+    run_tests(session, "tests/engines", python=str(trainer))
 
 
 def install_trainer(session: nox.Session) -> Path:
@@ -257,7 +282,7 @@ def install_trainer(session: nox.Session) -> Path:
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
-    tools = ["pytest", "pytest-timeout", "pytest-rerunfailures", "peft"]
+    tools = ["pytest", "pytest-timeout", "peft"]
     wanted = what_is_installed(names, tools, CPU)
     with locked(TRAINER):
         if not marker.is_file() or marker.read_text() != wanted:
@@ -357,4 +382,4 @@ def docs(session: nox.Session) -> None:
 def gpu(session: nox.Session) -> None:
     """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
-    session.run(*PYTEST, "-m", "gpu", *session.posargs)
+    session.run("python", *PYTEST, "-m", "gpu", *session.posargs)

@@ -45,12 +45,13 @@ class ObjectColumn(torch.Tensor):
     """
 
     _table: np.ndarray
+    _rows: torch.Tensor
 
     @staticmethod
     def wrap(rows: torch.Tensor, table: np.ndarray) -> ObjectColumn:
         """Return the column of the objects ``table[rows]``; the one-dimensional ``table`` is not copied."""
         column = rows.as_subclass(ObjectColumn)
-        column._table = table
+        column._table, column._rows = table, rows
         return column
 
     @staticmethod
@@ -65,8 +66,7 @@ class ObjectColumn(torch.Tensor):
     @property
     def rows(self) -> torch.Tensor:
         """Positions in ``table``, a plain int64 tensor of this column's shape."""
-        with torch._C.DisableTorchFunctionSubclass():
-            return self.as_subclass(torch.Tensor)
+        return self._rows
 
     @property
     def table(self) -> np.ndarray:
@@ -161,6 +161,8 @@ def _refusal(name: str) -> TypeError:
 
 
 def _carry(found: Any, table: np.ndarray) -> Any:
+    if isinstance(found, ObjectColumn):  # contiguous() and its like may return the column itself
+        return found
     if isinstance(found, torch.Tensor):
         return ObjectColumn.wrap(found, table)
     if isinstance(found, (tuple, list)):

@@ -237,6 +237,13 @@ class DataProto(Table[torch.Tensor]):
     def _pick(columns: Mapping[str, torch.Tensor], pick: Pick) -> ops.Columns:
         return {name: ops.take(column, pick) for name, column in columns.items()}
 
+    def _spans(self, size: int) -> list[Self]:
+        length, columns, meta = self._content()
+        if not length or not columns:
+            return super()._spans(size)
+        pieces = ops.split(columns, length, size)
+        return [self._like(min(size, length - i * size), piece, meta) for i, piece in enumerate(pieces)]
+
     @staticmethod
     def _clash(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
         return None if ops.same_column(mine, theirs) else f"column {name!r} is in both with different values"
