@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
 import torch
 
 from rollcast.protocol import _columns as ops
+from rollcast.protocol import _jagged as jagged
 from rollcast.protocol._rows import Pick
 from rollcast.protocol._table import Content
 from rollcast.protocol.batch import DataProto
@@ -48,6 +49,22 @@ class _Rows:
             if whole is not None:
                 self.values[source] = ops.take(whole, pick)
         return self.values.get(source)
+
+    def remember(self, source: str, value: torch.Tensor) -> torch.Tensor:
+        """Keep a column that was read, and return it.
+
+        It takes the offsets of another that is kept, if they are equal: torch computes across two jagged tensors only
+        if they share them.
+        """
+        for other in self.values.values():
+            if not (jagged.is_jagged(value) and jagged.is_jagged(other)):
+                continue
+            offsets = jagged.offsets_of(other)
+            if torch.equal(offsets, jagged.offsets_of(value)):
+                value = jagged.build(jagged.values_of(value), offsets)
+                break
+        self.values[source] = value
+        return value
 
 
 class _Away(NamedTuple):
@@ -157,9 +174,7 @@ class LazyBatch(DataProto):
         column = cast("Column | None", super()._column(name))
         if not isinstance(column, _Away):
             return column
-        value = self._fetched([name])[name]
-        column.rows.values[column.source] = value
-        return value
+        return column.rows.remember(column.source, self._fetched([name])[name])
 
     @property
     def nbytes(self) -> int:

@@ -146,6 +146,8 @@ class GeneratedSamples(Sequence[RewardSample]):
         if "turn_ids" in batch:
             self._turns = _Ids.of(chosen.with_values(Jagged.of(batch["turn_ids"], "turn_ids").values[inside]))
         self._finished: list[bool] = batch["finished"].tolist()
+        #: The prompt that was decoded last; the samples of a prompt follow each other.
+        self._prompt: tuple[array[int], str] = (array("i"), "")
         columns = batch.non_tensor_batch
         self._truths, self._sources, self._extras = (
             columns.get(name) for name in ("ground_truth", "data_source", "extra_info")
@@ -171,7 +173,7 @@ class GeneratedSamples(Sequence[RewardSample]):
         row = range(len(self))[index]
         ids = self._responses[row]
         return RewardSample(
-            prompt=self._text(self._prompts[row]),
+            prompt=self._prompt_text(row),
             response=self._text(ids),
             ground_truth=None if self._truths is None else self._truths[row],
             data_source="" if self._sources is None else self._sources[row] or "",
@@ -180,6 +182,12 @@ class GeneratedSamples(Sequence[RewardSample]):
             extra_info={} if self._extras is None else self._extras[row] or {},
             turn_ids=() if self._turns is None else self._turns[row],
         )
+
+    def _prompt_text(self, row: int) -> str:
+        ids = self._prompts[row]
+        if ids != self._prompt[0] or not ids:
+            self._prompt = ids, self._text(ids)
+        return self._prompt[1]
 
     def _text(self, ids: array[int]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
