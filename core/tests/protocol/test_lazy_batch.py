@@ -117,6 +117,14 @@ def test_batches_are_joined_by_rows_where_they_lie(store: Store) -> None:
     assert mixed["a"].tolist() == [0, 1, 9]
 
 
+def test_pieces_are_cut_where_they_lie(store: Store) -> None:
+    batch = LazyBatch.of(store.handle(a=torch.arange(4), b=torch.arange(4))).with_columns({"c": torch.arange(4)})
+    pieces = [*batch.chunk(2), *batch.split(3)]
+    assert store.read == []
+    assert [piece["a"].tolist() for piece in pieces] == [[0, 1], [2, 3], [0, 1, 2], [3]]
+    assert [piece["c"].tolist() for piece in pieces] == [[0, 1], [2, 3], [0, 1, 2], [3]]
+
+
 def test_values_that_are_here_are_not_fetched(store: Store) -> None:
     batch = LazyBatch.of(store.started("generate", 2), ["prompts"], {"prompts": torch.tensor([3, 4])})
     assert batch[[1]]["prompts"].tolist() == [4]

@@ -10,7 +10,7 @@ import torch
 from rollcast.protocol import _columns as ops
 from rollcast.protocol import _jagged as jagged
 from rollcast.protocol._rows import Pick
-from rollcast.protocol._table import Content
+from rollcast.protocol._table import Content, Table
 from rollcast.protocol.batch import DataProto
 from rollcast.protocol.future import DataProtoFuture
 
@@ -216,11 +216,17 @@ class LazyBatch(DataProto):
             found[name] = _Away(taken[id(rows)], column.source)
         return cast("ops.Columns", found)
 
+    def _spans(self, size: int) -> list[Self]:
+        # DataProto's takes tensors apart.
+        return Table._spans(self, size)
+
     @staticmethod
     def _clash(name: str, mine: torch.Tensor, theirs: torch.Tensor) -> str | None:
-        if isinstance(mine, _Away) or isinstance(theirs, _Away):
-            return None if mine is theirs or (isinstance(mine, tuple) and mine == theirs) else _unknown(name)
-        return DataProto._clash(name, mine, theirs)
+        both: tuple[Any, Any] = (mine, theirs)
+        away = [column for column in both if isinstance(column, _Away)]
+        if not away:
+            return DataProto._clash(name, mine, theirs)
+        return None if len(away) == 2 and away[0] == away[1] else _unknown(name)
 
     @staticmethod
     def _concat(members: Sequence[Mapping[str, torch.Tensor]]) -> ops.Columns:
@@ -235,12 +241,9 @@ class LazyBatch(DataProto):
             elif len(away) == len(parts) and len({part.source for part in away}) == 1:
                 key, source = tuple(id(part.rows) for part in away), away[0].source
                 if key not in joined:
-                    used = dict.fromkeys(
-                        c.source for c in cast("Iterable[Column]", members[0].values()) if _lies_in(c, away[0].rows)
-                    )
-                    joined[key] = _Rows(
-                        DataProtoFuture.concat([part.rows.handle.select(list(used), []) for part in away])
-                    )
+                    used = dict.fromkeys(_sources(members[0], away[0].rows))
+                    handles = [part.rows.handle.select(list(used), []) for part in away]
+                    joined[key] = _Rows(DataProtoFuture.concat(handles))
                 found[name] = _Away(joined[key], source)
             else:
                 handles = [
@@ -263,8 +266,9 @@ class LazyBatch(DataProto):
         return self.handle().__reduce_ex__(protocol)  # type: ignore[return-value]
 
 
-def _lies_in(column: Column, rows: _Rows) -> bool:
-    return isinstance(column, _Away) and column.rows is rows
+def _sources(columns: Mapping[str, Any], rows: _Rows) -> list[str]:
+    """Return the names in the handle of the columns that lie in these rows."""
+    return [column.source for column in columns.values() if isinstance(column, _Away) and column.rows is rows]
 
 
 def _unknown(name: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, karmarkar_karp
-from rollcast_dispatch.balance import exchange_items, plan_shards
+from rollcast_dispatch.balance import Shard, exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
 
@@ -54,8 +54,8 @@ def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks:
     """
     if ranks == 1 or not len(batch):
         return call(batch)
-    shards = plan_shards(lengths, ranks, None, equal_size=True)
-    sent = [row for shard in shards for row in (*shard.rows, *shard.padding)]
+    shards: list[Shard] = plan_shards(lengths, ranks, None, equal_size=True)
+    sent: list[int] = [row for shard in shards for row in (*shard.rows, *shard.padding)]
     if sent[: len(batch)] == list(range(len(batch))):
         return call(batch)
     places, start = [0] * len(batch), 0
