@@ -59,10 +59,10 @@ def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks:
     if sent[: len(batch)] == list(range(len(batch))):
         return call(batch)
     places, start = [0] * len(batch), 0
-    for shard in shards:
-        for offset, row in enumerate(shard.rows):
+    for each in shards:
+        for offset, row in enumerate(each.rows):
             places[row] = start + offset
-        start += len(shard.rows) + len(shard.padding)
+        start += len(each.rows) + len(each.padding)
     return call(batch.select_idxs(sent)).select_idxs(places)
 
 
