@@ -54,16 +54,21 @@ def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks:
     """
     if ranks == 1 or not len(batch):
         return call(batch)
-    shards: list[Shard] = plan_shards(lengths, ranks, None, equal_size=True)
-    sent: list[int] = [row for shard in shards for row in (*shard.rows, *shard.padding)]
+    sent, places = _spread(plan_shards(lengths, ranks, None, equal_size=True), len(batch))
     if sent[: len(batch)] == list(range(len(batch))):
         return call(batch)
-    places, start = [0] * len(batch), 0
-    for each in shards:
-        for offset, row in enumerate(each.rows):
-            places[row] = start + offset
-        start += len(each.rows) + len(each.padding)
     return call(batch.select_idxs(sent)).select_idxs(places)
+
+
+def _spread(shards: Sequence[Shard], rows: int) -> tuple[list[int], list[int]]:
+    """Return the rows in the order of the shards, filler included, and the place of each row in it."""
+    sent: list[int] = []
+    places = [0] * rows
+    for shard in shards:
+        for offset, row in enumerate(shard.rows):
+            places[row] = len(sent) + offset
+        sent += (*shard.rows, *shard.padding)
+    return sent, places
 
 
 def seqlen_metrics(lengths: Sequence[int], ranks: int) -> dict[str, float]:
