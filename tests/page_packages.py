@@ -33,14 +33,19 @@ class PagePackage:
     def __init__(self, page: str, name: str, folder: Path, beside: Collection[str] = ()) -> None:
         self.folder = folder
         self.package = folder / name
+        self.python = self._make_environment()
+        self.add(page, name, beside)
+
+    def add(self, page: str, name: str, beside: Collection[str] = ()) -> None:
+        """Install the package of another page in the same environment."""
+        package = self.folder / name
         for file, text in titled_blocks(page).items():
-            path = (folder if file in beside else self.package) / file
+            path = (self.folder if file in beside else package) / file
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(text)
-        for source in (self.package / "src").glob("*/"):
+        for source in (package / "src").glob("*/"):
             (source / "__init__.py").touch()
-        self.python = self._make_environment()
-        self._install(name.replace("-", "_"))
+        self._install(package)
 
     def _make_environment(self) -> Path:
         place = self.folder / "venv"
@@ -52,10 +57,10 @@ class PagePackage:
         (place / "lib" / version / "site-packages" / "parent.pth").write_text(lines)
         return place / "bin" / "python"
 
-    def _install(self, module: str) -> None:
-        build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(self.folder), str(self.package)]
+    def _install(self, package: Path) -> None:
+        build = ["wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(self.folder), str(package)]
         subprocess.run([*_PIP, *build], check=True, timeout=120)
-        (wheel,) = self.folder.glob(f"{module}-*.whl")
+        (wheel,) = self.folder.glob(f"{package.name.replace('-', '_')}-*.whl")
         install = ["--python", str(self.python), "install", "-q", "--no-deps", "--no-index", str(wheel)]
         subprocess.run([*_PIP, *install], check=True, timeout=120)
 

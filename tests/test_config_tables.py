@@ -23,11 +23,17 @@ def test_every_key_of_the_trainers_has_a_sentence() -> None:
 
     for overrides in (["trainer=ppo"], ["trainer=sft"], ["trainer=sample"], ["trainer=ppo", "engine=megatron"]):
         composed = compose(overrides, allow_missing=True)
-        assert set(composed.sections.known()) - set(composed.sections.docs()) <= {"runtime", "placement", "data"} | {
+        assert set(composed.sections.known()) - set(composed.sections.docs()) <= {
+            "runtime",
+            "placement",
+            "data",
+            "agent",
+        } | {
             "rollout",
             "algorithm",
             "reward",
             "profiler",
+            "agent",
         }
 
 

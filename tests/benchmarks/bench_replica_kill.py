@@ -15,7 +15,6 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 
@@ -53,11 +52,11 @@ class Pair:
         self.processes[index] = ReplicaProcess(self.spec, index)
         return self.processes[index].wait_ready(), time.perf_counter() - begin
 
-    async def revive(self, indices: Sequence[int]) -> list[ReplicaAddress]:
-        """What the manager calls for replicas that died."""
-        addresses = [(await asyncio.to_thread(self.start, index))[0] for index in indices]
+    async def revive(self, index: int) -> ReplicaAddress:
+        """Start a replica again; the manager calls it for one that died."""
+        address, _ = await asyncio.to_thread(self.start, index)
         self.back_after.append(time.perf_counter() - self.killed_at)
-        return addresses
+        return address
 
     def kill(self) -> None:
         """Kill the second."""

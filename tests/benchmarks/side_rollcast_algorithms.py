@@ -23,6 +23,7 @@ from rollcast.contracts.algorithm import (
     policy_losses,
     prepare_policy_loss,
 )
+from rollcast.protocol import Jagged
 from rollcast_algorithms import RolloutCorrectionConfig, clipped_value_loss, correct_rollout, entropy
 from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controllers
 
@@ -112,10 +113,16 @@ def controller(name: str, case: Case) -> Found:
 
 
 def correction(case: Case, **keys: Any) -> Found:
-    out = correct_rollout(case["old"], case["rollout"], case["mask"], RolloutCorrectionConfig(**keys))
-    found = {"mask": out.response_mask, "kl": out.metrics["rollout_corr/kl"], "k3": out.metrics["rollout_corr/k3_kl"]}
+    every = torch.ones_like(case["mask"])
+    old, rollout, mask = (Jagged.from_padded(case[name], every) for name in ("old", "rollout", "mask"))
+    out = correct_rollout(old, rollout, mask, RolloutCorrectionConfig(**keys))
+    found = {
+        "mask": out.response_mask.pad(),
+        "kl": out.metrics["rollout_corr/kl"],
+        "k3": out.metrics["rollout_corr/k3_kl"],
+    }
     return {name: torch.as_tensor(value) for name, value in found.items()} | (
-        {} if out.weights is None else {"weights": out.weights}
+        {} if out.weights is None else {"weights": out.weights.pad()}
     )
 
 
@@ -140,7 +147,8 @@ def functions() -> dict[str, Callable[[Case], Found]]:
         found[f"rejection {rules}"] = partial(correction, rollout_rs=rules, rollout_rs_threshold=threshold)
     found["value loss"] = value_loss
     found["entropy"] = lambda case: {"entropy": entropy(case["logits"])}
-    del found["KL full"]  # verl has none
+    for name in ("KL full", "advantage gae_turn", "advantage gigpo"):  # verl has none
+        del found[name]
     del found["policy loss topr"]
     return found
 

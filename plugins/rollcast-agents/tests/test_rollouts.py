@@ -111,6 +111,28 @@ def test_an_endless_talker_ends_with_its_turns(renderer):
     assert (trajectory.end, trajectory.metrics["turns"]) == ("max_turns", 3)
 
 
+def test_an_answer_in_the_last_turn_is_done(renderer):
+    engine = ScriptedEngine(renderer, [CALL, "42"])
+    (trajectory,), _ = roll(ToolLoop(setup(multiply)), engine, budget=Budget(max_assistant_turns=2))
+    assert (trajectory.end, trajectory.metrics["turns"]) == ("done", 2)
+
+
+def test_the_environment_answers_the_last_turn(renderer):
+    class Last(BaseEnvironment):
+        async def reset(self, task):
+            return Observation([{"role": "user", "content": "go"}])
+
+        async def step(self, message):
+            return Observation([{"role": "user", "content": "on"}], reward=1.0, done=message.text == "second")
+
+    engine = ScriptedEngine(renderer, ["first", "second"])
+    (trajectory,), _ = roll(
+        EnvironmentLoop(setup()), engine, make_environment=Last, budget=Budget(max_assistant_turns=2)
+    )
+    assert trajectory.turn_rewards == {0: 1.0, 1: 1.0}
+    assert trajectory.end == "done"
+
+
 def test_a_plain_class_is_an_environment(renderer):
     made = []
 

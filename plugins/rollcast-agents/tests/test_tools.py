@@ -104,7 +104,8 @@ def test_unknown_malformed_raising_and_slow_calls_are_answered_as_text():
     assert "KeyError" in broke.text
     assert "sleepy, broken" in unknown.text
     assert malformed.text == "no JSON"
-    assert tools.counts == {"tool_calls": 4, "tool_errors": 4}
+    each = {"tool/broken/calls": 1, "tool/sleepy/calls": 1, "tool/unknown/calls": 2}
+    assert tools.counts == {"tool_calls": 4, "tool_errors": 4, **each}
 
 
 def test_state_lives_as_long_as_the_rollout_and_is_opened_once():

@@ -186,6 +186,49 @@ class TestGae(AdvantageSuite):
     )
 
 
+class TestGaeTurn(AdvantageSuite):
+    name = "gae_turn"
+    mixes_groups = True
+    # Turns of two tokens and one, with values 1 and 2: delta 4 - 2 = 2 and 1 + 2/2 - 1 = 1, so 2 and 1 + 2/4 = 3/2;
+    # over the three tokens the mean is 5/3 and the sample variance 1/12.
+    examples = (
+        (
+            AdvantageInputs(
+                torch.tensor([[0.0, 1.0, 7.0, 4.0]]),
+                torch.tensor([[1, 1, 0, 1]]),
+                torch.tensor([0]),
+                gamma=0.5,
+                lam=0.5,
+                columns={"values": torch.tensor([[1.0, 9.0, 9.0, 2.0]]), "turn_ids": torch.tensor([[0, 0, 1, 1]])},
+            ),
+            [[-math.sqrt(12) / 6, -math.sqrt(12) / 6, 0.0, math.sqrt(12) / 3]],
+        ),
+    )
+
+
+class TestGigpo(AdvantageSuite):
+    name = "gigpo"
+    # Scores 3 and 1: A_E is 1 and -1 without std. Both second turns start from state 7, with returns 2 and 1; the
+    # first turns from state 5, with 1 + 2/2 = 2 and 0 + 1/2: A_S is 3/4, 1/2, -3/4, -1/2, of weight 2.
+    examples = (
+        (
+            AdvantageInputs(
+                torch.tensor([[1.0, 0.0, 2.0], [0.0, 0.0, 1.0]]),
+                torch.tensor([[1, 0, 1], [1, 0, 1]]),
+                torch.tensor([0, 0]),
+                gamma=0.5,
+                norm_adv_by_std_in_grpo=False,
+                options={"step_advantage_w": 2.0},
+                columns={
+                    "turn_ids": torch.tensor([[0, 1, 1], [0, 1, 1]]),
+                    "anchor_ids": torch.tensor([[5, 0, 7], [5, 0, 7]]),
+                },
+            ),
+            [[2.5, 0.0, 2.0], [-2.5, 0.0, -2.0]],
+        ),
+    )
+
+
 class TestVanilla(PolicyLossSuite):
     name = "vanilla"
     # Clip at 1.2 and 0.8, dual clip at 3.

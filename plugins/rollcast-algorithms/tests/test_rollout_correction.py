@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from rollcast.protocol import Jagged
 from rollcast_algorithms import RolloutCorrection, RolloutCorrectionConfig, correct_rollout, may_bypass, measure_gap
 
 NAN = float("nan")
@@ -19,17 +20,23 @@ LEVELS = ["token", "seq_sum", "seq_mean", "seq_max"]
 ESTIMATES = ["k1", "k2", "k3"]
 
 
+def rows(padded: Tensor) -> Jagged:
+    """Rows of one length, of which the mask chooses."""
+    return Jagged.from_padded(padded, torch.ones_like(padded))
+
+
 def correct(ratios: list[list[float]], mask: list[list[int]] | None = None, **keys: Any) -> RolloutCorrection:
     """The rollout's log-probs are -1, the trainer's differ by these ratios."""
     rollout = torch.full((len(ratios), len(ratios[0])), -1.0)
     given = torch.ones_like(rollout).long() if mask is None else torch.tensor(mask)
-    return correct_rollout(rollout + torch.tensor(ratios).log(), rollout, given, RolloutCorrectionConfig(**keys))
+    old = rollout + torch.tensor(ratios).log()
+    return correct_rollout(rows(old), rows(rollout), rows(given), RolloutCorrectionConfig(**keys))
 
 
 def weights(ratios: list[list[float]], mask: list[list[int]] | None = None, **keys: Any) -> list[list[float]]:
     found = correct(ratios, mask, **keys).weights
     assert found is not None
-    return [[round(value, 5) for value in row] for row in found.tolist()]
+    return [[round(value, 5) for value in row] for row in found.pad().tolist()]
 
 
 RATIOS = [[1.0, 4.0, 0.25], [0.5, 0.5, 1.0]]
@@ -38,7 +45,7 @@ RATIOS = [[1.0, 4.0, 0.25], [0.5, 0.5, 1.0]]
 def test_nothing_is_done_unless_it_is_asked_for() -> None:
     out = correct(RATIOS, [[1, 1, 0], [1, 0, 0]])
     assert out.weights is None
-    assert out.response_mask.tolist() == [[1, 1, 0], [1, 0, 0]]
+    assert out.response_mask.pad().tolist() == [[1, 1, 0], [1, 0, 0]]
     assert out.metrics["rollout_corr/kl"] == pytest.approx((0 - math.log(4) + math.log(2)) / 3)
 
 
@@ -66,9 +73,8 @@ def test_normalised_weights_have_mean_one() -> None:
 
 
 def mask_of(rules: str, threshold: object, mask: list[list[int]] | None = None) -> list[list[int]]:
-    found: list[list[int]] = correct(
-        RATIOS, mask, rollout_rs=rules, rollout_rs_threshold=threshold
-    ).response_mask.tolist()
+    kept = correct(RATIOS, mask, rollout_rs=rules, rollout_rs_threshold=threshold).response_mask
+    found: list[list[int]] = kept.pad().tolist()
     return found
 
 
@@ -98,10 +104,10 @@ def test_rejection(rules: str, threshold: object, expected: list[list[int]]) -> 
 
 def test_a_veto_takes_the_whole_row() -> None:
     out = correct(RATIOS, rollout_token_veto_threshold=0.3)
-    assert out.response_mask.tolist() == [[0, 0, 0], [1, 1, 1]]
+    assert out.response_mask.pad().tolist() == [[0, 0, 0], [1, 1, 1]]
     assert out.metrics["rollout_corr/rollout_veto_fraction"] == 0.5
     hidden = correct(RATIOS, [[1, 1, 0], [1, 1, 1]], rollout_token_veto_threshold=0.3)
-    assert hidden.response_mask.tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert hidden.response_mask.pad().tolist() == [[1, 1, 0], [1, 1, 1]]
 
 
 def ragged(seed: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -124,17 +130,19 @@ def test_masked_tokens_and_padding_mean_nothing(level: str, estimate: str, seed:
         rollout_rs_threshold=threshold if estimate == "k1" else threshold - 1,
         rollout_token_veto_threshold=0.3,
     )
-    expected = correct_rollout(old, rollout, mask, config)
+    expected = correct_rollout(rows(old), rows(rollout), rows(mask), config)
+    assert expected.weights is not None
     hidden = mask == 0
-    dirty = correct_rollout(old.masked_fill(hidden, NAN), rollout.masked_fill(hidden, -math.inf), mask, config)
-    wide = correct_rollout(*(torch.nn.functional.pad(tensor, (0, 3)) for tensor in (old, rollout, mask)), config)
-    for other in (dirty, wide):
-        assert other.response_mask[:, :7].tolist() == expected.response_mask.tolist()
+    dirty = correct_rollout(
+        rows(old.masked_fill(hidden, NAN)), rows(rollout.masked_fill(hidden, -math.inf)), rows(mask), config
+    )
+    bare = correct_rollout(*(Jagged.from_padded(each, mask) for each in (old, rollout, mask)), config)
+    for other, places in ((dirty, torch.ones_like(mask)), (bare, mask)):
+        assert other.response_mask.values.tolist() == expected.response_mask.pad()[places != 0].tolist()
         assert other.weights is not None
-        assert expected.weights is not None
-        torch.testing.assert_close(other.weights[:, :7], expected.weights)
+        torch.testing.assert_close(other.weights.values, expected.weights.pad()[places != 0])
         assert other.metrics == pytest.approx(dict(expected.metrics))
-    assert (expected.response_mask <= mask).all()
+    assert (expected.response_mask.pad() <= mask).all()
     assert all(math.isfinite(value) for value in expected.metrics.values())
 
 
@@ -142,30 +150,36 @@ def test_masked_tokens_and_padding_mean_nothing(level: str, estimate: str, seed:
 def test_no_tokens_at_all(width: int) -> None:
     config = RolloutCorrectionConfig(rollout_is="sequence", rollout_rs="seq_max_k3", rollout_rs_threshold=0.1)
     config = dataclasses.replace(config, rollout_is_batch_normalize=True)
-    nothing = torch.zeros(2, width)
+    nothing = rows(torch.zeros(2, width))
     out = correct_rollout(nothing, nothing, nothing, config)
     assert out.weights is not None
-    assert out.weights.sum() == out.response_mask.sum() == 0
+    assert out.weights.values.sum() == out.response_mask.values.sum() == 0
     assert all(math.isfinite(value) for value in out.metrics.values())
 
 
 def test_the_same_policies_give_weights_of_one_and_no_gap() -> None:
-    old, _, mask = ragged(1)
+    old, _, mask = (rows(each) for each in ragged(1))
     out = correct_rollout(
         old, old, mask, RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k3", rollout_rs_threshold=1e-6)
     )
     assert out.weights is not None
-    torch.testing.assert_close(out.weights, mask.float())
-    assert out.response_mask.tolist() == mask.tolist()
+    torch.testing.assert_close(out.weights.values, mask.values.float())
+    assert out.response_mask.values.tolist() == mask.values.tolist()
     assert out.metrics["rollout_corr/rollout_is_eff_sample_size"] == pytest.approx(1.0)
     assert set(measure_gap(old, old, mask).values()) == {0.0}
+
+
+def test_columns_of_other_tokens_are_refused() -> None:
+    short, whole = rows(torch.zeros(2, 2)), rows(torch.ones(2, 3))
+    with pytest.raises(ValueError, match="rollout_log_probs has 4 tokens, but the mask has 6"):
+        measure_gap(whole, short, whole)
 
 
 def test_extreme_gaps_stay_finite() -> None:
     out = correct([[1e30, 1e-30], [1.0, 1.0]], rollout_is="sequence", rollout_is_threshold=1e9)
     assert all(math.isfinite(value) for value in out.metrics.values())
     assert out.weights is not None
-    assert out.weights.isfinite().all()
+    assert out.weights.values.isfinite().all()
 
 
 @pytest.mark.parametrize(

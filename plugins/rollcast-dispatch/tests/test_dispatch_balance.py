@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from rollcast import DataProto, Dispatch
 from rollcast.contracts.dispatch import MeshInfo, RankOutputs
 from rollcast.errors import DispatchError
-from rollcast.protocol import DataProtoFuture, karmarkar_karp
+from rollcast.protocol import DataProtoFuture, Jagged, karmarkar_karp
 from rollcast.protocol.future import Kept, store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
 from rollcast_dispatch.balance import exchange_items, plan_shards
@@ -307,6 +307,33 @@ def test_of_a_handle_only_the_lengths_are_fetched() -> None:
     assert fetched == ["attention_mask"]
     assert isinstance(out, DataProtoFuture)
     assert out.get().equal(batch)
+
+
+def test_without_a_key_jagged_prompts_and_responses_tell_the_lengths() -> None:
+    prompts, responses = [1, 2, 9, 1], [8, 1, 1, 2]
+
+    def jagged(lengths: list[int]) -> torch.Tensor:
+        return Jagged.from_lengths(torch.zeros(sum(lengths), dtype=torch.int32), torch.tensor(lengths)).column()
+
+    batch = DataProto.from_dict(
+        {
+            "length": torch.tensor(prompts) + torch.tensor(responses),
+            "prompts": jagged(prompts),
+            "responses": jagged(responses),
+            # The trained tokens would be balanced by another deal.
+            "response_mask": jagged([8, 1, 1, 2]),
+        }
+    )
+    named = [shard["length"].tolist() for shard in shards_of(TokenBalanced(length_key="length"), batch, 2)]
+    assert [shard["length"].tolist() for shard in shards_of(TokenBalanced(), batch, 2)] == named == [[9, 3], [10, 3]]
+    ids = batch.select(["length"]).with_columns({"input_ids": jagged([9, 3, 10, 3])})
+    assert [shard["length"].tolist() for shard in shards_of(TokenBalanced(), ids, 2)] == named
+
+
+def test_a_batch_without_any_lengths_is_refused() -> None:
+    complaint = r"no column that tells rows' lengths.*\['row'\].*prompts with responses.*length_key"
+    with pytest.raises(DispatchError, match=complaint):
+        TokenBalanced().distribute(data_parallel(2), (DataProto.from_dict({"row": torch.arange(4)}),), {})
 
 
 # -- results and errors ---------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, re
 from rollcast.errors import ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RewardScorer, Scored, summarize
+from rollcast_eval.scoring import RewardScorer, RolloutRows, Scored, summarize
 
 SEEN: list[RewardSample] = []
 
@@ -202,3 +202,49 @@ def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
     for sample, row in zip(SEEN, responses.like(mask).unbind(), strict=True):
         assert list(sample.turn_ids) == row.nonzero().squeeze(-1).tolist()
         assert len(sample.turn_ids) == len(sample.response_ids)
+
+
+def jagged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
+    flat = torch.tensor([value for row in rows for value in row], dtype=dtype)
+    return Jagged.from_lengths(flat, torch.tensor([len(row) for row in rows])).column()
+
+
+def test_rollouts_of_several_rows_are_scored_once(model_folder: Path) -> None:
+    """Rollout 0 has rows 0 and 2 and tools' rewards, 1 is scored by its environment, and 2 has failed."""
+    tokenizer = load_tokenizer(str(model_folder))
+    ids = tokenizer("ab12", add_special_tokens=False)["input_ids"]
+    batch = DataProto.from_dict(
+        {
+            "prompts": jagged([ids[:1]] * 4, torch.int32),
+            "responses": jagged([ids] * 4, torch.int32),
+            "response_mask": jagged([[True, True, False, True]] * 4, torch.bool),
+            "turn_ids": jagged([[0, 0, 1, 1]] * 4, torch.int32),
+            "environment_scores": jagged([[0, 0.25, 0, 0], [0, 1, 0, 2], [0, 0.5, 0, 0], [0, 0, 0, 9]], torch.float32),
+            "rollout_index": torch.tensor([0, 1, 0, 2]),
+            "is_final": torch.tensor([False, True, True, True]),
+            "is_scored": torch.tensor([False, True, False, True]),
+            "rollout_failed": torch.tensor([False, False, False, True]),
+            "finished": torch.tensor([True] * 4),
+        },
+        {"messages": [[{"role": "tool", "content": f"{row}"}] for row in range(4)], "ground_truth": ["2"] * 4},
+    )
+    SEEN.clear()
+    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(batch)
+    # Only the final row that nobody has scored; its answer is the last reply, and the tools' results are in its messages.
+    assert [(each.response, each.extra_info["messages"][0]["content"]) for each in SEEN] == [("2", "2")]
+    assert scored.scores.tolist() == [0.25, 3.0, 1.5, 0.0]
+    assert scored.rollout_scores.tolist() == [1.75, 3.0, 1.75, 0.0]
+    levels = scored.token_level_scores(Jagged.of(batch["response_mask"])).column().unbind()
+    assert [row.tolist() for row in levels] == [[0, 0.25, 0, 0], [0, 1, 0, 2], [0, 0.5, 0, 1], [0, 0, 0, 0]]
+    # A tool's reward does not make an answer correct or wrong.
+    assert scored.correct == [True, True, True, False]
+    assert scored.accuracy == pytest.approx(2 / 3)
+    assert scored.metrics("reward")["reward/mean"] == pytest.approx((1.75 + 3.0 + 0.0) / 3)
+    assert [row["score"] for row in scored.as_rows()] == [3.0, 1.75, 0.0]
+
+
+def test_a_rollout_is_dropped_whole(model_folder: Path) -> None:
+    samples = [RewardSample("", "")] * 3
+    rollouts = RolloutRows(torch.tensor([0, 1, 0]), torch.tensor([False, True, True]))
+    results = [RewardResult(0.0), RewardResult(1.0), RewardResult(0.0, dropped=True)]
+    assert Scored(samples, results, 1.0, rollouts).kept.tolist() == [False, True, False]

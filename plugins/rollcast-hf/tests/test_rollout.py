@@ -216,7 +216,7 @@ def test_a_failing_model_reaches_every_request(rollout: HfRollout, model: Any) -
     assert len(run_all(rollout, [[5]], FREE)) == 1
     with torch.no_grad():
         model.model.norm.weight.fill_(float("nan"))
-    with pytest.raises(GenerationError, match="not finite at row 0, new token 0"):
+    with pytest.raises(GenerationError, match="request 'r0': the model's logits are not finite at new token 0"):
         run_all(rollout, [[5]], FREE)
 
 

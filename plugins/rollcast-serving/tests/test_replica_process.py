@@ -35,7 +35,7 @@ Start = Callable[..., Started]
 
 def ask(address: ReplicaAddress, requests: list[RolloutRequest]) -> dict[int, Any]:
     async def collect() -> dict[int, Any]:
-        client = ReplicaClient(address, timeout_s=60.0)
+        client = ReplicaClient(address)
         try:
             return {index: output async for index, output in client.generate(requests)}
         finally:
@@ -63,7 +63,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
         (sequence,) = outputs[index].sequences
         assert outputs[index].request_id == request.request_id
         assert list(sequence.token_ids) == greedy(model, request.prompt_ids, 8)
-        assert sequence.weight_versions == [0] * len(sequence.token_ids)
+        assert list(sequence.weight_versions) == [0] * len(sequence.token_ids)
         assert len(sequence.log_probs) == len(sequence.token_ids)
     other = load_model(write_model(tmp_path / "other", seed=1))
     named = list(other.named_parameters())

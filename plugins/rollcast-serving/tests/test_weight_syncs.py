@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import gc
+import os
+import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,10 +20,11 @@ from serving_tools import KeepingTarget, ListEngine, many_tensors
 
 from rollcast.contracts.weights import AdapterWeights, WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import sending, shared_memory
-from rollcast_serving.weight_sync import SyncSettings, weight_syncs
+from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 
 SYNCS = ["shared_memory", "collective", "disk"]
 
@@ -146,30 +150,87 @@ def test_a_report_of_something_else_is_refused(name: str) -> None:
             asyncio.run(sync.sync(1))
 
 
-def test_a_target_that_fails_at_once(name: str) -> None:
-    class Broken(KeepingTarget):
-        def receive_weights(self, *args: Any) -> Any:
-            raise RolloutError(f"the engine has died, version {args[2]}")
+class Dying(KeepingTarget):
+    """A replica that dies after some buckets.
 
+    Args:
+        after: buckets that it takes.
+        silently: True if its connections stay open, as those of a process do that hangs.
+    """
+
+    def __init__(self, after: int, silently: bool) -> None:
+        super().__init__()
+        self.after, self.silently = after, silently
+        self.open: Any = None
+
+    def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+        self.open = iter(weight_syncs.get(sync).open(source))
+        for _ in range(self.after):
+            next(self.open)
+        if not self.silently:
+            self.open.close()
+        raise RolloutError(f"the engine has died, version {version}")
+
+
+@pytest.mark.parametrize(("after", "silently"), [(0, False), (1, False), (1, True)])
+def test_a_replica_that_dies_costs_no_other_its_weights(name: str, after: int, silently: bool) -> None:
+    living = [KeepingTarget(), KeepingTarget()]
+    dying = Dying(after, silently)
     engine = ListEngine(many_tensors())
-    with pytest.raises(RolloutError, match="the engine has died, version 5"):
-        asyncio.run(make(name, engine, [KeepingTarget(), Broken()], timeout_s=5.0).sync(5))
+    # Nothing may wait for this long.
+    sync = make(name, engine, [living[0], dying, living[1]], timeout_s=600.0, bucket_bytes=200)
+    first, error, second = asyncio.run(sync.sync(5))
+    assert type(error) is RolloutError
+    assert "the engine has died, version 5" in str(error)
+    assert engine.gathered == len(engine.named)  # the other ranks of the engine are not left waiting
+    if name == "collective":  # they shared a group with the dead one
+        assert all(isinstance(each, SyncInterruptedError) for each in (first, second))
+        assert "the engine has died" in str(first)
+        dying.open.close()  # as its process is killed; what waits for it in the group ends
+        sync.targets = living
+        first, second = asyncio.run(sync.sync(5))
+    assert first.version == second.version == 5
+    for target in living:
+        assert all(torch.equal(target.held[each], tensor) for each, tensor in engine.named)
+    sync.close()
+
+
+def test_all_targets_dead(name: str) -> None:
+    engine = ListEngine(many_tensors())
+    sync = make(name, engine, [Dying(0, False), Dying(0, False)], timeout_s=600.0)
+    assert [type(each) for each in asyncio.run(sync.sync(1))] == [RolloutError, RolloutError]
     assert engine.gathered == len(engine.named)
 
 
 @pytest.mark.parametrize("name", ["shared_memory"])
 def test_a_target_that_hangs_is_told(name: str) -> None:
+    released = threading.Event()
+
     class Hanging(KeepingTarget):
         def receive_weights(self, sync: str, source: Any, version: int) -> Any:
-            import time
-
             buckets: Iterator[Any] = iter(weight_syncs.get(sync).open(source))
             next(buckets)
-            time.sleep(2.5)
-            return super()
+            released.wait()
+            raise RolloutError("too late")
 
-    with pytest.raises(WeightSyncError, match="did not take a bucket within 1 s"):
-        asyncio.run(make(name, ListEngine(many_tensors()), [Hanging()], timeout_s=1.0, bucket_bytes=1).sync(5))
+    hanging, living = Hanging(), KeepingTarget()
+    sync = make(name, ListEngine(many_tensors()), [hanging, living], timeout_s=1.0, bucket_bytes=1)
+    error, report = asyncio.run(sync.sync(5))
+    released.set()
+    assert "did not take a bucket within 1 s" in str(error)
+    assert report.version == 5
+
+
+def test_a_descriptor_above_1023_can_be_waited_for() -> None:
+    reading, writing = os.pipe()
+    high = fcntl.fcntl(reading, fcntl.F_DUPFD, 1100)
+    try:
+        assert not wait_readable(high, 0.0)
+        os.write(writing, b"x")
+        assert wait_readable(high, 10.0)
+    finally:
+        for each in (reading, writing, high):
+            os.close(each)
 
 
 def test_shared_memory_keeps_two_buffers_and_leaves_nothing() -> None:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import array
 import struct
 from typing import Any
 
+import msgpack
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,13 +32,46 @@ SAMPLINGS = st.builds(
 
 
 def there_and_back(data: Any) -> Any:
-    return json.loads(json.dumps(data))
+    return wire.unpack(msgpack.packb(data))
 
 
 @given(st.text(), st.lists(st.integers(0, 2**31 - 1)), SAMPLINGS, st.one_of(st.none(), st.integers(0, 2**63 - 1)))
 def test_requests(name: str, ids: list[int], sampling: SamplingParams, seed: int | None) -> None:
-    request = RolloutRequest(name, ids, sampling, seed)
-    assert wire.decode_request(there_and_back(wire.encode_request(request))) == request
+    request = RolloutRequest("caller's", ids, sampling, seed)
+    body, refused = wire.encode_requests({name: request, "other": request})
+    first, second = wire.decode_requests(body)
+    assert not refused
+    assert (first.request_id, second.request_id) == (name, "other")
+    assert first.prompt_ids == array.array("i", ids)
+    assert (first.sampling, first.seed) == (second.sampling, second.seed) == (sampling, seed)
+
+
+@pytest.mark.parametrize("ids", [[1, "x"], [1.5], [2**31], np.array([0.5]), np.array([2**40]), np.array([[1]])])
+def test_a_prompt_that_cannot_travel_costs_no_other(ids: Any) -> None:
+    good, bad = (RolloutRequest("r", each, SamplingParams()) for each in ([1], ids))
+    body, refused = wire.encode_requests({"a": good, "b": bad, "c": good})
+    assert [request.request_id for request in wire.decode_requests(body)] == ["a", "c"]
+    assert list(refused) == ["b"]
+    assert isinstance(refused["b"], RequestError)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.int32, np.uint16])
+def test_arrays_are_taken_whole(kind: type) -> None:
+    body, _ = wire.encode_requests({"a": RolloutRequest("r", np.arange(5, dtype=kind), SamplingParams())})  # type: ignore[arg-type]
+    assert list(wire.decode_requests(body)[0].prompt_ids) == [0, 1, 2, 3, 4]
+
+
+def test_bytes_a_token() -> None:
+    count, group = 4096, 8
+    prompts = {
+        f"prefix/{n}": RolloutRequest(str(n), array.array("i", [7]) * 64, SamplingParams(max_tokens=count))
+        for n in range(group)
+    }
+    versions = array.array("q", [3]) * (count - 5) + array.array("q", [4]) * 5
+    tokens, log_probs = array.array("i", [70_000]) * count, array.array("f", [-1.5]) * count
+    outputs = [RolloutOutput(n, [RolloutSequence(tokens, log_probs, "stop", versions)], SamplingParams()) for n in "ab"]
+    answers = sum(len(wire.pack_frame({"id": "prefix/1", "output": wire.encode_output(each)})) for each in outputs)
+    assert (answers + len(wire.encode_requests(prompts)[0]) * len(outputs) / group) / (count * len(outputs)) <= 9
 
 
 def as_lists(sequence: RolloutSequence) -> tuple[object, ...]:
@@ -56,14 +91,15 @@ def as_lists(sequence: RolloutSequence) -> tuple[object, ...]:
 )
 def test_outputs(sequences: list[RolloutSequence], sampling: SamplingParams) -> None:
     output = RolloutOutput("name", sequences, sampling)
-    came = wire.decode_output(there_and_back(wire.encode_output(output)), sampling)
+    request = RolloutRequest("name", [], sampling)
+    came = wire.decode_output(there_and_back(wire.encode_output(output)), request)
     assert (came.request_id, came.sampling) == (output.request_id, output.sampling)
     assert [as_lists(each) for each in came.sequences] == [as_lists(each) for each in sequences]
 
 
 def test_log_probs_travel_in_float32() -> None:
     output = RolloutOutput("r", [RolloutSequence([1], [-0.1], "length", [0])], SamplingParams())
-    (sequence,) = wire.decode_output(wire.encode_output(output), SamplingParams()).sequences
+    (sequence,) = wire.decode_output(wire.encode_output(output), RolloutRequest("r", [], SamplingParams())).sequences
     assert list(sequence.log_probs) == [struct.unpack("f", struct.pack("f", -0.1))[0]]
 
 
@@ -97,25 +133,34 @@ def test_other_errors_become_the_nearest() -> None:
     "data",
     [
         {},
-        {"id": "a"},
-        {"id": "a", "prompt_ids": [], "sampling": {"wrong": 1}},
-        {"id": "a", "prompt_ids": [], "sampling": 5},
+        5,
+        {"requests": []},
+        {"samplings": [{"wrong": 1}], "requests": []},
+        {"samplings": [5], "requests": []},
+        {"samplings": [], "requests": [["a", b"", 0, None]]},
+        {"samplings": [{}], "requests": [["a", b"abc", 0, None]]},
+        {"samplings": [{}], "requests": [["a"]]},
     ],
 )
 def test_no_requests(data: Any) -> None:
     with pytest.raises(RequestError):
-        wire.decode_request(data)
+        wire.decode_requests(msgpack.packb(data))
 
 
-@pytest.mark.parametrize(
-    "data", [{}, {"id": "a"}, {"id": "a", "sequences": [{"ids": "AAA"}]}, {"id": "a", "sequences": [3]}]
-)
+def test_no_msgpack() -> None:
+    for data in (b"", b"{", b"\xc1"):
+        with pytest.raises(RequestError):
+            wire.decode_requests(data)
+
+
+@pytest.mark.parametrize("data", [5, [[b"abc", b"", "stop", []]], [3], [[b"", b"", "stop", [[1, "x"]]]]])
 def test_no_outputs(data: Any) -> None:
     with pytest.raises(RolloutError):
-        wire.decode_output(data, SamplingParams())
+        wire.decode_output(data, RolloutRequest("r", [], SamplingParams()))
 
 
 def test_multi_modal_data_is_refused_by_name() -> None:
     request = RolloutRequest("r7", [1], SamplingParams(), multi_modal_data={"image": [b""], "audio": [b""]})
-    with pytest.raises(errors.CapabilityError, match=r"request 'r7' carries multi_modal_data \(audio, image\)"):
-        wire.encode_request(request)
+    _, refused = wire.encode_requests({"a": request})
+    assert isinstance(refused["a"], errors.CapabilityError)
+    assert "request 'r7' carries multi_modal_data (audio, image)" in str(refused["a"])

@@ -83,10 +83,10 @@ def test_sglang_is_missed_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_stand_ins_are_for_cpus_without_the_real_packages(monkeypatch: pytest.MonkeyPatch) -> None:
     config, base = SglangRolloutConfig(), {"PYTHONPATH": "/mine", "OMP_NUM_THREADS": "3"}
     monkeypatch.setattr(environment, "_is_installed", lambda _: False)
-    on_gpu = environment.server_environment(config, base, gpu=True)
+    on_gpu = environment.server_environment(config, "/model", base, gpu=True)
     assert on_gpu["PYTHONPATH"] == "/mine"
     assert "SGLANG_USE_CPU_ENGINE" not in on_gpu
-    on_cpu = environment.server_environment(config, base, gpu=False)
+    on_cpu = environment.server_environment(config, "/model", base, gpu=False)
     *folders, last = on_cpu["PYTHONPATH"].split(os.pathsep)
     assert sorted(path.name for folder in folders for path in Path(folder).iterdir() if path.name[0] != "_") == [
         "sgl_kernel",
@@ -95,7 +95,7 @@ def test_stand_ins_are_for_cpus_without_the_real_packages(monkeypatch: pytest.Mo
     assert last == "/mine"
     assert on_cpu["OMP_NUM_THREADS"] == "3"
     monkeypatch.setattr(environment, "_is_installed", lambda _: True)
-    assert environment.server_environment(config, base, gpu=False)["PYTHONPATH"] == "/mine"
+    assert environment.server_environment(config, "/model", base, gpu=False)["PYTHONPATH"] == "/mine"
 
 
 def test_stand_ins_can_be_imported_and_not_called() -> None:

@@ -150,7 +150,10 @@ def test_the_algebra_in_words() -> None:
     assert "passes of at most 99 tokens" in BatchAlgebra(6, 5, 3, 2, 4, 2, micro_batch_tokens=99).describe()
 
 
-@pytest.mark.parametrize("name", ["gae", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo"])
+@pytest.mark.parametrize(
+    "name",
+    ["gae", "gae_turn", "gigpo", "grpo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "gdpo"],
+)
 def test_advantages_in_chunks_are_those_of_the_whole_batch(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(0, 30, (24,), generator=generator)
@@ -158,7 +161,10 @@ def test_advantages_in_chunks_are_those_of_the_whole_batch(name: str) -> None:
     mask = Jagged.from_lengths(torch.rand(total, generator=generator) < 0.8, lengths)
     columns = {
         "response_mask": mask.column(),
-        "token_level_rewards": mask.like(torch.randn(total, generator=generator)),
+        # Rows without a reward, of which the groups have different numbers.
+        "token_level_rewards": mask.like(torch.randn(total, generator=generator) * (mask.rows % 5 > 1)),
+        "turn_ids": mask.like(mask.places // 4),
+        "anchor_ids": mask.like(mask.places // 4 % 2),
         "values": mask.like(torch.randn(total, generator=generator)),
         "reward_component/a": torch.randn(24, generator=generator),
     }

@@ -265,6 +265,8 @@ def test_bad_row(train: Callable[..., Result], tmp_path: Path, case: str) -> Non
     ("change", "says"),
     [
         ("rollout.temperature=-1", "rollout.temperature"),
+        ("rollout.temperature=inf", "rollout.temperature"),
+        ("rollout.val_kwargs.temperature=inf", "rollout.val_kwargs.temperature"),
         ("rollout.temperature=nan", "rollout.temperature"),
         ("rollout.val_kwargs.temperature=-0.5", "rollout.val_kwargs.temperature"),
         ("rollout.top_p=2", "rollout.top_p"),

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.long
 LONG_S = 240.0
 
 
-def start_run(small_task: SmallTask, run_dir: Path, runtime: str) -> subprocess.Popen[str]:
+def start_run(small_task: SmallTask, run_dir: Path, runtime: str, *more: str) -> subprocess.Popen[str]:
     """A run in a process group of its own, after its first checkpoint."""
     changes = [
         "trainer.total_steps=100000",
@@ -29,7 +29,7 @@ def start_run(small_task: SmallTask, run_dir: Path, runtime: str) -> subprocess.
         "trainer.test_freq=-1",
         "trainer.max_ckpt_to_keep=2",
     ]
-    arguments = small_task.ppo(run_dir, *changes, f"runtime={runtime}")
+    arguments = small_task.ppo(run_dir, *changes, f"runtime={runtime}", *more)
     process = subprocess.Popen(
         [str(Path(sys.executable).with_name("rollcast")), "train", *arguments],
         env={**os.environ, "OMP_NUM_THREADS": "1", "RAY_ADDRESS": "", "COLUMNS": "400"},
@@ -105,6 +105,32 @@ def test_nothing_listens_beyond_loopback_and_a_hangup_ends_it(small_task: SmallT
         ]
         assert {"gcs_server", "raylet"} <= {name for name, _ in listening}
         assert {address for _, address in listening} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, listening
+        process.send_signal(signal.SIGHUP)
+
+    assert_ends(process, act, ["interrupted; the last checkpoint is"])
+
+
+def test_replicas_listen_on_loopback_only(small_task: SmallTask, tmp_path: Path) -> None:
+    replicas = [
+        "rollout.mode=colocated",
+        "rollout.weight_sync=collective",
+        "rollout.replica.env={OMP_NUM_THREADS: '1'}",
+    ]
+    process = start_run(small_task, tmp_path / "run", "local", *replicas)
+
+    def act(all_of_it: list[psutil.Process]) -> None:
+        (replica,) = (each for each in all_of_it if "rollcast_serving.process" in each.cmdline())
+        latest = tmp_path / "run" / "checkpoints" / "latest"
+        first = latest.read_text()
+        found = set()
+        # Over a whole step, since the group that carries the weights listens only while it forms.
+        while latest.read_text() == first and process.poll() is None:
+            for each in all_of_it:
+                connections = each.net_connections("inet")
+                found |= {(each.pid, one.laddr) for one in connections if one.status == psutil.CONN_LISTEN}
+        # One port for the run, one for agents.
+        assert len([port for pid, port in found if pid == replica.pid]) >= 2
+        assert {address.ip for _, address in found} <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}, found
         process.send_signal(signal.SIGHUP)
 
     assert_ends(process, act, ["interrupted; the last checkpoint is"])

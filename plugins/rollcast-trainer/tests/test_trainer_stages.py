@@ -54,6 +54,18 @@ def test_a_prefix_stands_for_all_its_columns() -> None:
     assert names("read", specs={**A, "read": StageSpec(reads=("x/3",))}) == ["make", "read"]
 
 
+def test_a_stage_takes_the_place_of_another() -> None:
+    other = StageSpec(reads=("prompt",), writes=("text", "x/", "more"), replaces=("make",))
+    late = StageSpec(reads=("more",), writes=("weight",), after=("make",), brings=("make",))
+    specs = {**A, "other": other, "weigh": late}
+    assert names("learn", specs=specs) == ["other", "score", "weigh", "learn"]
+    assert names("make", specs=specs) == ["other"]
+    with pytest.raises(ConfigError, match=r"'other' and 'third' both take the place of 'make'"):
+        names("learn", specs={**specs, "third": other})
+    with pytest.raises(ConfigError, match=r"insert names 'make', which 'other' takes the place of"):
+        names("learn", specs=specs, changes=Changes(insert=["make"]))
+
+
 def test_nothing_writes_a_column() -> None:
     with pytest.raises(ConfigError, match=r"'never' reads the column 'nothing', which no stage writes"):
         names("never")

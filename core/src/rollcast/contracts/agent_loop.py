@@ -33,8 +33,8 @@ class Outcome:
 
     Attributes:
         end: reason why it ended.
-        reward: score of the whole rollout; None leaves it to the reward function.
-        turn_rewards: turn → reward of its reply.
+        reward: score of the whole rollout; None leaves it to the reward function, whose score is added to the turns'.
+        turn_rewards: turn → reward of its reply; part of the whole.
         reward_components: named parts of the reward.
         messages: conversation at the end, for rewards and reports.
         metrics: numbers of the rollout.

@@ -19,6 +19,8 @@ Columns of the first-party trainer; any other name may be declared too, if a sta
 ``rollout_is_weights``            ``[B, T]``   importance weights of the rollout correction
 ``reward_baselines``              ``[B]``      score of a greedy response to the row's prompt
 ``reward_component/<name>``       ``[B]``      one component of the row's score
+``turn_ids``                      ``[B, T]``   int32, turn of each token, not decreasing along a row
+``anchor_ids``                    ``[B, T]``   int64, the same for turns that answer the same observation
 ================================  ===========  ==========================================================
 """
 
@@ -77,8 +79,9 @@ class Needs:
         columns: names it cannot do without. A name that ends with ``/`` stands for all columns with this prefix.
         optional: names of columns it reads if the batch has them.
         compares_samples: True if an estimator compares several samples of a prompt.
-        by_group: True if a row's advantages depend on the rows of its group only, before they are whitened; the
-            estimator can then be called with some groups of a batch at a time.
+        by_group: True if a row's advantages depend on the rows of its group and on
+            :attr:`AdvantageInputs.batch_scores` only, before they are whitened; the estimator can then be called with
+            some groups of a batch at a time.
         whitens: True if an estimator whitens its advantages over the batch as its last step, unless
             :attr:`AdvantageInputs.whiten` is False.
     """
@@ -192,12 +195,15 @@ class AdvantageInputs(InputColumns):
     Attributes:
         token_level_rewards: float ``[B, T]``; scores less a KL penalty if it is part of the reward.
         response_mask: ``[B, T]``, 1 where the policy chose the token.
-        group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id.
+        group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id. A row is a whole rollout: the
+            trainer joins the tokens of its trajectories before the call.
         gamma, lam: discount and GAE lambda (verl's keys).
         norm_adv_by_std_in_grpo: divide by the group's standard deviation.
         options: further keys of ``algorithm.adv_kwargs``.
         whiten: False for the advantages before they are whitened over the batch, of an estimator that
             declared ``whitens``. If the estimator returns one tensor as advantages and returns, both are whitened.
+        batch_scores: sum of the rewards under the mask of every row of the batch, float64, where the call sees some of
+            its groups only; None if these rows are the batch.
     """
 
     token_level_rewards: Tensor
@@ -208,6 +214,7 @@ class AdvantageInputs(InputColumns):
     norm_adv_by_std_in_grpo: bool = True
     options: Mapping[str, Any] = field(default_factory=dict)
     whiten: bool = True
+    batch_scores: Tensor | None = None
 
     @property
     def old_log_probs(self) -> Tensor:
@@ -274,16 +281,19 @@ class Denominators:
 
     Attributes:
         tokens: response tokens under the mask.
-        sequences: rows with at least one such token.
+        sequences: rollouts with at least one such token. A rollout is a row, or several that share ``rollout_index``.
         max_tokens: longest response that the run allows (Dr. GRPO's constant).
         present_tokens: tokens left in the batch where rows without effect on the loss were taken out;
             metrics are averaged over them. None if no rows were.
+        sequence_tokens: tokens under the mask of each row's whole rollout, int64 ``[B]`` for the rows of the
+            micro-batch; None if each row is a rollout.
     """
 
     tokens: float
     sequences: float
     max_tokens: float
     present_tokens: float | None = None
+    sequence_tokens: Tensor | None = field(default=None, compare=False)
 
 
 class LossAggregation(Protocol):
@@ -348,7 +358,10 @@ class PolicyLossOutput:
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutput]
 PolicyLossPreparation = Callable[[PolicyLossInputs], Mapping[str, "Tensor"]]
-"""Computes columns ``[B, T]`` from the whole batch before its update, when ``log_probs`` are the old ones."""
+"""Computes columns ``[1, N]`` before the update, from the ``N`` response tokens of the whole batch in a single row.
+
+All inputs are ``[1, N]``, a declared column ``[B]`` too, and ``log_probs`` are the old ones.
+"""
 
 
 def policy_loss(
@@ -357,8 +370,9 @@ def policy_loss(
     """Declare what a policy loss reads beside its fixed inputs. The function is returned unwrapped.
 
     A loss sees a micro-batch and must not depend on how the batch was cut. A loss that compares tokens across
-    the batch does so in ``prepare``, called once with the whole batch; the returned columns travel with their
-    rows and arrive as :attr:`PolicyLossInputs.prepared`.
+    the batch does so in ``prepare``, called once with all tokens of the batch in one row, see
+    :data:`PolicyLossPreparation`; the returned columns travel with their rows and arrive as
+    :attr:`PolicyLossInputs.prepared`.
     """
     return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
 

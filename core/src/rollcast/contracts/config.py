@@ -23,6 +23,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
+import math
 import textwrap
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, dataclass_transform
@@ -42,6 +43,7 @@ __all__ = [
     "Positive",
     "PositiveOrOff",
     "Seconds",
+    "Temperature",
     "config",
     "field_docs",
     "flatten",
@@ -57,6 +59,8 @@ PositiveOrOff = Literal[-1] | Annotated[int, Ge(1)]
 """An integer of at least 1, or -1 for "off" or "all"."""
 Seconds = Annotated[float, Gt(0)]
 """A duration in seconds, above 0."""
+Temperature = Annotated[float, Ge(0), Lt(math.inf)]
+"""A sampling temperature: a finite number of at least 0, which is greedy."""
 Fraction = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1."""
 

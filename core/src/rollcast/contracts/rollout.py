@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
@@ -89,8 +90,9 @@ class SamplingParams:
         top_k: number of candidates; -1 or 0 for all (verl's key).
         max_tokens: largest number of new tokens.
         stop_token_ids: ids that end generation; the one generated stays in the output.
-        stop: texts at which the caller cuts a sequence, behind the token that completes one; rollouts do not read
-            them and generate on.
+        stop: texts that end generation. The token that completes one is the last of the output and stays whole, as a
+            stop token does, so that the output's text contains the stop and ends in that token's text. Text is the
+            tokenizer's, special tokens included.
         n: sequences for the prompt.
         ignore_eos: stop at ``stop_token_ids`` alone, not at the tokenizer's EOS and the model's other stop tokens.
     """
@@ -131,7 +133,7 @@ class RolloutSequence:
     """One continuation of a prompt.
 
     Attributes:
-        token_ids: new tokens, with the stop token if there was one.
+        token_ids: new tokens, with the stop token if there was one; engines return arrays (int32), not lists.
         log_probs: log-prob of each token under the distribution it was sampled from (after temperature,
             top-k and top-p; for greedy, under the plain softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
@@ -205,7 +207,8 @@ class BaseRollout(ABC):
         Raises:
             RequestError: the request cannot be served (empty prompt, no room, unknown token id).
             CapabilityError: the request asks for a feature that the rollout lacks, such as multi-modal data.
-            RolloutError: the engine died; requests in flight are not answered otherwise.
+            RolloutError: the engine died; requests in flight are not answered otherwise. A replica then asks
+                :meth:`check_health`, and is dead if that fails.
         """
 
     @abstractmethod
@@ -237,6 +240,14 @@ class BaseRollout(ABC):
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with the engine's own module from now on; CapabilityError without ``capabilities.in_process``."""
         raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
+
+    def generating(self) -> AbstractContextManager[None]:
+        """Return a context in which each rank may call :meth:`generate` as often as it likes, whatever the others do.
+
+        For rollouts with ``capabilities.in_process``, whose engine may have to gather its weights: all ranks enter
+        together. Outside of it, all ranks call :meth:`generate` for equally many batches.
+        """
+        return nullcontext()
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Free the named memory; without effect for a rollout that holds none."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Gt, Le, NonNegative, Positive, Seconds, config
+from rollcast.contracts.config import Ge, Gt, Le, NonNegative, Positive, Seconds, Temperature, config
 
 __all__ = ["CanaryConfig", "PlacementConfig", "PoolConfig", "ReplicaConfig", "RolloutConfig", "ValKwargs"]
 
@@ -55,7 +55,7 @@ class PlacementConfig:
 class ValKwargs:
     """Sampling during validation."""
 
-    temperature: Annotated[float, Ge(0)] = 0.0
+    temperature: Temperature = 0.0
     """Sampling temperature; 0 is greedy."""
     top_p: Probability = 1.0
     """Nucleus mass; 1 keeps all tokens."""
@@ -75,8 +75,9 @@ class ReplicaConfig:
     """Environment variables of the processes."""
     launch_timeout_s: Seconds = 300.0
     """Timeout for a replica's start in seconds."""
-    request_timeout_s: Seconds = 1800.0
-    """Timeout of a request in seconds."""
+    heartbeat_timeout_s: Seconds = 120.0
+    """Longest silence of a replica in seconds; a living one sends a heartbeat every 5 seconds, however long a request
+    takes."""
     max_restarts: NonNegative = 3
     """Restarts of a dead replica per run."""
 
@@ -106,7 +107,7 @@ class RolloutConfig:
     """Registry name of the weight sync."""
     n: Positive = 1
     """Sequences per training prompt."""
-    temperature: Annotated[float, Ge(0)] = 1.0
+    temperature: Temperature = 1.0
     """Sampling temperature of training prompts; 0 is greedy."""
     top_p: Probability = 1.0
     """Nucleus mass; 1 keeps all tokens."""

@@ -39,6 +39,7 @@ class StageSpec:
         roles: roles whose workers it calls; the first computes it. Empty for a stage of the driver.
         after: names of stages that come before this one, if they are in the list.
         brings: names of stages that are put into the list with this one.
+        replaces: names of stages that this one takes the place of in a run in which it has a part.
         changes_rows: True if it adds, removes or reorders rows; all that it does not depend on comes after it.
     """
 
@@ -48,6 +49,7 @@ class StageSpec:
     roles: tuple[str, ...] = ()
     after: tuple[str, ...] = ()
     brings: tuple[str, ...] = ()
+    replaces: tuple[str, ...] = ()
     changes_rows: bool = False
 
 

@@ -103,7 +103,7 @@ class Trajectory:
         group_id: prompt that the rollout belongs to; rollouts of one group are compared.
         rollout_id: rollout that the trajectory belongs to.
         end: reason why it ended.
-        reward: score of the whole rollout; None if nothing has scored it.
+        reward: score of the whole rollout, turns included; None if nothing has scored it.
         turn_rewards: turn → reward for this turn's reply.
         reward_components: named parts of the reward, for metrics.
         messages: conversation in OpenAI's chat format, for rewards and reports.

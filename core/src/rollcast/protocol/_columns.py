@@ -175,12 +175,12 @@ def split(columns: Mapping[str, torch.Tensor], length: int, size: int) -> list[C
     parts: dict[str, Sequence[torch.Tensor]] = {}
     for name, column in columns.items():
         if isinstance(column, ObjectColumn):
-            parts[name] = [ObjectColumn.wrap(rows, column.table) for rows in column.rows.split(size)]
+            parts[name] = [ObjectColumn.wrap(rows, column.table) for rows in column.rows.split(size)]  # type: ignore[no-untyped-call]
         elif jagged.is_jagged(column):
             spans = spans or [pick_slice(slice(start, start + size), length) for start in range(0, length, size)]
             parts[name] = [jagged.take(column, span) for span in spans]
         else:
-            parts[name] = column.split(size)
+            parts[name] = column.split(size)  # type: ignore[no-untyped-call]
     return [dict(zip(parts, piece, strict=True)) for piece in zip(*parts.values(), strict=True)]
 
 

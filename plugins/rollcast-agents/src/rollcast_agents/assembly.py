@@ -27,10 +27,12 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
         rewards of turns at the last token of their reply, the rest of the rollout's reward at its last sampled token,
         on the row that sampled it. Columns ``[B]``: ``finished`` bool (``end`` is ``done``), ``rollout_weight_version``
         and ``rollout_weight_version_min`` int64 (-1 if nothing was sampled), ``rollout_index`` int64 (the same for rows
-        of one rollout), ``is_scored`` bool (the environment or loop gave a reward), and the objects ``group_id``,
-        ``rollout_id``, ``end``.
+        of one rollout), ``is_final`` bool (the row with the rollout's last reply), ``is_scored`` bool (the environment
+        or loop scored the rollout, so that no reward function has to), and the objects ``group_id``, ``rollout_id``,
+        ``end``.
     """
     rows = [_Row(trajectory) for trajectory in trajectories]
+    final = _final(rows)
     responses = _jagged([row.responses for row in rows], np.int32)
     columns: dict[str, Any] = {
         "prompts": _jagged([row.prompts for row in rows], np.int32).column(),
@@ -38,7 +40,7 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
         "response_mask": responses.like(_flat([row.sampled for row in rows], np.bool_)),
         "rollout_log_probs": responses.like(_flat([row.log_probs for row in rows], np.float32)),
         "turn_ids": responses.like(_flat([row.turns for row in rows], np.int32)),
-        "environment_scores": responses.like(_flat(_scores(rows), np.float32)),
+        "environment_scores": responses.like(_flat(_scores(rows, final), np.float32)),
     }
     versions = [[run.version for segment in row.behind for run in segment.weight_versions] for row in rows]
     index: dict[str, int] = {}
@@ -49,6 +51,7 @@ def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
         "rollout_index": torch.tensor(
             [index.setdefault(each.rollout_id, len(index)) for each in trajectories], dtype=torch.int64
         ),
+        "is_final": torch.from_numpy(final),
         "is_scored": torch.tensor([row.is_scored for row in rows], dtype=torch.bool),
     }
     objects = {
@@ -70,7 +73,7 @@ class _Row:
         self.turns = _spread(self.behind, [each.turn for each in self.behind], np.int32)
         zeros = [np.zeros(len(each), np.float32) if each.log_probs is None else each.log_probs for each in self.behind]
         self.log_probs = _joined(zeros, np.float32)
-        self.is_scored = trajectory.reward is not None or bool(trajectory.turn_rewards)
+        self.is_scored = trajectory.reward is not None
 
     @property
     def last_turn(self) -> int:
@@ -83,21 +86,30 @@ class _Row:
         return int(found[-1]) if len(found) else -1
 
 
-def _scores(rows: Sequence[_Row]) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-    """Return each row's rewards by token. A rollout's whole reward stands on the row with its last reply."""
-    scores = [np.zeros(len(row.responses), np.float32) for row in rows]
+def _final(rows: Sequence[_Row]) -> np.ndarray[Any, np.dtype[np.bool_]]:
+    """Return the rows with the last reply of their rollout, the first of them where nothing was sampled."""
     last: dict[str, int] = {}
     for number, row in enumerate(rows):
         name = row.trajectory.rollout_id
         if name not in last or row.last_turn > rows[last[name]].last_turn:
             last[name] = number
+    final = np.zeros(len(rows), np.bool_)
+    final[list(last.values())] = True
+    return final
+
+
+def _scores(
+    rows: Sequence[_Row], final: np.ndarray[Any, np.dtype[np.bool_]]
+) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
+    """Return each row's rewards by token. A rollout's whole reward stands on the row with its last reply."""
+    scores = [np.zeros(len(row.responses), np.float32) for row in rows]
     for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
         rewards = row.trajectory.turn_rewards
         for turn, reward in rewards.items():
             if (place := row.place_of(turn)) >= 0:
                 score[place] += reward
         whole = row.trajectory.reward
-        if whole is not None and last[row.trajectory.rollout_id] == number and row.last_turn >= 0:
+        if whole is not None and final[number] and row.last_turn >= 0:
             score[row.place_of(row.last_turn)] += whole - sum(rewards.values())
     return scores
 

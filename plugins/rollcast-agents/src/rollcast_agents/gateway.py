@@ -12,9 +12,8 @@ import hashlib
 import json
 import logging
 import secrets
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,12 +24,22 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.session import Reply, Session
 from rollcast.errors import RendererError, RequestError, RolloutError, SessionEnded
 from rollcast_agents.chat import as_chat
+from rollcast_serving.openai_format import (
+    build_answer,
+    error_response,
+    find_messages,
+    find_prompts,
+    log_probs_entry,
+    models_response,
+    read_body,
+    read_sampling,
+    send_answer,
+)
 
 __all__ = ["Access", "Gateway"]
 
 logger = logging.getLogger(__name__)
 
-_UNSUPPORTED = ("functions", "response_format", "logit_bias", "best_of", "suffix", "echo", "audio", "modalities")
 #: Largest body of a request in bytes.
 _MAX_BODY = 64 * 2**20
 #: Header by which OpenAI's clients count their retries.
@@ -70,6 +79,7 @@ class _Client:
     """A session behind its secret."""
 
     session: Session
+    sampling: SamplingParams
     answers: dict[str, _Answer] = field(default_factory=dict)
     conversation: Sequence[ChatMessage] = ()
 
@@ -114,10 +124,15 @@ class Gateway:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
-    def open(self, session: Session) -> Iterator[Access]:
-        """Yield a secret for a session; it opens nothing any more at the end."""
+    def open(self, session: Session, sampling: SamplingParams | None = None) -> Iterator[Access]:
+        """Yield a secret for a session; it opens nothing any more at the end.
+
+        Args:
+            session: answers the requests.
+            sampling: parameters that a request does not name; None for the gateway's.
+        """
         secret = secrets.token_urlsafe(32)
-        client = self._clients[secret] = _Client(session)
+        client = self._clients[secret] = _Client(session, sampling or self._sampling)
         try:
             yield Access(self._url, secret, lambda: client.conversation)
         finally:
@@ -132,24 +147,23 @@ class Gateway:
         self, request: web.Request, handler: Callable[[web.Request], Awaitable[web.StreamResponse]]
     ) -> web.StreamResponse:
         if self._client_of(request) is None:
-            return _error(401, "this key opens no session", "invalid_api_key")
+            return error_response(401, "this key opens no session", "invalid_api_key")
         try:
             return await handler(request)
-        except (RequestError, RendererError, json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
-            return _error(400, str(error) or type(error).__name__, "invalid_request_error")
+        except (RequestError, RendererError, UnicodeError, RecursionError) as error:
+            return error_response(400, str(error) or type(error).__name__, "invalid_request_error")
         except SessionEnded as ended:
             code = "context_length_exceeded" if ended.end == "length" else f"session_{ended.end}"
-            return _error(400, str(ended), "invalid_request_error", code)
+            return error_response(400, str(ended), "invalid_request_error", code)
         except RolloutError as error:
-            return _error(503, str(error), "engine_error")
+            return error_response(503, str(error), "engine_error")
 
     def _client_of(self, request: web.Request) -> _Client | None:
         scheme, _, secret = request.headers.get("Authorization", "").partition(" ")
         return self._clients.get(secret.strip()) if scheme.lower() == "bearer" else None
 
     async def _models(self, request: web.Request) -> web.Response:
-        entry = {"id": self._model, "object": "model", "created": 0, "owned_by": "rollcast"}
-        return web.json_response({"object": "list", "data": [entry]})
+        return models_response(self._model)
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         return await self._respond(request, chat=True)
@@ -158,16 +172,14 @@ class Gateway:
         return await self._respond(request, chat=False)
 
     async def _respond(self, request: web.Request, chat: bool) -> web.StreamResponse:
-        body = await request.json()
-        if not isinstance(body, dict):
-            raise RequestError("the body has to be a JSON object")
+        body = await read_body(request)
         client = self._client_of(request)
         if client is None:
             raise RequestError("the session was closed")
         answer = self._answer(client, body, chat, _is_retry(request))
         # The client may leave and come back; what was sampled waits for it.
         value = await asyncio.shield(answer.task)
-        response = await _send(request, value, chat, bool(body.get("stream")), _wants_usage(body))
+        response = await send_answer(request, body, value, chat)
         answer.delivered = request.transport is not None and not request.transport.is_closing()
         return response
 
@@ -181,34 +193,31 @@ class Gateway:
         return answer
 
     async def _sample_chat(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
-        messages, tools = body.get("messages"), body.get("tools") or []
-        if not isinstance(messages, list) or not messages:
-            raise RequestError("messages has to be a list of messages")
+        messages, tools = find_messages(body), body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in tools):
             raise RequestError('tools has to be a list of {"type": "function", "function": {...}}')
         replies = await self._replies(client, messages, tools, body)
         client.conversation = [*messages, as_chat(replies[0].message)]
-        return _response(
-            self._model, replies, body, True, [self._choice(i, reply, body, True) for i, reply in enumerate(replies)]
-        )
+        return self._build(replies, body, chat=True)
 
     async def _sample_text(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
-        prompt = body.get("prompt")
-        if isinstance(prompt, str):
-            ids = self._renderer.encode(prompt)
-        elif isinstance(prompt, list) and prompt and all(isinstance(each, int) for each in prompt):
-            ids = np.asarray(prompt, np.int32)
-        else:
-            raise RequestError("prompt has to be a text or a list of token ids")
+        prompt, *others = find_prompts(body)
+        if others:
+            raise RequestError("prompt has to be one text or one list of token ids here")
+        ids = self._renderer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
         replies = await self._replies(client, ids, (), body)
-        return _response(
-            self._model, replies, body, False, [self._choice(i, reply, body, False) for i, reply in enumerate(replies)]
-        )
+        return self._build(replies, body, chat=False)
+
+    def _build(self, replies: Sequence[Reply], body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+        choices = [self._choice(index, reply, body, chat) for index, reply in enumerate(replies)]
+        given = sum(len(reply.token_ids) for reply in replies)
+        model = str(body.get("model") or self._model)
+        return build_answer(model, choices, chat, len(replies[0].prompt_ids), given)
 
     async def _replies(
         self, client: _Client, prompt: Any, tools: Sequence[Any], body: Mapping[str, Any]
     ) -> list[Reply]:
-        sampling, count = _sampling(body, self._sampling)
+        sampling, count = read_sampling(body, client.sampling)
         return list(await asyncio.gather(*(client.session.sample(prompt, tools, sampling) for _ in range(count))))
 
     def _choice(self, index: int, reply: Reply, body: Mapping[str, Any], chat: bool) -> dict[str, Any]:
@@ -229,14 +238,7 @@ class Gateway:
 
     def _log_probs(self, reply: Reply, chat: bool) -> dict[str, Any]:
         tokens = [self._renderer.decode(reply.token_ids[i : i + 1]) for i in range(len(reply.token_ids))]
-        values = reply.log_probs.tolist()
-        if not chat:
-            return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": []}
-        content = [
-            {"token": token, "logprob": value, "bytes": list(token.encode()), "top_logprobs": []}
-            for token, value in zip(tokens, values, strict=True)
-        ]
-        return {"content": content, "refusal": None}
+        return log_probs_entry(tokens, reply.log_probs.tolist(), chat)
 
 
 def _is_retry(request: web.Request) -> bool:
@@ -245,44 +247,6 @@ def _is_retry(request: web.Request) -> bool:
 
 def _broken(task: asyncio.Task[Any]) -> bool:
     return task.done() and (task.cancelled() or task.exception() is not None)
-
-
-def _wants_usage(body: Mapping[str, Any]) -> bool:
-    return bool((body.get("stream_options") or {}).get("include_usage"))
-
-
-def _sampling(body: Mapping[str, Any], default: SamplingParams) -> tuple[SamplingParams, int]:
-    """Return a request's parameters and its number of choices.
-
-    Raises:
-        RequestError: a parameter is unknown here or has a wrong type.
-    """
-    for name in _UNSUPPORTED:
-        if body.get(name):
-            raise RequestError(f"{name} is not supported by this endpoint")
-    stop = body.get("stop") or ()
-    limit = body.get("max_completion_tokens") or body.get("max_tokens") or default.max_tokens
-    try:
-        sampling = replace(
-            default,
-            temperature=float(_given(body, "temperature", default.temperature)),
-            top_p=float(_given(body, "top_p", default.top_p)),
-            top_k=int(_given(body, "top_k", default.top_k)),
-            max_tokens=int(limit),
-            stop_token_ids=tuple(int(each) for each in body.get("stop_token_ids") or default.stop_token_ids),
-            stop=(stop,) if isinstance(stop, str) else tuple(str(each) for each in stop),
-        )
-        count = int(_given(body, "n", 1))
-    except (TypeError, ValueError) as error:
-        raise RequestError(f"a sampling parameter has a wrong type: {error}") from error
-    if sampling.max_tokens < 1 or count < 1:
-        raise RequestError("max_tokens and n have to be at least 1")
-    return sampling, count
-
-
-def _given(body: Mapping[str, Any], name: str, default: float) -> Any:
-    value = body.get(name)
-    return default if value is None else value
 
 
 def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -296,53 +260,3 @@ def _as_openai(message: Mapping[str, Any]) -> dict[str, Any]:
         "refusal": None,
         **({"tool_calls": calls, "content": message["content"] or None} if calls else {}),
     }
-
-
-def _response(
-    model: str, replies: Sequence[Reply], body: Mapping[str, Any], chat: bool, choices: list[dict[str, Any]]
-) -> dict[str, Any]:
-    asked, given = len(replies[0].prompt_ids), sum(len(reply.token_ids) for reply in replies)
-    return {
-        "id": f"{'chatcmpl' if chat else 'cmpl'}-{secrets.token_hex(12)}",
-        "object": "chat.completion" if chat else "text_completion",
-        "created": int(time.time()),
-        "model": str(body.get("model") or model),
-        "choices": choices,
-        "usage": {"prompt_tokens": asked, "completion_tokens": given, "total_tokens": asked + given},
-    }
-
-
-async def _send(
-    request: web.Request, value: Mapping[str, Any], chat: bool, stream: bool, usage: bool
-) -> web.StreamResponse:
-    if not stream:
-        return web.json_response(value)
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
-    await response.prepare(request)
-    for event in _events(value, chat, usage):
-        await response.write(b"data: " + json.dumps(event).encode() + b"\n\n")
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
-
-
-def _events(value: Mapping[str, Any], chat: bool, usage: bool) -> Iterator[dict[str, Any]]:
-    """Yield an answer as the events of a stream: what was sampled, then each choice's end, then the usage."""
-    head = {key: value[key] for key in ("id", "created", "model")}
-    head["object"] = "chat.completion.chunk" if chat else "text_completion"
-    for choice in value["choices"]:
-        rest = {key: found for key, found in choice.items() if key not in ("message", "text", "finish_reason")}
-        if not chat:
-            yield {**head, "choices": [{**rest, "text": choice["text"], "finish_reason": choice["finish_reason"]}]}
-            continue
-        message = dict(choice["message"])
-        calls = [{"index": i, **call} for i, call in enumerate(message.pop("tool_calls", ()))]
-        delta = {**message, **({"tool_calls": calls} if calls else {})}
-        yield {**head, "choices": [{**rest, "delta": delta, "finish_reason": None}]}
-        yield {**head, "choices": [{"index": choice["index"], "delta": {}, "finish_reason": choice["finish_reason"]}]}
-    if usage:
-        yield {**head, "choices": [], "usage": value["usage"]}
-
-
-def _error(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)

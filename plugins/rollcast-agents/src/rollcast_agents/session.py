@@ -97,6 +97,11 @@ class RecordingSession(Session):
         return self._group
 
     @property
+    def sampling(self) -> SamplingParams:
+        """Parameters of a reply that names none."""
+        return self._sampling
+
+    @property
     def turns(self) -> int:
         return self._turns
 
@@ -170,6 +175,8 @@ class RecordingSession(Session):
             raise SessionEnded(f"session {self._id} has ended: {self._end}", self._end or "aborted")
         limit = self._budget.max_assistant_turns
         if limit is not None and self._reserved >= limit:
+            # Not with the last reply: one that asks for nothing more has ended by itself.
+            self._end = "max_turns"
             raise SessionEnded(f"session {self._id} has had its {limit} replies", "max_turns")
 
     def _fitted(self, sampling: SamplingParams, used: int) -> SamplingParams:
@@ -243,8 +250,6 @@ class RecordingSession(Session):
         leaf.keys = [*context.keys, key_of(as_chat(message))] if context.keys else []
         leaf.tools = context.tools
         leaf.end = {"stop": None, "length": "length", "abort": "aborted"}[sequence.finish_reason]
-        if self._end is None and self._turns == self._budget.max_assistant_turns:
-            self._end = "max_turns"
         return Reply(message, context.ids, tokens, log_probs, sequence.finish_reason, leaf.end or self._end)
 
 

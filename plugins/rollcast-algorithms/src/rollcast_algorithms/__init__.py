@@ -14,7 +14,9 @@ from rollcast import lazy_exports
 
 if TYPE_CHECKING:
     from rollcast_algorithms.advantages import gae as gae
+    from rollcast_algorithms.advantages import gae_turn as gae_turn
     from rollcast_algorithms.advantages import gdpo as gdpo
+    from rollcast_algorithms.advantages import gigpo as gigpo
     from rollcast_algorithms.advantages import grpo as grpo
     from rollcast_algorithms.advantages import grpo_passk as grpo_passk
     from rollcast_algorithms.advantages import opo as opo
@@ -70,7 +72,9 @@ __getattr__, __dir__, __all__ = lazy_exports(
     {
         "advantages": [
             "gae",
+            "gae_turn",
             "gdpo",
+            "gigpo",
             "grpo",
             "grpo_passk",
             "opo",

@@ -25,7 +25,7 @@ from rollcast.contracts.algorithm import (
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms.aggregation import token_mean
+from rollcast_algorithms.aggregation import read_denominators, token_mean
 
 __all__ = ["PREPARED", "PpoLoss", "SftLoss", "make_ppo_loss"]
 
@@ -44,7 +44,8 @@ class PpoLoss:
     with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
     and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
     penalty of the sampled tokens (the engine computes one of the whole vocabulary), those that the policy
-    loss declares, and those that :meth:`prepare` returned. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
+    loss declares, those that :meth:`prepare` returned, and ``sequence_tokens`` if rollouts have several
+    rows. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
     (if the engine computed the entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for
     every metric of the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
 
@@ -104,11 +105,11 @@ class PpoLoss:
         """Return the columns that the policy loss needs from the batch as a whole, before it is split.
 
         Args:
-            old_log_probs, advantages, response_mask: columns of the whole batch, ``[B, T]``.
-            columns: further columns of the whole batch, of which the policy loss gets those that it declares.
+            old_log_probs, advantages, response_mask: all response tokens of the batch in one row, ``[1, N]``.
+            columns: further columns ``[1, N]``, of which the policy loss gets those that it declares.
 
         Returns:
-            Columns ``[B, T]`` to add to the batch; none for a loss that looks at each row by itself.
+            Columns ``[1, N]`` to add to the batch; none for a loss that looks at each row by itself.
         """
         inputs = self._inputs(
             old_log_probs, old_log_probs, advantages, response_mask, {}, {} if columns is None else columns
@@ -138,7 +139,7 @@ class PpoLoss:
         )
 
     def __call__(self, inputs: LossInputs) -> LossOutput:
-        mask, counts = inputs.response_mask, inputs.denominators
+        mask, counts = inputs.response_mask, read_denominators(inputs)
         log_probs = _log_probs(inputs)
         old_log_probs, advantages = _column(inputs, "old_log_probs"), _column(inputs, "advantages")
         prepared = {

@@ -7,7 +7,8 @@ other kernels, other precision, or weights that are some steps old. With ``d = l
 * rejection and veto take tokens or whole rows out of the response mask;
 * bypass takes ``log μ`` for ``log π_old`` and saves that pass, while the gap is small enough.
 
-Call :func:`correct_rollout` once with the whole batch. Estimate the advantages with the mask from
+Call :func:`correct_rollout` once with the whole batch, whose columns are jagged: nothing is padded.
+Estimate the advantages with the mask from
 *before*: a score lies on a row's last token, and would be lost with it.
 
 Sources: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
@@ -24,11 +25,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from rollcast_algorithms._masking import masked
+from rollcast.protocol import Jagged
+from rollcast_algorithms._masking import widen
 from rollcast_algorithms.schemas import RolloutCorrectionConfig
 
 __all__ = [
     "MAX_LOG_RATIO",
+    "LogRatios",
     "RolloutCorrection",
     "correct_rollout",
     "importance_weights",
@@ -43,59 +46,114 @@ MAX_LOG_RATIO = 20.0
 
 
 @dataclass(frozen=True)
+class LogRatios:
+    """Log-ratios ``log π_old - log μ`` of the tokens under the mask, without gradient.
+
+    Axes: ``n`` tokens under the mask, ``B`` rows.
+
+    Attributes:
+        values: float ``[n]``.
+        rows: row of each token, int64 ``[n]``.
+        lengths: tokens of each row, int64 ``[B]``.
+    """
+
+    values: Tensor
+    rows: Tensor
+    lengths: Tensor
+
+    @classmethod
+    def of(cls, old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged) -> LogRatios:
+        """Read the log-probs under the mask.
+
+        Raises:
+            ValueError: the columns have different numbers of tokens.
+        """
+        inside = response_mask.values.bool()
+        for name, column in (("old_log_probs", old_log_probs), ("rollout_log_probs", rollout_log_probs)):
+            if len(column.values) != len(inside):
+                raise ValueError(f"{name} has {len(column.values)} tokens, but the mask has {len(inside)}")
+        old, rollout = (widen(column.values[inside]) for column in (old_log_probs, rollout_log_probs))
+        return cls((old - rollout).detach(), response_mask.rows[inside], response_mask.sums().long())
+
+    def sums(self, values: Tensor) -> Tensor:
+        """Return the sums of ``values`` ``[n]`` over each row's tokens, ``[B]``."""
+        return values.new_zeros(len(self.lengths)).index_add_(0, self.rows, values)
+
+    def means(self, values: Tensor) -> Tensor:
+        """Return the means of ``values`` ``[n]`` over each row's tokens, ``[B]``; 0 for a row without any."""
+        return self.sums(values) / self.lengths.clamp(min=1)
+
+    def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the least and the largest of ``values`` ``[n]`` in each row, ``[B]``; 0 for a row without any."""
+        zeros = values.new_zeros(len(self.lengths))
+        return (
+            zeros.scatter_reduce(0, self.rows, values, "amin", include_self=False),
+            zeros.scatter_reduce(0, self.rows, values, "amax", include_self=False),
+        )
+
+    def token_share(self, tokens: Tensor) -> float:
+        """Return the share of tokens in ``tokens``, bool ``[n]``."""
+        return float(tokens.sum()) / max(len(tokens), 1)
+
+    def row_share(self, rows: Tensor) -> float:
+        """Return the share of ``rows``, bool ``[B]``, among the rows with tokens."""
+        some = self.lengths > 0
+        return float((rows & some).sum()) / max(int(some.sum()), 1)
+
+
+@dataclass(frozen=True)
 class RolloutCorrection:
     """What a correction gives.
 
     Attributes:
-        weights: float32 ``[B, T]``, zero where the given mask is zero; None without ``rollout_is``.
+        weights: jagged float32, zero where the given mask is zero; None without ``rollout_is``.
             The column ``rollout_is_weights``.
-        response_mask: ``[B, T]``, the given one with zeros at what was rejected, of its dtype.
+        response_mask: jagged, the given one with zeros at what was rejected, of its dtype.
         metrics: ``rollout_corr/…``, means over the given mask's tokens, or over its rows with tokens.
     """
 
-    weights: Tensor | None
-    response_mask: Tensor
+    weights: Jagged | None
+    response_mask: Jagged
     metrics: Mapping[str, float]
 
 
 def correct_rollout(
-    old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor, config: RolloutCorrectionConfig
+    old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged, config: RolloutCorrectionConfig
 ) -> RolloutCorrection:
     """Weights, mask and metrics of a whole batch.
 
     Args:
-        old_log_probs, rollout_log_probs: of the sampled tokens, ``[B, T]``.
-        response_mask: ``[B, T]``.
+        old_log_probs, rollout_log_probs: of the sampled tokens, with the rows of the mask.
+        response_mask: jagged.
         config: what to do.
 
     Raises:
-        ValueError: shapes that differ, a level, rule or threshold that means nothing.
+        ValueError: columns that do not fit together, a level, rule or threshold that means nothing.
     """
-    inside = response_mask != 0
-    metrics = measure_gap(old_log_probs, rollout_log_probs, inside)
-    old = masked("old_log_probs", old_log_probs, inside)
-    log_ratio = (old - masked("rollout_log_probs", rollout_log_probs, inside)).detach()
+    ratios = LogRatios.of(old_log_probs, rollout_log_probs, response_mask)
+    metrics = _gap_metrics(ratios)
+    inside = response_mask.values.bool()
     weights = None
     if config.rollout_is is not None:
         lower, upper = _bounds("rollout_is_threshold", config.rollout_is_threshold)
-        weights = importance_weights(
-            log_ratio, inside, config.rollout_is, lower, upper, config.rollout_is_batch_normalize
-        )
-        metrics |= _weight_metrics(weights, log_ratio, inside, config.rollout_is, lower, upper)
-    keep = inside
+        found = importance_weights(ratios, config.rollout_is, lower, upper, config.rollout_is_batch_normalize)
+        metrics |= _weight_metrics(found, ratios, config.rollout_is, lower, upper)
+        weights = response_mask.with_values(torch.zeros(len(inside)).masked_scatter_(inside, found))
+    keep = torch.ones(len(ratios.values), dtype=torch.bool)
     if config.rollout_rs is not None:
-        keep = keep & rejection(log_ratio, inside, config.rollout_rs, config.rollout_rs_threshold)
+        keep &= rejection(ratios, config.rollout_rs, config.rollout_rs_threshold)
     if config.rollout_token_veto_threshold is not None:
-        vetoed = veto(log_ratio, inside, config.rollout_token_veto_threshold)
-        metrics["rollout_corr/rollout_veto_fraction"] = _row_share(vetoed, inside)
-        keep = keep & ~vetoed.unsqueeze(-1)
-    metrics["rollout_corr/rollout_rs_masked_fraction"] = _token_share(~keep, inside)
-    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = _row_share((inside & ~keep).any(-1), inside)
-    return RolloutCorrection(weights, torch.where(keep, response_mask, torch.zeros_like(response_mask)), metrics)
+        vetoed = veto(ratios, config.rollout_token_veto_threshold)
+        metrics["rollout_corr/rollout_veto_fraction"] = ratios.row_share(vetoed)
+        keep &= vetoed[ratios.rows].logical_not()
+    metrics["rollout_corr/rollout_rs_masked_fraction"] = ratios.token_share(~keep)
+    metrics["rollout_corr/rollout_rs_seq_masked_fraction"] = ratios.row_share(ratios.sums((~keep).long()) > 0)
+    kept = torch.zeros_like(inside).masked_scatter_(inside, keep)
+    return RolloutCorrection(weights, response_mask.with_values(response_mask.values * kept), metrics)
 
 
 def importance_weights(
-    log_ratio: Tensor, inside: Tensor, level: str, lower: float | None, upper: float, batch_normalize: bool = False
+    ratios: LogRatios, level: str, lower: float | None, upper: float, batch_normalize: bool = False
 ) -> Tensor:
     """Importance weights of the sampled tokens.
 
@@ -106,35 +164,32 @@ def importance_weights(
         IcePop                         w where lower ≤ w ≤ upper, 0 elsewhere
 
     Args:
-        log_ratio: ``log π_old - log μ``, float ``[B, T]``, zero where the mask is zero.
-        inside: bool ``[B, T]``.
+        ratios: log-ratios of the batch.
         level: ``token`` or ``sequence``.
         lower, upper: the bounds.
         batch_normalize: divide by the mean over the batch's tokens, or over its rows at the level
             ``sequence``.
 
     Returns:
-        float32 ``[B, T]``, zero where the mask is zero, without gradient.
+        float32 ``[n]``.
 
     Raises:
         ValueError: an unknown level.
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"rollout_is is {level!r}; valid: token, sequence, or null for no weights")
-    total = log_ratio.detach() if level == "token" else log_ratio.detach().sum(-1, keepdim=True).expand_as(log_ratio)
-    raw = total.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    bounded = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
-    weights = torch.where(inside, bounded, 0.0)
+    raw = _at_level(ratios, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
     if batch_normalize:
         # At the sequence level all of a row's weights are the same, and so their mean is its weight.
-        row_weights = weights.sum(-1) / inside.sum(-1).clamp(min=1)
-        ones, values = (inside, weights) if level == "token" else (inside.any(-1), row_weights)
-        mean = values.sum() / ones.sum().clamp(min=1)
+        values = weights if level == "token" else ratios.means(weights)
+        count = len(weights) if level == "token" else int((ratios.lengths > 0).sum())
+        mean = values.sum() / max(count, 1)
         weights = torch.where(mean > 1e-8, weights / mean.clamp(min=1e-8), weights)
     return weights.float()
 
 
-def rejection(log_ratio: Tensor, inside: Tensor, rules: str, thresholds: str | float | None) -> Tensor:
+def rejection(ratios: LogRatios, rules: str, thresholds: str | float | None) -> Tensor:
     """Tokens that every rule keeps.
 
     A rule is a level and an estimate of the divergence, such as ``token_k1`` or ``seq_mean_k3``;
@@ -148,13 +203,12 @@ def rejection(log_ratio: Tensor, inside: Tensor, rules: str, thresholds: str | f
     ``0.5_2.0``, and keeps ``log lower ≤ k1 ≤ log upper``; one number u stands for ``1/u`` and u.
 
     Args:
-        log_ratio: float ``[B, T]``, zero where the mask is zero.
-        inside: bool ``[B, T]``.
+        ratios: log-ratios of the batch.
         rules: names, separated by commas.
         thresholds: one for all rules, or as many as there are, separated by commas.
 
     Returns:
-        bool ``[B, T]``; what stands under a zero of ``inside`` means nothing.
+        bool ``[n]``.
 
     Raises:
         ValueError: a rule or threshold that means nothing, or a wrong number of them.
@@ -166,20 +220,20 @@ def rejection(log_ratio: Tensor, inside: Tensor, rules: str, thresholds: str | f
             f"rollout_rs is {rules!r} and rollout_rs_threshold {thresholds!r}; give one threshold for all rules, "
             "or one for each, separated by commas"
         )
-    keep = torch.ones_like(inside)
+    keep = torch.ones(len(ratios.values), dtype=torch.bool)
     for name, text in zip(names, texts * len(names) if len(texts) == 1 else texts, strict=True):
         level, _, estimate = name.rpartition("_")
         if level not in _LEVELS or estimate not in _ESTIMATES:
             valid = ", ".join(f"{one}_{other}" for one in _LEVELS for other in _ESTIMATES)
             raise ValueError(f"rollout_rs names {name!r}; valid: {valid}")
-        divergence = _ESTIMATES[estimate](log_ratio.detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+        divergence = _ESTIMATES[estimate](ratios.values.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
         low, high = _rule_bounds(name, estimate, text)
-        smallest, largest = _LEVELS[level](torch.where(inside, divergence, 0.0), inside)
+        smallest, largest = _LEVELS[level](divergence, ratios)
         keep = keep & (smallest >= low) & (largest <= high)
     return keep
 
 
-def veto(log_ratio: Tensor, inside: Tensor, threshold: float) -> Tensor:
+def veto(ratios: LogRatios, threshold: float) -> Tensor:
     """Rows with a token whose ratio ``π_old / μ`` is below ``threshold``, bool ``[B]``.
 
     Such a token was hardly possible under the policy in training: whatever came after it is from
@@ -190,10 +244,10 @@ def veto(log_ratio: Tensor, inside: Tensor, threshold: float) -> Tensor:
     """
     if not threshold > 0:
         raise ValueError(f"rollout_token_veto_threshold must be greater than 0, got {threshold}")
-    return (inside & (log_ratio < math.log(threshold))).any(-1)
+    return ratios.sums((ratios.values < math.log(threshold)).long()) > 0
 
 
-def measure_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, float]:
+def measure_gap(old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged) -> dict[str, float]:
     """How far the two policies are apart on the sampled tokens.
 
     With ``d = log π_old - log μ``, over the tokens under the mask: ``rollout_corr/kl`` is mean(-d),
@@ -202,19 +256,20 @@ def measure_gap(old_log_probs: Tensor, rollout_log_probs: Tensor, response_mask:
     ±20. Without tokens all are 0.
 
     Raises:
-        ValueError: the shapes differ.
+        ValueError: the columns have different numbers of tokens.
     """
-    inside = response_mask != 0
-    old = masked("old_log_probs", old_log_probs, inside)
-    d = (old - masked("rollout_log_probs", rollout_log_probs, inside)).detach().double()
-    count, rows = inside.sum().clamp(min=1), inside.any(-1).sum().clamp(min=1)
+    return _gap_metrics(LogRatios.of(old_log_probs, rollout_log_probs, response_mask))
+
+
+def _gap_metrics(ratios: LogRatios) -> dict[str, float]:
+    d = ratios.values.double()
+    count, rows = max(len(d), 1), max(int((ratios.lengths > 0).sum()), 1)
     bounded = d.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    row_means = d.sum(-1) / inside.sum(-1).clamp(min=1)
     means = {
         "kl": -d.sum() / count,
         "k3_kl": (bounded.expm1() - d).sum() / count,
         "chi2_token": (2.0 * bounded).expm1().sum() / count,
-        "log_ppl_abs_diff": row_means.abs().sum() / rows,
+        "log_ppl_abs_diff": ratios.means(d).abs().sum() / rows,
     }
     return {f"rollout_corr/{name}": float(value) for name, value in means.items()}
 
@@ -239,31 +294,32 @@ def may_bypass(config: RolloutCorrectionConfig, last_k3_kl: float | None, steps_
     return last_k3_kl <= config.bypass_max_kl
 
 
-def _each_token(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - one of _LEVELS
+def _at_level(ratios: LogRatios, level: str) -> Tensor:
+    """Return each token's log-ratio, or at the level ``sequence`` its row's, ``[n]``."""
+    return ratios.values if level == "token" else ratios.sums(ratios.values)[ratios.rows]
+
+
+def _each_token(values: Tensor, ratios: LogRatios) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - one of _LEVELS
     return values, values
 
 
-def _row_sums(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001 - one of _LEVELS
-    total = values.sum(-1, keepdim=True)
+def _row_sums(values: Tensor, ratios: LogRatios) -> tuple[Tensor, Tensor]:
+    total = ratios.sums(values)[ratios.rows]
     return total, total
 
 
-def _row_means(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    mean = values.sum(-1, keepdim=True) / inside.sum(-1, keepdim=True).clamp(min=1)
+def _row_means(values: Tensor, ratios: LogRatios) -> tuple[Tensor, Tensor]:
+    mean = ratios.means(values)[ratios.rows]
     return mean, mean
 
 
-def _row_extremes(values: Tensor, inside: Tensor) -> tuple[Tensor, Tensor]:
-    if values.shape[-1] == 0:
-        return _row_sums(values, inside)
-    # A row without tokens has the extremes 0; elsewhere what is outside must not count.
-    some = inside.any(-1, keepdim=True)
-    low = torch.where(inside | ~some, values, torch.inf).amin(-1, keepdim=True)
-    return low, torch.where(inside | ~some, values, -torch.inf).amax(-1, keepdim=True)
+def _row_extremes(values: Tensor, ratios: LogRatios) -> tuple[Tensor, Tensor]:
+    low, high = ratios.extremes(values)
+    return low[ratios.rows], high[ratios.rows]
 
 
-# Smallest and largest of what a level looks at, each [B, T] or [B, 1].
-_LEVELS: Mapping[str, Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]] = {
+# Smallest and largest of what a level looks at, for each token, [n].
+_LEVELS: Mapping[str, Callable[[Tensor, LogRatios], tuple[Tensor, Tensor]]] = {
     "token": _each_token,
     "seq_sum": _row_sums,
     "seq_mean": _row_means,
@@ -299,10 +355,10 @@ def _bounds(key: str, text: str | float | Sequence[float]) -> tuple[float | None
 
 
 def _weight_metrics(
-    weights: Tensor, log_ratio: Tensor, inside: Tensor, level: str, lower: float | None, upper: float
+    weights: Tensor, ratios: LogRatios, level: str, lower: float | None, upper: float
 ) -> dict[str, float]:
-    total = log_ratio if level == "token" else log_ratio.sum(-1, keepdim=True).expand_as(log_ratio)
-    count = inside.sum().clamp(min=1)
+    total = _at_level(ratios, level)
+    count = max(len(weights), 1)
     values = weights.double()
     mean = values.sum() / count
     square = values.square().sum() / count
@@ -311,16 +367,7 @@ def _weight_metrics(
         "max": float(values.max()) if values.numel() else 0.0,
         # The share of the tokens that as many equal weights would have the same variance with.
         "eff_sample_size": float(mean.square() / square) if square > 0 else 0.0,
-        "ratio_fraction_high": _token_share(total > math.log(upper), inside),
-        "ratio_fraction_low": _token_share(total < math.log(lower or 1.0 / upper), inside),
+        "ratio_fraction_high": ratios.token_share(total > math.log(upper)),
+        "ratio_fraction_low": ratios.token_share(total < math.log(lower or 1.0 / upper)),
     }
     return {f"rollout_corr/rollout_is_{name}": value for name, value in metrics.items()}
-
-
-def _token_share(tokens: Tensor, inside: Tensor) -> float:
-    return float((tokens & inside).sum()) / max(int(inside.sum()), 1)
-
-
-def _row_share(rows: Tensor, inside: Tensor) -> float:
-    some = inside.any(-1)
-    return float((rows & some).sum()) / max(int(some.sum()), 1)

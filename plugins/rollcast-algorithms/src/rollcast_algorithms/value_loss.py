@@ -11,7 +11,7 @@ from rollcast.contracts.algorithm import LossAggregation, PolicyLossOutput
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.errors import ColumnError
 from rollcast_algorithms._masking import masked
-from rollcast_algorithms.aggregation import token_mean
+from rollcast_algorithms.aggregation import read_denominators, token_mean
 
 __all__ = ["ValueLoss", "clipped_value_loss"]
 
@@ -54,7 +54,8 @@ def clipped_value_loss(
 class ValueLoss:
     """The loss function of a critic's engine; see :func:`clipped_value_loss`.
 
-    Reads the columns ``values`` and ``returns``. Metrics: ``critic/vf_loss``, and means over the
+    Reads the columns ``values`` and ``returns``, and ``sequence_tokens`` if rollouts have several
+    rows. Metrics: ``critic/vf_loss``, and means over the
     mini-batch's tokens: ``critic/vf_clipfrac``, ``critic/vpred_mean``.
 
     Attributes:
@@ -76,7 +77,7 @@ class ValueLoss:
         if missing:
             present = ", ".join(sorted(inputs.columns)) or "none"
             raise ColumnError(f"the value loss needs the column {missing[0]!r}; the batch has: {present}")
-        mask, counts = inputs.response_mask, inputs.denominators
+        mask, counts = inputs.response_mask, read_denominators(inputs)
         values, returns = inputs.columns["values"], inputs.columns["returns"]
         out = clipped_value_loss(inputs.values, values, returns, mask, self.cliprange_value)
         loss = self.aggregation(out.losses, mask, counts)

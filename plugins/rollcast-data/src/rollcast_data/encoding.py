@@ -1,4 +1,4 @@
-"""Prompts to token ids, and ids to jagged columns; shared by the datasets.
+"""Conversion of prompts to token ids, and of ids to jagged columns; shared by the datasets.
 
 Axes: ``B`` rows.
 """
@@ -28,13 +28,13 @@ _CHUNK = 1024
 
 
 def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
-    """A row's prompt: its string, or its messages without the keys that are null in this row.
+    """Return the prompt of a row: its string, or its messages without keys that are null.
 
-    A Parquet column has one set of keys for all messages; those that a message lacks are read as
-    null, and a chat template would take them as given.
+    A Parquet column has one set of keys for all messages; keys that a message lacks are read as
+    null, and a chat template would treat them as present.
 
     Raises:
-        DataError: no prompt column, or it is neither a string nor a list of messages with a role
+        DataError: there is no prompt column, or the prompt is neither a string nor a list of messages with a role
             and a content.
     """
     value = row.get(config.prompt_key, "data.prompt_key")
@@ -60,11 +60,11 @@ def _describe(value: Any) -> str:
 
 
 def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> list[Ids]:
-    """The token ids of each row's prompt, of any length.
+    """Return the token ids of each row's prompt, of any length.
 
-    A string is tokenised with the special tokens that the tokenizer puts around a text. Messages go
-    through the chat template, which brings its own, with the opening of the assistant's turn added.
-    Without a template their contents are joined by newlines, and that is logged once.
+    A string is tokenized with the special tokens that the tokenizer adds to a text. Messages are rendered by
+    the chat template, with the opening of the assistant's turn at the end. Without a template their contents
+    are joined by newlines, and a warning is logged once.
 
     Raises:
         DataError: a prompt is malformed, empty, or refused by the template; names file and row.
@@ -100,25 +100,25 @@ def encode_prompts(rows: Sequence[Row], tokenizer: PreTrainedTokenizerBase, conf
 def _render(row: Row, messages: list[dict[str, Any]], tokenizer: PreTrainedTokenizerBase) -> str:
     try:
         return str(tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True))
-    except Exception as error:  # a template is a program: it raises what it likes
+    except Exception as error:  # a template is a program and may raise anything
         raise DataError(
             f"{row.location}: the chat template refuses this prompt: {type(error).__name__}: {error}"
         ) from error
 
 
 def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, special: bool) -> list[Ids]:
-    """Token ids of each text, with or without the special tokens that the tokenizer adds."""
+    """Return the token ids of each text, with or without the special tokens that the tokenizer adds."""
     encoded: list[Ids] = []
     for start in range(0, len(texts), _CHUNK):
         chunk = list(texts[start : start + _CHUNK])
         ids = tokenizer(chunk, add_special_tokens=special, return_attention_mask=False, verbose=False)["input_ids"]
-        # A quarter of the memory of lists: all prompts stay in memory.
+        # Arrays take a quarter of the memory of lists, and all prompts stay in memory.
         encoded += [array("i", row) for row in ids]
     return encoded
 
 
 def fit_prompts(rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig) -> list[tuple[Row, Ids]]:
-    """Rows with prompts of at most ``max_prompt_length`` tokens, by leaving out or by cutting.
+    """Drop or truncate rows whose prompts exceed ``max_prompt_length`` tokens; return the rest.
 
     Raises:
         DataError: a prompt is too long and ``truncation`` is ``error``, or no row is left.

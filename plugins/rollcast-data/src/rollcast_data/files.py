@@ -26,7 +26,7 @@ _DEEPEST_ROW = 100
 
 @dataclass(frozen=True)
 class Row:
-    """One row and where it stands: a line of a JSONL file, or a row of a Parquet file, from 1."""
+    """A row and its position: a line of a JSONL file, or a row of a Parquet file, from 1."""
 
     values: Mapping[str, Any]
     path: Path
@@ -34,11 +34,11 @@ class Row:
 
     @property
     def location(self) -> str:
-        """``file:row``, for messages."""
+        """Position as ``file:row``, for messages."""
         return f"{self.path}:{self.number}"
 
     def find(self, key: str, default: Any = None) -> Any:
-        """The column ``key``, or what the dotted ``key`` reaches in nested columns, or ``default``."""
+        """Return the column ``key``, or the value at the dotted ``key`` in nested columns, or ``default``."""
         if key in self.values:
             return self.values[key]
         value: Any = self.values
@@ -49,13 +49,13 @@ class Row:
         return value
 
     def get(self, key: str, config_key: str = "") -> Any:
-        """The value of a column that has to be there.
+        """Return the value of a required column.
 
         Args:
-            config_key: the config key that names the column, for the message.
+            config_key: config key that names the column, for the message.
 
         Raises:
-            DataError: no such column, or it is null in this row; lists the columns that exist.
+            DataError: there is no such column, or the value is null; lists the columns of the row.
         """
         value = self.find(key, _MISSING)
         if value is _MISSING or value is None:
@@ -67,7 +67,7 @@ class Row:
 
 
 def expand_files(patterns: Sequence[str | Path]) -> list[Path]:
-    """The files that names and globs stand for; the order of ``patterns``, globs sorted within.
+    """Return the files that names and globs match, in the order of ``patterns``; the files of a glob are sorted.
 
     Raises:
         DataError: nothing was given, a file is missing (the nearest name in its folder is shown),
@@ -104,7 +104,7 @@ def _missing_file(path: Path) -> str:
 
 
 def read_files(patterns: Sequence[str | Path]) -> list[Row]:
-    """The rows of all files, in order.
+    """Yield the rows of all files, in order.
 
     Raises:
         DataError: see :func:`expand_files` and :func:`read_rows`.
@@ -113,7 +113,7 @@ def read_files(patterns: Sequence[str | Path]) -> list[Row]:
 
 
 def read_rows(path: Path) -> list[Row]:
-    """The rows of one file; its extension says how it is read.
+    """Yield the rows of one file; its extension determines the format.
 
     Raises:
         DataError: unknown extension, empty file, a line that is not a JSON object (with its
@@ -133,7 +133,7 @@ def read_rows(path: Path) -> list[Row]:
 
 def _read_jsonl(path: Path) -> list[Row]:
     rows: list[Row] = []
-    # Bytes, so that a line that is not UTF-8 can still be named by its number.
+    # Read as bytes, so that a line that is not UTF-8 can be named by its number.
     with path.open("rb") as file:
         for number, line in enumerate(iter(lambda: file.readline(_LONGEST_ROW + 1), b""), 1):
             if not line.strip():
@@ -174,7 +174,7 @@ def _require_shallow(value: Any) -> None:
 
 
 def _require_text(value: Any, line: bytes, location: str) -> None:
-    r"""Refuse strings that no encoding can write: ``\ud800`` without its second half is JSON, but no character."""
+    r"""Reject strings that no encoding can write: ``\ud800`` without its second half is JSON, but no character."""
     if b"\\u" not in line:
         return
     try:
@@ -218,10 +218,10 @@ def _require_small_rows(path: Path, metadata: Any) -> None:
 
 
 def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as JSON lines (UTF-8) and give their number; the file appears whole or not at all.
+    """Write rows as JSON lines (UTF-8), atomically; return their number.
 
     Raises:
-        DataError: a row holds a value that JSON has no form for.
+        DataError: a row has a value without a JSON form.
     """
     count = 0
     with _replacing(path) as temporary, temporary.open("w", encoding="utf-8", newline="\n") as file:
@@ -236,7 +236,7 @@ def write_jsonl(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 
 def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
-    """Write rows as Parquet and give their number; the file appears whole or not at all.
+    """Write rows as Parquet, atomically; return their number.
 
     Column types are inferred over all rows.
 
@@ -257,14 +257,14 @@ def write_parquet(path: Path, rows: Iterable[Mapping[str, Any]]) -> int:
 
 @contextmanager
 def _replacing(path: Path) -> Iterator[Path]:
-    """A temporary name beside ``path`` that takes its place once the block ends well."""
+    """Yield a temporary path beside ``path`` and rename it to ``path`` if the block succeeds."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     os.close(handle)
     temporary = Path(name)
     try:
         yield temporary
-        # mkstemp makes files that only their owner reads; a data set is shared like any other file.
+        # mkstemp creates files that only their owner can read; a data set has the usual permissions.
         temporary.chmod(0o644)
         os.replace(temporary, path)
     finally:

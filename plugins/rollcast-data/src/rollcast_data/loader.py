@@ -1,11 +1,11 @@
-"""Batches of a dataset in an order that depends on seed and epoch only, and that resumes exactly.
+"""Batches of a dataset in an order that depends only on seed and epoch and resumes exactly.
 
 Example::
 
     loader = build_loader(dataset, batch_size=64, shuffle=True, seed=1)
     batches = EpochIterator(loader)
-    batch = next(batches)                     # a DataProto; never ends, counts epochs
-    saved = json.dumps(batches.state_dict())  # put it into a checkpoint
+    batch = next(batches)                     # a DataProto; the iterator never ends and counts epochs
+    saved = json.dumps(batches.state_dict())  # part of a checkpoint
     EpochIterator(build_loader(dataset, batch_size=64, shuffle=True, seed=1)).load_state_dict(json.loads(saved))
 """
 
@@ -30,8 +30,8 @@ __all__ = ["EpochIterator", "EpochSampler", "FirstRows", "build_loader"]
 class EpochSampler(Sampler[int]):
     """Row numbers in an order that is a function of ``seed`` and ``epoch``.
 
-    Each iteration is one epoch, the one that :meth:`set_position` named (epoch 0 until then); its
-    iterator tells and takes its position, by which the loader's own state resumes within an epoch.
+    Each iteration is one epoch: epoch 0, or the epoch set by :meth:`set_position`. Its iterator saves and
+    restores its position, so the loader's own state resumes within an epoch.
 
     Args:
         length: number of rows.
@@ -50,16 +50,16 @@ class EpochSampler(Sampler[int]):
         return self.length
 
     def set_position(self, epoch: int, start: int = 0) -> None:
-        """Let every iteration from now on be ``epoch``, from its row number ``start`` on."""
+        """Start all following iterations at row ``start`` of ``epoch``."""
         self._epoch = epoch
         self._start = start
 
     def __iter__(self) -> Iterator[int]:
-        # The position stays: a loader with worker processes starts its sampler twice.
+        # The position is not reset: a loader with worker processes starts its sampler twice.
         return _EpochOrder(self, self._epoch, self._start)
 
     def order(self, epoch: int) -> list[int]:
-        """The rows of one epoch, in order."""
+        """Return the row numbers of one epoch, in order."""
         if not self.shuffle:
             return list(range(self.length))
         # A hash, because a generator seeded with seed + epoch would give run 1 the second epoch of run 0.
@@ -69,7 +69,7 @@ class EpochSampler(Sampler[int]):
 
 
 class _EpochOrder(Iterator[int]):
-    """One epoch's rows; :class:`StatefulDataLoader` saves and restores it by its two methods."""
+    """The rows of one epoch, with the two methods by which :class:`StatefulDataLoader` saves and restores it."""
 
     def __init__(self, sampler: EpochSampler, epoch: int, start: int) -> None:
         self._sampler = sampler
@@ -92,7 +92,7 @@ class _EpochOrder(Iterator[int]):
 
 
 class FirstRows(BaseDataset):
-    """The first ``count`` rows of a dataset; what ``data.val_max_samples`` asks for."""
+    """The first ``count`` rows of a dataset, for ``data.val_max_samples``."""
 
     def __init__(self, dataset: BaseDataset, count: int) -> None:
         self._dataset = dataset
@@ -107,12 +107,12 @@ class FirstRows(BaseDataset):
         return self._dataset[index % self._length]
 
     def collate(self, rows: list[Any]) -> DataProto:
-        """See the dataset's own."""
+        """Collate rows as the dataset does."""
         return self._dataset.collate(rows)
 
 
 class _Rows(Dataset[Any]):
-    """A dataset as torch wants it, of which a worker process needs nothing else."""
+    """Adapter to torch's dataset interface; all that a worker process receives."""
 
     def __init__(self, dataset: BaseDataset) -> None:
         self._dataset = dataset
@@ -132,7 +132,7 @@ def build_loader(
     drop_last: bool = True,
     num_workers: int = 0,
 ) -> StatefulDataLoader[DataProto]:
-    """A loader of collated batches: one iteration is one epoch, :class:`EpochIterator` runs on.
+    """Return a loader of collated batches; one iteration is one epoch, :class:`EpochIterator` never ends.
 
     Args:
         drop_last: leave out the rows after the last full batch of an epoch; otherwise they come
@@ -151,7 +151,7 @@ def build_loader(
     if drop_last and batch_size > rows:
         raise DataError(f"the batch size {batch_size} is larger than the dataset: it has {rows} rows after filtering")
     with warnings.catch_warnings():
-        # torchdata up to 0.11 calls what torch has deprecated; nobody who reads it could act on it.
+        # torchdata up to 0.11 calls deprecated functions of torch; users cannot act on the warning.
         warnings.filterwarnings("ignore", message=".*set_vital.*")
         return StatefulDataLoader(
             _Rows(dataset),
@@ -160,27 +160,27 @@ def build_loader(
             num_workers=num_workers,
             collate_fn=dataset.collate,
             drop_last=drop_last,
-            # Its own generator: the loader would otherwise draw from the global one in every epoch,
-            # and a resumed run would then differ in everything else that draws from it.
+            # Without a generator of its own the loader draws from the global one in every epoch, and in
+            # a resumed run all other users of the global generator would draw other numbers.
             generator=torch.Generator().manual_seed(0),
         )
 
 
 class EpochIterator(Iterator[DataProto]):
-    """Endless batches over the epochs of a loader, with a JSON-able state.
+    """An endless iterator over the batches of a loader, with a state that JSON can hold.
 
-    The state may be taken after any batch; what follows after :meth:`load_state_dict` is what
-    would have followed, at an epoch's end as within it, whatever the number of workers.
+    The state may be saved after any batch. After :meth:`load_state_dict` the same batches follow as would have
+    followed then, also at the end of an epoch and with any number of workers.
 
     Attributes:
-        epoch: the epoch of the next batch, from 0.
-        batch: number of the next batch in it, from 0.
+        epoch: epoch of the next batch, from 0.
+        batch: number of the next batch within the epoch, from 0.
 
     Args:
-        loader: from :func:`build_loader`.
+        loader: a loader from :func:`build_loader`.
 
     Raises:
-        DataError: the loader was built elsewhere and its order is unknown.
+        DataError: the loader was not built by :func:`build_loader`, so its order is unknown.
     """
 
     def __init__(self, loader: StatefulDataLoader[DataProto]) -> None:
@@ -213,14 +213,14 @@ class EpochIterator(Iterator[DataProto]):
         return self._loader
 
     def state_dict(self) -> dict[str, int | bool]:
-        """Position and what the order depends on; only numbers, so that JSON keeps it."""
+        """Return the position and the parameters of the order, as numbers that JSON can hold."""
         return {"epoch": self.epoch, "batch": self.batch, **self._settings()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue where ``state`` was taken.
+        """Continue at the position where ``state`` was saved.
 
         Raises:
-            CheckpointError: it was taken with other rows, batch size, seed or order; names each.
+            CheckpointError: the state was saved with other rows, batch size, seed or order; names each.
         """
         settings = self._settings()
         missing = [key for key in ("epoch", "batch", *settings) if key not in state]

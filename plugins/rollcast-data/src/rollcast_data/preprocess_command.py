@@ -1,4 +1,4 @@
-"""``rollcast preprocess``: raw data into the files that a dataset reads."""
+"""The command ``rollcast preprocess``, which converts raw data into the files that a dataset reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The dataset ``prompts``: what to generate from, and what the reward compares with."""
+"""The dataset ``prompts``: prompts to generate from, and reference answers for the reward."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["PromptDataset", "PromptRow", "require_pad_id"]
 
 @dataclass(frozen=True)
 class PromptRow:
-    """One prompt as ids, and the columns that travel with it.
+    """One prompt as ids, and the other columns of its row.
 
     ``index`` is the row's position in the dataset; ``extra_info`` holds the row's other columns,
-    and in their midst what stands in a column ``extra_info``.
+    merged with the content of a column ``extra_info``.
     """
 
     index: int
@@ -39,13 +39,13 @@ class PromptRow:
 class PromptDataset(BaseDataset):
     """Prompts with reference answers.
 
-    All prompts are tokenised when the dataset is built, so a bad row is found before training
+    All prompts are tokenized when the dataset is built, so a bad row is reported before training
     starts.
 
     Args:
         files: JSONL or Parquet files or globs, in order.
-        tokenizer: the model's; it needs a pad token.
-        config: the ``data`` section.
+        tokenizer: tokenizer of the model, with a pad token.
+        config: section ``data`` of the config.
 
     Raises:
         DataError: a file or row is missing or malformed, or no prompt is short enough.
@@ -62,7 +62,7 @@ class PromptDataset(BaseDataset):
         require_pad_id(tokenizer)
         rows = read_files(files)
         for row in rows:
-            self._ground_truth(row)  # before tokenising, which takes longer
+            self._ground_truth(row)  # checked before tokenizing, which takes longer
         prompts = encode_prompts(rows, tokenizer, self.config)
         self._rows = fit_prompts(rows, prompts, self.config)
 
@@ -113,10 +113,10 @@ class PromptDataset(BaseDataset):
 
 
 def require_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
-    """The tokenizer's pad id.
+    """Return the tokenizer's pad id.
 
     Raises:
-        ConfigError: it has none.
+        ConfigError: the tokenizer has no pad token.
     """
     pad_id = tokenizer.pad_token_id
     if not isinstance(pad_id, int):

@@ -61,7 +61,7 @@ class DataConfig:
 
 
 def build_data_config(config: DataConfig | Mapping[str, Any]) -> DataConfig:
-    """Return the schema's instance for a mapping of some of its keys; an instance as it is.
+    """Return the schema's instance for a mapping of some of its keys; return an instance unchanged.
 
     Raises:
         ConfigError: An unknown key, with the nearest valid one, or a value that the schema refuses.

@@ -1,4 +1,4 @@
-"""The dataset ``supervised``: prompts with the response to imitate, in the engines' layout."""
+"""The dataset ``supervised``: prompts with responses to imitate, in the layout of the engines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _log = logging.getLogger("rollcast.data")
 
 @dataclass(frozen=True)
 class SupervisedRow:
-    """One prompt and its response, as ids; the response ends with the end token unless it was cut."""
+    """A prompt and its response as ids; the response ends with the end token unless it was truncated."""
 
     index: int
     prompt_ids: Ids
@@ -37,14 +37,14 @@ class SupervisedDataset(BaseDataset):
     """Prompts with responses, for a supervised loss on the response's tokens.
 
     The prompt is encoded as in :class:`~rollcast_data.prompts.PromptDataset`; the response's text
-    is tokenised on its own, and the end token appended. A response of more than
-    ``max_response_length`` tokens is an error with ``truncation: error`` and loses its end (and
-    with it the end token) otherwise: cutting its beginning would teach answers without one.
+    is tokenized on its own, and the end token appended. A response of more than
+    ``max_response_length`` tokens is an error with ``truncation: error``. Otherwise its end, with the end
+    token, is cut: without their beginning responses would teach the model to omit it.
 
     Args:
         files: JSONL or Parquet files or globs, in order.
-        tokenizer: the model's; it needs a pad and an end token.
-        config: the ``data`` section.
+        tokenizer: tokenizer of the model, with a pad and an end token.
+        config: section ``data`` of the config.
 
     Raises:
         DataError: a file or row is missing or malformed, or no prompt is short enough.
@@ -64,7 +64,7 @@ class SupervisedDataset(BaseDataset):
             raise ConfigError("the tokenizer has no end token, so no response could end")
         rows = read_files(files)
         for row in rows:
-            self._response(row)  # before tokenising, which takes longer
+            self._response(row)  # checked before tokenizing, which takes longer
         kept = fit_prompts(rows, encode_prompts(rows, tokenizer, self.config), self.config)
         texts = [self._response(row) for row, _ in kept]
         responses = encode_texts(texts, tokenizer, special=False)

@@ -23,16 +23,16 @@ _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
 def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The tokenizer in the folder ``path``, padding on the left.
+    """Return the tokenizer in the folder ``path``, padding on the left.
 
-    Without a pad token of its own it pads with its end token.
+    A tokenizer without a pad token pads with its end token.
 
     Args:
-        path: the config's ``model.path``.
+        path: value of ``model.path``.
         trust_remote_code: allow the folder's own Python code.
 
     Raises:
-        ConfigError: no such folder, no tokenizer in it, it does not load, or it has no end token.
+        ConfigError: there is no such folder, or no tokenizer in it that loads and has an end token.
     """
     folder = Path(path).expanduser()
     if not folder.is_dir():
@@ -48,7 +48,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
         tokenizer = _find_class(folder).from_pretrained(
             str(folder), trust_remote_code=trust_remote_code, local_files_only=True, padding_side="left"
         )
-    except Exception as error:  # transformers raises whatever its parsers raise
+    except Exception as error:  # transformers passes on the exceptions of its parsers
         raise ConfigError(
             f"model.path: the tokenizer in {folder.absolute()} does not load: {type(error).__name__}: {error}"
         ) from error
@@ -93,11 +93,10 @@ def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _find_class(folder: Path) -> Any:
-    """``AutoTokenizer``, or the class that takes tokenizer.json as it stands if the folder names it.
+    """Return ``AutoTokenizer``, or the class that uses tokenizer.json unchanged if the folder names that class.
 
-    For some model types, Qwen2 among them, transformers 5 lets ``AutoTokenizer`` build the type's
-    usual tokenizer from the vocabulary alone: a tokenizer of another make would lose its spaces,
-    without a word.
+    For some model types, Qwen2 among them, ``AutoTokenizer`` of transformers 5 builds the usual tokenizer of
+    the type from the vocabulary alone: a tokenizer of another kind would lose its spaces without a warning.
     """
     settings = folder / "tokenizer_config.json"
     if (folder / "tokenizer.json").is_file() and settings.is_file():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -24,6 +24,10 @@ from rollcast_dispatch.sharding import (
 )
 
 __all__ = ["TokenBalanced", "make_token_balanced_dispatch_fn"]
+
+
+#: Columns that tell lengths if none was chosen; the first of which all are there.
+_LENGTH_KEYS: Final = (("attention_mask",), ("prompts", "responses"), ("input_ids",))
 
 
 @dataclass(frozen=True)
@@ -49,8 +53,9 @@ class TokenBalanced(DispatchMode):
         mesh_name: the mesh whose data-parallel ranks get the shards; None for a shard a rank.
         length_key: the column that tells the rows' lengths: a mask ``[rows, tokens]``, of which the
             entries that are not 0 are counted; a jagged column, whose rows are measured; or
-            integers ``[rows]``, which are the lengths. Of several batches the first that has the
-            column counts. Of a handle this column is fetched.
+            integers ``[rows]``, which are the lengths. None, the default, is ``attention_mask`` where a batch has it,
+            else the tokens of ``prompts`` and ``responses``, or those of ``input_ids``. Of several batches the first
+            that has the column counts. Of a handle only these columns are fetched.
         group_key: a column whose equal values keep rows together on one shard, such as ``uid``.
         equal_size: give every shard the same number of rows, padded where rows or groups do not
             come out even: with copies of the shortest row; of another shard's shortest row if there
@@ -64,7 +69,7 @@ class TokenBalanced(DispatchMode):
         self,
         mesh_name: str | None = None,
         *,
-        length_key: str = "attention_mask",
+        length_key: str | None = None,
         group_key: str | None = None,
         equal_size: bool = True,
     ) -> None:
@@ -118,11 +123,32 @@ class TokenBalanced(DispatchMode):
         return expect_rows(calls, state.layout.answering, state.rows if order == list(range(state.rows)) else order)
 
     def _plan(self, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Shard]:
-        lengths = row_lengths(self._column(self.length_key, "length_key", args, kwargs), self._label(), self.length_key)
+        keys = self._length_keys(args, kwargs)
+        columns = [self._column(key, "length_key", args, kwargs) for key in keys]
+        each = [row_lengths(column, self._label(), key) for key, column in zip(keys, columns, strict=True)]
+        lengths = [sum(row) for row in zip(*each, strict=True)]
         groups = None
         if self.group_key is not None:
             groups = _group(self._column(self.group_key, "group_key", args, kwargs), self._label(), self.group_key)
         return plan_shards(lengths, shards, groups, self.equal_size)
+
+    def _length_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
+        """Return the names of the columns whose lengths add up to a row's.
+
+        Raises:
+            DispatchError: no key was chosen, and the batches have none of the usual columns.
+        """
+        if self.length_key is not None:
+            return (self.length_key,)
+        names = {key for value in (*args, *kwargs.values()) if is_batch(value) for key in value.keys()}  # noqa: SIM118
+        for keys in _LENGTH_KEYS:
+            if names.issuperset(keys):
+                return keys
+        usual = ", ".join(" with ".join(keys) for keys in _LENGTH_KEYS)
+        raise DispatchError(
+            f"{self._label()} finds no column that tells rows' lengths: the call's batches have {sorted(names)}, and "
+            f"none of {usual}; name one as length_key, or use Dispatch.DP_COMPUTE_PROTO"
+        )
 
     def _column(self, key: str, option: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         batches = [value for value in (*args, *kwargs.values()) if is_batch(value)]
@@ -139,7 +165,7 @@ class TokenBalanced(DispatchMode):
 def make_token_balanced_dispatch_fn(
     mesh_name: str,
     *,
-    length_key: str = "attention_mask",
+    length_key: str | None = None,
     group_key: str | None = None,
     equal_size: bool = True,
 ) -> TokenBalanced:

@@ -101,7 +101,7 @@ def _progress(job: SampleJob) -> Iterator[Any]:
 
 
 def _table(metrics: Mapping[str, float]) -> Any:
-    """Sources down, measures across, each with its 95 % interval."""
+    """Return a table with a row per source and a column per measure, each with its 95 % interval."""
     from rich.table import Table
 
     found: dict[str, dict[str, str]] = {}

@@ -1,4 +1,4 @@
-"""What ``rollcast generate`` and ``rollcast eval`` do: a model's samples for a file of prompts, with any rollout."""
+"""The job of ``rollcast generate`` and ``rollcast eval``: sample a model for a file of prompts, with any rollout."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ class SampleJob:
     Args:
         config: composed with ``trainer=sample``.
         prompts: JSONL or Parquet file.
-        output: file of samples; what it has already is kept.
-        scored: score them with the config's reward.
+        output: file of samples; samples that it already has are kept.
+        scored: score the samples with the config's reward.
 
     Raises:
-        RollcastError: the config, the prompts or the output cannot work; nothing has been started.
+        RollcastError: the config, the prompts or the output is not usable; nothing has been started.
     """
 
     def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool) -> None:
@@ -78,7 +78,7 @@ class SampleJob:
         return build_section(schema, OmegaConf.select(self._config, path), path)
 
     def _settings(self, prompts: Path, scored: bool) -> dict[str, Any]:
-        """What a sample depends on; not on which rollout, nor where."""
+        """Return the settings that samples depend on; rollout and placement are not among them."""
         rollout, data = self._rollout, self._data
         digest = hashlib.blake2b(prompts.read_bytes(), digest_size=8).hexdigest()
         return {
@@ -106,14 +106,14 @@ class SampleJob:
 
     @property
     def samples(self) -> int:
-        """Samples of each prompt."""
+        """Number of samples per prompt."""
         return int(self._rollout.n)
 
     def run(self, progress: Progress | None = None) -> list[dict[str, Any]]:
-        """Generate what is missing; gives all rows, those of a prompt together.
+        """Generate the missing samples; return all rows, grouped by prompt.
 
         Args:
-            progress: called with how many prompts have their samples, and of how many.
+            progress: callback that takes the number of finished prompts and the number of all.
 
         Raises:
             RollcastError: a replica cannot be started, a request cannot be served, a reward failed.
@@ -150,7 +150,7 @@ class SampleJob:
             env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,
         )
-        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
         if not self._rollout_class.capabilities.continuous_batching:
             routing = replace(routing, chunk=None, streams=1)
         try:
@@ -182,7 +182,7 @@ class SampleJob:
         return [{"index": index, "sample": sample, **row} for (index, sample), row in zip(numbers, found, strict=True)]
 
     def _plain(self, batch: DataProto) -> list[dict[str, Any]]:
-        """Rows without a score, with everything else that stood in the prompts' file."""
+        """Return rows without a score, with all other columns of the file of prompts."""
         texts = [sample.response for sample in GeneratedSamples(batch, self.tokenizer)]
         columns = batch.non_tensor_batch
         return [
@@ -199,6 +199,6 @@ class SampleJob:
 
 
 def _seed(run: int, index: int, sample: int) -> int:
-    """Of one sample: the same whatever was generated before it."""
+    """Return the seed of one sample; it does not depend on the samples generated before."""
     digest = hashlib.blake2b(f"{run}/{index}/{sample}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

@@ -1,4 +1,4 @@
-"""A file of samples that grows by whole prompts, and that an interrupted command goes on with."""
+"""A file of samples that grows by whole prompts; an interrupted command continues it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["SamplesFile"]
 
 
 class SamplesFile:
-    """JSON lines, ``samples`` for each prompt, and beside them what they were made with.
+    """A file of JSON lines, ``samples`` for each prompt, and the settings that they were made with.
 
     Args:
-        path: of the file; ``PATH.settings.json`` stands beside it.
-        settings: what the samples depend on.
-        samples: lines of each prompt.
+        path: path of the file; the settings are in ``PATH.settings.json``.
+        settings: settings that the samples depend on.
+        samples: number of lines per prompt.
 
     Raises:
         ConfigError: the file holds samples that were made with other settings.
-        DataError: it holds something else, or cannot be written.
+        DataError: the file holds other data than samples, or cannot be written.
     """
 
     def __init__(self, path: Path, settings: Mapping[str, Any], samples: int) -> None:
@@ -53,7 +53,7 @@ class SamplesFile:
             raise ConfigError(f"{self.path} holds samples with other settings ({shown}); choose another file")
 
     def _read(self) -> None:
-        """Take the prompts that are complete; the last may have been cut off in the middle."""
+        """Read the samples of complete prompts; an interrupted command may have left the last one incomplete."""
         lines = self.path.read_text().splitlines()
         for number, text in enumerate(lines, 1):
             try:
@@ -65,14 +65,14 @@ class SamplesFile:
         self.rows = {index: rows for index, rows in self.rows.items() if len(rows) == self._samples}
 
     def missing(self, prompts: int) -> list[int]:
-        """The prompts that have no samples yet, of the first ``prompts``."""
+        """Return the indices below ``prompts`` of prompts that have no samples yet."""
         return [index for index in range(prompts) if index not in self.rows]
 
     def add(self, rows: Sequence[Mapping[str, Any]]) -> None:
         """Append the samples of whole prompts, each with its prompt's ``index``.
 
         Raises:
-            DataError: they cannot be written.
+            DataError: the samples cannot be written.
         """
         try:
             with self.path.open("a") as file:
@@ -85,7 +85,7 @@ class SamplesFile:
             self.rows.setdefault(int(row["index"]), []).append(dict(row))
 
     def in_order(self) -> list[dict[str, Any]]:
-        """All rows, those of a prompt together, in the prompts' order."""
+        """Return all rows, grouped by prompt and in the order of the prompts."""
         return [row for index in sorted(self.rows) for row in self.rows[index]]
 
 

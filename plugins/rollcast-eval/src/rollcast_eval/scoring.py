@@ -1,10 +1,11 @@
-"""From generated rows to samples, and from samples to scores."""
+"""Conversion of generated rows to samples, and of samples to scores."""
 
 from __future__ import annotations
 
+import bisect
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -24,48 +25,76 @@ from rollcast.protocol import DataProto, Jagged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GeneratedSamples", "RewardScorer", "Scored", "summarize"]
+__all__ = ["GeneratedSamples", "RewardScorer", "RolloutRows", "Scored", "summarize"]
 
 #: Columns of a generated batch that samples are made of.
 _READ = (
     *("prompts", "responses", "response_mask", "finished", "turn_ids"),
-    *("ground_truth", "data_source", "extra_info"),
+    *("ground_truth", "data_source", "extra_info", "messages"),
 )
 
 
 class Scored:
     """The results of a batch, in row order.
 
+    A rollout of several rows counts once in metrics and in :meth:`as_rows`, by its final row.
+
     Args:
-        samples: what was scored.
-        results: one a sample.
-        max_score: the score of a correct answer, where a result does not say itself.
+        samples: scored samples.
+        results: one result per sample.
+        max_score: score of a correct answer, for results that do not say whether the answer is correct.
+        rollouts: rows that belong to one rollout; None if each row is a rollout.
     """
 
-    def __init__(self, samples: Sequence[RewardSample], results: Sequence[RewardResult], max_score: float) -> None:
+    def __init__(
+        self,
+        samples: Sequence[RewardSample],
+        results: Sequence[RewardResult],
+        max_score: float,
+        rollouts: RolloutRows | None = None,
+    ) -> None:
         self.samples = samples
         self.results = results
         self.scores = torch.tensor([result.score for result in results], dtype=torch.float32)
-        self.correct = [
-            result.correct if result.correct is not None else result.score >= max_score for result in results
-        ]
+        self._rollouts = rollouts or RolloutRows(torch.arange(len(results)), torch.ones(len(results), dtype=torch.bool))
+        totals = self.rollout_scores.tolist()
+        correct = torch.tensor(
+            [
+                total >= max_score if result.correct is None else bool(result.correct)
+                for result, total in zip(results, totals, strict=True)
+            ],
+            dtype=torch.bool,
+        )
+        #: True for rows of a rollout with a correct answer.
+        self.correct: list[bool] = self._rollouts.of_final(correct).tolist()
 
         #: Weight of the results in ``scores``, if something was added to them (a reward model's score).
         self.rule_weight = 1.0
         #: Rows (bool ``[B]``) that stay in the batch.
-        self.kept = torch.tensor([not result.dropped for result in results], dtype=torch.bool)
+        self.kept = self._rollouts.of_final(torch.tensor([not result.dropped for result in results], dtype=torch.bool))
+
+    @property
+    def rollout_scores(self) -> torch.Tensor:
+        """Sum of the scores of each row's rollout, float32 ``[B]``."""
+        return self._rollouts.sums(self.scores)
+
+    @property
+    def final(self) -> torch.Tensor:
+        """The rows (bool ``[B]``) that stand for their rollouts: the final one of each."""
+        return self._rollouts.final
 
     @property
     def accuracy(self) -> float:
-        """Share of correct samples among those that are kept."""
-        kept = [correct for correct, result in zip(self.correct, self.results, strict=True) if not result.dropped]
-        return sum(kept) / max(len(kept), 1)
+        """Share of correct rollouts among the kept ones."""
+        chosen = torch.tensor(self.correct, dtype=torch.bool)[self.kept & self.final]
+        return float(chosen.float().mean()) if len(chosen) else 0.0
 
     def token_level_scores(self, response_mask: Jagged) -> Jagged:
         """Return the scores at their tokens, float32, with the rows of the mask.
 
-        Where a result has scores per token, they stand at the tokens under the mask; the rest of a row's score stands
-        at its last token under the mask, or at its first token if none is. A row without tokens keeps no score.
+        Where a result has scores per token, they are placed at the tokens under the mask; the rest of a row's score
+        is placed at its last token under the mask, or at its first token if none is. A row without tokens loses its
+        score.
         """
         inside = response_mask.values.bool()
         scores = torch.zeros(len(inside), dtype=torch.float32)
@@ -84,8 +113,9 @@ class Scored:
         return response_mask.with_values(scores)
 
     def metrics(self, prefix: str) -> dict[str, float]:
-        """Mean, largest and smallest score and the mean of every extra number, and how many samples are bad."""
-        scores = self.scores[self.kept]
+        """Return mean, largest and smallest score, the mean of every extra number, and the number of bad samples."""
+        counted = self.kept & self.final
+        scores = self.rollout_scores[counted]
         if not len(scores):
             return {}
         values = {
@@ -100,15 +130,17 @@ class Scored:
         return values
 
     def components(self) -> dict[str, torch.Tensor]:
-        """The extra numbers that every result has, float32 ``[B]`` each, by name."""
-        names = set.intersection(*(set(result.extra) for result in self.results)) if self.results else set()
+        """Return the extra numbers of final rows that all results have: name → float32 ``[B]``; 0 on other rows."""
+        final = self.final.tolist()
+        given = [set(result.extra) for result, is_final in zip(self.results, final, strict=True) if is_final]
+        names = set.intersection(*given) if given else set()
         return {
-            name: torch.tensor([float(result.extra[name]) for result in self.results], dtype=torch.float32)
+            name: torch.tensor([float(result.extra.get(name, 0.0)) for result in self.results], dtype=torch.float32)
             for name in sorted(names)
         }
 
     def as_rows(self) -> list[dict[str, Any]]:
-        """Samples for ``samples.jsonl``."""
+        """Return the rows of ``samples.jsonl``."""
         return [
             {
                 **result.extra,
@@ -117,21 +149,63 @@ class Scored:
                 "ground_truth": sample.ground_truth,
                 "data_source": sample.data_source,
                 "finished": sample.finished,
-                "score": result.score,
+                "score": total,
                 "correct": bool(correct),
                 **({"error": result.error} if result.error else {}),
             }
-            for sample, result, correct in zip(self.samples, self.results, self.correct, strict=True)
+            for sample, result, correct, total, is_final in zip(
+                self.samples, self.results, self.correct, self._totals(), self.final.tolist(), strict=True
+            )
+            if is_final
         ]
+
+    def _totals(self) -> list[float]:
+        """Return the score of each row's rollout; a rollout of one row keeps its result's own, in double precision."""
+        if bool(self.final.all()):
+            return [result.score for result in self.results]
+        return list(self.rollout_scores.tolist())
+
+
+@dataclass(frozen=True)
+class RolloutRows:
+    """Rows that belong to one rollout.
+
+    Attributes:
+        index: rollout of each row, int64 ``[B]``.
+        final: the row (bool ``[B]``) with the answer; one of each rollout.
+    """
+
+    index: torch.Tensor
+    final: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: DataProto) -> RolloutRows | None:
+        """Read ``rollout_index`` and ``is_final``; None for a batch without them."""
+        if "rollout_index" not in batch:
+            return None
+        return cls(batch["rollout_index"].unique(return_inverse=True)[1], batch["is_final"])
+
+    def sums(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of each row's rollout, ``[B]``."""
+        count = int(self.index.max()) + 1 if len(self.index) else 0
+        return torch.zeros(count, dtype=values.dtype).scatter_add_(0, self.index, values)[self.index]
+
+    def of_final(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of the final row of each row's rollout, ``[B]``."""
+        count = int(self.index.max()) + 1 if len(self.index) else 0
+        found = torch.zeros(count, dtype=values.dtype)
+        found[self.index[self.final]] = values[self.final]
+        return found[self.index]
 
 
 class GeneratedSamples(Sequence[RewardSample]):
-    """The rows of a generated batch as samples, decoded when they are asked for.
+    """The rows of a generated batch as samples, decoded on access.
 
     Args:
         batch: Jagged ``prompts``, ``responses`` and ``response_mask``, and jagged ``turn_ids`` if turns are known;
             ``finished`` bool ``[B]``; object columns ``ground_truth``, ``data_source`` and ``extra_info`` if there are
-            any.
+            any. With the object column ``messages``, the conversations, a sample's response is that of its last turn,
+            and its ``extra_info`` has them as ``messages``.
         tokenizer: The model's.
     """
 
@@ -149,8 +223,8 @@ class GeneratedSamples(Sequence[RewardSample]):
         #: The prompt that was decoded last; the samples of a prompt follow each other.
         self._prompt: tuple[array[int], str] = (array("i"), "")
         columns = batch.non_tensor_batch
-        self._truths, self._sources, self._extras = (
-            columns.get(name) for name in ("ground_truth", "data_source", "extra_info")
+        self._truths, self._sources, self._extras, self._messages = (
+            columns.get(name) for name in ("ground_truth", "data_source", "extra_info", "messages")
         )
 
     def __len__(self) -> int:
@@ -172,15 +246,21 @@ class GeneratedSamples(Sequence[RewardSample]):
             return [self[row] for row in range(*index.indices(len(self)))]
         row = range(len(self))[index]
         ids = self._responses[row]
+        turns: Sequence[int] = () if self._turns is None else self._turns[row]
+        extra = {} if self._extras is None else self._extras[row] or {}
+        answer = ids
+        if self._messages is not None:
+            extra = {**extra, "messages": self._messages[row]}
+            answer = ids[bisect.bisect_left(turns, turns[-1]) :] if len(turns) else ids
         return RewardSample(
             prompt=self._prompt_text(row),
-            response=self._text(ids),
+            response=self._text(answer),
             ground_truth=None if self._truths is None else self._truths[row],
             data_source="" if self._sources is None else self._sources[row] or "",
             finished=bool(self._finished[row]),
             response_ids=ids,
-            extra_info={} if self._extras is None else self._extras[row] or {},
-            turn_ids=() if self._turns is None else self._turns[row],
+            extra_info=extra,
+            turn_ids=turns,
         )
 
     def _prompt_text(self, row: int) -> str:
@@ -195,7 +275,7 @@ class GeneratedSamples(Sequence[RewardSample]):
 
 @dataclass(frozen=True)
 class _Ids:
-    """Rows of integers as arrays, cut out of one flat array when they are asked for."""
+    """Rows of integers, sliced from one flat array on access."""
 
     values: array[int]
     bounds: list[int]
@@ -209,17 +289,17 @@ class _Ids:
 
 
 class RewardScorer:
-    """Decodes responses and applies the run's reward.
+    """Scorer that decodes responses and applies the run's reward.
 
     Args:
-        name, options: of the reward.
+        name, options: name and options of the reward.
         manager: name of the reward manager.
-        tokenizer: the model's.
-        settings: what becomes of bad samples, and the limits; None for the contract's defaults.
-        manager_options: of the manager.
+        tokenizer: tokenizer of the model.
+        settings: treatment of bad samples, and limits; None for the contract's defaults.
+        manager_options: options of the manager.
 
     Raises:
-        ConfigError: the reward or the manager does not take these options.
+        ConfigError: the reward or the manager has no such option.
     """
 
     def __init__(
@@ -239,22 +319,69 @@ class RewardScorer:
         self._tokenizer = tokenizer
 
     def score(self, batch: DataProto) -> Scored:
-        """Score every row of a generated batch.
+        """Score every rollout of a generated batch.
+
+        Where rows have ``rollout_index``, the rewards in ``environment_scores`` stay at their tokens, and the reward's
+        score of the final row is added for rollouts that no environment has scored (``is_scored``). A failed rollout
+        (``rollout_failed``) has the score 0.
 
         Raises:
-            RewardError: the reward failed on a sample, and the settings do not bear it.
+            RewardError: the reward failed on a sample, and the settings do not allow it.
         """
-        read = [name for name in _READ if name in batch]
-        samples = GeneratedSamples(batch.local(read), self._tokenizer)
-        return Scored(samples, self._manager(samples), self.reward.max_score)
+        samples = GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
+        rollouts = RolloutRows.of(batch)
+        if rollouts is None:
+            return Scored(samples, self._manager(samples), self.reward.max_score)
+        given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
+        if "rollout_failed" in batch:
+            answered &= batch["rollout_failed"].logical_not()
+        rows = answered.nonzero().flatten().tolist()
+        for row, result in zip(rows, self._manager([samples[row] for row in rows]) if rows else (), strict=True):
+            given[row] = _with_rewards(result, given[row], self.reward.max_score)
+        return Scored(samples, given, self.reward.max_score, rollouts)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
         self._manager.close()
 
 
+def _given_results(batch: DataProto) -> list[RewardResult]:
+    """Return the rewards that came with the rows, as results; those of a failed rollout are 0.
+
+    Args:
+        batch: Jagged ``environment_scores`` and ``response_mask``, and perhaps ``rollout_failed`` bool ``[B]`` and the
+            object column ``reward_components``.
+    """
+    mask, rewards = Jagged.of(batch["response_mask"]), Jagged.of(batch["environment_scores"])
+    bounds = mask.offsets.tolist()
+    failed = batch["rollout_failed"].tolist() if "rollout_failed" in batch else [False] * len(batch)
+    components = batch.non_tensor_batch.get("reward_components", [{}] * len(batch))
+    results = []
+    for row, has_failed in enumerate(failed):
+        if has_failed:
+            results.append(RewardResult(0.0, correct=False))
+            continue
+        own = slice(bounds[row], bounds[row + 1])
+        scores = rewards.values[own][mask.values[own].bool()].tolist()
+        results.append(RewardResult(sum(scores), extra=components[row] or {}, token_scores=scores))
+    return results
+
+
+def _with_rewards(result: RewardResult, given: RewardResult, max_score: float) -> RewardResult:
+    """Return what the reward function says of an answer, with the rewards that tools gave on the way to it.
+
+    Those decide nothing about whether the answer is correct.
+    """
+    correct = result.score >= max_score if result.correct is None else result.correct
+    rewards = given.token_scores or ()
+    scores = result.token_scores if result.token_scores is not None else [0.0] * len(rewards)
+    total = [one + other for one, other in zip(scores, rewards, strict=True)]
+    extra = {**given.extra, **result.extra}
+    return replace(result, score=result.score + given.score, correct=correct, token_scores=total, extra=extra)
+
+
 def summarize(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """A validation's metrics from its :meth:`Scored.as_rows`, by source too where there are several."""
+    """Return the metrics of a validation from :meth:`Scored.as_rows`, also by source if there are several."""
 
     def mean(chosen: Sequence[Mapping[str, Any]], key: str) -> float:
         return sum(float(row[key]) for row in chosen) / max(len(chosen), 1)

@@ -49,15 +49,15 @@ _BOXED = "\\boxed{"
 
 @runtime_checkable
 class ExtractsAnswers(Protocol):
-    """A reward that says which answer a response gives; equal answers are equal texts."""
+    """A reward that extracts the answer of a response; equal answers are equal texts."""
 
     def extract(self, response: str) -> str | None:
-        """The answer, or None if the response gives none."""
+        """Return the answer; None if the response has none."""
         ...
 
 
 def answer_extractor(reward: object) -> Extractor:
-    """How the answers of a majority vote are read: as the reward does it, or by :func:`extract_answer`."""
+    """Return the function that reads the answers of a majority vote: the reward's own or :func:`extract_answer`."""
     if not isinstance(reward, ExtractsAnswers):
         return extract_answer
 
@@ -74,13 +74,12 @@ def answer_extractor(reward: object) -> Extractor:
 
 
 def extract_answer(response: str) -> str | None:
-    r"""The answer of a response, in a form in which equal answers are equal texts.
+    r"""Return the answer of a response, normalized so that equal answers are equal texts; None for no answer.
 
-    It is what stands in the last ``\boxed{...}``; without one in the last ``<answer>...</answer>``, after
-    the last ``####``, or after the last ``answer is`` or ``answer:``; without any of them the whole
-    response. Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer. Of
-    other text, which numbers with leading zeros are too, letter case, white space and a full stop at the
-    end do not count. None if nothing is left.
+    The answer is the content of the last ``\boxed{...}``; else of the last ``<answer>...</answer>``; else the
+    text after the last ``####``, or after the last ``answer is`` or ``answer:``; else the whole response.
+    Numbers are compared by value, so ``1,080``, ``$1080.`` and ``1080.0`` are one answer. Other text, including
+    numbers with leading zeros, is compared without letter case, white space and a full stop at the end.
     """
     found = _last_boxed(response)
     for pattern in _MARKED:
@@ -117,22 +116,22 @@ def _normalise(text: str) -> str | None:
 def summarize_samples(
     rows: Sequence[Mapping[str, Any]], samples: int, extract: Extractor = extract_answer, seed: int = 0
 ) -> dict[str, float]:
-    """A validation's metrics over the samples of each prompt, over all prompts and by data source.
+    """Return metrics over the samples of each prompt, for all prompts and by data source.
 
     ``val/acc/mean@N`` is the share of correct samples; ``val/acc/best@k/mean`` is the chance that at
-    least one of ``k`` samples is correct, and ``val/acc/maj@k/mean`` the chance that the answer which most
-    of them give is. ``k`` goes through the powers of two below ``N``, and ``N``. ``/low`` and ``/high``
-    stand beside each: the bounds of the 95 % interval by bootstrap over the prompts. The same stands under
+    least one of ``k`` samples is correct, and ``val/acc/maj@k/mean`` the chance that the most
+    frequent answer among them is correct. ``k`` takes the powers of two below ``N``, and ``N``. Each metric has
+    bounds ``/low`` and ``/high`` of its 95 % interval, by bootstrap over the prompts. The same metrics are under
     ``val/<source>/acc/`` for each ``data_source`` that is not empty.
 
     Args:
-        rows: with ``correct``, ``response`` and ``data_source``; the ``samples`` rows of a prompt in a row.
-        samples: ``N``.
-        extract: the answer that a response gives.
-        seed: of the bootstrap and of the subsets; the same rows and seed give the same numbers.
+        rows: rows with ``correct``, ``response`` and ``data_source``; the ``samples`` rows of a prompt are adjacent.
+        samples: number ``N`` of samples per prompt.
+        extract: function that returns the answer of a response.
+        seed: seed of the bootstrap and of the subsets; equal rows and seed return equal numbers.
 
     Raises:
-        ValueError: the rows are not a multiple of ``samples``.
+        ValueError: the number of rows is not a multiple of ``samples``.
         RewardError: the reward could not extract an answer.
     """
     if samples < 1 or len(rows) % samples:
@@ -149,7 +148,7 @@ def summarize_samples(
 
 
 def _values(rows: Sequence[Mapping[str, Any]], samples: int, extract: Extractor, seed: int) -> dict[str, Tensor]:
-    """Name → value of each prompt, float64 ``[P]``."""
+    """Return the values of the prompts: name → float64 ``[P]``."""
     correct = torch.tensor([float(row["correct"]) for row in rows], dtype=torch.float64).reshape(-1, samples)
     values = {f"mean@{samples}": correct.mean(-1)}
     if samples == 1:
@@ -171,17 +170,17 @@ def _with_intervals(prefix: str, values: Mapping[str, Tensor], seed: int) -> dic
     low, high = (bound.tolist() for bound in bootstrap_interval(stacked, seed))
     metrics: dict[str, float] = {}
     for index, name in enumerate(values):
-        # Of mean@N the name alone is the mean, as it has no further parts in other frameworks either.
+        # The name mean@N without a suffix is the mean, as in other frameworks.
         metrics[f"{prefix}/{name}" if name.startswith("mean@") else f"{prefix}/{name}/mean"] = means[index]
         metrics |= {f"{prefix}/{name}/low": low[index], f"{prefix}/{name}/high": high[index]}
     return metrics
 
 
 def best_at_k(values: Tensor, k: int) -> Tensor:
-    r"""The expected best of ``k`` different samples of each prompt, exact.
+    r"""Return the exact expected best of ``k`` different samples, for each prompt.
 
-    With the values in rising order it is :math:`\sum_i v_i \binom{i-1}{k-1} / \binom{N}{k}`; for values
-    that are 0 or 1 it is pass@k, :math:`1 - \binom{N-c}{k} / \binom{N}{k}` with ``c`` ones.
+    With the values in rising order this is :math:`\sum_i v_i \binom{i-1}{k-1} / \binom{N}{k}`; for values
+    of 0 or 1 it is pass@k, :math:`1 - \binom{N-c}{k} / \binom{N}{k}` with ``c`` ones.
 
     Args:
         values: ``[P, N]``.
@@ -200,17 +199,17 @@ def best_at_k(values: Tensor, k: int) -> Tensor:
 
 
 def majority_at_k(correct: Tensor, answers: Tensor, k: int, seed: int = 0) -> Tensor:
-    """How often the answer that most of ``k`` samples give is correct, for each prompt.
+    """Return the chance that the most frequent answer of ``k`` samples is correct, for each prompt.
 
-    Every sample has one vote, and one without an answer has none; answers with equally many votes share
-    the win. Where samples with the same answer differ in ``correct``, their mean counts. All subsets of
-    ``k`` samples are gone through where there are at most 128 of them, else 128 drawn ones.
+    Every sample with an answer has one vote; answers with equally many votes share the win. If samples with the
+    same answer differ in ``correct``, their mean counts. All subsets of ``k`` samples are evaluated if there are
+    at most 128, else 128 drawn ones.
 
     Args:
         correct: ``[P, N]``, from 0 to 1.
-        answers: int64 ``[P, N]``; equal numbers are equal answers, negative ones are none.
+        answers: int64 ``[P, N]``; equal numbers are equal answers, negative numbers are missing answers.
         k: from 1 to ``N``.
-        seed: of the drawn subsets.
+        seed: seed of the drawn subsets.
 
     Returns:
         float64 ``[P]``; 0 where no sample has an answer.
@@ -232,13 +231,13 @@ def _majority(correct: Tensor, answers: Tensor, subsets: Tensor) -> Tensor:
     right, given = correct[:, subsets], answers[:, subsets]  # [P, S, k]
     has_vote = given >= 0
     votes = (given.unsqueeze(-1) == given.unsqueeze(-2)).sum(-1).masked_fill(~has_vote, 0)
-    # Each answer that wins is there as often as any other that does, so the mean over its samples shares fairly.
+    # All winning answers occur equally often, so the mean over their samples weights them equally.
     wins = (votes == votes.amax(-1, keepdim=True)) & has_vote
     return ((right * wins).sum(-1) / wins.sum(-1).clamp(min=1)).mean(-1)
 
 
 def _subsets(count: int, k: int, seed: int) -> Tensor:
-    """Indices ``[S, k]`` of different samples."""
+    """Return indices ``[S, k]`` of different samples."""
     if math.comb(count, k) <= MAX_SUBSETS:
         return torch.tensor(list(itertools.combinations(range(count), k)))
     generator = torch.Generator().manual_seed(seed)
@@ -246,11 +245,11 @@ def _subsets(count: int, k: int, seed: int) -> Tensor:
 
 
 def bootstrap_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
-    """The 95 % interval of the mean over prompts, from 1,000 resamples of the prompts (percentiles).
+    """Return the 95 % interval of the mean over prompts, from percentiles of 1,000 resamples of the prompts.
 
     Args:
         values: ``[P]`` or ``[P, M]`` for ``M`` metrics, which share the resamples; at least one prompt.
-        seed: of the resamples.
+        seed: seed of the resamples.
 
     Returns:
         Lower and upper bound, float64 ``[]`` or ``[M]``.
@@ -276,7 +275,7 @@ def bootstrap_interval(values: Tensor, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def pick_samples(rows: Sequence[Any], most: int) -> list[Any]:
-    """At most ``most`` of the rows, evenly over them and always the same ones; -1 for all."""
+    """Return at most ``most`` rows, evenly spaced and always the same ones; -1 for all."""
     if most < 0 or len(rows) <= most:
         return list(rows)
     return [rows[index * len(rows) // most] for index in range(most)]

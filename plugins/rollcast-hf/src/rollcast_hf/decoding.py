@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast_hf.sampling import TokenSampler
+from rollcast_serving.stops import StopMatcher
 
 __all__ = ["DecodeRow", "DecodedRow", "Decoding"]
 
@@ -25,21 +26,29 @@ Reason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence to generate: the prompt (signed 64-bit ids), how to sample, and what ends it."""
+    """One sequence to generate: the prompt (int32 ids), how to sample, and what ends it."""
 
     prompt: array[int]
     sampling: SamplingParams
     stop_ids: tuple[int, ...]
+    matcher: Callable[[], StopMatcher | None] = lambda: None
 
 
 @dataclass(frozen=True, slots=True)
 class DecodedRow:
-    """One generated sequence; the three lists are equally long."""
+    """One generated sequence; the three arrays are equally long.
 
-    token_ids: list[int]
-    log_probs: list[float]
-    versions: list[int]
+    Attributes:
+        token_ids, log_probs, versions: int32, float32 and int64.
+        finish_reason: as in :class:`~rollcast.contracts.rollout.RolloutSequence`.
+        broken: place of the first token whose logits are not finite; None if all are.
+    """
+
+    token_ids: array[int]
+    log_probs: array[float]
+    versions: array[int]
     finish_reason: Reason
+    broken: int | None = None
 
 
 class Decoding:
@@ -71,7 +80,10 @@ class Decoding:
         self._cache: Any = None
         self._takes: dict[str, bool] = {}
         self._step = 0
-        self._versions: list[int] = []
+        self._versions = array("q")
+        #: By a row's number, the search for its stop strings; rows without any have none.
+        self._matchers = {i: found for i, row in enumerate(rows) if (found := row.matcher()) is not None}
+        self._stopped = torch.zeros(count, dtype=torch.bool, device=device)
         self._all_stops = _pad_stops(rows, device)
         self._tokens = torch.zeros(limit, count, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(limit, count, device=device)
@@ -109,8 +121,19 @@ class Decoding:
         self._step += 1
         self._next_ids = tokens[:, None]
         self._end((self._next_ids == self._stops).any(1) | (self._limits <= self._step))
+        if self._matchers:
+            self._match(tokens)
         if 0 < self._remaining * 2 <= len(self._active):
             self._drop_done()
+
+    def _match(self, tokens: Tensor) -> None:
+        """End the rows whose new token completes a stop string."""
+        new = zip(self._active.tolist(), tokens.tolist(), strict=True)
+        found = [row in self._matchers and self._matchers[row].add(token) for row, token in new]
+        ended = torch.tensor(found, dtype=torch.bool, device=self._device)
+        # A row whose last token was another's end is done already; one that ends by its length has stopped too.
+        self._stopped[self._active[ended & (self._ends.eq(self._step) | self._done.logical_not())]] = True
+        self._end(ended)
 
     def abort(self, rows: Iterable[int]) -> None:
         """End these rows (numbers in the batch) with what they have; a row that is done stays as it is."""
@@ -119,31 +142,29 @@ class Decoding:
         self._end(chosen)
 
     def results(self) -> list[DecodedRow]:
-        """What every row has, in the order given; call it once, after the last step.
-
-        Raises:
-            FloatingPointError: the model gave logits that are not finite.
-        """
+        """Return every row's sequence, in the order given; call it once, after the last step."""
         self._all_ends[self._active] = self._ends
-        log_probs = self._log_probs[: self._step]
-        used = torch.arange(self._step, device=self._device)[:, None] < self._all_ends
-        broken = ~log_probs.isfinite() & used
-        if bool(broken.any()):
-            position, row = broken.nonzero()[0].tolist()
-            raise FloatingPointError(f"the model's logits are not finite at row {row}, new token {position}")
-        tokens_by_row = self._tokens[: self._step].T.tolist()
-        log_probs_by_row = log_probs.T.tolist()
-        reasons = self._find_reasons()
+        log_probs = self._log_probs[: self._step].T
+        used = torch.arange(self._step, device=self._device) < self._all_ends[:, None]
+        finite = log_probs.isfinite() | used.logical_not()
+        broken = torch.where(finite.all(1), -1, finite.int().argmin(1) if self._step else -1).tolist()
+        tokens_by_row = self._tokens[: self._step].T.to("cpu", torch.int32).contiguous().numpy()
+        log_probs_by_row = log_probs.to("cpu", torch.float32).contiguous().numpy()
+        found = zip(self._all_ends.tolist(), self._find_reasons(), broken, strict=True)
         return [
-            DecodedRow(tokens[:end], values[:end], self._versions[:end], reason)
-            for tokens, values, end, reason in zip(
-                tokens_by_row, log_probs_by_row, self._all_ends.tolist(), reasons, strict=True
+            DecodedRow(
+                array("i", tokens_by_row[row, :end].tobytes()),
+                array("f", log_probs_by_row[row, :end].tobytes()),
+                self._versions[:end],
+                reason,
+                None if place < 0 else place,
             )
+            for row, (end, reason, place) in enumerate(found)
         ]
 
     def _find_reasons(self) -> list[Reason]:
         last = self._tokens.gather(0, (self._all_ends - 1).clamp(min=0)[None])[0]
-        codes = (last[:, None] == self._all_stops).any(1).int()
+        codes = ((last[:, None] == self._all_stops).any(1) | self._stopped).int()
         codes[self._aborted] = 2
         names: tuple[Reason, ...] = ("length", "stop", "abort")
         return [names[code] for code in codes.tolist()]
@@ -217,14 +238,14 @@ def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tenso
             if number == len(distinct):
                 distinct.append(row.prompt)
         source.append(number)
-    flat: array[int] = array("q")
+    flat: array[int] = array("i")
     for prompt in distinct:
         flat.extend(prompt)
     lengths = torch.tensor([len(prompt) for prompt in distinct])
     width = int(lengths.max())
     mask = torch.arange(width) >= width - lengths[:, None]
     ids = torch.zeros(mask.shape, dtype=torch.int64)  # what stands under a zero mask is never looked at
-    ids[mask] = torch.frombuffer(flat, dtype=torch.int64)
+    ids[mask] = torch.frombuffer(flat, dtype=torch.int32).long()
     return ids.to(device), mask.long().to(device), torch.tensor(source, device=device)
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup
 from rollcast_hf.decoding import DecodedRow, DecodeRow
+from rollcast_hf.errors import GenerationError
 from rollcast_serving.requests import ModelLimits, check_request
+from rollcast_serving.stops import StopStrings
 
 __all__ = ["Job", "admit"]
 
@@ -28,7 +31,15 @@ class Job:
         return self.request.sampling.n
 
     def finish(self, decoded: Sequence[DecodedRow]) -> None:
-        """Hand the sequences over, unless the caller has gone."""
+        """Hand the sequences over, unless the caller has gone; a broken one fails this request and no other."""
+        for row in decoded:
+            if row.broken is not None:
+                self.fail(
+                    GenerationError(
+                        f"request {self.request.request_id!r}: the model's logits are not finite at new token "
+                        f"{row.broken}"
+                    )
+                )
         sequences = [RolloutSequence(row.token_ids, row.log_probs, row.finish_reason, row.versions) for row in decoded]
         if not self.future.done():
             self.future.set_result(RolloutOutput(self.request.request_id, sequences, self.request.sampling))
@@ -40,14 +51,16 @@ class Job:
 
     def abort(self) -> None:
         """Hand over that nothing was generated."""
-        self.finish([DecodedRow([], [], [], "abort")] * self.rows)
+        self.finish([DecodedRow(array("i"), array("f"), array("q"), "abort")] * self.rows)
 
 
-def admit(request: RolloutRequest, limits: ModelLimits, setup: RolloutSetup) -> DecodeRow:
+def admit(request: RolloutRequest, limits: ModelLimits, setup: RolloutSetup, stops: StopStrings) -> DecodeRow:
     """Check a request and return the row that each of its sequences starts from.
 
     Raises:
         RequestError: it cannot be served; says which request, and what is wrong.
     """
     prompt = check_request(request, limits)
-    return DecodeRow(prompt, request.sampling, setup.stop_ids(request.sampling))
+    sampling = request.sampling
+    stops.check(request.request_id, sampling.stop)
+    return DecodeRow(prompt, sampling, setup.stop_ids(sampling), lambda: stops.matcher(sampling.stop))

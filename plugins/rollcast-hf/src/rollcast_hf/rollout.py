@@ -40,6 +40,7 @@ from rollcast_hf.weights import count_weights, load_buckets
 from rollcast_serving.model_weights import ModelWeights, check_adapter
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import ModelLimits
+from rollcast_serving.stops import StopStrings
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
@@ -77,6 +78,9 @@ class HfRollout(BaseRollout):
         self._engine_size = (0, 0)
         self._limits: ModelLimits | None = None
         self._own: nn.Module | None = None
+        self._stops = StopStrings(setup.model_path)
+        #: The module while :meth:`generating` holds it.
+        self._held: nn.Module | None = None
         self._adapter = AdapterHooks()
         self._weights: ModelWeights | None = None
         self._unusable: RollcastError | None = None
@@ -126,7 +130,8 @@ class HfRollout(BaseRollout):
             if self._own is None:
                 self._own = build_model(self.setup.model_path)
             try:
-                report = load_buckets(self._own, buckets, version)
+                # In a thread: the buckets may come from another process, and the loop has to answer meanwhile.
+                report = await asyncio.to_thread(load_buckets, self._own, buckets, version)
             except Exception as error:  # handed to the waiting callers
                 self._unusable = WeightUpdateError(
                     f"the update of the weights to version {version} failed: {error}", getattr(error, "tensor", "")
@@ -181,7 +186,7 @@ class HfRollout(BaseRollout):
             raise copy.copy(self._unusable)
         if self._limits is None:
             self._limits = read_limits(self.setup.model_path)
-        row = admit(request, self._limits, self.setup)
+        row = admit(request, self._limits, self.setup, self._stops)
         loop = asyncio.get_running_loop()
         job = Job(request, row, loop.create_future())
         self._queue.append(job)
@@ -192,6 +197,16 @@ class HfRollout(BaseRollout):
         except asyncio.CancelledError:
             self._abort([job])
             raise
+
+    @contextmanager
+    def generating(self) -> Iterator[None]:
+        """Hold the engine's module, whole, for any number of batches; all ranks enter together."""
+        with self._module() as module:
+            self._held = module
+            try:
+                yield
+            finally:
+                self._held = None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
         """End the requests (all for None): queued ones come back empty, running ones after the present step."""
@@ -329,6 +344,9 @@ class HfRollout(BaseRollout):
     @contextmanager
     def _module(self) -> Iterator[nn.Module]:
         """The module to generate with, in evaluation mode; afterwards every part trains again that did."""
+        if self._held is not None:
+            yield self._held
+            return
         if self._engine is None:
             if self._own is None:
                 self._own = load_model(self.setup.model_path)

@@ -1,6 +1,6 @@
 """Every name of Ray that is not part of its public interface; no other module of this distribution uses one.
 
-The names are there from Ray 2.40 to 2.60, the versions that ``pyproject.toml`` allows; a test imports each of them.
+The names are there from Ray 2.52 to 2.60, the versions that ``pyproject.toml`` allows; a test imports each of them.
 """
 
 from __future__ import annotations

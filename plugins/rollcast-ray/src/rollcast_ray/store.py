@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import ray
@@ -49,10 +50,8 @@ class ObjectStore(Store):
         Raises:
             WorkerError: the call that a reference stands for has failed.
         """
-        try:
+        with _explaining_failure():
             return get_values(refs, timeout)
-        except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"the call of a handle among the arguments has failed: {error.cause}") from error
 
     def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
         """Return rows of stored batches; those of other nodes are cut there, so that nothing else travels.
@@ -60,10 +59,17 @@ class ObjectStore(Store):
         Raises:
             WorkerError: the call that a reference stands for has failed.
         """
-        try:
+        with _explaining_failure():
             return get_rows(cuts, timeout)
-        except ray.exceptions.RayTaskError as error:
-            raise WorkerError(f"a handle among the arguments cannot be read: {error.cause}") from error
+
+
+@contextmanager
+def _explaining_failure() -> Iterator[None]:
+    """Turn the failure of the call behind a handle into an error of a worker."""
+    try:
+        yield
+    except ray.exceptions.RayTaskError as error:
+        raise WorkerError(f"the call of a handle among the arguments has failed: {error.cause}") from error
 
 
 #: Waits for plain references, at most for the given seconds, and returns their values.

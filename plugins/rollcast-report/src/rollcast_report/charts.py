@@ -19,14 +19,14 @@ _SMOOTH_FROM = 20
 
 @dataclass(frozen=True)
 class ChartSpec:
-    """What a curve shows and how.
+    """Metric, title and axis of a curve.
 
     Attributes:
-        metric: the metric's name.
-        title: what people call it.
-        unit: of the y axis; ``%`` shows a fraction as a percentage.
-        floor, ceiling: the y axis does not go beyond, unless a value does.
-        mark_zero: whether the value at step 0 was measured before training and is marked so.
+        metric: name of the metric.
+        title: title of the chart.
+        unit: unit of the y axis; ``%`` shows a fraction as a percentage.
+        floor, ceiling: limits of the y axis, unless a value lies beyond them.
+        mark_zero: True if the value at step 0 was measured before training and is marked.
     """
 
     metric: str
@@ -38,7 +38,7 @@ class ChartSpec:
 
 
 def format_number(value: float, unit: str = "") -> str:
-    """A number for people: three or four digits, thousands as k, a fraction as a percentage."""
+    """Return a number for people: three or four digits, thousands as k, a fraction as a percentage."""
     if unit == "%":
         return f"{value * 100:.1f} %"
     size = abs(value)
@@ -63,7 +63,7 @@ def _nice_step(span: float, count: int) -> float:
 
 
 def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[float]:
-    """Round values from at or below ``low`` to at or above ``high``."""
+    """Return round values from at or below ``low`` to at or above ``high``."""
     step = _nice_step(high - low, count)
     if whole:
         step = max(1.0, step if step != 2.5 else 2.0)
@@ -72,7 +72,7 @@ def _ticks(low: float, high: float, count: int, whole: bool = False) -> list[flo
 
 
 def _tick_labels(ticks: list[float], unit: str) -> list[str]:
-    """All with the same number of decimals, and the same scale."""
+    """Return labels with the same number of decimals and the same scale."""
     scale, suffix = (100.0, " %") if unit == "%" else (1.0, "")
     top = max(abs(tick) for tick in ticks) * scale
     if unit != "%" and top >= 1e6:
@@ -102,7 +102,7 @@ def _y_range(values: list[float], spec: ChartSpec) -> tuple[float, float]:
 
 
 def smooth(values: list[float], span: float) -> list[float]:
-    """Mean over neighbours whose weight falls off exponentially on both sides, so that nothing lags."""
+    """Return means over neighbours, weighted exponentially on both sides, so that the curve does not lag."""
     keep = 1.0 - 2.0 / (span + 1.0)
     result = [0.0] * len(values)
     weights = [0.0] * len(values)
@@ -121,7 +121,7 @@ def _is_noisy(values: list[float]) -> bool:
 
 
 def thin(series: Series, limit: int = _MAX_POINTS) -> Series:
-    """At most about ``limit`` points; of each bucket its lowest and highest, so that spikes stay."""
+    """Return about ``limit`` points at most: the lowest and highest of each bucket, so that spikes stay."""
     if len(series) <= limit:
         return series
     size = math.ceil(2 * len(series) / limit)
@@ -156,17 +156,17 @@ class _Frame:
         self._x, self._y = (x_low, x_high), (self.y_ticks[0], self.y_ticks[-1])
 
     def x(self, step: float) -> float:
-        """Step to pixel."""
+        """Return the pixel of a step."""
         low, high = self._x
         return round(self.left + (step - low) / (high - low) * (self.right - self.left), 1)
 
     def y(self, value: float) -> float:
-        """Value to pixel."""
+        """Return the pixel of a value."""
         low, high = self._y
         return round(self.bottom - (value - low) / (high - low) * (self.bottom - self.top), 1)
 
     def axes(self) -> str:
-        """Grid, ticks and their labels."""
+        """Return the grid, the ticks and their labels as SVG."""
         parts = ['<g class="grid" aria-hidden="true">']
         for tick, label in zip(self.y_ticks, self.y_labels, strict=True):
             y = self.y(tick)
@@ -179,7 +179,7 @@ class _Frame:
 
 
 def _segments(series: Series) -> list[list[tuple[int, float]]]:
-    """Runs of values without a gap."""
+    """Return the runs of values without a gap."""
     runs: list[list[tuple[int, float]]] = [[]]
     for step, value in series:
         if value is None:
@@ -203,7 +203,7 @@ def _is_before(step: int, spec: ChartSpec) -> bool:
 
 
 def _dots(series: Series, frame: _Frame, spec: ChartSpec) -> str:
-    """Markers: all points of a short series, else only what no line shows, lone points between gaps."""
+    """Return markers: all points of a short series; of a long one only lone points between gaps."""
     runs = _segments(series)
     finite = [point for run in runs for point in run]
     if len(finite) <= _MARKERS_UP_TO:
@@ -237,13 +237,13 @@ def _describe(series: Series, spec: ChartSpec) -> str:
 
 
 def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max: int) -> str:
-    """One curve with its heading as an HTML figure.
+    """Return one curve with its heading as an HTML figure.
 
     Args:
-        series: the values; may be empty or hold gaps.
-        spec: what it shows.
-        width, height: in units of the drawing, which are pixels at its natural size.
-        x_max: where the step axis ends.
+        series: steps and values; may be empty or have gaps.
+        spec: metric, title and axis.
+        width, height: size of the drawing in pixels.
+        x_max: last step of the x axis.
     """
     title, name = html.escape(spec.title), html.escape(spec.metric)
     finite = [value for _, value in series if value is not None]

@@ -31,12 +31,12 @@ _REFRESH_PER_SECOND = 4
 
 
 def _step_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Label and text of each metric that a step shows; what is absent is left out."""
+    """Return label and text of each metric that a step shows; absent metrics are left out."""
     return [(label, form.format(metrics[key])) for key, label, form in _SHOWN if metrics.get(key) is not None]
 
 
 def _validation_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Accuracy, or what a validation has in its place."""
+    """Return the label and text of a validation's accuracy, or of its reward, score or loss."""
     validated = {key: value for key, value in metrics.items() if key.startswith("val/")}
     bare = {key.removeprefix("val/"): value for key, value in (validated or metrics).items()}
     for names in (("accuracy",), ("reward/mean", "reward", "score", "loss"), tuple(bare)[:1]):
@@ -53,11 +53,11 @@ def _clock(seconds: float) -> str:
 
 
 class ConsoleTracker(BaseTracker):
-    """Shows how far the run is and how it does.
+    """A tracker that shows the progress and the metrics of a run.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.
-        console: where to write; None is standard output.
+        console: console to write to; None for standard output.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class ConsoleTracker(BaseTracker):
 
     @hookimpl
     def on_fit_start(self, trainer: object) -> None:
-        """Learn the run's length and start the live display where there is a terminal."""
+        """Read the run's length; start the live display on a terminal."""
         self._total = getattr(trainer, "total_steps", None)
         self._name = str(getattr(trainer, "run_name", "") or self.run_dir.name)
         self._started = time.monotonic()
@@ -119,19 +119,19 @@ class ConsoleTracker(BaseTracker):
 
     @hookimpl
     def on_checkpoint_saved(self, trainer: object, step: int, path: Path) -> None:
-        """Say where the checkpoint lies."""
+        """Print the path of the checkpoint."""
         path = Path(path)
         shown = path.relative_to(self.run_dir) if path.is_relative_to(self.run_dir) else path
         self._say(step, f"checkpoint {shown}")
 
     @hookimpl
     def on_recovery(self, trainer: object, step: int, message: str) -> None:
-        """Say what was lost and where the run goes on."""
+        """Print the cause of a recovery and the step from which the run continues."""
         self._say(step, message)
 
     @hookimpl
     def on_fit_end(self, trainer: object, error: BaseException | None) -> None:
-        """Give the terminal back and say how the run ended."""
+        """Restore the terminal and print how the run ended."""
         self.close()
         took = _clock(time.monotonic() - self._started)
         # The message of an error is left to whoever reports it, so that it is not shown twice.
@@ -139,7 +139,7 @@ class ConsoleTracker(BaseTracker):
 
     @hookimpl
     def on_exception(self, trainer: object, error: BaseException) -> None:
-        """Give the terminal back before anybody prints the error."""
+        """Restore the terminal before the error is printed."""
         self.close()
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class ConsoleTracker(BaseTracker):
             live.stop()
 
     def _say(self, step: int, text: str) -> None:
-        """One line that stays; above the live display where there is one."""
+        """Print a permanent line, above the live display if there is one."""
         self._console.print(f"{self._count(step)}  {text}", markup=False, highlight=False, soft_wrap=True)
 
     def _count(self, step: int) -> str:
@@ -170,7 +170,7 @@ class ConsoleTracker(BaseTracker):
         self._say(step, f"validation {text}" + (f" ({count} sample{'s' if count > 1 else ''})" if count else ""))
 
     def _remaining(self) -> str:
-        """Estimate from recent steps by the wall clock, so that validations and checkpoints count."""
+        """Return the remaining time, estimated by the wall clock so that validations and checkpoints count."""
         if not self._total or len(self._ends) < 2:
             return "-:--"
         per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
@@ -178,7 +178,7 @@ class ConsoleTracker(BaseTracker):
         return _clock(max(0.0, per_step * (self._total - self._step) - since))
 
     def _render(self) -> RenderableType:
-        """Two lines: how far, and how it does."""
+        """Return the live display: a line with the progress and a line with the metrics."""
         from rich.console import Group
         from rich.progress_bar import ProgressBar
         from rich.table import Table

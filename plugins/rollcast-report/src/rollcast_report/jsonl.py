@@ -17,15 +17,15 @@ SAMPLES_FILE = "samples.jsonl"
 
 
 class JsonlTracker(BaseTracker):
-    """Writes one JSON object a step, and one a validation sample.
+    """A tracker that writes one JSON object per step and per validation sample.
 
-    Every line is complete and with the operating system before the hook returns. A resumed run
-    first drops what it will write again, so its files equal those of a run that was never
-    interrupted. A number that is not finite is written as null.
+    Every line is complete and passed to the operating system before the hook returns. A resumed run
+    first drops the lines that it will write again, so its files equal those of an uninterrupted run.
+    A number that is not finite is written as null.
 
     Raises:
-        DataError: a file of an earlier run cannot be understood or continued.
-        OSError: from any hook, naming the file.
+        DataError: a file of an earlier run cannot be read or continued.
+        OSError: a hook cannot write; names the file.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -36,7 +36,7 @@ class JsonlTracker(BaseTracker):
 
     @hookimpl
     def on_fit_start(self, trainer: object) -> None:
-        """Drop what an interrupted run wrote after the step that this one continues from."""
+        """Drop the lines that an interrupted run wrote after the step that this run continues from."""
         self._writer(METRICS_FILE)
         self._writer(SAMPLES_FILE)
 
@@ -56,7 +56,7 @@ class JsonlTracker(BaseTracker):
 
     @hookimpl
     def on_checkpoint_saved(self, trainer: object, step: int, path: Path) -> None:
-        """Put on the disk what the run would not write again if it resumed from here."""
+        """Synchronize the files with the disk: a run resumed from this checkpoint does not write these lines again."""
         for writer in self._writers.values():
             writer.sync()
 

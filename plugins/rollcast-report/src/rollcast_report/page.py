@@ -12,6 +12,7 @@ from string import Template
 from typing import Any
 
 from rollcast_report.charts import ChartSpec, format_number, render_chart
+from rollcast_report.conversations import render_trajectories
 from rollcast_report.run_data import RunData
 from rollcast_report.samples import render_samples
 
@@ -23,7 +24,7 @@ _LARGE = (
     ChartSpec("val/accuracy", "Validation accuracy", "%", 0.0, 1.0, mark_zero=True),
     ChartSpec("val/loss", "Validation loss", mark_zero=True),
 )
-# The two that every run of reinforcement learning is expected to have: their absence is shown.
+# Metrics that every run of reinforcement learning should have; the report shows that one is missing.
 _EXPECTED = ("reward/mean", "val/accuracy")
 _SMALL = (
     ChartSpec("actor/kl", "KL to reference"),
@@ -38,7 +39,7 @@ _SMALL = (
     ChartSpec("time/step_s", "Step time", "s", floor=0.0),
     ChartSpec("rollout/logprob_gap_max", "Log-probability gap, largest", "nats", floor=0.0),
 )
-# What the first sentence is about: the first of these that was recorded.
+# Subject of the first sentence: the first of these metrics that was recorded.
 _LEADING = (
     ("val/accuracy", "Validation accuracy", "%"),
     ("val/loss", "Validation loss", ""),
@@ -75,7 +76,7 @@ def _when(step: int) -> str:
 
 
 def _lead(run: RunData) -> str:
-    """How the run did, in one sentence."""
+    """Return one sentence on the result of the run."""
     found = next((item for item in _LEADING if run.values(item[0])), None)
     if found is None:
         return "Nothing has been measured yet." if run.steps is None else "No reward or validation was recorded."
@@ -142,7 +143,7 @@ def _charts(run: RunData) -> str:
 
 
 def _phases(run: RunData) -> str:
-    """Where the time of a step goes."""
+    """Return the section with the shares of a step's time; empty with fewer than two phases."""
     means = {
         name.removeprefix("time/").removesuffix("_s").replace("_", " "): sum(values)
         for name in run.series
@@ -166,7 +167,7 @@ def _phases(run: RunData) -> str:
 
 
 def _recoveries(run: RunData) -> str:
-    """The losses of processes that the run went on after."""
+    """Return the table of recoveries from lost processes; empty if there were none."""
     if not run.recoveries:
         return ""
     rows = "".join(
@@ -204,18 +205,21 @@ def _details(run: RunData) -> str:
 
 
 def render_page(run: RunData) -> str:
-    """The whole report; needs no other file and no network."""
-    script = _asset("report.js").strip()
+    """Return the whole report as one HTML page, which needs no other file and no network."""
+    trajectories = render_trajectories(run)
+    scripts = ("report.js", "trajectories.js") if trajectories else ("report.js",)
+    script = "\n".join(_asset(name).strip() for name in scripts)
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return Template(_asset("report.html")).substitute(
         title=html.escape(f"{run.name} · rollcast"),
-        script_hash=f"sha256-{digest}",  # the one script that may run, whatever a response contains
+        script_hash=f"sha256-{digest}",  # the browser runs no other script, whatever a response contains
         style=_asset("report.css").strip(),
         header=_header(run),
         charts=_charts(run),
         phases=_recoveries(run) + _phases(run),
         samples=render_samples(run),
+        trajectories=trajectories,
         details=_details(run),
-        footer="Written by rollcast from metrics.jsonl, samples.jsonl, status.json and config.yaml of the run.",
+        footer="Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
         script=script,
     )

@@ -1,4 +1,4 @@
-"""Files of one JSON object a line, each with a ``step``, that survive a kill at any moment."""
+"""Files of JSON lines, each with a ``step``, that survive a kill at any moment."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Unreadable:
     """A line that is not a JSON object with an integer ``step``.
 
     Attributes:
-        line: its number, from 1.
-        torn: whether it is the last line and lacks its newline, as a kill leaves it.
+        line: line number, from 1.
+        torn: True for a last line without a newline, as a kill leaves it.
     """
 
     line: int
@@ -29,10 +29,10 @@ class Unreadable:
 
 
 def encode_record(step: int, values: Mapping[str, Any]) -> bytes:
-    """One line: ``step`` first, then ``values``; numbers that are not finite become null.
+    """Return one line: ``step`` first, then ``values``; numbers that are not finite become null.
 
     Raises:
-        TypeError: if a value has no JSON form.
+        TypeError: a value has no JSON form.
     """
     record = {"step": int(step), **{key: _plain(value) for key, value in values.items() if key != "step"}}
     text = json.dumps(record, ensure_ascii=False, allow_nan=False)
@@ -41,7 +41,7 @@ def encode_record(step: int, values: Mapping[str, Any]) -> bytes:
 
 
 def _plain(value: Any) -> Any:
-    """``value`` as the json module takes it."""
+    """Return ``value`` in types that the json module accepts."""
     if value is None or isinstance(value, str | bool):
         return value
     if isinstance(value, int):
@@ -70,9 +70,9 @@ def _parse(raw: bytes) -> dict[str, Any] | None:
 
 
 def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadable]]:
-    """Each line of ``path`` with what it holds; nothing if the file does not exist.
+    """Yield each line of ``path`` with its record; nothing if the file does not exist.
 
-    A last line without newline is never a record, even where it parses: it may be cut within a number.
+    A last line without newline is never a record, even if it parses: it may be cut within a number.
     """
     if not path.exists():
         return
@@ -86,10 +86,10 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadabl
 
 
 def check_records(path: Path, start_step: int) -> None:
-    """Refuse a file to which a run that continues from ``start_step`` could not append; changes nothing.
+    """Check that a run that continues from ``start_step`` can append to a file; change nothing.
 
     Raises:
-        DataError: the file is a folder, a link or a device, or a line of it cannot be read.
+        DataError: the path is a folder, a link or a device, or a line of the file cannot be read.
     """
     if not os.path.lexists(path):
         return
@@ -107,17 +107,17 @@ def _describe_unreadable(path: Path, record: Unreadable) -> str:
 
 
 def drop_after(path: Path, start_step: int) -> int:
-    """Drop, atomically, what a run that continues from ``start_step`` will write again.
+    """Drop, atomically, the records that a run that continues from ``start_step`` will write again.
 
-    That is every record of a later step, and a torn last line. A run that starts afresh (0) writes
-    everything again, the validation before training included, so it keeps nothing.
+    These are all records of later steps, and a torn last line. A run that starts afresh (0) writes
+    every record again, also the validation before training, so the file becomes empty.
 
     Returns:
-        The number of lines dropped.
+        Number of dropped lines.
 
     Raises:
-        DataError: if another line cannot be read, because what to do about it is the user's choice.
-        OSError: if the file cannot be written; the old one is then untouched.
+        DataError: another line cannot be read; the user has to decide about it.
+        OSError: the file cannot be written; the old one is untouched.
     """
     if not path.exists():
         return 0
@@ -142,11 +142,11 @@ def drop_after(path: Path, start_step: int) -> int:
 
 
 class RecordWriter:
-    """Appends records to one file; each line is with the operating system when a call returns.
+    """A writer that appends records to one file and passes each line to the operating system at once.
 
     Args:
-        path: the file; made if it does not exist.
-        start_step: the step that the run continues from, see :func:`drop_after`.
+        path: path of the file; created if it does not exist.
+        start_step: step that the run continues from, see :func:`drop_after`.
     """
 
     def __init__(self, path: Path, start_step: int) -> None:
@@ -158,7 +158,8 @@ class RecordWriter:
         """Append one record.
 
         Raises:
-            OSError: naming the file, for example when the disk is full; no part of the line stays.
+            OSError: the line cannot be written, for example because the disk is full; no part of it stays. Names the
+                file.
         """
         line = encode_record(step, values)
         start = os.fstat(self._file.fileno()).st_size
@@ -171,7 +172,7 @@ class RecordWriter:
             raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def sync(self) -> None:
-        """Wait until everything is on the disk."""
+        """Wait until all lines are on the disk."""
         os.fsync(self._file.fileno())
 
     def close(self) -> None:

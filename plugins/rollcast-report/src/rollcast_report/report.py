@@ -25,18 +25,18 @@ _MAX_MESSAGE = 2000
 def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -> Path:
     """Write the report of a run from the files in its directory.
 
-    Works on a run that is finished, still running, or was killed at any moment.
+    The run may be finished, still running, or killed at any moment.
 
     Args:
-        run_dir: the run's directory.
-        config: the config to show if the directory has no config.yaml.
+        run_dir: directory of the run.
+        config: config to show if the directory has no config.yaml.
 
     Returns:
-        The path of the report.
+        Path of the report.
 
     Raises:
-        DataError: if there is no such directory.
-        OSError: if the report cannot be written; an older one is then untouched.
+        DataError: there is no such directory.
+        OSError: the report cannot be written; an older report is untouched.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -47,10 +47,10 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
 
 
 class ReportTracker(BaseTracker):
-    """Keeps report.html up to date: at each validation, and when the run ends in whatever way.
+    """A tracker that writes report.html at each validation and at the end of the run, however the run ends.
 
-    It reads what the tracker ``jsonl`` writes; without that one the report has no curves.
-    It also keeps status.json, from which a later report of a killed run learns how far it was to go.
+    The report is made from the files of the tracker ``jsonl``; without that tracker it has no curves.
+    This tracker also writes status.json, which tells a later report of a killed run how many steps were planned.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -64,7 +64,7 @@ class ReportTracker(BaseTracker):
 
     @hookimpl(trylast=True)
     def on_fit_start(self, trainer: object) -> None:
-        """Say that the run is on."""
+        """Write status and report of a running run."""
         if self.start_step > 0:
             self._elapsed_before = self._read_elapsed()
         self._started = time.monotonic()
@@ -72,7 +72,7 @@ class ReportTracker(BaseTracker):
         self._status.run_name = str(getattr(trainer, "run_name", "") or "")
         self._write()
 
-    # Last, and not at on_validation_end: only now has the tracker jsonl written samples and metrics of the step.
+    # Not in on_validation_end: the tracker jsonl has written the step's samples and metrics only after this hook.
     @hookimpl(trylast=True)
     def on_metrics(self, trainer: object, step: int, metrics: Mapping[str, float]) -> None:
         """Write the report if the step had a validation."""
@@ -81,12 +81,12 @@ class ReportTracker(BaseTracker):
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: object, error: BaseException) -> None:
-        """Write the report of a run that ends early."""
+        """Write the report of a run that ended with an error."""
         self._end(error)
 
     @hookimpl(trylast=True)
     def on_fit_end(self, trainer: object, error: BaseException | None) -> None:
-        """Write the last report."""
+        """Write the final report."""
         if error is not None:
             self._end(error)
         elif self._status.state == "running":
@@ -94,7 +94,7 @@ class ReportTracker(BaseTracker):
             self._write()
 
     def _read_elapsed(self) -> float:
-        """Wall time of the earlier parts of the run, as far as it is known."""
+        """Return the wall time of the earlier parts of the run in seconds; 0 if it is not known."""
         try:
             return read_status(self.run_dir).elapsed_s
         except DataError as error:
@@ -110,7 +110,7 @@ class ReportTracker(BaseTracker):
         try:
             self._write()
         except OSError as failure:
-            # The error that ended the run is what the user has to see, not what it did to the report.
+            # The user has to see the error that ended the run, not a later one of the report.
             self.logger.warning("%s could not be written: %s", self.run_dir / REPORT_FILE, failure)
 
     def _write(self) -> None:

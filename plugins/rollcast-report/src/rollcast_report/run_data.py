@@ -1,6 +1,6 @@
-"""What a report tells, read back from the files of a run's directory.
+"""Content of a report, read from the files of a run directory.
 
-The files alone decide, so a run that was killed reports as well as one that ended by itself.
+A report depends on these files alone, so a killed run has one too.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any
 from rollcast.contracts.files import replace_file
 from rollcast.errors import DataError
 from rollcast_report.records import Unreadable, read_records
+from rollcast_report.trajectories import FOLDER, SavedTrajectories, read_trajectories
 
 __all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
 
 STATUS_FILE = "status.json"
-#: Types of a status's values, by how its fields are annotated.
+#: Types of the values of a status, by the annotations of its fields.
 _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -43,15 +44,15 @@ _SECRET = re.compile(
 
 @dataclass
 class Status:
-    """How a run stands, as its report tracker last wrote it.
+    """State of a run, as its report tracker last wrote it.
 
     Attributes:
         state: ``running``, ``finished``, ``interrupted`` or ``failed``; ``unknown`` without a status file.
-        message: why it failed.
-        run_name: the trainer's name of the run.
-        total_steps: how many steps were planned.
-        elapsed_s: wall time, earlier parts of a resumed run included.
-        host, pid: the process that wrote it.
+        message: reason for a failure.
+        run_name: name that the trainer gave the run.
+        total_steps: number of planned steps.
+        elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
+        host, pid: process that wrote the status.
     """
 
     state: str = "unknown"
@@ -73,17 +74,18 @@ class Validation:
 
 @dataclass
 class RunData:
-    """Everything that a report shows.
+    """Content of a report.
 
     Attributes:
-        name: the run's name.
-        status: how it stands; ``running`` only if its process lives.
-        series: metric name to its values.
-        steps: the last step, or None if nothing was recorded.
-        first, last: first and last validation that left samples; ``last`` is None if there is one only.
-        recoveries: losses of processes that the run went on after, as the trainer recorded them.
-        config: the resolved config as text.
-        notes: what could not be read, for people.
+        name: name of the run.
+        status: state of the run; ``running`` only if its process lives.
+        series: metric name → steps and values.
+        steps: last step; None if nothing was recorded.
+        first, last: first and last validation with samples; ``last`` is None if there is only one.
+        recoveries: recoveries from lost processes, as the trainer recorded them.
+        trajectories: saved trajectories of agents, a selection that fits a page.
+        config: resolved config as text.
+        notes: messages about files and lines that could not be read.
     """
 
     name: str
@@ -93,11 +95,12 @@ class RunData:
     first: Validation | None = None
     last: Validation | None = None
     recoveries: list[dict[str, Any]] = field(default_factory=list)
+    trajectories: SavedTrajectories = field(default_factory=SavedTrajectories)
     config: str = ""
     notes: list[str] = field(default_factory=list)
 
     def values(self, name: str) -> list[float]:
-        """The finite values of a metric."""
+        """Return the finite values of a metric."""
         return [value for _, value in self.series.get(name, []) if value is not None]
 
 
@@ -107,10 +110,10 @@ def write_status(run_dir: Path, status: Status) -> None:
 
 
 def read_status(run_dir: Path) -> Status:
-    """The status file as it was written; ``unknown`` if there is none.
+    """Return the status as it was written; ``unknown`` if there is no file.
 
     Raises:
-        DataError: if the file is not what :func:`write_status` writes.
+        DataError: :func:`write_status` cannot have written the file.
     """
     path = run_dir / STATUS_FILE
     if not path.exists():
@@ -140,33 +143,33 @@ def _require_types(path: Path, status: Status) -> None:
 
 
 def _is_alive(status: Status) -> bool:
-    """Whether the process that wrote a ``running`` status may still be there."""
+    """Return True if the process that wrote a ``running`` status may still live."""
     if status.host != socket.gethostname():
         return False
     if status.pid == os.getpid():
         return True
-    if os.name != "posix" or status.pid <= 0:  # elsewhere signal 0 is not a mere question
+    if os.name != "posix" or status.pid <= 0:  # on other systems signal 0 may end the process
         return False
     try:
         os.kill(status.pid, 0)
     except ProcessLookupError:
         return False
-    except PermissionError:  # it lives and belongs to somebody else
+    except PermissionError:  # the process lives and belongs to another user
         return True
     return True
 
 
 def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
-    """Read a run's directory, whatever of it exists.
+    """Read the files of a run directory; any of them may be missing.
 
     Args:
-        run_dir: the directory.
-        config: the config to show if there is no config.yaml.
+        run_dir: directory of the run.
+        config: config to show if there is no config.yaml.
     """
     notes = []
     try:
         status = read_status(run_dir)
-    except DataError as error:  # the curves are worth more than the status
+    except DataError as error:  # curves are shown without a status too
         status = Status()
         notes.append(str(error))
     if status.state == "running" and not _is_alive(status):
@@ -175,6 +178,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
     _read_metrics(run_dir / "metrics.jsonl", run)
     _read_samples(run_dir / "samples.jsonl", run)
     _read_recoveries(run_dir / RECOVERIES_FILE, run)
+    _read_trajectories(run_dir, run)
     run.config = _read_config(run_dir, config)
     return run
 
@@ -196,7 +200,7 @@ def _read_metrics(path: Path, run: RunData) -> None:
 
 
 def _read_samples(path: Path, run: RunData) -> None:
-    """Keep the first and the last validation only: a long run has more than a page can hold."""
+    """Keep only the first and the last validation: a long run has more than a page can hold."""
     unreadable: list[Unreadable] = []
     for _, record in read_records(path):
         if isinstance(record, Unreadable):
@@ -224,11 +228,20 @@ def _read_recoveries(path: Path, run: RunData) -> None:
     _note(path, unreadable, run)
 
 
+def _read_trajectories(run_dir: Path, run: RunData) -> None:
+    run.trajectories = read_trajectories(run_dir)
+    for name, lines in run.trajectories.unreadable.items():
+        _note_lines(f"{FOLDER}/{name}", lines, run)
+
+
 def _note(path: Path, unreadable: list[Unreadable], run: RunData) -> None:
-    lines = [str(item.line) for item in unreadable if not item.torn]
+    _note_lines(path.name, [item.line for item in unreadable if not item.torn], run)
+
+
+def _note_lines(name: str, lines: list[int], run: RunData) -> None:
     if lines:
         more = ", …" if len(lines) > 10 else ""
-        run.notes.append(f"{path.name}: {len(lines)} unreadable (line {', '.join(lines[:10])}{more})")
+        run.notes.append(f"{name}: {len(lines)} unreadable (line {', '.join(map(str, lines[:10]))}{more})")
 
 
 def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
@@ -237,5 +250,5 @@ def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
         text = path.read_text("utf-8", "replace")
     else:
         text = json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
-    # A report is made to be sent around; a key or password in it would travel along.
+    # People send reports to others; keys and passwords must not be in them.
     return _SECRET.sub(r"\g<key> (hidden)", text)

@@ -25,7 +25,7 @@ _SINGLE_KINDS = (("right", "Correct"), ("wrong", "Wrong"))
 
 
 def _is_correct(sample: Mapping[str, Any]) -> bool | None:
-    """Whether the answer counts as correct; None if the sample does not say."""
+    """Return True if the answer counts as correct; None if the sample does not say."""
     correct = sample.get("correct")
     if correct is None:
         return None
@@ -33,7 +33,7 @@ def _is_correct(sample: Mapping[str, Any]) -> bool | None:
 
 
 def _text(value: Any) -> str:
-    """A prompt or answer as text; chat messages one below the other."""
+    """Return a prompt or answer as text, with chat messages one below the other."""
     if value is None:
         return ""
     if isinstance(value, str):
@@ -51,7 +51,7 @@ def _clipped(value: Any) -> str:
 
 
 def _pair(first: Validation, last: Validation) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """The samples of two validations that answer the same prompt; of several answers the n-th with the n-th."""
+    """Return pairs of samples of two validations: for each prompt the n-th answers of both."""
     seen: Counter[str] = Counter()
     before: dict[tuple[str, int], dict[str, Any]] = {}
     for sample in first.samples:
@@ -100,7 +100,7 @@ def _row(samples: tuple[dict[str, Any], ...]) -> str:
 
 
 def _pick(rows: list[tuple[dict[str, Any], ...]]) -> list[tuple[dict[str, Any], ...]]:
-    """At most what a page bears, evenly over the validation set."""
+    """Return at most 200 rows, evenly spaced over the validation set."""
     if len(rows) <= _MAX_ROWS:
         return rows
     return [rows[index * len(rows) // _MAX_ROWS] for index in range(_MAX_ROWS)]
@@ -111,7 +111,7 @@ def _heading(step: int) -> str:
 
 
 def render_samples(run: RunData) -> str:
-    """The table with its filters; empty if no validation left samples."""
+    """Return the table of samples with its filters; empty if no validation has samples."""
     if run.first is None:
         return ""
     rows: list[tuple[dict[str, Any], ...]] = []
@@ -119,7 +119,7 @@ def render_samples(run: RunData) -> str:
     if run.last is not None:
         rows = list(_pair(run.first, run.last))
         shown = [run.first, run.last]
-    if not rows:  # one validation, or two of different prompts
+    if not rows:  # a single validation, or two validations of different prompts
         shown = [run.last or run.first]
         rows = [(sample,) for sample in shown[0].samples]
     picked = _pick(rows)

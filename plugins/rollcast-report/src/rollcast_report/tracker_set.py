@@ -1,4 +1,4 @@
-"""A run's trackers together: checked before it starts, and kept from ever stopping it."""
+"""The trackers of a run: checked before it starts, and prevented from stopping it."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ _MARK = f"{PROJECT}_impl"
 class TrackerSet:
     """The trackers that a config names.
 
-    Built, it has found the classes and knows that they take their options and have what they need, and
-    none is created. What a tracker raises after that, while it is created too, is logged and goes no
-    further: the first time with its traceback, then counted.
+    The constructor finds the classes and checks their options and requirements; it creates no tracker.
+    Exceptions of trackers, also from their constructors, are logged and not raised: the first one of a
+    tracker with its traceback; further ones are counted.
 
     Args:
-        names: the config's ``trackers``.
-        options: the config's ``tracker_kwargs``: tracker → keyword arguments.
+        names: value of ``trackers``.
+        options: value of ``tracker_kwargs``: tracker → keyword arguments.
 
     Raises:
         PluginError: a tracker does not exist, does not load, or lacks a library.
-        ConfigError: a tracker does not take its options, or one that is not chosen is given some.
+        ConfigError: a tracker has no such option, or there are options for a tracker that is not in ``names``.
     """
 
     def __init__(self, names: Sequence[str], options: Mapping[str, Mapping[str, Any]] | None = None) -> None:
@@ -54,21 +54,21 @@ class TrackerSet:
         self._hooks: PluginManager | None = None
 
     def start(self, hooks: PluginManager, run_dir: Path, config: dict[str, Any], start_step: int) -> None:
-        """Create the trackers and let them listen; may be called again after :meth:`close`.
+        """Create the trackers and register them; may be called again after :meth:`close`.
 
         Args:
-            hooks: whose events they hear.
+            hooks: plugin manager whose hooks call the trackers.
             run_dir, config, start_step: see :class:`BaseTracker`.
 
         Raises:
             ConfigError: an option has a wrong value.
-        DataError: a file that an earlier run left cannot be continued.
+            DataError: a file that an earlier run left cannot be continued.
         """
         self._hooks = hooks
         for name, (part, values) in self._parts.items():
             try:
                 tracker = part(run_dir, config, start_step, **values)
-            except (ConfigError, DataError):  # an option, or a file that an earlier run left: the user's to mend
+            except (ConfigError, DataError):  # the user can correct an option or remove a file
                 raise
             except Exception as error:  # noqa: BLE001 -- no tracker may stop a run
                 self._tell(name, "was not created, and the run goes on without it", error)
@@ -95,13 +95,13 @@ class TrackerSet:
         self._failures[name] = self._failures.get(name, 0) + 1
         if self._failures[name] == 1:
             reason = f"{type(error).__name__}: {error}"
-            # The operating system and our own errors say what to mend; anything else is a bug, and has a traceback.
+            # Errors of the operating system and our own say what to do; any other is a bug and needs a traceback.
             trace = None if isinstance(error, OSError | RollcastError) else error
             logger.warning("tracker %s: %s (%s)", name, what, reason, exc_info=trace)
 
 
 class _Guarded:
-    """A tracker's hook implementations, with their errors told to ``tell`` in place of raised."""
+    """The hook implementations of a tracker, with errors passed to ``tell`` instead of raised."""
 
     def __init__(self, tracker: BaseTracker, tell: Callable[[str, Exception], None]) -> None:
         for name in dir(tracker):
@@ -131,7 +131,7 @@ def _check_options(name: str, part: type[BaseTracker], values: Mapping[str, Any]
 
 
 def _option_names(part: type[BaseTracker]) -> list[str]:
-    """Keyword arguments of a tracker, those of its bases too where ``**kwargs`` go there."""
+    """Return the keyword arguments of a tracker, with those of its bases if it passes ``**kwargs`` on."""
     names: list[str] = []
     for base in part.__mro__:
         if "__init__" not in vars(base):

@@ -6,7 +6,7 @@ Importing this package costs nothing; the parts live in its modules:
 - :mod:`rollcast_rewards.rules`: ``exact_match`` and ``gsm8k``; :mod:`.choices`: ``multiple_choice`` and ``format``;
   :mod:`.mathematics`: ``math``; :mod:`.code` with :mod:`.sandbox`: ``code``; :mod:`.weighted_sum`; :mod:`.http`.
 - :mod:`rollcast_rewards.function`: ``function``, a reward from a Python file.
-- :mod:`rollcast_rewards.policy`: what becomes of bad samples, for every manager.
+- :mod:`rollcast_rewards.policy`: treatment of bad samples, for all managers.
 - :mod:`rollcast_rewards.managers`: ``naive`` and ``batch``; :mod:`.processes` with :mod:`.worker`: ``prime``;
   :mod:`.remote`; :mod:`.overlong`: ``dapo``.
 """

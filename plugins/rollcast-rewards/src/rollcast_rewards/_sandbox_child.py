@@ -1,7 +1,7 @@
-"""Narrows this process and then runs a program in it; see :mod:`rollcast_rewards.sandbox`.
+"""Restricts this process and then runs a program in it; see :mod:`rollcast_rewards.sandbox`.
 
-Run as ``python -I _sandbox_child.py <settings as JSON>``; it has the standard library only. What it
-achieved, or why it could not, goes to the pipe ``report``, which is closed before the program starts.
+Run as ``python -I _sandbox_child.py <settings as JSON>``, with the standard library only. The limits that took
+effect, or the error, are written to the pipe ``report``, which is closed before the program starts.
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ def _own_network(libc: ctypes.CDLL) -> bool:
 
 
 def _leave_root(libc: ctypes.CDLL) -> bool:
-    """Go on as ``nobody``; whether this is an ordinary user now.
+    """Change to the user ``nobody``; return True if the process belongs to an ordinary user now.
 
-    Where only root can read the standard library, the right to read everything is kept, and no other.
+    If only root can read the standard library, the capability to read all files is kept, and no other.
     """
     if os.getuid() != 0:
         return True
@@ -76,7 +76,10 @@ def _leave_root(libc: ctypes.CDLL) -> bool:
 
 
 def _filter_calls(libc: ctypes.CDLL) -> bool:
-    """A seccomp program: refused calls fail with EPERM, absent ones with ENOSYS, clone may only make threads."""
+    """Install a seccomp filter; return True if it is in force.
+
+    Refused calls fail with EPERM, absent ones with ENOSYS; clone may only make threads.
+    """
     known = _CALLS.get(platform.machine())
     if known is None:
         return False
@@ -115,7 +118,7 @@ def _report(settings: dict[str, Any], found: dict[str, Any]) -> None:
 
 
 def main(settings: dict[str, Any]) -> None:
-    """Narrow the process and run ``settings["program"]`` as ``__main__``."""
+    """Restrict the process and run ``settings["program"]`` as ``__main__``."""
     try:
         with open(settings["program"], encoding="utf-8", errors="surrogateescape") as file:
             source = file.read()

@@ -16,18 +16,18 @@ _AGAIN_S = 0.1
 
 
 class TimeUp(BaseException):
-    """A call took too long; no ``Exception``, so that code which catches those does not go on."""
+    """A call took too long. Not an ``Exception``, so that code which catches ``Exception`` does not continue."""
 
 
 class Alarm:
-    """Interrupts calls that take longer than ``seconds``, by SIGALRM.
+    """A time limit for calls, by SIGALRM.
 
-    It works in the main thread, and between two steps of the interpreter: a call that hangs inside a
-    C extension is not interrupted. In another thread, or with ``seconds=None``, there is no limit.
-    An alarm that somebody else has set keeps running and is put back at the end.
+    The limit holds in the main thread, between two steps of the interpreter: a call that hangs inside a
+    C extension is not interrupted. In other threads, or with ``seconds=None``, there is no limit.
+    An alarm that other code has set keeps running and is restored at the end.
 
     Args:
-        seconds: the limit of each call.
+        seconds: limit of each call in seconds.
     """
 
     def __init__(self, seconds: float | None) -> None:
@@ -57,15 +57,15 @@ class Alarm:
             signal.setitimer(signal.ITIMER_REAL, max(left, 1e-3))
 
     def call(self, function: Callable[[Any], T], argument: Any) -> T:
-        """``function(argument)``.
+        """Return ``function(argument)``; exceptions of the function pass through.
 
         Raises:
-            TimeUp: it took too long; :meth:`disarm` has to come next. Its own exceptions pass through.
+            TimeUp: the call took too long; the caller has to call :meth:`disarm` next.
         """
         if not self._active or self._seconds is None:
             return function(argument)
         self._ringing = True
-        # It rings again, for code that catches everything in a loop.
+        # The alarm repeats, for code that catches everything in a loop.
         signal.setitimer(signal.ITIMER_REAL, self._seconds, _AGAIN_S)
         try:
             return function(argument)
@@ -75,7 +75,7 @@ class Alarm:
     def disarm(self) -> None:
         """Stop ringing.
 
-        An alarm may cut off the end of :meth:`call` itself, so whoever catches ``TimeUp`` does it again.
+        An alarm may interrupt the end of :meth:`call` itself, so a caller that catches ``TimeUp`` disarms again.
         """
         if not self._active:
             return

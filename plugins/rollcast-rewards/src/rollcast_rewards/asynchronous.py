@@ -1,4 +1,4 @@
-"""Awaited rewards: many samples in flight on an event loop in a thread of its own."""
+"""Asynchronous rewards: many samples in flight on an event loop in a thread of its own."""
 
 from __future__ import annotations
 
@@ -79,12 +79,12 @@ class _Flight:
         return [owner] if owner in self.started else late
 
     def has_ended(self, index: int) -> None:
-        """Forget a sample with an outcome."""
+        """Remove a sample that has an outcome."""
         self.started.pop(index, None)
 
 
 class AsyncScorer:
-    """Scores batches with an asynchronous reward, on one event loop for all batches.
+    """A scorer for asynchronous rewards, with one event loop for all batches.
 
     The loop is kept because clients of a reward (an HTTP session, say) belong to the loop they were made on.
 
@@ -112,7 +112,7 @@ class AsyncScorer:
         self._loop: _Loop | None = None
 
     def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Give the judge the outcome of every sample."""
+        """Pass the outcome of every sample to the judge."""
         flight = self._start(_Flight(samples, range(len(samples))))
         try:
             while judge.undecided:
@@ -141,7 +141,7 @@ class AsyncScorer:
         return flight
 
     def _leave_loop(self, flight: _Flight) -> tuple[list[tuple[int, Outcome]], _Flight]:
-        """Go on with another loop: one that did not cancel a late sample is blocked by code that does not await."""
+        """Replace a loop that is blocked by code that does not await: it did not cancel a late sample."""
         limit = self._limit or 0.0
         blocking = flight.find_blocking(self._loop.loop, limit) if self._loop is not None else []
         if not blocking:  # it ended in the meantime
@@ -172,7 +172,7 @@ class AsyncScorer:
             return timed_out(self._limit) if late else failure_of(error)
 
     def _patience(self, flight: _Flight) -> float | None:
-        """Seconds until the oldest sample in flight must have been cancelled; None without a limit."""
+        """Return the seconds until the oldest sample in flight must have been cancelled; None without a limit."""
         if self._limit is None:
             return None
         first = min(list(flight.started.values()), default=time.monotonic())

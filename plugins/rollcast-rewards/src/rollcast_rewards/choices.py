@@ -1,4 +1,4 @@
-"""The rewards ``multiple_choice`` and ``format``: what the response says last, and what it looks like."""
+"""The rewards ``multiple_choice`` and ``format``: the chosen letter, and the form of a response."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ _KEY = "reward.reward_kwargs"
 
 
 class MultipleChoice(BaseReward):
-    r"""1 if the response chooses the right letter, else 0.
+    r"""A reward of 1 if the response chooses the right letter, else 0.
 
     The choice is the last one of those written ``\boxed{B}``, ``answer is (B)``, ``Answer: B`` or
     ``<answer>B</answer>``; a response without any of them has to be the letter itself, alone or as in ``(B)`` or
     ``B.`` at its very end. The ground truth is the letter, or the choice's number from 0.
 
     Args:
-        choices: the letters, in order.
+        choices: letters of the choices, in order.
 
     Raises:
-        ConfigError: they are not different letters or digits.
+        ConfigError: the choices are not different letters or digits.
     """
 
     def __init__(self, choices: str = "ABCDEFGHIJ") -> None:
@@ -43,7 +43,7 @@ class MultipleChoice(BaseReward):
         self._bare = re.compile(rf"(?:^|[\s(\[*])([{letters}])[)\].*]{{0,3}}$")
 
     def extract(self, response: str) -> str | None:
-        """The letter that the response chooses, in upper case; None if it chooses none."""
+        """Return the letter that the response chooses, in upper case; None if it chooses none."""
         last = None
         for found in self._marked.finditer(response):
             last = found
@@ -70,15 +70,15 @@ class MultipleChoice(BaseReward):
 
 
 class FormatReward(BaseReward):
-    r"""1 if the whole response has the form of a regular expression, else 0.
+    r"""A reward of 1 if the whole response matches a regular expression, else 0.
 
-    ``.`` matches line ends too. White space around the response does not count. Unlike other rewards it
-    needs no ground truth. A sample never counts as correct by its form alone where ``format`` is one of
+    ``.`` matches line ends too. White space around the response does not count. This reward needs no
+    ground truth. A sample never counts as correct by its form alone where ``format`` is one of
     several rewards; see ``weighted_sum``.
 
     Args:
-        pattern: Python's syntax. The default is a thought and then an answer, each in its tags.
-        search: it is enough that the pattern occurs somewhere.
+        pattern: regular expression. The default matches a thought and then an answer, each in its tags.
+        search: accept responses that contain the pattern anywhere.
         forbidden: texts that must not occur.
 
     Raises:

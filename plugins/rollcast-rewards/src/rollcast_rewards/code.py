@@ -1,4 +1,4 @@
-"""The reward ``code``: does the program in the response pass its tests, in the sandbox?
+"""The reward ``code``: tests of the program in the response, run in the sandbox.
 
 The ground truth is one of:
 
@@ -31,14 +31,14 @@ _PYTHON = ("", "python", "py", "python3")
 
 
 def extract_program(response: str) -> str | None:
-    """The last fenced block of Python in the response; None if there is none."""
+    """Return the last fenced block of Python in the response; None if there is none."""
     found = [body for language, body in _FENCE.findall(response) if language.lower() in _PYTHON]
     return found[-1] if found else None
 
 
 @dataclass(frozen=True)
 class _Test:
-    """One run of the program: what follows it, what it reads, and what it has to print."""
+    """One run of the program: code that follows it, its input and its expected output."""
 
     code: str = ""
     stdin: str = ""
@@ -46,14 +46,14 @@ class _Test:
 
 
 class CodeReward(BaseReward):
-    """The share of tests that the response's program passes, or 1 for all of them and else 0.
+    """A reward for programs that pass tests: 1 if all pass, else 0; or the share of passed tests.
 
-    The extra number ``passed`` is the share. A program that exceeds a limit fails its test, which is no
+    The extra number ``passed`` is the share. A program that exceeds a limit fails its test; this is not an
     error of the reward.
 
     Args:
-        partial: give the share of passed tests; else 1 or 0.
-        max_tests: how many tests of a sample run, the first ones; None for all.
+        partial: return the share of passed tests instead of 1 or 0.
+        max_tests: maximum number of tests of a sample, the first ones; None for all.
         time_s, cpu_s, memory_mb, output_kb: limits of each test, see :class:`SandboxLimits`.
 
     Raises:
@@ -96,7 +96,7 @@ class CodeReward(BaseReward):
         if test.stdout is not None:
             result = run_sandboxed(program, test.stdin, self._limits)
             return result.status == "ok" and _lines(result.stdout) == _lines(test.stdout)
-        # Said after the last assertion; a program that merely ends with status 0 does not know it.
+        # Printed after the last assertion; a program that only exits with status 0 does not know the word.
         token = secrets.token_hex(16)
         result = run_sandboxed(f"{program}\n\n{test.code}\n\nprint({token!r})\n", "", self._limits)
         return result.status == "ok" and result.stdout.rstrip().endswith(token)

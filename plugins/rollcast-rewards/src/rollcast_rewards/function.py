@@ -1,4 +1,4 @@
-"""The reward ``function``: a Python function of the user's own, named by file.
+"""The reward ``function``: a user's Python function, named by file.
 
 Example, in ``my_rewards.py``::
 
@@ -33,18 +33,18 @@ _COLUMNS = ("data_source", "solution_str", "ground_truth")
 
 
 class FunctionReward(BaseReward):
-    """Scores with a function from a Python file.
+    """A reward that calls a function from a Python file.
 
-    Pickled, it travels as path and options, and the file is imported anew where it arrives; it
-    has to be there under the same path.
+    It is pickled as path and options, and the file is imported again in the other process, where it
+    has to exist under the same path.
 
     Args:
         path: ``file.py:function``, relative to the working directory or absolute.
         **kwargs: further keyword arguments of the function.
 
     Raises:
-        ConfigError: no such file, it does not import, it has no such function, or that does not
-            take the arguments it would be called with.
+        ConfigError: the file does not exist or cannot be imported, or has no such function, or the function does
+            not accept the arguments.
     """
 
     #: Nobody knows what the file's functions remember.
@@ -103,7 +103,7 @@ def _split(path: str) -> tuple[Path, str]:
 
 
 def _import_file(file: Path) -> ModuleType:
-    # A name of its own, so that a file called json.py hides nothing and two files of one name differ.
+    # A unique module name, so that a file json.py hides no module and two files of one name differ.
     name = f"_rollcast_reward_{file.stem}_{hashlib.sha256(str(file).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, file)
     if spec is None or spec.loader is None:
@@ -179,7 +179,7 @@ def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
     """Return a result from verl's form: ``score``, perhaps ``acc``, and further numbers.
 
     Numbers are Python's, numpy's and tensors of one element; texts, lists and None are left out. An array or
-    tensor of several elements goes into the result, whose check refuses it by name.
+    tensor of several elements is kept in the result, whose check rejects it by name.
 
     Raises:
         RewardError: there is no score.

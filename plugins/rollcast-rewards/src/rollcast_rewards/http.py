@@ -26,13 +26,13 @@ _MOST_BYTES = 1 << 20
 
 
 class HttpReward(BaseReward):
-    """Asks a server for the score; use it with the manager ``remote``, which asks for many at a time.
+    """A reward that requests scores from a server; the manager ``remote`` sends many requests at once.
 
     Args:
         url: http or https address.
         headers: further request headers.
         timeout_s: limit of one request, in seconds.
-        max_score: the score of a correct answer, where the server does not say ``acc``.
+        max_score: score of a correct answer, if the server does not send ``acc``.
 
     Raises:
         ConfigError: the address is not http or https, or the time limit is not positive.
@@ -51,11 +51,11 @@ class HttpReward(BaseReward):
         self.max_score = max_score
 
     def score(self, sample: RewardSample) -> float | RewardResult:
-        """The server's answer.
+        """Return the score in the server's response.
 
         Raises:
-            TransientError: the server could not be reached or is busy; another try may help.
-            RewardError: it refused the request, or its answer is not a score.
+            TransientError: the server could not be reached or is busy; a retry may succeed.
+            RewardError: the server rejected the request, or its response is not a score.
         """
         text = self._post(_encode(sample))
         try:
@@ -97,12 +97,12 @@ def _encode(sample: RewardSample) -> bytes:
         "finished": sample.finished,
         "extra_info": dict(sample.extra_info),
     }
-    # What JSON has no word for (numpy's scalars, dates) goes as text.
+    # Values without a JSON form (numpy's scalars, dates) are sent as text.
     return json.dumps(content, default=str).encode()
 
 
 def _seconds(text: str | None) -> float | None:
     try:
         return max(float(text), 0.0) if text else None
-    except ValueError:  # a date, which servers that mean business do not send
+    except ValueError:  # a date, which few servers send
         return None

@@ -16,7 +16,7 @@ __all__ = ["BatchRewardManager", "NaiveRewardManager"]
 
 
 class _InProcessManager(PolicyRewardManager):
-    """A manager in this process, which awaits an asynchronous reward for many samples at a time.
+    """A manager in this process, which awaits an asynchronous reward for many samples at once.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
@@ -42,7 +42,7 @@ class _InProcessManager(PolicyRewardManager):
 
     @abstractmethod
     def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Give the judge the outcome of every sample, from a reward that is not asynchronous."""
+        """Pass the outcome of every sample to the judge, for a synchronous reward."""
 
     def close(self) -> None:
         if self._scorer is not None:
@@ -50,11 +50,11 @@ class _InProcessManager(PolicyRewardManager):
 
 
 class NaiveRewardManager(_InProcessManager):
-    """Scores a batch in this process, one sample after the other; an asynchronous reward many at a time.
+    """A manager that scores in this process, one sample after the other; many at once if the reward is asynchronous.
 
-    A reward that overrides ``score_batch`` gets the whole batch, as with :class:`BatchRewardManager`.
-    The time limit is that of :class:`Alarm`: it ends Python code that hangs or sleeps, not C code;
-    nothing limits memory. ``prime`` does both.
+    A reward that overrides ``score_batch`` receives the whole batch, as with :class:`BatchRewardManager`.
+    The time limit is that of :class:`Alarm`, which ends Python code that hangs or sleeps, but not C code;
+    memory has no limit. ``prime`` limits both.
     """
 
     def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
@@ -74,15 +74,15 @@ class NaiveRewardManager(_InProcessManager):
 
 
 class BatchRewardManager(_InProcessManager):
-    """Hands the reward's ``score_batch`` whole batches, for rewards that are cheaper that way.
+    """A manager that calls the reward's ``score_batch``, for rewards that are faster on whole batches.
 
-    Where a batch raises, its halves are tried, and theirs, until the sample is found whose error it
-    is. ``reward.timeout_s`` is the limit of one call; all samples of a call that takes longer are bad.
+    A batch that raises is bisected until the sample is found that causes the error. ``reward.timeout_s`` is
+    the limit of one call; all samples of a call that takes longer are bad.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
-        batch_size: samples a call; None for all at once.
-        max_concurrent: samples in flight of a reward whose ``score`` is asynchronous, which gets them one by one.
+        batch_size: samples per call; None for all at once.
+        max_concurrent: samples in flight for a reward whose ``score`` is asynchronous; it gets them one by one.
 
     Raises:
         ConfigError: ``batch_size`` or ``max_concurrent`` is not positive.
@@ -109,10 +109,10 @@ class BatchRewardManager(_InProcessManager):
 def score_in_batches(
     reward: BaseReward, samples: Sequence[RewardSample], judge: Judge, alarm: Alarm, limit: float | None, size: int
 ) -> None:
-    """Score by ``reward.score_batch``, ``size`` samples a call, and find the bad samples of a call that raises.
+    """Score by ``reward.score_batch``, ``size`` samples per call; find the bad samples of a call that raises.
 
     Raises:
-        RewardError: a call gave the wrong number of scores, or the judge's.
+        RewardError: a call returned the wrong number of scores, or the judge stops the batch.
     """
     name = type(reward).__name__ if not reward.name else reward.name
     waiting = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)][::-1]

@@ -1,4 +1,4 @@
-r"""The reward ``math``: mathematical equality of the final answer, as Math-Verify sees it.
+r"""The reward ``math``: mathematical equality of the final answer, by Math-Verify.
 
 Math-Verify reads LaTeX and plain expressions and compares them with SymPy, so that ``\frac{1}{2}``, ``0.5`` and
 ``50\%`` are one answer. It comes with ``pip install rollcast-rewards[math]`` and is imported when the reward is built.
@@ -27,15 +27,15 @@ _DELIMITER = re.compile(r"(?<!\\)\$")
 
 
 class MathReward(BaseReward):
-    r"""1 if the last answer in the response equals the ground truth, else 0.
+    r"""A reward of 1 if the last answer in the response equals the ground truth, else 0.
 
-    The answer is the last ``\boxed{}``; without one, the last formula or number. Some expressions keep SymPy
-    busy without end: let the manager ``prime`` score, whose time limit ends them.
+    The answer is the last ``\boxed{}``; without one, the last formula or number. SymPy
+    does not terminate for some expressions: use the manager ``prime``, whose time limit ends them.
 
     Args:
-        boxed_only: an answer has to stand in ``\boxed{}``.
+        boxed_only: accept only answers in ``\boxed{}``.
         float_rounding: digits to which decimal numbers are compared.
-        max_characters: only the last so many characters of a response are read.
+        max_characters: number of characters at the end of a response that are read.
 
     Raises:
         PluginLoadError: Math-Verify is not installed.
@@ -57,7 +57,7 @@ class MathReward(BaseReward):
         return type(self), self._options
 
     def score(self, sample: RewardSample) -> float:
-        """Parse and compare.
+        """Parse the answer and compare it with the ground truth.
 
         Raises:
             RewardError: the ground truth is no mathematical expression.
@@ -70,10 +70,10 @@ class MathReward(BaseReward):
         return float(self._library.verify(expected, given, float_rounding=self._options[1], timeout_seconds=None))
 
     def extract(self, response: str) -> str | None:
-        """The last answer in a form in which equal answers are mostly equal texts; None without an answer.
+        """Return the last answer, normalized so that most equal answers are equal texts; None without an answer.
 
-        Numbers are written as decimals, of other expressions products are multiplied out. An expression
-        that takes SymPy longer than a second stands as it was written.
+        Numbers become decimals; products in other expressions are expanded. An expression that takes SymPy
+        longer than a second is returned as written.
         """
         with Alarm(_EXTRACTION_S) as alarm:
             try:
@@ -107,18 +107,18 @@ class MathReward(BaseReward):
         return self._parse(text[max(start, 0) :], boxed=start >= 0)
 
     def _parse(self, text: str, boxed: bool) -> list[Any]:
-        """Return SymPy's expression and the text that it was read from, as far as there are any."""
+        """Return SymPy's expression and the text it was parsed from; each only if there is one."""
         # The library ends an inline formula at the end of its line; LaTeX reads that as a space.
         text = _ENVIRONMENT.sub(lambda found: f" {_on_one_line(found[0])} ", text)
         library = self._library
         latex = library.LatexExtractionConfig(boxed_match_priority=0)
         configs = [latex] if boxed else [latex, library.ExprExtractionConfig()]
-        # The library's own time limits are alarms, which the managers need for theirs.
+        # The library's own time limits use SIGALRM, which the managers need for theirs.
         return list(library.parse(text, configs, parsing_timeout=None))
 
 
 def _is_not_about_limits(record: logging.LogRecord) -> bool:
-    # It warns that nobody limits its time; the manager does.
+    # Math-Verify warns that its time is not limited; the manager limits it.
     return not str(record.msg).startswith("Timeout is disabled")
 
 

@@ -1,4 +1,4 @@
-"""The reward manager ``dapo``: another manager's scores, less a penalty for responses near the length limit."""
+"""The reward manager ``dapo``: scores of another manager minus a penalty for responses near the length limit."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class OverlongBuffer:
     """The soft limit of DAPO (arXiv 2503.14476, equation 13).
 
     Attributes:
-        enable: whether there is one.
-        len: the last so many tokens before the hard limit, in which the penalty grows.
-        penalty_factor: the penalty at the hard limit; not negative.
+        enable: apply the penalty.
+        len: number of tokens before the hard limit over which the penalty grows.
+        penalty_factor: penalty at the hard limit; not negative.
     """
 
     enable: bool = True
@@ -36,10 +36,10 @@ class OverlongBuffer:
     penalty_factor: float = 1.0
 
     def check(self, max_response_length: int | None) -> int:
-        """The hard limit that the buffer stands before.
+        """Return the hard limit that the buffer precedes.
 
         Raises:
-            ConfigError: the buffer is empty or longer than a response may be, or the limit is not known.
+            ConfigError: the buffer is empty or longer than the longest response, or the limit is not known.
         """
         if max_response_length is None:
             raise ConfigError(f"{_KEY}.enable needs the run's limit of a response, data.max_response_length")
@@ -53,9 +53,9 @@ class OverlongBuffer:
 
 
 def overlong_penalty(length: int, max_response_length: int, buffer: OverlongBuffer) -> float:
-    """What is added to the score of a response of ``length`` tokens: from 0 down to ``-penalty_factor``.
+    """Return the number added to the score of a response of ``length`` tokens, from 0 to ``-penalty_factor``.
 
-    With the hard limit ``M`` and a buffer of ``L`` tokens it is 0 up to ``M - L`` tokens, and then
+    With the hard limit ``M`` and a buffer of ``L`` tokens the number is 0 up to ``M - L`` tokens, and then
     ``-(length - (M - L)) / L · penalty_factor``.
     """
     beyond = length - (max_response_length - buffer.len)
@@ -63,19 +63,19 @@ def overlong_penalty(length: int, max_response_length: int, buffer: OverlongBuff
 
 
 class DapoRewardManager(BaseRewardManager):
-    """Takes away up to ``penalty_factor`` from the score of a response that comes near the length limit.
+    """A manager that subtracts up to ``penalty_factor`` from the scores of responses near the length limit.
 
-    Whether an answer counts as correct does not change. The penalty is the extra number
-    ``overlong_penalty``, with its sign. Bad samples get none.
+    The penalty does not change whether an answer counts as correct. The extra number ``overlong_penalty``
+    has the penalty with its sign. Bad samples get no penalty.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
-        overlong_buffer: the keys of :class:`OverlongBuffer`; None for no penalty.
+        overlong_buffer: keys of :class:`OverlongBuffer`; None for no penalty.
         inner: name of the manager that scores.
-        inner_kwargs: its options.
+        inner_kwargs: options of that manager.
 
     Raises:
-        ConfigError: a key does not exist or is out of its range.
+        ConfigError: a key does not exist, or a value is out of range.
     """
 
     def __init__(

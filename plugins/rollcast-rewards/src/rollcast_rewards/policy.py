@@ -1,4 +1,4 @@
-"""What a reward gave for a sample, and what becomes of a batch with bad samples in it."""
+"""Checks of a reward's values, and the treatment of bad samples in a batch."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ _EXCERPT = 200
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a sample has no score.
+    """The reason why a sample has no score.
 
     Attributes:
-        kind: ``raised``, ``timeout``, ``value``, ``memory`` or ``died`` (its process did).
-        what: for people, in the past tense, such as ``failed: KeyError: 'x'``.
-        cause: the exception, where it was raised in this process.
+        kind: ``raised``, ``timeout``, ``value``, ``memory`` or ``died`` (the process of the sample died).
+        what: description in the past tense, such as ``failed: KeyError: 'x'``.
+        cause: exception, if it was raised in this process.
     """
 
     kind: str
@@ -47,13 +47,13 @@ Outcome = RewardResult | Failure
 
 
 def describe_error(error: BaseException) -> str:
-    """An exception's class and message; the class alone where it has no message."""
+    """Return class and message of an exception; the class alone if the message is empty."""
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def failure_of(error: BaseException) -> Failure:
-    """The failure that an exception of a reward is."""
+    """Return the failure for an exception of a reward."""
     kind = "memory" if isinstance(error, MemoryError) else "raised"
     return Failure(kind, f"failed: {describe_error(error)}", error)
 
@@ -64,7 +64,7 @@ def timed_out(seconds: float | None, what: str = "") -> Failure:
 
 
 def check_value(value: Any, sample: RewardSample) -> Outcome:
-    """Return a reward's value as a result of plain floats, its scores at their tokens; or as a failure."""
+    """Return a reward's value as a result of plain floats, with scores at their tokens; or return a failure."""
     result = value if isinstance(value, RewardResult) else RewardResult(value)
     try:
         return replace(
@@ -92,7 +92,7 @@ def _check_number(name: str, item: Any) -> float:
 
 
 def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ...] | None:
-    """One score a response token; None for a result with a whole score only."""
+    """Return one score per response token; None for a result that has only a whole score."""
     tokens = len(sample.response_ids)
     if result.token_scores is not None:
         if result.turn_scores is not None:
@@ -107,7 +107,7 @@ def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ..
             f"gave {len(result.turn_scores)} turn_scores, but the turns of the sample's tokens are not known "
             f"({len(sample.turn_ids)} turn ids for {tokens} tokens); give one score, or token_scores"
         )
-    # A turn's last token is where the next one has another id.
+    # The last token of a turn precedes a token with another turn id.
     ids = [*sample.turn_ids, None]
     ends = [place for place in range(tokens) if ids[place] != ids[place + 1]]
     if len(result.turn_scores) != len(ends):
@@ -119,12 +119,12 @@ def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ..
 
 
 class Judge:
-    """Takes the outcomes of one batch in any order, and holds them to the settings' policy.
+    """A collector of the outcomes of one batch, in any order, that applies the policy for bad samples.
 
     Args:
-        name: of the reward, for messages.
-        samples: the batch.
-        settings: what to do with bad ones.
+        name: name of the reward, for messages.
+        samples: samples of the batch.
+        settings: policy for bad samples.
     """
 
     def __init__(self, name: str, samples: Sequence[RewardSample], settings: RewardSettings) -> None:
@@ -137,10 +137,10 @@ class Judge:
         self.undecided = len(samples)
 
     def add(self, index: int, outcome: Outcome) -> None:
-        """The outcome of one sample.
+        """Record the outcome of one sample.
 
         Raises:
-            RewardError: the policy is to stop, or too many samples are bad by now.
+            RewardError: the policy is to stop, or too many samples are bad.
         """
         self.undecided -= self._results[index] is None
         if isinstance(outcome, RewardResult):
@@ -160,7 +160,7 @@ class Judge:
             ) from outcome.cause
 
     def results(self) -> list[RewardResult]:
-        """One result a sample, in order; bad samples are told of in the log.
+        """Return one result per sample, in order; log bad samples.
 
         Raises:
             RewardError: a sample has no outcome.
@@ -197,11 +197,11 @@ class Judge:
 
 
 class PolicyRewardManager(BaseRewardManager):
-    """A manager that holds a batch to the policy of its settings; a subclass says how samples are scored."""
+    """A manager that applies the policy of its settings to a batch; a subclass scores the samples."""
 
     @property
     def name(self) -> str:
-        """The reward's name, for messages."""
+        """Name of the reward, for messages."""
         return reward_name(self.reward)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
@@ -212,11 +212,11 @@ class PolicyRewardManager(BaseRewardManager):
 
     @abstractmethod
     def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Give the judge the outcome of every sample; there is at least one."""
+        """Pass the outcome of every sample to the judge; there is at least one sample."""
 
 
 def reward_name(reward: BaseReward) -> str:
-    """A reward's name; its class where it has none."""
+    """Return the name of a reward; its class if it has no name."""
     return str(getattr(reward, "name", "") or type(reward).__name__)
 
 

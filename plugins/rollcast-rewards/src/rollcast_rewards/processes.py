@@ -1,4 +1,4 @@
-"""The reward manager ``prime``: scores in processes of its own, which it may end."""
+"""The reward manager ``prime``: scoring in worker processes, which the manager may end."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _CHUNK = 1 << 16
 
 
 class _Process:
-    """One worker process: what it is busy with, and until when."""
+    """A worker process, with its current sample and deadline."""
 
     def __init__(self, setup: bytes) -> None:
         ours, theirs = socket.socketpair()
@@ -56,16 +56,16 @@ class _Process:
         self.send(setup)
 
     def send(self, data: bytes) -> None:
-        """Send one message; that the process is gone is noticed when it is read from."""
+        """Send one message; a dead process is noticed on the next read."""
         self.connection.settimeout(_LOAD_S)
         with suppress(OSError):
             self.connection.sendall(HEADER.pack(len(data)) + data)
 
     def receive(self) -> tuple[Any, ...] | None:
-        """The next whole message, if it is there.
+        """Return the next complete message; None if it has not arrived.
 
         Raises:
-            EOFError: the process is gone.
+            EOFError: the process has ended.
         """
         self.connection.setblocking(False)
         try:
@@ -87,7 +87,7 @@ class _Process:
         return message
 
     def end(self) -> int:
-        """End the process and what it started; its exit status."""
+        """End the process and its children; return its exit status."""
         self.connection.close()
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self.popen.pid, signal.SIGKILL)
@@ -95,17 +95,18 @@ class _Process:
 
 
 class PrimeRewardManager(PolicyRewardManager):
-    """Scores samples in parallel processes, which start with the first batch and are kept.
+    """A manager that scores samples in parallel processes, which start with the first batch and are kept.
 
-    A process whose sample takes longer than ``reward.timeout_s``, or more memory than it may, is ended
-    and another one takes its place, so neither a hang in C code nor a crash goes beyond its sample.
-    The reward is pickled (by value where it is a lambda or stands in a notebook); module-level state is
-    each process's own. An asynchronous reward is awaited on an event loop of its process, a sample at a time.
+    A process whose sample exceeds ``reward.timeout_s`` or the memory limit is ended and replaced, so a hang in C
+    code or a crash affects only its own sample. The reward is pickled (by value for a lambda or a function of a
+    notebook); each process has its own module-level state. An asynchronous reward is awaited
+    on an event loop of its process, one sample at a time.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`.
-        num_processes: how many; None for one a CPU core, at most 8, or for one if the reward is ``sequential``.
-        memory_limit_mb: how much each may allocate beside what it needs to load the reward, in MiB; None for no limit.
+        num_processes: number of processes; None for one per CPU core, at most 8, or for a single one if the reward is
+            ``sequential``.
+        memory_limit_mb: memory in MiB that each may allocate after it has loaded the reward; None for no limit.
 
     Raises:
         ConfigError: a number is not positive, or the reward cannot be pickled.
@@ -149,7 +150,7 @@ class PrimeRewardManager(PolicyRewardManager):
                 for process in self._wait():
                     self._handle(process, waiting, judge, setup)
         except BaseException:
-            self.close()  # what the others are busy with belongs to a batch that is over
+            self.close()  # samples in other processes belong to a batch that is over
             raise
 
     def close(self) -> None:
@@ -170,7 +171,7 @@ class PrimeRewardManager(PolicyRewardManager):
                 process.deadline = None if limit is None else time.monotonic() + limit
 
     def _wait(self) -> list[_Process]:
-        """Processes with news: a message, their end, or a deadline that is over."""
+        """Return the processes that have sent a message, ended, or passed their deadline."""
         with selectors.DefaultSelector() as selector:
             for process in self._processes:
                 selector.register(process.connection, selectors.EVENT_READ, process)
@@ -200,7 +201,7 @@ class PrimeRewardManager(PolicyRewardManager):
             return
         outcome = _read_outcome(message)
         if isinstance(outcome, Failure) and outcome.kind == "memory":
-            # What it allocated may still be held by the reward.
+            # The reward may still hold the memory of the failed sample.
             self._replace(process, outcome, judge, setup, bool(waiting))
             return
         index, process.index, process.deadline = process.index, None, None
@@ -220,7 +221,7 @@ class PrimeRewardManager(PolicyRewardManager):
         return timed_out(self.settings.timeout_s)
 
     def _replace(self, process: _Process, failure: Failure, judge: Judge, setup: bytes, more: bool) -> None:
-        """End a process and judge its sample; another one starts if samples are waiting."""
+        """End a process and judge its sample; start another process if samples are waiting."""
         process.end()
         self._processes.remove(process)
         if more:

@@ -1,4 +1,4 @@
-"""The reward manager ``remote``: many samples at once, for rewards that wait for a network."""
+"""The reward manager ``remote``: concurrent scoring, for rewards that wait for a network."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ _LONGEST_PAUSE_S = 30.0
 
 
 class TransientError(ConnectionError):
-    """A request failed in a way that another try may mend.
+    """A request failed, and a retry may succeed.
 
     Attributes:
-        retry_after_s: how long the server asks to wait; None where it does not say.
+        retry_after_s: pause in seconds that the server asks for; None if it does not ask.
     """
 
     retry_after_s: float | None = None
 
 
 class RateLimit:
-    """Lets calls through at an even pace.
+    """A rate limit that spaces calls evenly.
 
     Args:
-        per_minute: how many; None for as many as come.
+        per_minute: calls per minute; None for no limit.
     """
 
     def __init__(self, per_minute: float | None) -> None:
@@ -42,7 +42,7 @@ class RateLimit:
         self._lock = threading.Lock()
 
     def reserve(self) -> float:
-        """Take the next place in the row; the seconds until it comes."""
+        """Reserve the next call; return the seconds until it may start."""
         with self._lock:
             now = time.monotonic()
             place = max(self._next, now)
@@ -51,7 +51,7 @@ class RateLimit:
 
 
 class _Batch:
-    """One batch on its way through the threads."""
+    """A batch that the threads work on."""
 
     def __init__(self, samples: Sequence[RewardSample]) -> None:
         self.samples = samples
@@ -61,7 +61,7 @@ class _Batch:
         self.over = threading.Event()
 
     def take(self) -> int | None:
-        """The next sample that nobody has taken."""
+        """Return the next sample that no thread has taken; None if there is none."""
         try:
             return self.waiting.popleft()
         except IndexError:
@@ -69,21 +69,22 @@ class _Batch:
 
 
 class RemoteRewardManager(PolicyRewardManager):
-    """Scores up to ``max_concurrent`` samples at a time in threads, or on an event loop if the reward is asynchronous.
+    """A manager that scores up to ``max_concurrent`` samples at once.
 
-    A reward that raises :class:`TransientError`, ``ConnectionError`` or ``TimeoutError`` is tried again.
-    ``reward.timeout_s`` holds for a sample with all its tries; a thread that is still busy with a
-    sample after that is left behind, and another one takes its place.
+    Samples are scored in threads, or on an event loop if the reward is asynchronous.
+    A reward that raises :class:`TransientError`, ``ConnectionError`` or ``TimeoutError`` is retried.
+    ``reward.timeout_s`` limits a sample with all its retries; a thread that is still busy with a sample after
+    that time is abandoned and replaced.
 
     Args:
         reward, settings: as in :class:`BaseRewardManager`; the reward is called from several threads.
-        max_concurrent: calls at a time.
-        max_rpm: calls a minute, further tries included; None for no limit.
-        max_retries: further tries of a sample.
-        backoff_s: pause before the first further try, in seconds; it doubles with each, up to 30 s.
+        max_concurrent: maximum number of concurrent calls.
+        max_rpm: calls per minute, retries included; None for no limit.
+        max_retries: retries per sample.
+        backoff_s: pause before the first retry in seconds; it doubles with each retry, up to 30 s.
 
     Raises:
-        ConfigError: a number is out of its range.
+        ConfigError: a number is out of range.
     """
 
     def __init__(
@@ -117,7 +118,7 @@ class RemoteRewardManager(PolicyRewardManager):
             self._scorer.close()
 
     async def _attempt(self, reward: BaseReward, sample: RewardSample) -> Outcome:
-        """Await a sample's reward, and again after errors that another try may mend."""
+        """Await the reward of a sample; retry after transient errors."""
         pause, left = self._backoff_s, self._max_retries
         while True:
             try:
@@ -174,7 +175,7 @@ class RemoteRewardManager(PolicyRewardManager):
             start = batch.started[index] = time.monotonic()
             batch.done.put((index, self._score(batch, index)))
             if self.settings.timeout_s is not None and time.monotonic() - start > self.settings.timeout_s:
-                return  # somebody else has taken over
+                return  # another thread has replaced this one
 
     def _score(self, batch: _Batch, index: int) -> Outcome:
         pause = self._backoff_s

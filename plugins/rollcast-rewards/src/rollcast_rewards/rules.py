@@ -15,7 +15,7 @@ _ANSWER = re.compile(r"####\s*([-$]{0,2}(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 
 def exact_match(sample: RewardSample) -> float:
-    """1 if the response ended by itself and is the ground truth, white space around it aside; else 0.
+    """Return 1 if the response is finished and equals the ground truth, except for white space around it; else 0.
 
     Raises:
         RewardError: the sample has no ground truth.
@@ -26,11 +26,10 @@ def exact_match(sample: RewardSample) -> float:
 
 
 def gsm8k(sample: RewardSample) -> float:
-    """1 if the number after the last ``####`` of the response equals the ground truth; else 0.
+    """Return 1 if the number after the last ``####`` of the response equals the ground truth; else 0.
 
-    Numbers are compared by value, so "1,080", "$1080." and "1080.00" are the same. A response
-    without ``####`` and a number behind it scores 0, whatever else it says. It may go on after its
-    answer, and need not have ended by itself.
+    Numbers are compared by value, so "1,080", "$1080." and "1080.00" are equal. A response without ``####``
+    and a number after it scores 0. The response may continue after its answer, and may be unfinished.
 
     Raises:
         RewardError: the ground truth is not a number.
@@ -44,7 +43,7 @@ def gsm8k(sample: RewardSample) -> float:
 
 
 def extract_gsm8k_answer(response: str) -> Decimal | None:
-    """The last number that directly follows a ``####``, or None if there is none."""
+    """Return the last number that directly follows a ``####``; None if there is none."""
     found = _ANSWER.findall(response)
     if not found:
         return None

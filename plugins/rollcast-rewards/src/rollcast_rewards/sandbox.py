@@ -1,19 +1,19 @@
-"""Runs a Python program that nobody has read, in a process with narrow limits.
+"""A sandbox for untrusted Python programs: a process with limits.
 
-What holds, on Linux:
+Limits on Linux:
 
 - CPU seconds, address space and output are limited in the child (``setrlimit``); wall-clock time by
-  the parent, which ends the whole process group.
+  the parent, which kills the whole process group.
 - The child inherits no environment variable and no file descriptor but its three standard streams, and
   starts in an empty folder that is removed afterwards. It does not see the parent's module path.
 - No network: a network namespace of its own where the system permits one, and a filter of system calls
-  that refuses sockets, new programs and new processes (threads are fine). Where the system permits
-  neither, only Python's own calls are refused, which native code can go around;
-  :func:`isolation` says what holds here.
-- Started by root, it goes on as the user ``nobody``, who may write nothing but its own folder.
+  that refuses sockets, new programs and new processes (threads are fine). If the system permits
+  neither, only Python's own calls are refused, which native code can bypass;
+  :func:`isolation` returns the isolation of this machine.
+- A sandbox started by root runs as the user ``nobody``, who may write only into the sandbox's own folder.
 
-It is no virtual machine: the program can read the files that its user may read (if Python itself lies where
-only root can read, those of root), and started by another user than root it can write that user's files.
+The sandbox is not a virtual machine: the program can read the files that its user may read (those of root, if
+only root can read Python itself). Started by another user than root, it can write that user's files.
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ _CHILD = Path(__file__).with_name("_sandbox_child.py")
 
 @dataclass(frozen=True)
 class SandboxLimits:
-    """What a program may use.
+    """Limits of a program.
 
     Attributes:
-        time_s: wall-clock seconds.
-        cpu_s: CPU seconds, rounded up.
-        memory_mb: address space, in MiB; the interpreter alone takes about 30.
-        output_kb: standard output, standard error, and any file, each, in KiB.
+        time_s: wall-clock time in seconds.
+        cpu_s: CPU time in seconds, rounded up.
+        memory_mb: address space in MiB; the interpreter alone takes about 30.
+        output_kb: size in KiB of standard output, of standard error and of each file.
 
     Raises:
         ConfigError: a limit is not positive.
@@ -65,13 +65,13 @@ class SandboxLimits:
 
 @dataclass(frozen=True)
 class SandboxResult:
-    """How a program ended.
+    """The result of a program.
 
     Attributes:
         status: ``ok`` (exit status 0), ``error`` (another one, or a signal), ``time``, ``cpu``, ``memory`` or
             ``output``, after the limit that ended it.
-        stdout, stderr: what it wrote, at most ``output_kb`` each.
-        isolation: what the system permitted; see :func:`isolation`.
+        stdout, stderr: output of the program, at most ``output_kb`` each.
+        isolation: kinds of isolation that the system permitted; see :func:`isolation`.
     """
 
     status: str
@@ -81,10 +81,10 @@ class SandboxResult:
 
 
 def run_sandboxed(program: str, stdin: str = "", limits: SandboxLimits | None = None) -> SandboxResult:
-    """Run a program to its end or its limits.
+    """Run a program until it ends or reaches a limit.
 
     Raises:
-        OSError: the process cannot be started or limited; nothing of the program has run.
+        OSError: the process cannot be started or limited; the program has not run.
     """
     limits = limits or SandboxLimits()
     with tempfile.TemporaryDirectory(prefix="rollcast-sandbox-") as name:
@@ -161,5 +161,8 @@ def _status(code: int, in_time: bool, stdout: str, stderr: str, limits: SandboxL
 
 @functools.cache
 def isolation() -> Mapping[str, bool]:
-    """What the system permits: ``namespace`` (own network), ``filter`` (of system calls), ``user`` (it is not root)."""
+    """Return the kinds of isolation that the system permits.
+
+    ``namespace`` is a network of its own, ``filter`` a filter of system calls, ``user`` a user other than root.
+    """
     return run_sandboxed("").isolation

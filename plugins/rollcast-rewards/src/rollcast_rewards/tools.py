@@ -1,4 +1,4 @@
-"""The tool ``python``: programs that a model writes, run in the sandbox."""
+"""The tool ``python``, which runs programs of the model in the sandbox."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SCHEMA = {
 
 
 class PythonTool(BaseTool):
-    """Runs each program in a process of its own, within limits.
+    """A tool that runs each program in a sandboxed process.
 
     Args:
         time_s, cpu_s, memory_mb, output_kb: limits of a program, see :class:`SandboxLimits`.

@@ -20,16 +20,16 @@ _FIELDS = ("name", "weight", "reward_kwargs")
 class WeightedSum(BaseReward):
     """The weighted sum of the scores of several rewards.
 
-    Whether a sample is correct is for the first reward to say. Each part's score, without its weight, is
-    an extra number under the reward's name (``gsm8k``, and ``gsm8k_2`` if it stands there again), and its
-    extra numbers follow as ``gsm8k/<name>``. Scores per token or turn are weighted and added too. If one of the
-    rewards is asynchronous, so is the sum, and a sample's asynchronous rewards are awaited together.
+    The first reward decides whether a sample is correct. The score of each reward, without its weight, is an
+    extra number under the reward's name (``gsm8k``, and ``gsm8k_2`` for its second use); the reward's extra
+    numbers are ``gsm8k/<name>``. Scores per token or turn are weighted and added too. The sum is asynchronous if
+    one of the rewards is; the asynchronous rewards of a sample are awaited together.
 
     Args:
         rewards: mappings with ``name``, ``weight`` (1 if not given) and ``reward_kwargs``.
 
     Raises:
-        ConfigError: there are none, or one has a wrong key or weight, or does not take its options.
+        ConfigError: there are no rewards, or one has an unknown key, a wrong weight or an unknown option.
         PluginError: a reward does not exist or does not load.
     """
 
@@ -52,7 +52,7 @@ class WeightedSum(BaseReward):
         """Return the sum; an awaitable if a reward is asynchronous.
 
         Raises:
-            ValueError: a reward gave no finite number. A reward's own exceptions pass through.
+            ValueError: a reward did not return a finite number. A reward's own exceptions pass through.
         """
         if self.is_async:
             return self._score_async(sample)

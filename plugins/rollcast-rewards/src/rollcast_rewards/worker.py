@@ -1,8 +1,8 @@
 """A process that scores samples for the manager ``prime``; run as ``python -P worker.py <socket's number>``.
 
-The first message brings the module search path and the reward, each further one a sample. Messages are
-pickles with their length in front. At the top this file needs nothing but the standard library, because the
-search path is not there yet.
+The first message has the module search path and the reward; each further message has a sample. Messages are
+pickles, preceded by their length. At import this file needs only the standard library, because the search path is
+not set yet.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _GRACE_S = 5.0
 
 
 def main(number: int) -> None:
-    """Serve one manager until it closes its end."""
+    """Serve one manager until it closes the connection."""
     connection = socket.socket(fileno=number)
     message = _receive(connection)
     if message is None:
@@ -74,13 +74,13 @@ def _prepare(setup: dict[str, Any]) -> Any:
 
 
 def _where(error: BaseException | None) -> str:
-    # The exception itself stays here, so that its message says where it was raised.
+    # Only the text of the exception is sent, with the place where it was raised.
     frames = traceback.extract_tb(error.__traceback__) if error is not None else []
     return f" ({Path(frames[-1].filename).name}, line {frames[-1].lineno})" if frames else ""
 
 
 def _limit_memory(extra: int) -> None:
-    """Let the address space grow by ``extra`` bytes over what it is now."""
+    """Limit the address space to its present size plus ``extra`` bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + extra

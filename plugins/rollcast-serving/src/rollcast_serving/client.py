@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
+import http.client
+import itertools
 import json
+import secrets
+import time
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -14,43 +17,69 @@ import aiohttp
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, RolloutError
+from rollcast_serving.frames import read_frames, read_frames_blocking
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.wire import decode_error, decode_output, decode_report, encode_request
+from rollcast_serving.wire import decode_error, decode_output, decode_report, encode_requests
 
-__all__ = ["ReplicaClient", "ReplicaGoneError", "ReplicaReceiver"]
+__all__ = ["SILENCE_S", "Answer", "ReplicaClient", "ReplicaGoneError", "ReplicaReceiver"]
 
-
-#: Index of the request, and what became of it.
+#: Longest silence of a living replica, which sends heartbeats, in seconds.
+SILENCE_S = 120.0
+#: Index of a request, and its output or error.
 Answer = tuple[int, RolloutOutput | RollcastError]
+#: Errors of a connection that broke, or of a stream that is none.
+_BROKEN = (aiohttp.ClientError, OSError, EOFError, TimeoutError, ValueError)
 
 
 class ReplicaGoneError(RolloutError):
-    """A replica does not answer any more; what it was doing can be done by another."""
+    """A replica or its engine is dead, or silent for too long; another replica can take over its requests."""
 
 
 def _headers(address: ReplicaAddress) -> dict[str, str]:
     return {"Authorization": f"Bearer {address.token}"}
 
 
+def _name(address: ReplicaAddress) -> str:
+    return f"replica {address.index} on {address.node}"
+
+
+def _result(message: Mapping[str, Any], where: str) -> Any:
+    """Return a frame's result.
+
+    Raises:
+        ReplicaGoneError: the replica says that its engine is dead.
+        RollcastError: the frame's error.
+    """
+    if "gone" in message:
+        raise ReplicaGoneError(f"{where}: its engine is dead: {message['gone']}")
+    if "error" in message:
+        raise decode_error(message["error"], where)
+    return message["result"]
+
+
 class ReplicaClient:
-    """Talks to one replica from one event loop.
+    """A caller of one replica, from one event loop.
 
     Args:
-        address: of the replica.
-        timeout_s: how long a replica may be silent while requests are under way.
+        address: address of the replica.
+        silence_s: longest time without an output or a heartbeat, in seconds.
     """
 
-    def __init__(self, address: ReplicaAddress, timeout_s: float = 1800.0) -> None:
+    def __init__(self, address: ReplicaAddress, silence_s: float = SILENCE_S) -> None:
         self.address = address
-        self._timeout_s = timeout_s
+        self._silence_s = silence_s
         self._session: aiohttp.ClientSession | None = None
+        self._prefix = secrets.token_hex(8)
+        self._numbers = itertools.count()
+        #: By the id on the wire, which no other caller of the replica uses: the caller's own id.
+        self._in_flight: dict[str, str] = {}
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
             self._session = aiohttp.ClientSession(
                 headers=_headers(self.address),
                 connector=aiohttp.TCPConnector(limit=0),
-                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=self._timeout_s),
+                timeout=aiohttp.ClientTimeout(total=None, sock_connect=30.0, sock_read=self._silence_s),
                 read_bufsize=1 << 22,
             )
         return self._session
@@ -58,38 +87,54 @@ class ReplicaClient:
     @property
     def where(self) -> str:
         """The replica, for messages."""
-        return f"replica {self.address.index} on {self.address.node}"
+        return _name(self.address)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Answer]:
-        """Outputs as they come, each with its request's index; an error stands for a request that failed.
+        """Yield outputs as they come, each with its request's index; an error stands for a request that failed.
 
         Raises:
-            ReplicaGoneError: the replica went away or is silent; what has not come is not answered.
+            ReplicaGoneError: the replica or its engine is dead, or silent; requests not yielded are not answered.
         """
-        body = {"requests": [{**encode_request(request), "id": str(n)} for n, request in enumerate(requests)]}
-        left = len(requests)
+        names = {f"{self._prefix}/{next(self._numbers)}": index for index in range(len(requests))}
+        body, refused = encode_requests({name: requests[index] for name, index in names.items()})
+        for name, error in refused.items():
+            yield names[name], error
+        left = {name: names[name] for name in names if name not in refused}
+        self._in_flight |= {name: requests[index].request_id for name, index in left.items()}
         try:
-            async with self._connected().post(f"{self.address.url}/generate", json=body) as response:
+            if left:
+                async for message in self._frames("generate", data=body):
+                    if "alive" in message:
+                        continue
+                    if "gone" in message:
+                        _result(message, self.where)
+                    name = message["id"]
+                    index = left.pop(name)
+                    del self._in_flight[name]
+                    yield index, self._answer(message, requests[index])
+        finally:
+            for name in left:
+                self._in_flight.pop(name, None)
+        if left:
+            raise ReplicaGoneError(f"{self.where} ended with {len(left)} of {len(requests)} requests unanswered")
+
+    def _answer(self, message: Mapping[str, Any], request: RolloutRequest) -> RolloutOutput | RollcastError:
+        if "error" in message:
+            return decode_error(message["error"], self.where)
+        return decode_output(message["output"], request)
+
+    async def _frames(self, path: str, **body: Any) -> AsyncIterator[dict[str, Any]]:
+        """POST, and yield the frames of the answer."""
+        try:
+            async with self._connected().post(f"{self.address.url}/{path}", **body) as response:
                 if response.status != 200:
                     raise await self._refused(response)
-                async for line in response.content:
-                    index, output = self._read(line, requests)
-                    left -= 1
-                    yield index, output
-        except (aiohttp.ClientError, OSError, TimeoutError, ValueError) as error:
+                async for message in read_frames(response.content):
+                    yield message
+        except _BROKEN as error:
             if isinstance(error, RollcastError):
                 raise
-            raise ReplicaGoneError(f"{self.where} went away: {type(error).__name__}: {error}") from error
-        if left:
-            raise ReplicaGoneError(f"{self.where} ended with {left} of {len(requests)} requests unanswered")
-
-    def _read(self, line: bytes, requests: Sequence[RolloutRequest]) -> Answer:
-        data = json.loads(line)
-        index = int(data["id"])
-        request = requests[index]
-        if "error" in data:
-            return index, decode_error(data["error"], self.where)
-        return index, decode_output({**data, "id": request.request_id}, request.sampling)
+            raise ReplicaGoneError(f"{self.where} went away during /{path}: {type(error).__name__}: {error}") from error
 
     async def _refused(self, response: aiohttp.ClientResponse) -> RollcastError:
         text = await response.text()
@@ -98,23 +143,24 @@ class ReplicaClient:
         except (ValueError, KeyError):
             return RolloutError(f"{self.where} answered {response.status}: {text.strip()[:500]}")
 
-    async def call(self, path: str, body: Mapping[str, Any] | None = None, timeout_s: float | None = None) -> Any:
-        """POST, or GET without a body; the JSON that comes back.
+    async def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """POST; return the result, however long the replica takes while its heartbeats come.
 
         Raises:
-            ReplicaGoneError: it does not answer.
-            RollcastError: what it answered, if that is an error.
+            ReplicaGoneError: the replica or its engine is dead, or silent.
+            RollcastError: error that the replica answered with.
         """
-        method = "GET" if body is None else "POST"
-        try:
-            async with asyncio.timeout(timeout_s or self._timeout_s):
-                url = f"{self.address.url}/{path}"
-                async with self._connected().request(method, url, json=body) as response:
-                    if response.status != 200:
-                        raise await self._refused(response)
-                    return await response.json()
-        except (aiohttp.ClientError, OSError) as error:
-            raise ReplicaGoneError(f"{self.where} does not answer /{path}: {type(error).__name__}: {error}") from error
+        async for message in self._frames(path, json=dict(body or {})):
+            if "alive" not in message:
+                return _result(message, self.where)
+        raise ReplicaGoneError(f"{self.where} ended /{path} without an answer")
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests of this client (None for all); those of other clients go on, whatever their ids."""
+        wanted = None if request_ids is None else frozenset(request_ids)
+        names = [name for name, own in self._in_flight.items() if wanted is None or own in wanted]
+        if names:
+            await self.call("abort", {"ids": names})
 
     async def close(self) -> None:
         """Close the connections."""
@@ -127,23 +173,24 @@ class ReplicaReceiver:
     """A replica as the target of a weight sync; see :class:`rollcast_serving.weight_sync.RemoteRollout`.
 
     Args:
-        address: of the replica.
-        timeout_s: until it has to have loaded everything.
+        address: address of the replica.
+        timeout_s: deadline of an update, in seconds.
+        silence_s: longest time without a heartbeat, in seconds.
     """
 
-    def __init__(self, address: ReplicaAddress, timeout_s: float = 600.0) -> None:
+    def __init__(self, address: ReplicaAddress, timeout_s: float = 600.0, silence_s: float = SILENCE_S) -> None:
         self.address = address
         self.node = address.node
-        self._timeout_s = timeout_s
+        self._timeout_s, self._silence_s = timeout_s, silence_s
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
         """See the protocol; blocks.
 
         Raises:
-            WeightSyncError: the replica could not load them.
-            ReplicaGoneError: it went away.
+            WeightSyncError: the replica could not load the weights.
+            ReplicaGoneError: the replica or its engine is dead, silent, or late.
         """
-        where = f"replica {self.address.index} on {self.node}"
+        where = _name(self.address)
         body = json.dumps({"sync": sync, "source": dict(source), "version": version}).encode()
         request = urllib.request.Request(  # noqa: S310  # the URL is one of our own
             f"{self.address.url}/update_weights",
@@ -152,15 +199,20 @@ class ReplicaReceiver:
         )
         # No proxy: the address is one of our own.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        deadline = time.monotonic() + self._timeout_s
         try:
-            with opener.open(request, timeout=self._timeout_s) as response:
-                return decode_report(json.load(response))
+            with opener.open(request, timeout=self._silence_s) as response:
+                for message in read_frames_blocking(response):
+                    if "alive" not in message:
+                        return decode_report(_result(message, where))
+                    if time.monotonic() > deadline:
+                        raise ReplicaGoneError(f"{where} did not load the weights within {self._timeout_s:g} s")
         except urllib.error.HTTPError as error:
-            text = error.read().decode(errors="replace")
-            try:
-                failure = decode_error(json.loads(text)["error"], where)
-            except (ValueError, KeyError):
-                failure = RolloutError(f"{where} answered {error.code}: {text.strip()[:500]}")
-            raise failure from None
-        except OSError as error:
-            raise ReplicaGoneError(f"{where} went away during a weight update: {error}") from error
+            raise RolloutError(
+                f"{where} answered {error.code}: {error.read().decode(errors='replace')[:500]}"
+            ) from None
+        except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
+            if isinstance(error, RollcastError):
+                raise
+            raise ReplicaGoneError(f"{where} went away during a weight update: {error!r}") from error
+        raise ReplicaGoneError(f"{where} ended a weight update without an answer")

@@ -1,11 +1,10 @@
-"""Starts the process of a replica, knows whether it lives, and ends it."""
+"""The process of a replica: start, liveness, end."""
 
 from __future__ import annotations
 
 import json
 import os
 import secrets
-import select
 import signal
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rollcast.errors import RolloutError
+from rollcast_serving.polling import wait_readable
 from rollcast_serving.wire import decode_error
 
 __all__ = ["ReplicaAddress", "ReplicaProcess", "ReplicaSpec"]
@@ -154,8 +154,7 @@ class ReplicaProcess:
         deadline = self._started + self.spec.launch_timeout_s
         try:
             while not text.endswith(b"\n"):
-                readable, _, _ = select.select([self._tell], [], [], max(deadline - time.monotonic(), 0))
-                if not readable:
+                if not wait_readable(self._tell, deadline - time.monotonic()):
                     self.stop()
                     raise RolloutError(
                         f"replica {self.index} was not ready within rollout.replica.launch_timeout_s="

@@ -5,37 +5,40 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest
 from rollcast.errors import RollcastError, RolloutError
-from rollcast_serving.client import ReplicaClient, ReplicaGoneError
+from rollcast_serving.client import SILENCE_S, ReplicaClient, ReplicaGoneError
 from rollcast_serving.launcher import ReplicaAddress
 
 __all__ = ["Revive", "RoutingSettings", "ServerManager"]
 
 logger = logging.getLogger(__name__)
-#: Starts the replicas with these numbers again, with the present weights; their new addresses.
-Revive = Callable[[Sequence[int]], Awaitable[Sequence[ReplicaAddress]]]
+#: Starts the replica with a number again, with the current weights; returns its new address.
+Revive = Callable[[int], Awaitable[ReplicaAddress]]
+#: Ends the process of the replica with a number.
+End = Callable[[int], Awaitable[None]]
+T = TypeVar("T")
 Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
 class RoutingSettings:
-    """How requests are spread.
+    """Limits of routing and recovery.
 
     Attributes:
-        request_timeout_s: how long a replica may be silent while it has requests.
-        max_restarts: how often one replica is started again.
+        silence_s: longest time without an output or a heartbeat of a replica, in seconds.
+        max_restarts: relaunches of one replica, failed ones included.
         max_attempts: replicas that may die of one request before it is given up.
         max_sessions: sessions that are remembered, the last used.
-        chunk: most requests that are sent to a replica at once; None for an even share.
-        streams: chunks that are under way on one replica.
+        chunk: largest number of requests sent to a replica at once; None for an even share.
+        streams: chunks in flight on one replica.
     """
 
-    request_timeout_s: float = 1800.0
+    silence_s: float = SILENCE_S
     max_restarts: int = 3
     max_attempts: int = 3
     max_sessions: int = 8192
@@ -74,12 +77,13 @@ class _Job:
 
 
 class ServerManager:
-    """Routes requests to the replica with the fewest in flight; used from one event loop.
+    """A router of requests to the replica with the fewest in flight; used from one event loop.
 
     Args:
-        addresses: of the replicas.
-        settings: how.
-        revive: called for a replica that died; None to go on without it.
+        addresses: addresses of the replicas.
+        settings: limits of routing and recovery.
+        revive: called for a replica that died, again after a failed relaunch; None to go on without it.
+        end: called for a replica that is given up, so that it frees its devices.
     """
 
     def __init__(
@@ -87,9 +91,10 @@ class ServerManager:
         addresses: Sequence[ReplicaAddress],
         settings: RoutingSettings | None = None,
         revive: Revive | None = None,
+        end: End | None = None,
     ) -> None:
         self.settings = settings or RoutingSettings()
-        self._revive = revive
+        self._revive, self._end = revive, end
         self._replicas = [_Replica(address, self._client(address)) for address in addresses]
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._changed = asyncio.Condition()
@@ -97,11 +102,11 @@ class ServerManager:
         self._retired: list[ReplicaClient] = []
 
     def _client(self, address: ReplicaAddress) -> ReplicaClient:
-        return ReplicaClient(address, self.settings.request_timeout_s)
+        return ReplicaClient(address, self.settings.silence_s)
 
     @property
     def addresses(self) -> list[ReplicaAddress]:
-        """Of the replicas that are not given up."""
+        """Addresses of the replicas that are not given up."""
         return [replica.address for replica in self._replicas if replica.state != "lost"]
 
     @property
@@ -150,10 +155,11 @@ class ServerManager:
                 up = [replica for replica in self._replicas if replica.state == "up"]
                 if up:
                     return min(up, key=lambda replica: replica.in_flight)
-                self._require_any()
+                self.require_any()
                 await self._changed.wait()
 
-    def _require_any(self) -> None:
+    def require_any(self) -> None:
+        """Raise RolloutError if every replica is given up."""
         if all(replica.state == "lost" for replica in self._replicas):
             raise RolloutError(
                 f"all {len(self._replicas)} replicas are lost; each was started again up to "
@@ -164,8 +170,8 @@ class ServerManager:
 
     async def generate_many(
         self, requests: Sequence[RolloutRequest], progress: Progress | None = None
-    ) -> list[RolloutOutput]:
-        """All requests, over all replicas; outputs in the requests' order.
+    ) -> list[RolloutOutput | RollcastError]:
+        """Return an output or an error for each request, in the requests' order.
 
         The longest prompts go first. Each replica takes the next chunk when it has answered one, so that
         a slow one does not keep the others waiting at the end. What a replica that dies has not answered
@@ -176,8 +182,7 @@ class ServerManager:
             progress: called with how many are answered, and of how many.
 
         Raises:
-            RequestError: a request cannot be served; the first in their order.
-            RolloutError: no replica is left, or too many died of one request.
+            RolloutError: no replica is left.
         """
         if not requests:
             return []
@@ -196,12 +201,8 @@ class ServerManager:
             for taker in takers:
                 taker.cancel()
         if not job.is_done:
-            self._require_any()
-        outputs = [job.answers[index] for index in range(len(requests))]
-        for output in outputs:
-            if isinstance(output, RollcastError):
-                raise output
-        return [output for output in outputs if isinstance(output, RolloutOutput)]
+            self.require_any()
+        return [job.answers[index] for index in range(len(requests))]
 
     async def _take(self, replica: _Replica, job: _Job) -> None:
         """Send a replica one chunk after the other, until all requests of the job are answered."""
@@ -243,6 +244,16 @@ class ServerManager:
 
     # -- replicas that die --------------------------------------------------------------------
 
+    async def lose(self, deaths: Mapping[int, RollcastError]) -> None:
+        """Take replicas out of the routing that another caller found dead, and have them started again.
+
+        Args:
+            deaths: by the replica's number, its error.
+        """
+        for replica in self._replicas:
+            if replica.address.index in deaths:
+                await self._lose(replica, deaths[replica.address.index])
+
     async def _lose(self, replica: _Replica, error: RollcastError) -> None:
         """Take a replica out of the routing, and have it started again."""
         async with self._changed:
@@ -254,45 +265,51 @@ class ServerManager:
         logger.warning("%s; %s", error, "it is started again" if can else "it is given up")
         # Its connections are left to break with the process: other requests may be reading from them.
         self._retired.append(replica.client)
-        if can:
-            task = asyncio.ensure_future(self._bring_back(replica))
-            self._reviving.add(task)
-            task.add_done_callback(self._reviving.discard)
+        self._start(self._bring_back(replica) if can else self._give_up(replica))
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.ensure_future(work)
+        self._reviving.add(task)
+        task.add_done_callback(self._reviving.discard)
 
     async def _bring_back(self, replica: _Replica) -> None:
-        replica.restarts += 1
-        state = "lost"
+        state, index = "lost", replica.address.index
         try:
-            if self._revive is not None:
-                (address,) = await self._revive([replica.address.index])
-                replica.address, replica.client = address, self._client(address)
-                state = "up"
-                logger.warning("replica %d is back", address.index)
-        except RollcastError as error:
-            logger.error("replica %d cannot be started again: %s", replica.address.index, error)  # whole
+            while state == "lost" and self._revive is not None and replica.restarts < self.settings.max_restarts:
+                replica.restarts += 1
+                try:
+                    address = await self._revive(index)
+                except RollcastError as error:
+                    logger.warning("restart %d of replica %d failed: %s", replica.restarts, index, error)
+                    continue
+                replica.address, replica.client, state = address, self._client(address), "up"
+                logger.warning("replica %d is back", index)
         finally:
             async with self._changed:
                 replica.state = state
                 self._changed.notify_all()
+        if state == "lost":
+            logger.error("replica %d is given up after %d restarts", index, replica.restarts)
+            await self._give_up(replica)
+
+    async def _give_up(self, replica: _Replica) -> None:
+        if self._end is None:
+            return
+        try:
+            await self._end(replica.address.index)
+        except RollcastError as error:
+            logger.warning("replica %d could not be ended: %s", replica.address.index, error)
 
     # -- all of them --------------------------------------------------------------------------
 
-    async def check_health(self, timeout_s: float = 30.0) -> None:
-        """Ask every replica; those that do not answer are started again, and waited for.
+    async def check_health(self) -> None:
+        """Ask every replica for its engine's health; dead ones are started again, and waited for.
 
         Raises:
             RolloutError: none is left.
         """
-
-        async def check(replica: _Replica) -> None:
-            try:
-                await replica.client.call("health", timeout_s=timeout_s)
-            except RollcastError as error:
-                await self._lose(replica, error)
-
-        await asyncio.gather(*(check(replica) for replica in self._replicas if replica.state == "up"))
-        await self.settle()
-        self._require_any()
+        await self._ask_each(lambda client: client.call("health"))
+        self.require_any()
 
     async def settle(self) -> None:
         """Wait until no replica is being started."""
@@ -300,29 +317,60 @@ class ServerManager:
             await asyncio.gather(*self._reviving)
 
     async def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
-        """One request on every replica that is up, in their order.
+        """Return an output of every replica, in their order.
 
         Raises:
-            RollcastError: of the first that answered with one.
+            RollcastError: first error that a replica answered with.
         """
 
-        async def one(replica: _Replica) -> RolloutOutput:
-            async for _, output in replica.client.generate([request]):
+        async def one(client: ReplicaClient) -> RolloutOutput:
+            async for _, output in client.generate([request]):
                 if isinstance(output, RollcastError):
                     raise output
                 return output
-            raise RolloutError(f"{replica.client.where} gave no answer")
+            raise ReplicaGoneError(f"{client.where} gave no answer")
 
-        return list(await asyncio.gather(*(one(replica) for replica in self._replicas if replica.state == "up")))
+        return await self._ask_each(one)
 
     async def call_all(self, path: str, body: dict[str, Any]) -> None:
-        """POST to every replica that is up.
+        """POST to every replica.
 
         Raises:
-            RollcastError: of the first that answered with one.
+            RollcastError: first error that a replica answered with.
         """
-        up = [replica for replica in self._replicas if replica.state == "up"]
-        await asyncio.gather(*(replica.client.call(path, body) for replica in up))
+        await self._ask_each(lambda client: client.call(path, body))
+
+    async def abort(self, request_ids: Sequence[str] | None = None) -> None:
+        """End requests of this manager's callers (None for all) on whichever replica they are."""
+        up = [replica.client for replica in self._replicas if replica.state == "up"]
+        answers = await asyncio.gather(*(client.abort(request_ids) for client in up), return_exceptions=True)
+        for answer in answers:
+            if isinstance(answer, BaseException) and not isinstance(answer, ReplicaGoneError):
+                raise answer
+
+    async def _ask_each(self, ask: Callable[[ReplicaClient], Awaitable[T]]) -> list[T]:
+        """Return every replica's answer; a replica that dies of it is started again and asked again.
+
+        Raises:
+            RollcastError: first error that a replica answered with.
+        """
+        answers: dict[int, T] = {}
+
+        async def one(place: int, replica: _Replica) -> None:
+            try:
+                answers[place] = await ask(replica.client)
+            except ReplicaGoneError as error:
+                await self._lose(replica, error)
+
+        await self.settle()
+        while waiting := [
+            (place, replica)
+            for place, replica in enumerate(self._replicas)
+            if replica.state == "up" and place not in answers
+        ]:
+            await asyncio.gather(*(one(place, replica) for place, replica in waiting))
+            await self.settle()
+        return [answers[place] for place, replica in enumerate(self._replicas) if replica.state == "up"]
 
     async def close(self) -> None:
         """Close the connections; the replicas go on."""

@@ -22,6 +22,7 @@ from omegaconf import OmegaConf
 
 from rollcast import build_section
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, rollouts
+from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.openai_api import build_openai_app
 from rollcast_serving.server import build_app
 from rollcast_serving.wire import encode_error
@@ -30,6 +31,10 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
+#: Time for callers to hear that the engine is dead before the process ends, in seconds.
+_FAREWELL_S = 2.0
+#: Exit code of a replica whose engine died.
+_ENGINE_DIED = 3
 
 
 def _end_with_parent(parent: int) -> None:
@@ -56,26 +61,37 @@ def _build(spec: Mapping[str, Any]) -> BaseRollout:
 
 
 async def _listen(app: web.Application, host: str) -> tuple[web.AppRunner, int]:
-    runner = web.AppRunner(app, access_log=None, handler_cancellation=True)
+    runner = web.AppRunner(app, access_log=None, handler_cancellation=True, shutdown_timeout=_FAREWELL_S)
     await runner.setup()
     site = web.TCPSite(runner, host, 0)
     await site.start()
     return runner, int(runner.addresses[0][1])
 
 
-async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> None:
+async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> int:
+    """Serve until told to stop, or until the engine is dead; return the exit code."""
     stopping = asyncio.Event()
     loop = asyncio.get_running_loop()
+    code = 0
+
+    def end() -> None:
+        nonlocal code
+        code = _ENGINE_DIED
+        loop.call_later(_FAREWELL_S, stopping.set)
+
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stopping.set)
     await rollout.check_health()
-    runner, port = await _listen(build_app(rollout, spec["token"]), spec["host"])
+    watch = EngineWatch(rollout, end)
+    runner, port = await _listen(build_app(rollout, spec["token"], watch), spec["host"])
     # Whatever the other server listens to: this one is for agents on the same machine.
-    openai, openai_port = await _listen(build_openai_app(rollout, spec["model_path"], spec["token"]), "127.0.0.1")
+    openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch)
+    openai, openai_port = await _listen(openai_app, "127.0.0.1")
     _tell(tell, {"port": port, "openai_port": openai_port})
     await stopping.wait()
     for each in (runner, openai):
         await each.cleanup()
+    return code
 
 
 def _tell(tell: int, message: Mapping[str, Any]) -> None:
@@ -84,7 +100,7 @@ def _tell(tell: int, message: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Serve until told to stop, or until the parent is gone."""
+    """Serve until told to stop, until the engine is dead, or until the parent is gone."""
     spec = json.load(sys.stdin)
     tell = int(spec["tell"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
@@ -96,10 +112,9 @@ def main() -> int:
         _tell(tell, {"error": encode_error(error)})
         return 1
     try:
-        asyncio.run(_serve(rollout, spec, tell))
+        return asyncio.run(_serve(rollout, spec, tell))
     finally:
         rollout.close()
-    return 0
 
 
 if __name__ == "__main__":

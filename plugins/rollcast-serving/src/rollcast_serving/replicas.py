@@ -6,8 +6,11 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from collections import deque
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, TypeVar, cast
 
 from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
@@ -25,14 +28,37 @@ _PROGRESS_S = 10.0
 T = TypeVar("T")
 
 
+@dataclass
+class _Errand:
+    """A call of the run's workers that waits for the thread which owns them."""
+
+    call: Callable[[], Any]
+    result: Future[Any] = field(default_factory=Future)
+
+    def run(self) -> None:
+        """Make the call; whoever waits for the result gets it."""
+        try:
+            found = self.call()
+        except BaseException as error:
+            self.result.set_exception(error)
+            if not isinstance(error, RollcastError):
+                raise
+        else:
+            self.result.set_result(found)
+
+
 class Replicas:
-    """Starts a replica on each place of a group of :class:`~rollcast_serving.worker.ReplicaWorker`.
+    """The replicas on the places of a group of :class:`~rollcast_serving.worker.ReplicaWorker`.
+
+    Requests run on an event loop in a thread of its own. A replica is started again by the thread that waits in one
+    of the blocking calls here, and in no other: the trainer makes these calls, so a revival, which sends weights from
+    the actor, never runs beside a training call.
 
     Args:
         group: the view of its role.
-        settings: of the routing.
-        launch_timeout_s: until all replicas have to be ready.
-        one_node: all of the run's processes share a node; replicas then listen on its loopback only.
+        settings: limits of routing and recovery.
+        launch_timeout_s: deadline of the start of all replicas, in seconds.
+        one_node: True if all of the run's processes share a node; replicas then listen on its loopback only.
 
     Raises:
         WorkerError: a replica cannot be started.
@@ -49,58 +75,101 @@ class Replicas:
         places = group.devices()
         self._hosts = {node: LOOPBACK if one_node else node for node, _ in places}
         self._devices = [device for _, device in places]
-        #: Gives replicas that were started again the present weights; set by whoever has them.
+        #: Callback that sends the current weights to restarted replicas; set by the trainer.
         self.resync: Callable[[Sequence[ReplicaAddress]], None] | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollcast-replicas", daemon=True)
-        self._manager = ServerManager(self._launch(), settings, self._revive)
+        self._errands: deque[_Errand] = deque()
+        #: Notified when an errand comes or a call ends.
+        self._changed = threading.Condition()
+        self._manager = ServerManager(self._launch(), settings, self._revive, self._end)
         self._thread.start()
 
     def _launch(self, replaced: Sequence[int] = ()) -> list[ReplicaAddress]:
         addresses = self._group.launch(self._hosts, self._devices, list(replaced))
         return [address for address in addresses if address is not None]
 
-    async def _revive(self, indices: Sequence[int]) -> list[ReplicaAddress]:
-        return await asyncio.to_thread(self._revive_blocking, list(indices))
+    async def _revive(self, index: int) -> ReplicaAddress:
+        return await self._in_owner(lambda: self._revive_blocking(index))
 
-    def _revive_blocking(self, indices: Sequence[int]) -> list[ReplicaAddress]:
-        started = [address for address in self._launch(indices) if address.index in indices]
+    async def _end(self, index: int) -> None:
+        await self._in_owner(lambda: self._group.stop([index]))
+
+    async def _in_owner(self, call: Callable[[], T]) -> T:
+        """Return the result of a call that the next thread makes which waits in :meth:`_run`."""
+        errand = _Errand(call)
+        with self._changed:
+            self._errands.append(errand)
+            self._changed.notify_all()
+        return cast("T", await asyncio.wrap_future(errand.result))
+
+    def _revive_blocking(self, index: int) -> ReplicaAddress:
+        (started,) = (address for address in self._launch([index]) if address.index == index)
         if self.resync is not None:
-            self.resync(started)
+            self.resync([started])
         return started
 
     def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return the coroutine's result from the event loop; run the errands that come meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+        future.add_done_callback(self._wake)
         try:
+            while not future.done():
+                with self._changed:
+                    self._changed.wait_for(lambda: future.done() or self._errands)
+                    errand = self._errands.popleft() if self._errands else None
+                if errand is not None:
+                    errand.run()
             return future.result()
         except BaseException:
             future.cancel()
             raise
 
+    def _wake(self, _: object) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
     @property
     def addresses(self) -> list[ReplicaAddress]:
-        """Of the replicas that are not given up."""
+        """Addresses of the replicas that are not given up."""
         return self._manager.addresses
 
     @property
     def manager(self) -> ServerManager:
-        """What routes; for callers in its event loop."""
+        """The router; for callers in its event loop."""
         return self._manager
 
-    def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutOutput]:
-        """All requests over all replicas; see :meth:`ServerManager.generate_many`."""
+    def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutOutput | RollcastError]:
+        """Return an output or an error for each request; see :meth:`ServerManager.generate_many`."""
         return self._run(self._manager.generate_many(requests, _Progress()))
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`."""
-        outputs = self.generate(build_requests(prompts, sampling))
-        return assemble_sequences(prompts, outputs, sampling.max_tokens)
-
-    def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
-        """One request on every replica.
+        """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
 
         Raises:
-            RollcastError: of the first that answered with one.
+            RollcastError: a row failed; of the class of the first row's error, with the number of failed rows.
+        """
+        answers = self.generate(build_requests(prompts, sampling))
+        outputs = [answer for answer in answers if isinstance(answer, RolloutOutput)]
+        failed = [answer for answer in answers if isinstance(answer, RollcastError)]
+        if failed:
+            raise type(failed[0])(f"{len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}")
+        return assemble_sequences(prompts, outputs, sampling.max_tokens)
+
+    def replace_dead(self, deaths: Mapping[int, RollcastError]) -> None:
+        """Start replicas again that a weight sync found dead, by their numbers, and send them the current weights."""
+        self._run(self._replace(deaths))
+
+    async def _replace(self, deaths: Mapping[int, RollcastError]) -> None:
+        await self._manager.lose(deaths)
+        await self._manager.settle()
+        self._manager.require_any()
+
+    def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
+        """Return an output of every replica.
+
+        Raises:
+            RollcastError: first error that a replica answered with.
         """
         return self._run(self._manager.generate_on_each(request))
 

@@ -4,13 +4,36 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
+
+import numpy as np
 
 from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest
 from rollcast.errors import CapabilityError, RequestError
 
-__all__ = ["ModelLimits", "check_request"]
+__all__ = ["ModelLimits", "as_tokens", "check_request"]
+
+
+def as_tokens(ids: Iterable[int]) -> array[int]:
+    """Return token ids as an int32 array; one that is int32 already is returned itself, numpy's is not taken apart.
+
+    Raises:
+        TypeError: a value is no integer.
+        OverflowError: a value does not fit into int32.
+    """
+    if isinstance(ids, array) and ids.typecode == "i":
+        return ids
+    if not isinstance(ids, array) and not hasattr(ids, "__array__"):
+        return array("i", ids)
+    values = np.asarray(ids)
+    if values.dtype.kind not in "iu" or values.ndim != 1:
+        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions is no row of token ids")
+    narrow = values.astype(np.int32)
+    if not np.array_equal(narrow, values):
+        raise OverflowError("a token id does not fit into int32")
+    return array("i", narrow.tobytes())
 
 
 @dataclass(frozen=True)
@@ -37,7 +60,7 @@ class ModelLimits:
 def check_request(
     request: RolloutRequest, limits: ModelLimits, capabilities: RolloutCapabilities | None = None
 ) -> array[int]:
-    """Check a request and return its prompt's ids.
+    """Check a request and return its prompt's ids, int32.
 
     Args:
         request: request to check.
@@ -54,7 +77,7 @@ def check_request(
             "but this rollout takes token ids only (capabilities.multi_modal); choose a rollout.name that takes it"
         )
     try:
-        prompt = array("q", request.prompt_ids)
+        prompt = as_tokens(request.prompt_ids)
     except (TypeError, OverflowError) as error:
         raise RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
     problem = _sampling_problem(request) or _prompt_problem(prompt, request.sampling.max_tokens, limits)
@@ -83,7 +106,8 @@ def _sampling_problem(request: RolloutRequest) -> str | None:
 def _prompt_problem(prompt: array[int], max_tokens: int, limits: ModelLimits) -> str | None:
     if not prompt:
         return "the prompt is empty"
-    low, high = min(prompt), max(prompt)
+    ids = np.frombuffer(prompt, np.int32)
+    low, high = int(ids.min()), int(ids.max())
     if low < 0 or high >= limits.vocab_size:
         wrong = low if low < 0 else high
         place = prompt.index(wrong)

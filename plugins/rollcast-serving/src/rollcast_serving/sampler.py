@@ -12,11 +12,12 @@ import torch
 from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
-from rollcast.errors import WeightSyncError
+from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
 
 __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 
@@ -38,6 +39,10 @@ class Sampler(ABC):
         Raises:
             WeightSyncError: they did not arrive as they are.
         """
+
+    def serve(self) -> Sequence[ReplicaAddress]:
+        """Be ready for requests that come from elsewhere; return the replicas that take them, none by default."""
+        return ()
 
     def rest(self) -> None:
         """Give memory up until the next :meth:`sync` or :meth:`generate`; may be called again."""
@@ -63,7 +68,7 @@ class InProcessSampler(Sampler):
         return LazyBatch.of(handle, SEQUENCES, {"prompts": prompts["prompts"].int()})
 
     def sync(self, version: int) -> dict[str, float]:
-        metrics = self._group.update_weights(version)[0]
+        metrics = self._group.update_weights(version)[0].metrics
         # Nothing moved: there is no time or rate to tell.
         return {name: metrics[name] for name in ("rollout/weight_version", "sync/tensors") if name in metrics}
 
@@ -100,18 +105,24 @@ class ReplicaSampler(Sampler):
         self._takes_turns = takes_turns
         self._rests = False
         self._version: int | None = None
+        #: Metrics of the last sync that reached a replica.
+        self._sent: dict[str, float] = {}
         replicas.resync = self._resync
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         self._wake(["weights", "kv_cache"])
         return self.replicas.generate_sequences(prompts, sampling)
 
+    def serve(self) -> Sequence[ReplicaAddress]:
+        self._wake(["weights", "kv_cache"])
+        return self.replicas.addresses
+
     def sync(self, version: int) -> dict[str, float]:
         self.replicas.check_health()
         rested = self._rests
         self._wake(["weights"])
         self._version = version
-        metrics = self._send(version, self.replicas.addresses)
+        metrics = dict(self._send(version))
         if rested:
             self.replicas.resume(["kv_cache"])
         if self._canary.config.enable:
@@ -132,21 +143,51 @@ class ReplicaSampler(Sampler):
         self.replicas.close()
 
     def _resync(self, addresses: Sequence[ReplicaAddress]) -> None:
-        if self._version is not None:
-            self._send(self._version, addresses)
+        """Send the current weights to a replica that was started again.
 
-    def _send(self, version: int, addresses: Sequence[ReplicaAddress]) -> dict[str, float]:
-        by_rank: list[Mapping[str, float]] = self._group.update_weights(version, list(addresses))
-        senders = [metrics for metrics in by_rank if metrics]
-        seconds = max(metrics["sync/seconds"] for metrics in senders)
-        sent = sum(metrics["sync/bytes"] for metrics in senders)
-        return {
-            "rollout/weight_version": float(version),
-            "sync/tensors": senders[0]["sync/tensors"],
-            "sync/seconds": seconds,
-            "sync/load_seconds": max(metrics["sync/load_seconds"] for metrics in senders),
-            "sync/GB_per_s": sent / 1e9 / max(seconds, 1e-9),
-        }
+        Raises:
+            RolloutError: the replica died meanwhile, so that its restart has failed.
+        """
+        if self._version is not None:
+            for error in self._deliver(self._version, addresses).values():
+                raise error
+
+    def _send(self, version: int) -> dict[str, float]:
+        """Send the weights to all replicas, again to those that another one's death interrupted.
+
+        A replica that dies meanwhile is started again, and gets the weights as it comes up.
+
+        Raises:
+            WeightSyncError: a replica refused the weights.
+            RolloutError: no replica is left.
+        """
+        waiting, again = self.replicas.addresses, False
+        while waiting:
+            failed = self._deliver(version, waiting, whole=again)
+            dead = {index: error for index, error in failed.items() if not isinstance(error, SyncInterruptedError)}
+            if dead:
+                self.replicas.replace_dead(dead)
+            waiting = [each for each in waiting if each.index in failed and each.index not in dead]
+            again = True
+        return self._sent
+
+    def _deliver(
+        self, version: int, addresses: Sequence[ReplicaAddress], whole: bool = False
+    ) -> Mapping[int, RolloutError]:
+        """Send the weights to replicas once; return the errors of those that have none, by their numbers."""
+        by_rank: list[SyncOutcome] = self._group.update_weights(version, list(addresses), whole)
+        senders = [outcome.metrics for outcome in by_rank if outcome.metrics]
+        if senders:
+            seconds = max(metrics["sync/seconds"] for metrics in senders)
+            sent = sum(metrics["sync/bytes"] for metrics in senders)
+            self._sent = {
+                "rollout/weight_version": float(version),
+                "sync/tensors": senders[0]["sync/tensors"],
+                "sync/seconds": seconds,
+                "sync/load_seconds": max(metrics["sync/load_seconds"] for metrics in senders),
+                "sync/GB_per_s": sent / 1e9 / max(seconds, 1e-9),
+            }
+        return {index: error for outcome in by_rank for index, error in outcome.failed.items()}
 
     def _check_canary(self) -> float:
         """How far the replicas' log-probs are from the actor's, at most.

@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hmac
 import json
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
-from rollcast.contracts.rollout import BaseRollout, RolloutOutput
+from rollcast.contracts.rollout import BaseRollout, RolloutRequest
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RequestError, RollcastError
+from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.weight_sync import weight_syncs
-from rollcast_serving.wire import decode_request, encode_error, encode_output, encode_report
+from rollcast_serving.wire import decode_requests, encode_error, encode_output, encode_report, pack_frame
 
-__all__ = ["IncomingWeights", "build_app", "check_token"]
+__all__ = ["HEARTBEAT_S", "Handler", "IncomingWeights", "build_app", "check_token"]
 
 logger = logging.getLogger(__name__)
 _MAX_BODY = 1 << 30
+#: Time between two heartbeats of a stream, in seconds.
+HEARTBEAT_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -78,76 +82,150 @@ def guard(token: str) -> Any:
     return checked
 
 
+class _Stream:
+    """A response of frames, which ends early when the engine is dead.
+
+    Args:
+        response: prepared response.
+        watch: watch over the engine.
+    """
+
+    def __init__(self, response: web.StreamResponse, watch: EngineWatch) -> None:
+        self._response, self._watch = response, watch
+
+    async def send(self, **message: Any) -> None:
+        """Send one frame."""
+        await self._response.write(pack_frame(message))
+
+    async def run(self, tasks: list[asyncio.Task[dict[str, Any]]], heartbeat_s: float) -> None:
+        """Send each task's message when it ends, heartbeats meanwhile, and the engine's death instead of the rest."""
+        waiting = set(tasks)
+        while waiting:
+            done, waiting = await asyncio.wait(waiting, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                # Of a dead engine only finished outputs count: another replica can give the rest.
+                if not self._watch.death or "output" in task.result():
+                    await self.send(**task.result())
+            if self._watch.death:
+                await self.send(gone=self._watch.death)
+                return
+            if not done:
+                await self.send(alive=True)
+                self._watch.start()
+
+
 class _Endpoints:
     """The routes, over one rollout."""
 
-    def __init__(self, rollout: BaseRollout) -> None:
+    def __init__(self, rollout: BaseRollout, watch: EngineWatch, heartbeat_s: float) -> None:
         self.rollout = rollout
+        self._watch, self._heartbeat_s = watch, heartbeat_s
         self._updating = asyncio.Lock()
 
-    async def health(self, request: web.Request) -> web.Response:  # aiohttp gives it
-        await self.rollout.check_health()
-        return web.json_response({"ok": True})
+    async def health(self, request: web.Request) -> web.StreamResponse:
+        return await self._reply(request, self._look())
+
+    async def _look(self) -> dict[str, Any]:
+        await self._watch.look()
+        return {}
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Many requests; each output is a line, as soon as it is there."""
-        wanted = (await request.json())["requests"]
-        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
-        await response.prepare(request)
-        tasks = [asyncio.ensure_future(self._one(entry)) for entry in wanted]
+        """Answer many requests; each output is a frame, sent when the output is there."""
+        wanted = decode_requests(await request.read())
+        return await self._respond(request, [asyncio.ensure_future(self._one(each)) for each in wanted])
+
+    async def _one(self, request: RolloutRequest) -> dict[str, Any]:
+        name = request.request_id
         try:
-            for done in asyncio.as_completed(tasks):
-                await response.write((await done).encode() + b"\n")
-        finally:
-            for task in tasks:
-                task.cancel()  # the caller has gone; the rollout aborts what is still under way
-        await response.write_eof()
-        return response
+            return {"id": name, "output": encode_output(await self.rollout.generate(request))}
+        except Exception as error:  # noqa: BLE001  # it travels to the caller
+            return {"id": name, **await self._failure(error, f"request {name}")}
 
-    async def _one(self, entry: Mapping[str, Any]) -> str:
-        identifier = entry.get("id") if isinstance(entry, Mapping) else None
-        try:
-            output: RolloutOutput = await self.rollout.generate(decode_request(entry))
-            return json.dumps(encode_output(output))
-        except Exception as error:  # it travels to the caller
-            if not isinstance(error, RollcastError):
-                logger.exception("request %s failed", identifier)
-            return json.dumps({"id": identifier, "error": encode_error(error)})
+    async def _failure(self, error: Exception, what: str) -> dict[str, Any]:
+        if not isinstance(error, RollcastError):
+            logger.error("%s failed", what, exc_info=error)
+        # The stream says so itself if the cause is the engine's death.
+        await self._watch.blame(error)
+        return {"error": encode_error(error)}
 
-    async def abort(self, request: web.Request) -> web.Response:
-        await self.rollout.abort((await request.json()).get("ids"))
-        return web.json_response({})
+    async def abort(self, request: web.Request) -> web.StreamResponse:
+        """End requests by the ids that their caller gave them, which no other caller's have."""
+        names = (await request.json()).get("ids")
+        if not isinstance(names, list):
+            raise RequestError('an abort needs {"ids": [...]}')
+        return await self._reply(request, self.rollout.abort(names))
 
-    async def update_weights(self, request: web.Request) -> web.Response:
-        asked = await request.json()
+    async def update_weights(self, request: web.Request) -> web.StreamResponse:
+        return await self._reply(request, self._update(await request.json()))
+
+    async def _update(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         async with self._updating:
             incoming, version = IncomingWeights(asked["sync"], asked["source"]), int(asked["version"])
             if "adapter" in asked["source"]:
                 report = await self._update_adapter(incoming, asked["source"]["adapter"], version)
             else:
                 report = await self.rollout.update_weights(incoming, version)
-        return web.json_response(encode_report(report))
+        return encode_report(report)
 
     async def _update_adapter(self, incoming: IncomingWeights, config: Mapping[str, Any], version: int) -> WeightReport:
-        tally = WeightTally(incoming)
-        tensors = {name: tensor.clone() for bucket in tally for name, tensor in bucket}
+        # In a thread: reading waits for the trainer, and the other requests' heartbeats have to go on.
+        tally, tensors = await asyncio.to_thread(_read_all, incoming)
         loaded = await self.rollout.update_adapter(AdapterWeights(config, tensors), version)
         return replace(tally.report(loaded.version), load_seconds=loaded.seconds)
 
-    async def release(self, request: web.Request) -> web.Response:
-        await self.rollout.release((await request.json())["tags"])
-        return web.json_response({})
+    async def release(self, request: web.Request) -> web.StreamResponse:
+        return await self._reply(request, self.rollout.release((await request.json())["tags"]))
 
-    async def resume(self, request: web.Request) -> web.Response:
-        await self.rollout.resume((await request.json())["tags"])
-        return web.json_response({})
+    async def resume(self, request: web.Request) -> web.StreamResponse:
+        return await self._reply(request, self.rollout.resume((await request.json())["tags"]))
+
+    async def _reply(self, request: web.Request, work: Awaitable[Any]) -> web.StreamResponse:
+        """Answer with the result of one piece of work."""
+        return await self._respond(request, [asyncio.ensure_future(self._finish(work, request.path))])
+
+    async def _finish(self, work: Awaitable[Any], path: str) -> dict[str, Any]:
+        try:
+            return {"result": await work or {}}
+        except Exception as error:  # noqa: BLE001  # it travels to the caller
+            return await self._failure(error, path)
+
+    async def _respond(self, request: web.Request, tasks: list[asyncio.Task[dict[str, Any]]]) -> web.StreamResponse:
+        async with _cancelled_at_the_end(tasks):
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            await response.prepare(request)
+            await _Stream(response, self._watch).run(tasks, self._heartbeat_s)
+            await response.write_eof()
+        return response
 
 
-def build_app(rollout: BaseRollout, token: str) -> web.Application:
-    """The application that a replica's callers in the run talk to."""
+@contextlib.asynccontextmanager
+async def _cancelled_at_the_end(tasks: list[asyncio.Task[dict[str, Any]]]) -> AsyncIterator[None]:
+    """Cancel the tasks that are left when their caller has gone; the rollout aborts what is still under way."""
+    try:
+        yield
+    finally:
+        for task in tasks:
+            task.cancel()
+
+
+def _read_all(incoming: IncomingWeights) -> tuple[WeightTally, dict[str, Any]]:
+    tally = WeightTally(incoming)
+    return tally, {name: tensor.clone() for bucket in tally for name, tensor in bucket}
+
+
+def build_app(
+    rollout: BaseRollout, token: str, watch: EngineWatch, heartbeat_s: float = HEARTBEAT_S
+) -> web.Application:
+    """Return the application that a replica's callers in the run talk to.
+
+    Args:
+        rollout: rollout that answers.
+        token: secret that lets a caller in.
+        watch: watch over the rollout's engine.
+        heartbeat_s: time between two heartbeats of a stream, in seconds.
+    """
     app = web.Application(middlewares=[guard(token)], client_max_size=_MAX_BODY)
-    endpoints = _Endpoints(rollout)
-    app.router.add_get("/health", endpoints.health)
-    for name in ("generate", "abort", "update_weights", "release", "resume"):
+    endpoints = _Endpoints(rollout, watch, heartbeat_s)
+    for name in ("health", "generate", "abort", "update_weights", "release", "resume"):
         app.router.add_post(f"/{name}", getattr(endpoints, name))
     return app

@@ -10,19 +10,49 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
-from rollcast.errors import CapabilityError
+from rollcast.errors import CapabilityError, RolloutError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
     from rollcast.contracts.rollout import BaseRollout
 
-__all__ = ["BaseWeightSync", "RemoteRollout", "SyncSettings", "WeightSyncCapabilities", "weight_syncs"]
+__all__ = [
+    "BaseWeightSync",
+    "Delivery",
+    "RemoteRollout",
+    "SyncInterruptedError",
+    "SyncOutcome",
+    "SyncSettings",
+    "WeightSyncCapabilities",
+    "weight_syncs",
+]
+
+
+class SyncInterruptedError(RolloutError):
+    """A target lives, but got no weights because another one died and broke what they shared; send again."""
+
+
+#: Result of a sync for one target: its report, or why it has none.
+Delivery = WeightReport | RolloutError
+
+
+@dataclass(frozen=True)
+class SyncOutcome:
+    """Result of a sync by one rank of the engine to its replicas.
+
+    Attributes:
+        metrics: metrics of the rank; empty on a rank that sent nothing.
+        failed: by a replica's number, why it has no new weights.
+    """
+
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    failed: Mapping[int, RolloutError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -69,6 +99,7 @@ class RemoteRollout(Protocol):
 
         Raises:
             WeightSyncError: loading failed.
+            RolloutError: the rollout is dead.
         """
         ...
 
@@ -98,8 +129,10 @@ class BaseWeightSync(ABC):
         self.settings = settings or SyncSettings()
 
     @abstractmethod
-    async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:
+    async def sync(self, version: int, only_adapter: bool = False) -> Sequence[Delivery]:
         """Send the engine's current weights to the targets, as ``version``.
+
+        A target that dies costs no other target its weights, unless they share a connection.
 
         Args:
             version: version of the weights.
@@ -107,10 +140,11 @@ class BaseWeightSync(ABC):
                 on all ranks.
 
         Returns:
-            One report a target, in their order; of the adapter if there is one.
+            For each target, in their order, its report (of the adapter if there is one), or the error of a target that
+            died, or :class:`SyncInterruptedError`.
 
         Raises:
-            WeightSyncError: a target's report does not match; names the tensor.
+            WeightSyncError: a living target refused the weights, or its report does not match; names the tensor.
         """
 
     @classmethod

@@ -1,150 +1,228 @@
-"""Requests and outputs as JSON: what replicas and their callers say to each other."""
+"""Messages between replicas and their callers: msgpack, with token ids and log-probs as packed arrays.
+
+A body or a stream is a sequence of frames, each a length and a msgpack map, so that no message meets a line limit.
+Numbers travel as little-endian arrays: token ids int32, log-probs float32. Weight versions travel as runs.
+"""
 
 from __future__ import annotations
 
-import base64
+import struct
 import sys
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, fields
 from typing import Any
+
+import msgpack
+import numpy as np
 
 from rollcast import errors
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, RolloutError
+from rollcast_serving.requests import as_tokens
 
 __all__ = [
+    "LENGTH",
     "decode_error",
     "decode_output",
     "decode_report",
-    "decode_request",
+    "decode_requests",
     "encode_error",
     "encode_output",
     "encode_report",
-    "encode_request",
+    "encode_requests",
+    "pack_frame",
+    "unpack",
 ]
 
+#: Length of a frame's message, before the message.
+LENGTH = struct.Struct(">Q")
 _SAMPLING = tuple(field.name for field in fields(SamplingParams))
 
 
-def _pack(code: str, values: Sequence[Any]) -> str:
-    packed = array(code, values)
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return base64.b64encode(packed.tobytes()).decode()
+def pack_frame(message: Mapping[str, Any]) -> bytes:
+    """Return a message with its length before it."""
+    data: bytes = msgpack.packb(message)
+    return LENGTH.pack(len(data)) + data
 
 
-def _unpack(code: str, text: str) -> array[Any]:
-    packed = array(code)
-    packed.frombytes(base64.b64decode(text))
-    if sys.byteorder == "big":
-        packed.byteswap()
-    return packed
-
-
-def encode_request(request: RolloutRequest) -> dict[str, Any]:
-    """Return a request as JSON. Ids that are no integers travel as they are; the replica refuses them.
+def unpack(data: bytes) -> Any:
+    """Return the message of a frame.
 
     Raises:
-        CapabilityError: the request carries multi-modal data, which has no JSON form.
+        ValueError: the bytes are no msgpack.
+    """
+    try:
+        return msgpack.unpackb(data, max_bin_len=len(data), max_array_len=len(data), max_map_len=len(data))
+    except msgpack.UnpackException as error:
+        raise ValueError(f"no msgpack: {error!r}") from error
+
+
+def _to_bytes(values: array[Any]) -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+def _from_bytes(code: str, data: bytes) -> array[Any]:
+    values: array[Any] = array(code, data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+# -- requests ---------------------------------------------------------------------------------
+
+
+def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict[str, RollcastError]]:
+    """Return the body that asks for requests, by their ids on the wire, and the errors of those that cannot travel.
+
+    Sampling parameters that several requests share travel once.
+    """
+    samplings: dict[int, int] = {}
+    shared: list[dict[str, Any]] = []
+    entries: list[list[Any]] = []
+    refused: dict[str, RollcastError] = {}
+    for name, request in requests.items():
+        try:
+            prompt = _to_bytes(_prompt(request))
+        except RollcastError as error:
+            refused[name] = error
+            continue
+        number = samplings.setdefault(id(request.sampling), len(samplings))
+        if number == len(shared):
+            shared.append(asdict(request.sampling))
+        entries.append([name, prompt, number, request.seed])
+    body: bytes = msgpack.packb({"samplings": shared, "requests": entries})
+    return body, refused
+
+
+def _prompt(request: RolloutRequest) -> array[int]:
+    """Return a request's prompt.
+
+    Raises:
+        RequestError: the prompt is not made of token ids.
+        CapabilityError: the request carries multi-modal data, which does not travel.
     """
     if request.multi_modal_data:
         raise errors.CapabilityError(
             f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
             "which replicas do not take; generate in the trainer's process (rollout.weight_sync=in_process)"
         )
-    sampling = asdict(request.sampling)
-    seed = {} if request.seed is None else {"seed": request.seed}
-    return {"id": request.request_id, "prompt_ids": list(request.prompt_ids), "sampling": sampling, **seed}
+    try:
+        return as_tokens(request.prompt_ids)
+    except (TypeError, OverflowError) as error:
+        raise errors.RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
 
 
-def decode_request(data: Mapping[str, Any]) -> RolloutRequest:
-    """The request.
+def decode_requests(data: bytes) -> list[RolloutRequest]:
+    """Return the requests of a body.
 
     Raises:
-        RequestError: a part is missing or unknown.
+        RequestError: the body is malformed.
     """
     try:
-        sampling = dict(data["sampling"])
-        unknown = sorted(set(sampling) - set(_SAMPLING))
-        if unknown:
-            raise errors.RequestError(
-                f"unknown sampling parameters {', '.join(unknown)}; known: {', '.join(_SAMPLING)}"
-            )
-        for name in ("stop_token_ids", "stop"):
-            sampling[name] = tuple(sampling.get(name, ()))
-        return RolloutRequest(str(data["id"]), data["prompt_ids"], SamplingParams(**sampling), data.get("seed"))
-    except (KeyError, TypeError, ValueError) as error:
+        message = unpack(data)
+        samplings = [_sampling(each) for each in message["samplings"]]
+        return [
+            RolloutRequest(str(name), _from_bytes("i", prompt), samplings[number], seed)
+            for name, prompt, number, seed in message["requests"]
+        ]
+    except (KeyError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, RollcastError):
             raise
         raise errors.RequestError(f"this is no request: {error!r}") from error
 
 
-def encode_output(output: RolloutOutput) -> dict[str, Any]:
-    """JSON of an output; numbers as little-endian arrays in base64, log-probs in float32."""
-    sequences = []
-    for sequence in output.sequences:
-        versions = set(sequence.weight_versions)
-        sequences.append(
-            {
-                "ids": _pack("i", sequence.token_ids),
-                "log_probs": _pack("f", sequence.log_probs),
-                "reason": sequence.finish_reason,
-                # Nearly always one for all.
-                "versions": versions.pop() if len(versions) == 1 else list(sequence.weight_versions),
-            }
-        )
-    return {"id": output.request_id, "sequences": sequences}
+def _sampling(data: Mapping[str, Any]) -> SamplingParams:
+    unknown = sorted(set(data) - set(_SAMPLING))
+    if unknown:
+        raise errors.RequestError(f"unknown sampling parameters {', '.join(unknown)}; known: {', '.join(_SAMPLING)}")
+    lists = {name: tuple(data.get(name, ())) for name in ("stop_token_ids", "stop")}
+    return SamplingParams(**{**data, **lists})
 
 
-def decode_output(data: Mapping[str, Any], sampling: SamplingParams) -> RolloutOutput:
-    """The output.
+# -- outputs ----------------------------------------------------------------------------------
+
+
+def encode_output(output: RolloutOutput) -> list[Any]:
+    """Return the sequences of an output for a frame."""
+    return [
+        [
+            _to_bytes(as_tokens(sequence.token_ids)),
+            _to_bytes(_floats(sequence.log_probs)),
+            sequence.finish_reason,
+            _runs(sequence.weight_versions),
+        ]
+        for sequence in output.sequences
+    ]
+
+
+def _floats(values: Sequence[float]) -> array[float]:
+    return values if isinstance(values, array) and values.typecode == "f" else array("f", values)
+
+
+def _runs(versions: Sequence[int]) -> list[list[int]]:
+    """Return runs of equal versions as pairs of version and count."""
+    values = np.asarray(versions, np.int64)
+    if not len(values):
+        return []
+    starts = np.flatnonzero(np.diff(values, prepend=values[0] - 1))
+    counts = np.diff(starts, append=len(values))
+    return [[int(values[start]), int(count)] for start, count in zip(starts, counts, strict=True)]
+
+
+def _versions(runs: Iterable[Sequence[int]]) -> array[int]:
+    versions = array("q")
+    for version, count in runs:
+        versions += array("q", [version]) * count
+    return versions
+
+
+def decode_output(data: Any, request: RolloutRequest) -> RolloutOutput:
+    """Return the output that a frame holds.
 
     Args:
-        data: what :func:`encode_output` gave.
-        sampling: of the request.
+        data: result of :func:`encode_output`.
+        request: request that the output answers.
 
     Raises:
         RolloutError: a part is missing or malformed.
     """
-    sequences = []
     try:
-        for entry in data["sequences"]:
-            ids = _unpack("i", entry["ids"])
-            versions = entry["versions"]
-            sequences.append(
-                RolloutSequence(
-                    ids,
-                    _unpack("f", entry["log_probs"]),
-                    entry["reason"],
-                    [versions] * len(ids) if isinstance(versions, int) else versions,
-                )
-            )
-        return RolloutOutput(data["id"], sequences, sampling)
-    except (KeyError, TypeError, ValueError) as error:
+        sequences = [
+            RolloutSequence(_from_bytes("i", ids), _from_bytes("f", log_probs), reason, _versions(runs))
+            for ids, log_probs, reason, runs in data
+        ]
+    except (TypeError, ValueError, OverflowError) as error:
         raise RolloutError(f"a replica's answer is malformed: {error!r}") from error
+    return RolloutOutput(request.request_id, sequences, request.sampling)
+
+
+# -- reports and errors -----------------------------------------------------------------------
 
 
 def encode_report(report: WeightReport) -> dict[str, Any]:
-    """JSON of a report."""
+    """Return a report as plain data."""
     return asdict(report)
 
 
 def decode_report(data: Mapping[str, Any]) -> WeightReport:
-    """The report."""
+    """Return the report."""
     return WeightReport(**data)
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """JSON of an error: its class, if it is one of rollcast's, its text, and the tensor that it names."""
+    """Return an error as plain data: its nearest class of rollcast's, its text, and the tensor that it names."""
     kinds = [cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls]
     message = str(error) if kinds else f"{type(error).__name__}: {error}"
     return {"kind": next(iter(kinds), "RolloutError"), "message": message, "tensor": getattr(error, "tensor", "")}
 
 
 def decode_error(data: Mapping[str, Any], where: str) -> RollcastError:
-    """The error, of the nearest class that is known here, saying where it comes from."""
+    """Return the error, of the nearest class that is known here, with the place it comes from."""
     found = getattr(errors, str(data.get("kind")), None)
     kind = found if isinstance(found, type) and issubclass(found, RollcastError) else RolloutError
     message = f"{where}: {data.get('message')}"

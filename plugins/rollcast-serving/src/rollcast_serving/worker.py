@@ -57,10 +57,11 @@ class ReplicaWorker(Worker):
         Args:
             hosts: node → address to listen on.
             devices: by rank, what :meth:`devices` gave.
-            replaced: numbers of replicas that are ended first, should they still run.
+            replaced: numbers of the replicas to end and start again; the others are left alone. Empty for all that do
+                not run.
 
         Returns:
-            Its address; None on ranks that lend their devices to another's.
+            Its address; None on ranks that lend their devices to another's, and on those that are left alone.
 
         Raises:
             RolloutError: it cannot be started; with the end of its log.
@@ -68,6 +69,8 @@ class ReplicaWorker(Worker):
         if self.rank % self._tensor_parallel:
             return None
         index = self.rank // self._tensor_parallel
+        if replaced and index not in replaced:
+            return None
         if self._process is not None and (index in replaced or not self._process.is_alive):
             self._process.stop()
             self._process = None
@@ -81,6 +84,12 @@ class ReplicaWorker(Worker):
             self._process = ReplicaProcess(spec, index, node, self._generation)
             self._address = self._process.wait_ready()
         return self._address
+
+    @register(dispatch_mode="one_to_all")
+    def stop(self, indices: Collection[int]) -> None:
+        """End this rank's replica if its number is among these, so that its devices are free."""
+        if self.rank // self._tensor_parallel in indices:
+            self.close()
 
     def close(self) -> None:
         """End the replica."""

@@ -17,7 +17,7 @@ import aiohttp
 from rollcast.errors import RolloutError
 from rollcast_sglang.process import ServerProcess
 
-__all__ = ["SglangClient"]
+__all__ = ["RefusedError", "SglangClient"]
 
 _READY_POLL_S = 0.1
 _HEALTH_S = 5.0
@@ -25,6 +25,10 @@ _HEALTH_S = 5.0
 _DEATH_S = 2.0
 _PREFIX = b"data: "
 _END = b"[DONE]"
+
+
+class RefusedError(RolloutError):
+    """The server is well, and refused a call."""
 
 
 class SglangClient:
@@ -77,7 +81,7 @@ class SglangClient:
         streaming = {**body, "stream": True}
         async with self._telling("/generate"), self._request("POST", "/generate", streaming, None) as response:
             if response.status >= 400:
-                raise RolloutError(f"SGLang answered /generate with {response.status}: {await response.text()}")
+                raise RefusedError(f"SGLang answered /generate with {response.status}: {await response.text()}")
             rest = bytearray()
             async for chunk in response.content.iter_any():
                 rest += chunk

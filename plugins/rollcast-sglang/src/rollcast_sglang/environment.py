@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,10 +11,13 @@ from pathlib import Path
 from rollcast.errors import PluginLoadError
 from rollcast_sglang.schemas import SglangRolloutConfig
 
-__all__ = ["SERVER_VARIABLE", "find_sglang", "has_gpu", "server_environment"]
+__all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "has_gpu", "server_environment"]
 
-#: Set in SGLang's processes that rollcast started; only those are changed by this package's hooks.
+#: Set in SGLang's processes that rollcast started; only those are changed by this package's hooks. Holds the model's
+#: folder and whether code of it may run, as a JSON list.
 SERVER_VARIABLE = "ROLLCAST_SGLANG_SERVER"
+#: Key of SGLang's ``custom_params`` under which a request's stop strings go to the server's processes.
+STOP_STRINGS = "rollcast_stop"
 
 _STAND_INS = Path(__file__).parent / "stand_ins"
 
@@ -41,11 +45,14 @@ def find_sglang() -> Path:
     return Path(spec.submodule_search_locations[0])
 
 
-def server_environment(config: SglangRolloutConfig, base: Mapping[str, str], gpu: bool) -> dict[str, str]:
+def server_environment(
+    config: SglangRolloutConfig, model_path: str, base: Mapping[str, str], gpu: bool
+) -> dict[str, str]:
     """Environment variables of the server's process.
 
     Args:
         config: the rollout section.
+        model_path: folder of the model.
         base: what it would inherit; wins where a user may have an opinion.
         gpu: whether it runs on a GPU. Without one it gets stand-ins for packages that are not installed.
     """
@@ -58,7 +65,8 @@ def server_environment(config: SglangRolloutConfig, base: Mapping[str, str], gpu
     if not gpu and config.tensor_model_parallel_size > 1:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _bind_threads(config.tensor_model_parallel_size)
     # SGLang keeps a position or two of its context to itself, so it is given more than the model's.
-    forced = {SERVER_VARIABLE: "1", "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
+    model = json.dumps([model_path, bool(config.engine_kwargs.get("trust_remote_code", False))])
+    forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not gpu:
         forced["SGLANG_USE_CPU_ENGINE"] = "1"
         folders = [str(_STAND_INS / name) for name in ("sgl_kernel", "torchvision") if not _is_installed(name)]

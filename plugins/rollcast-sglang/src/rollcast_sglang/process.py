@@ -39,7 +39,8 @@ class ServerProcess:
     def __init__(self, args: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> None:
         self.api_key = secrets.token_urlsafe(24)
         self.log = folder / "server.log"
-        port = _free_port()
+        self._reserved = _reserve_port()
+        port: int = self._reserved.getsockname()[1]
         self.url = f"http://{_HOST}:{port}"
         with self.log.open("wb") as log:
             self._popen = subprocess.Popen(
@@ -80,6 +81,7 @@ class ServerProcess:
 
     def stop(self) -> None:
         """End the server and all that it started; it has nothing to save."""
+        self._reserved.close()
         group = self._popen.pid
         leftovers = self._mapped_files()
         with suppress(ProcessLookupError):
@@ -107,8 +109,13 @@ class ServerProcess:
         return found
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((_HOST, 0))
-        port: int = probe.getsockname()[1]
-        return port
+def _reserve_port() -> socket.socket:
+    """Return a socket that keeps a port from other processes until it is closed.
+
+    It does not listen. The server, which binds with SO_REUSEADDR too, can therefore bind the same port, and a process
+    that asks for any free one does not get it.
+    """
+    holder = socket.socket()
+    holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    holder.bind((_HOST, 0))
+    return holder

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
+from rollcast_sglang.environment import STOP_STRINGS
 
 __all__ = ["Adapter", "Job", "Row", "build_batch", "derive_seed", "read_sequence"]
 
@@ -57,7 +58,7 @@ class Job:
     def finish_empty(self) -> None:
         """Answer that nothing was generated."""
         for row in self.rows:
-            self.finish(row, RolloutSequence([], [], "abort", []))
+            self.finish(row, RolloutSequence(array("i"), array("f"), "abort", array("q")))
 
     def fail(self, error: Exception) -> None:
         """Hand an error over, unless there is an answer or the caller has gone."""
@@ -111,7 +112,9 @@ def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
 
 def _sampling_params(row: Row, setup: RolloutSetup) -> dict[str, Any]:
     sampling = row.job.request.sampling
+    stops = {"custom_params": {STOP_STRINGS: list(sampling.stop)}} if sampling.stop else {}
     return {
+        **stops,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,
@@ -133,8 +136,8 @@ def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
     if finish is None:
         return None
     request = row.job.request
-    tokens: list[int] = list(event["output_ids"])
-    log_probs = [float(entry[0]) for entry in meta.get("output_token_logprobs") or ()]
+    tokens = array("i", event["output_ids"])
+    log_probs = array("f", [entry[0] for entry in meta.get("output_token_logprobs") or ()])
     versions = _versions(row.job.adapter, meta, len(tokens))
     reason = finish["type"]
     if reason not in {"stop", "length", "abort"} or not len(tokens) == len(log_probs) == len(versions):
@@ -145,7 +148,7 @@ def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
     if reason == "abort" and finish.get("status_code"):
         raise RolloutError(f"request {request.request_id!r}: SGLang gave it up: {finish.get('message')}")
     if _has_one_candidate(request.sampling):
-        log_probs = [0.0] * len(tokens)
+        log_probs = array("f", bytes(4 * len(tokens)))
     return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions)
 
 
@@ -154,10 +157,10 @@ def _has_one_candidate(sampling: SamplingParams) -> bool:
     return sampling.top_k == 1 and sampling.temperature > 0
 
 
-def _versions(adapter: Adapter | None, meta: Mapping[str, Any], count: int) -> list[int]:
+def _versions(adapter: Adapter | None, meta: Mapping[str, Any], count: int) -> array[int]:
     if adapter is not None:  # the base weights do not change while one is in use
-        return [adapter.version] * count
-    versions: list[int] = []
+        return array("q", [adapter.version]) * count
+    versions = array("q")
     for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]:
-        versions += [int(span["version"])] * (span["end"] - span["start"])
+        versions += array("q", [int(span["version"])]) * (span["end"] - span["start"])
     return versions

@@ -25,7 +25,8 @@ from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
 from rollcast_serving.model_weights import ModelWeights, read_model_config
 from rollcast_serving.requests import ModelLimits, check_request
-from rollcast_sglang.client import SglangClient
+from rollcast_serving.stops import StopStrings
+from rollcast_sglang.client import RefusedError, SglangClient
 from rollcast_sglang.environment import has_gpu, server_environment
 from rollcast_sglang.process import ServerProcess
 from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed, read_sequence
@@ -78,9 +79,10 @@ class SglangRollout(BaseRollout):
         self._limits = _limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
-        environment = server_environment(self._config, os.environ, gpu)
+        environment = server_environment(self._config, setup.model_path, os.environ, gpu)
         self.server = ServerProcess(args, environment, self._folder)
         self._client = SglangClient(self.server)
+        self._stops = StopStrings(setup.model_path, trust)
         weights = ModelWeights.of(setup.model_path, trust)
         self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
         self._is_ready = False
@@ -111,11 +113,11 @@ class SglangRollout(BaseRollout):
         await self._wait_ready()
         self._raise_unusable()
         prompt = check_request(request, self._limits)
+        self._stops.check(request.request_id, request.sampling.stop)
         loop = asyncio.get_running_loop()
         job = Job(request, prompt, loop.create_future())
         for number in range(request.sampling.n):
-            self._rows += 1
-            job.rows.append(Row(job, f"{self._rows:016x}", self._choose_seed(request, number)))
+            job.rows.append(Row(job, self._new_id(), self._choose_seed(request, number)))
         self._jobs[job] = None
         self._queue.append(job)
         loop.call_soon(self._flush)
@@ -242,6 +244,10 @@ class SglangRollout(BaseRollout):
         if problem is not None:
             raise copy.copy(problem)
 
+    def _new_id(self) -> str:
+        self._rows += 1
+        return f"{self._rows:016x}"
+
     def _choose_seed(self, request: RolloutRequest, number: int) -> int:
         if request.seed is not None:
             return derive_seed(request.seed, number)
@@ -293,18 +299,31 @@ class SglangRollout(BaseRollout):
         try:
             async for event in self._client.generate(build_batch(rows, self.setup)):
                 if "error" in event:
-                    raise RolloutError(f"SGLang refused a batch of {len(batch)} requests: {event['error']}")
+                    raise RefusedError(f"SGLang refused a batch of {len(batch)} requests: {event['error']}")
                 row = rows[event["index"]]
                 sequence = read_sequence(row, event)
                 if sequence is not None:
                     row.job.finish(row, sequence)
             raise RolloutError("SGLang gave no answer")
         except Exception as error:  # noqa: BLE001  # handed to the waiting callers
-            for job in batch:
+            waiting = [job for job in batch if not job.future.done()]
+            if isinstance(error, RefusedError) and len(waiting) > 1:
+                await self._send_apart(waiting)
+                return
+            for job in waiting:
                 job.fail(_failure(error, job))
         finally:
             for row in rows:
                 row.is_over = True
+
+    async def _send_apart(self, batch: Sequence[Job]) -> None:
+        """Send the requests of a refused batch one by one: SGLang refuses all for the sake of one."""
+        # SGLang may have started some of the others.
+        names = [row.rid for job in batch for row in job.rows]
+        await asyncio.gather(*(self._client.post("/abort_request", {"rid": name}) for name in names))
+        for job in batch:
+            job.rows = [Row(job, self._new_id(), row.seed) for row in job.rows]
+            job.sender = self._start(self._send([job]))
 
     async def _pause(self) -> None:
         # In this mode SGLang takes requests out and computes them anew, which no other does right.

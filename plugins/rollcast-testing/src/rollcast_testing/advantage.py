@@ -70,7 +70,8 @@ class AdvantageSuite:
         if not needs.by_group:
             pytest.skip("the estimator is called with the whole batch")
         whole = self.inputs(estimator)
-        unwhitened = replace(whole, whiten=False) if needs.whitens else whole
+        scores = (whole.token_level_rewards.double() * whole.response_mask).sum(-1)
+        unwhitened = replace(whole, whiten=not needs.whitens, batch_scores=scores)
         expected = estimator(unwhitened)
         for group in sorted(set(whole.group_ids.tolist())):
             rows = whole.group_ids == group
@@ -337,6 +338,8 @@ _DRAWS: Mapping[str, Callable[[torch.Generator], Tensor]] = {
     "sum_pi_squared": lambda generator: 0.8 + 0.2 * torch.rand(6, 7, generator=generator),
     "rollout_is_weights": lambda generator: 0.5 + torch.rand(6, 7, generator=generator),
     "reward_baselines": lambda generator: torch.randn(6, generator=generator),
+    "turn_ids": lambda generator: torch.randint(0, 2, (6, 7), generator=generator).cumsum(-1).int(),
+    "anchor_ids": lambda generator: torch.randint(0, 2, (6, 7), generator=generator),
 }
 
 

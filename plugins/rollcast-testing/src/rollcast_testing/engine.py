@@ -126,6 +126,26 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             require(torch.equal(found.offsets, expected.offsets), f"{name} has the rows of the responses")
             self._close(found.values, expected.values, name, 1e-6)
 
+    def test_trajectories_train_as_plain_torch(self, build: Build, folder: Path) -> None:
+        """Jagged or padded, packed or not, in micro-batches of any kind: one loss and one gradient."""
+        jagged = tiny.trajectory_batch(9, seed=4).select(["prompts", "responses", "response_mask"])
+        padded = tiny.padded_batch(jagged)
+        module = plain_model(folder)
+        ((loss, norm, _),) = plain_training(module, [padded], OPTIM)
+        choices = [ALL_ROWS, ForwardSettings(micro_batch_size_per_gpu=2)]
+        if build().capabilities.token_budget:
+            choices.append(ForwardSettings(max_token_len_per_gpu=47))
+        plain: Mapping[str, Any] = {}
+        cases = [(data, chosen, plain) for data in (jagged, padded) for chosen in choices]
+        if self.packing_config:
+            cases += [(data, chosen, self.packing_config) for data, chosen, _ in cases]
+        for data, chosen, keys in cases:
+            engine = build(keys={**self.engine_config, **keys})
+            step = train(engine, data, chosen)
+            require(step.metrics["nll"] == pytest.approx(loss, rel=1e-6), f"{step} has the loss {loss} with {chosen}")
+            require(step.grad_norm == pytest.approx(norm, rel=self.rtol), f"{step} has the norm {norm} with {chosen}")
+            self._same_weights(weights(engine), plain_weights(module))
+
     def test_a_jagged_batch_trains_as_the_padded_batch(self, build: Build, batch: DataProto) -> None:
         settings = ForwardSettings(micro_batch_size_per_gpu=3)
         engines_of = [build(), build()]

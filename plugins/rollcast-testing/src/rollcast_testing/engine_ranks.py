@@ -29,12 +29,15 @@ from rollcast_testing.ranks import shared_ranks
 from rollcast_testing.tiny import (
     distance_loss,
     nan_loss,
+    nll_loss,
+    padded_batch,
     plain_log_probs,
     plain_model,
     plain_training,
     plain_weights,
     random_batch,
     tiny_model_folder,
+    trajectory_batch,
 )
 
 __all__ = ["Layout", "RankLaws", "Seen", "train_on_a_rank"]
@@ -65,6 +68,7 @@ class Seen:
         skipped: a step whose loss is not a number, which left the weights alone.
         refused: the message about a row that is over the token budget; empty if the engine has none.
         unwritten: the message about an export to where a file is; empty if there was no error.
+        gaps: metrics of a batch of trajectories with gaps, before training.
         trained: weights at the end.
         critic: steps of a value model on the same ranks.
     """
@@ -77,6 +81,7 @@ class Seen:
     skipped: TrainOutput
     refused: str
     unwritten: str
+    gaps: Mapping[str, float]
     trained: dict[str, Tensor]
     critic: list[TrainOutput]
 
@@ -89,6 +94,10 @@ def _share(data: DataProto, rank: int, size: int, step: int) -> DataProto:
     else:
         bounds = [rows * place // size for place in range(size + 1)]
     return data.select_idxs(list(range(bounds[rank], bounds[rank + 1])))
+
+
+def _trajectories() -> DataProto:
+    return trajectory_batch(_ROWS, seed=6).select(["prompts", "responses", "response_mask"])
 
 
 def _build(
@@ -129,6 +138,8 @@ def train_on_a_rank(
     loaded = weights(engine)
     rows = [_share(random_batch(_ROWS, 6, 9, seed=step), *place, step) for step in range(_STEPS)]
     outputs = infer(engine, rows[0], _SETTINGS)
+    with engine.eval_mode():
+        _, gaps = engine.infer_batch(_share(_trajectories(), *place, 0), _SETTINGS, nll_loss)
     steps = []
     for step in range(1, _STEPS):
         steps.append(train(engine, rows[step], _SETTINGS))
@@ -153,7 +164,7 @@ def train_on_a_rank(
         critic = [train(judge, rows[step], _SETTINGS, distance_loss) for step in range(2)]
     named = {name: outputs[name] for name in ("log_probs", "entropy")}
     source = engine.is_mp_src_rank_with_outputs()
-    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, trained, critic)
+    return Seen(place, source, loaded, named, steps, skipped, refused, unwritten, gaps, trained, critic)
 
 
 class RankLaws:
@@ -225,6 +236,13 @@ class RankLaws:
                 parameter.copy_(ranks[0].loaded[name])
             expected = plain_log_probs(module, batch)
         ordered = sorted(sources, key=lambda seen: seen.data_parallel)
+        padded = padded_batch(_trajectories())
+        with torch.no_grad():
+            loss = -float(plain_log_probs(module, padded)[0].sum() / padded["response_mask"].sum())
+        for seen in ranks:
+            require(
+                seen.gaps["nll"] == pytest.approx(loss, rel=1e-6), f"{seen.gaps} of trajectories, whose loss is {loss}"
+            )
         for name, values in zip(("log_probs", "entropy"), expected, strict=True):
             self._close(torch.cat([seen.outputs[name] for seen in ordered]), values, f"{name} of all ranks")
 

@@ -273,7 +273,11 @@ def _prepared(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLossIn
     """With what the loss prepares from these rows, if that is not there yet."""
     if inputs.prepared:
         return inputs
-    return replace(inputs, prepared=prepare_policy_loss(policy_loss, replace(inputs, log_probs=inputs.old_log_probs)))
+    # As the trainer calls it: all tokens of the batch in one row.
+    shape = inputs.response_mask.shape
+    flat = _map(replace(inputs, log_probs=inputs.old_log_probs), lambda tensor: tensor.reshape(1, -1))
+    prepared = prepare_policy_loss(policy_loss, flat)
+    return replace(inputs, prepared={name: column.reshape(shape) for name, column in prepared.items()})
 
 
 def _evaluate(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,6 +113,27 @@ class RolloutSuite(RolloutUpdates):
         (output,) = run_prompts(rollout, [prompt], replace(GREEDY, stop_token_ids=(stop,)))
         assert list(only_sequence(output).token_ids) == expected[: expected.index(stop) + 1]
         assert only_sequence(output).finish_reason == "stop"
+
+    def test_stop_string(self, rollout: BaseRollout, reference: Any, model_folder: Path) -> None:
+        """Generation ends at the token that completes a stop string, which stays whole; other sequences go on."""
+        from transformers import AutoTokenizer
+
+        prompt = make_prompts(1)[0]
+        expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        texts = [str(tokenizer.decode(expected[:end], skip_special_tokens=False)) for end in range(len(expected) + 1)]
+        # From the middle of one token's text to the middle of the next one's, if they have that many characters.
+        stop = texts[4][(len(texts[2]) + len(texts[3])) // 2 : -1] or texts[4][len(texts[3]) :]
+        count = next(end for end, text in enumerate(texts) if stop in text)
+        requests = [
+            RolloutRequest("stops", prompt, replace(GREEDY, stop=("no such text", stop))),
+            RolloutRequest("goes on", prompt, replace(GREEDY, stop=("no such text",))),
+        ]
+        stopped, whole = (only_sequence(output) for output in generate_all(rollout, requests))
+        assert list(stopped.token_ids) == expected[:count]
+        assert len(stopped.log_probs) == len(stopped.weight_versions) == count
+        assert stopped.finish_reason == "stop"
+        assert list(whole.token_ids) == expected
 
     def test_many_at_once(self, rollout: BaseRollout, reference: Any) -> None:
         """64 requests with their own lengths under way together: each gets its own answer."""

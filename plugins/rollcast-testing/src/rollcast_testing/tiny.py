@@ -35,6 +35,7 @@ __all__ = [
     "plain_weights",
     "random_batch",
     "tiny_model_folder",
+    "trajectory_batch",
 ]
 
 #: What the tokenizer knows, one token a character, after its special tokens.
@@ -211,6 +212,52 @@ def padded_batch(batch: DataProto) -> DataProto:
             "input_ids": torch.cat([columns["prompts"], columns["responses"]], 1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(-1) - 1).clamp(min=0),
+        }
+    )
+
+
+def trajectory_batch(rows: int, seed: int = 0, vocab: int = len(SPECIAL) + len(CHARACTERS)) -> DataProto:
+    """A jagged batch of multi-turn trajectories: replies of the policy with a tool's or user's tokens between them.
+
+    Columns: ``prompts``, ``responses`` and ``turn_ids`` int32, ``response_mask`` bool, which is False at half of the
+    tokens or so; ``rollout_index`` and ``uid`` int64. Rollouts have one, two or three rows, groups two rollouts. A row
+    has up to four turns of up to five tokens. Some end with an answer that the policy never read.
+    """
+    from rollcast.protocol import DataProto, Jagged
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(low: int, high: int) -> int:
+        return int(torch.randint(low, high + 1, (1,), generator=generator))
+
+    prompts = [draw(1, 6) for _ in range(rows)]
+    lengths: list[int] = []
+    mask: list[bool] = []
+    turns: list[int] = []
+    rollouts: list[int] = []
+    for row in range(rows):
+        is_new = row == 0 or rollouts[-3:].count(rollouts[-1]) == 3 or draw(0, 1) == 1
+        rollouts.append(rollouts[-1] + is_new if row else 0)
+        before, first, count = len(mask), 0 if is_new else turns[-1] + 1, draw(1, 4)
+        for turn in range(first, first + count):
+            sampled, answer = draw(1, 5), draw(1, 5) if turn < first + count - 1 or row % 3 == 0 else 0
+            mask += [True] * sampled + [False] * answer
+            turns += [turn] * sampled + [turn + 1] * answer
+        lengths.append(len(mask) - before)
+
+    def tokens(counts: list[int]) -> Jagged:
+        values = torch.randint(len(SPECIAL), vocab, (sum(counts),), generator=generator, dtype=torch.int32)
+        return Jagged.from_lengths(values, torch.tensor(counts))
+
+    responses, index = tokens(lengths), torch.tensor(rollouts)
+    return DataProto.from_dict(
+        {
+            "prompts": tokens(prompts).column(),
+            "responses": responses.column(),
+            "response_mask": responses.like(torch.tensor(mask)),
+            "turn_ids": responses.like(torch.tensor(turns, dtype=torch.int32)),
+            "rollout_index": index,
+            "uid": index // 2,
         }
     )
 

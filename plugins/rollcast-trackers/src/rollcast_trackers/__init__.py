@@ -1,9 +1,9 @@
-"""Trackers that hand a run's metrics to the usual experiment trackers.
+"""Adapters to common experiment trackers.
 
-Importing this package, or one of its modules, imports none of their libraries; each is imported when a
-run starts that names its tracker.
+Importing this package or one of its modules imports none of their libraries; each library is imported at the
+start of a run that names its tracker.
 
-- :mod:`rollcast_trackers.background`: what they share: a thread that a slow or broken library cannot leave.
+- :mod:`rollcast_trackers.background`: their base class, which calls the library in a thread of its own.
 - ``tensorboard_tracker``, ``wandb_tracker``, ``mlflow_tracker``, ``swanlab_tracker``, ``trackio_tracker``,
   ``clearml_tracker``: one each.
 """

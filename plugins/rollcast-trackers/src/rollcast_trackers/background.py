@@ -1,4 +1,4 @@
-"""What the trackers share: the library is called in a thread of its own."""
+"""The base class of the trackers, which calls the library in a thread of its own."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ _MOST_WAITING = 1000
 
 
 class BackgroundTracker(BaseTracker):
-    """Base of trackers whose library talks to a server or a disk that may be slow or gone.
+    """Base class of trackers whose library uses a server or a disk that may be slow or unavailable.
 
-    Hooks only put work into a queue; a thread does it in order. So a library that raises is logged, one
-    that hangs delays nothing, and if more than a thousand calls wait, further ones are left out and
-    counted. :meth:`close` waits ``close_timeout_s`` for what is left.
+    Hooks put calls into a queue; a thread runs them in order. So exceptions of the library are logged, and a
+    library that hangs does not delay the run. If more than a thousand calls wait, further calls are dropped and
+    counted. :meth:`close` waits up to ``close_timeout_s`` for the remaining calls.
 
     A subclass implements :meth:`open_run`, :meth:`log_metrics` and :meth:`finish`, all called in that thread.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.
-        project_name: the project or experiment that the run belongs to.
-        experiment_name: the run's name; None for the name of its directory.
-        max_samples: samples of each validation that are logged, the first ones, where the tracker can show them.
-        close_timeout_s: how long the end of the run waits for the library, in seconds.
+        project_name: project or experiment that the run belongs to.
+        experiment_name: name of the run; None for the name of its directory.
+        max_samples: number of samples of each validation to log, if the tracker can show samples.
+        close_timeout_s: time in seconds that the end of the run waits for the library.
 
     Raises:
-        ConfigError: an option is out of its range.
+        ConfigError: an option is out of range.
     """
 
     #: The module to import, and its name as an extra of this distribution.
@@ -80,45 +80,45 @@ class BackgroundTracker(BaseTracker):
                 f"pip install 'rollcast-trackers[{cls.library}]'"
             )
 
-    # -- what a subclass does, in the thread --------------------------------------------------
+    # -- methods of a subclass, called in the thread --------------------------------------------------
 
     @abstractmethod
     def open_run(self, library: Any) -> None:
-        """Begin or continue the run, and write down the config; if it raises, nothing else is called."""
+        """Begin or continue the run and log the config; if this raises, no other method is called."""
 
     @abstractmethod
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics of one step."""
+        """Log the metrics of one step."""
 
     def log_samples(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Write samples of one validation; most trackers have no place for them."""
+        """Log samples of one validation; by default, do nothing."""
 
     @abstractmethod
     def finish(self, error: BaseException | None) -> None:
-        """End the run: it ran to its end, or ``error`` ended it."""
+        """Close the run; ``error`` is the exception that ended it, or None."""
 
     # -- hooks --------------------------------------------------------------------------------
 
     @hookimpl
     def on_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Metrics of one step."""
+        """Queue the metrics of one step."""
         taken = dict(metrics)
         self._submit(lambda: self.log_metrics(step, taken))
 
     @hookimpl
     def on_validation_end(self, step: int, samples: Sequence[Mapping[str, Any]]) -> None:
-        """Samples of one validation; its metrics come with the step's."""
+        """Queue samples of one validation; its metrics are among those of the step."""
         taken = [dict(sample) for sample in samples[: self._max_samples]]
         if taken:
             self._submit(lambda: self.log_samples(step, taken))
 
     @hookimpl
     def on_fit_end(self, error: BaseException | None) -> None:
-        """Remember how the run ended."""
+        """Save the error that ended the run, if any."""
         self._error = error
 
     def close(self) -> None:
-        """Let the thread finish what waits, for ``close_timeout_s``; may be called again."""
+        """Wait up to ``close_timeout_s`` for the queued calls; may be called again."""
         if self._thread.is_alive():
             try:
                 self._queue.put(None, timeout=self._close_timeout_s)
@@ -138,12 +138,12 @@ class BackgroundTracker(BaseTracker):
     # -- state that a continued run needs -----------------------------------------------------
 
     def load_id(self) -> str | None:
-        """What :meth:`save_id` kept, if this run continues an earlier one."""
+        """Return the id that :meth:`save_id` saved, if this run continues an earlier one; else None."""
         file = self._id_file
         return str(json.loads(file.read_text())["id"]) if self.start_step and file.is_file() else None
 
     def save_id(self, run_id: str) -> None:
-        """Keep the library's name of the run in the run directory, for its continuation."""
+        """Save the library's id of the run in the run directory, for a continued run."""
         self._id_file.parent.mkdir(parents=True, exist_ok=True)
         replace_file(self._id_file, json.dumps({"id": run_id}) + "\n")
 

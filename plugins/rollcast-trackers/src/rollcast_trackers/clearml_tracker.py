@@ -14,12 +14,12 @@ __all__ = ["ClearmlTracker"]
 class ClearmlTracker(BackgroundTracker):
     """A task of ClearML; the config is its configuration object ``rollcast``.
 
-    A continued run continues the task. ClearML's own recording of frameworks and arguments is off: it
-    would see the trainer's process only.
+    A continued run continues the task. ClearML's own recording of frameworks and arguments is off, because
+    it would record only the trainer's process.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.
-        offline: write into a local session in place of the server.
+        offline: log into a local session instead of the server.
         init_kwargs: further arguments of ``Task.init``.
         **kwargs: see :class:`BackgroundTracker`.
     """

@@ -18,19 +18,19 @@ _MOST_METRICS, _MOST_PARAMS, _LONGEST_PARAM = 1000, 100, 6000
 
 
 def clean_name(name: str) -> str:
-    """A metric's name in the characters that MLflow knows: ``val/mean@4`` becomes ``val/mean_at_4``."""
+    """Return a metric's name in the characters that MLflow allows: ``val/mean@4`` becomes ``val/mean_at_4``."""
     return re.sub(r"[^\w\-. /:]", "_", name.replace("@", "_at_"))
 
 
 class MlflowTracker(BackgroundTracker):
     """A run of MLflow in the experiment ``project_name``; the config's keys are its parameters.
 
-    A continued run is the same run there. Validation samples are artifacts, ``samples/step_<n>.jsonl``.
+    A continued run continues the run in MLflow. Validation samples are artifacts, ``samples/step_<n>.jsonl``.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.
         tracking_uri: server, database or folder; None for MLflow's own setting (``MLFLOW_TRACKING_URI``).
-        tags: of the run.
+        tags: tags of the run.
         **kwargs: see :class:`BackgroundTracker`.
     """
 
@@ -50,7 +50,7 @@ class MlflowTracker(BackgroundTracker):
         super().__init__(run_dir, config, start_step, **kwargs)
 
     def open_run(self, library: Any) -> None:
-        # The client and not the module's functions: those keep the current run by thread.
+        # The client is used because the module's functions keep one current run per thread.
         self._entities = library.entities
         self._client = library.MlflowClient(self._tracking_uri)
         earlier = self.load_id()

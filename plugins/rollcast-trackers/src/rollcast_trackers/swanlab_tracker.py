@@ -12,7 +12,7 @@ __all__ = ["SwanlabTracker"]
 
 
 class SwanlabTracker(BackgroundTracker):
-    """An experiment of SwanLab; its own files lie in ``<run_dir>/swanlab``.
+    """An experiment of SwanLab; its files are in ``<run_dir>/swanlab``.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.

@@ -15,8 +15,8 @@ __all__ = ["TensorboardTracker"]
 class TensorboardTracker(BackgroundTracker):
     """Event files in ``<run_dir>/tensorboard``; see them with ``tensorboard --logdir runs``.
 
-    A continued run hides what an interrupted one wrote after its checkpoint. ``project_name`` and
-    ``experiment_name`` mean nothing here: TensorBoard names a run by its folder.
+    A continued run hides the events that an interrupted run wrote after its checkpoint. ``project_name`` and
+    ``experiment_name`` have no effect: TensorBoard names a run by its folder.
     """
 
     library = "tensorboard"
@@ -40,6 +40,6 @@ class TensorboardTracker(BackgroundTracker):
 
 
 def _as_code(value: Any) -> str:
-    # Four spaces make it a block of code, in which nothing is read as Markdown.
+    # Four spaces make the text a block of code, in which Markdown is not interpreted.
     text = json.dumps(value, indent=2, default=str, ensure_ascii=False)
     return "\n".join(f"    {line}" for line in text.splitlines())

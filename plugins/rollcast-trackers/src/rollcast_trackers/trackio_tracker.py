@@ -14,11 +14,11 @@ __all__ = ["TrackioTracker"]
 class TrackioTracker(BackgroundTracker):
     """A run of Trackio, in its local database or a Hugging Face Space; ``trackio show`` opens the dashboard.
 
-    A continued run is the same run there, by its name.
+    A continued run continues the run of the same name in Trackio.
 
     Args:
         run_dir, config, start_step: see :class:`BaseTracker`.
-        space_id: of a Space to send to; None stays local.
+        space_id: id of the Space to send to; None for the local database.
         init_kwargs: further arguments of ``trackio.init``.
         **kwargs: see :class:`BackgroundTracker`.
     """
@@ -47,7 +47,7 @@ class TrackioTracker(BackgroundTracker):
         )
 
     def log_metrics(self, step: int, metrics: Mapping[str, float]) -> None:
-        # Trackio counts steps itself and keeps that word.
+        # Trackio counts steps itself and reserves the name.
         self._run.log({name: value for name, value in metrics.items() if name != "step"}, step=step)
 
     def finish(self, error: BaseException | None) -> None:

@@ -12,9 +12,9 @@ __all__ = ["WandbTracker"]
 
 
 class WandbTracker(BackgroundTracker):
-    """A run of Weights & Biases; its own files lie in ``<run_dir>/wandb``.
+    """A run of Weights & Biases; its files are in ``<run_dir>/wandb``.
 
-    A continued run is the same run there. The x axis is the metric ``step``. Server and key come from
+    A continued run continues the run in wandb. The x axis is the metric ``step``. Server and key come from
     wandb's own settings (``wandb login``, ``WANDB_*``).
 
     Args:
@@ -71,5 +71,5 @@ class WandbTracker(BackgroundTracker):
 
 
 def _plain(value: Any) -> Any:
-    # A table wants one type a column.
+    # A column of a table must have one type.
     return value if isinstance(value, bool | int | float) else str(value)

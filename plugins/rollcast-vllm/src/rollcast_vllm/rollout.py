@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from array import array
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rollcast.contracts.rollout import (
@@ -23,11 +25,12 @@ from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import ModelLimits, check_request
+from rollcast_serving.stops import StopStrings
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights
 from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
-from rollcast_vllm.sampling import build_params, check_temperature, read_sequence
+from rollcast_vllm.sampling import SequenceReader, build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
 from rollcast_vllm.updates import load_weights
 
@@ -43,15 +46,18 @@ ADAPTER_ID = 1
 
 @dataclass(eq=False)
 class _Job:
-    """A request that is not answered yet: vLLM's id for it, and what became of it.
+    """A request that is not answered yet.
 
     Attributes:
+        key: its own id here, which no other request has.
+        keys: ids that vLLM has for it, one a submission.
         base_only: the engine has it, and computes it without an adapter.
         failure: why it ends with a WeightSyncError.
     """
 
     request: RolloutRequest
     key: str
+    keys: list[str] = field(default_factory=list)
     base_only: bool = False
     aborted: bool = False
     failure: str = ""
@@ -96,6 +102,7 @@ class VllmRollout(BaseRollout):
         trust = bool(arguments.trust_remote_code)
         model_config = read_model_config(setup.model_path, trust)
         self._trust_remote_code = trust
+        self._stops = StopStrings(setup.model_path, trust)
         self._expected: ModelWeights | None = None
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
@@ -128,6 +135,7 @@ class VllmRollout(BaseRollout):
         self._raise_if_unusable()
         prompt = check_request(request, self._limits)
         check_temperature(request)
+        self._stops.check(request.request_id, request.sampling.stop)
         return await self._engine.run(self._generate(request, prompt.tolist()))
 
     async def _generate(self, request: RolloutRequest, prompt: list[int]) -> RolloutOutput:
@@ -139,24 +147,62 @@ class VllmRollout(BaseRollout):
             if job.aborted:
                 return _nothing(request)
             job.base_only = self._adapter is None
-            seed = request.seed if self._config.use_request_seeds else None
-            stop_ids = self.setup.stop_ids(request.sampling)
-            output = await self._submit(job, prompt, build_params(request, stop_ids, seed))
+            sequences = await self._sample(job, prompt)
         finally:
             del self._jobs[job.key]
         if job.failure:
             raise WeightSyncError(job.failure)
-        sequences = [read_sequence(request.request_id, completion) for completion in output.outputs]
         return RolloutOutput(request.request_id, sequences, request.sampling)
 
-    async def _submit(self, job: _Job, prompt: list[int], params: Any) -> Any:
-        """The ``RequestOutput``. Not by AsyncLLM.generate, which would lose an abort that comes before it is queued."""
+    async def _sample(self, job: _Job, prompt: list[int]) -> list[RolloutSequence]:
+        request = job.request
+        seed = request.seed if self._config.use_request_seeds else None
+        stop_ids = self.setup.stop_ids(request.sampling)
+        if not request.sampling.stop:
+            params = build_params(request, stop_ids, seed)
+            async with self._submitted(job, job.key, prompt, params) as outputs:
+                output = outputs.get_nowait() or await outputs.get()
+            return [read_sequence(request.request_id, completion) for completion in output.outputs]
+        # Each on its own, so that one that has stopped ends while the others go on.
+        tasks = [
+            asyncio.ensure_future(
+                self._sample_until_stop(job, prompt, build_params(request, stop_ids, seed, number), number)
+            )
+            for number in range(request.sampling.n)
+        ]
+        try:
+            return list(await asyncio.gather(*tasks))
+        finally:
+            for task in tasks:
+                task.cancel()
+
+    async def _sample_until_stop(self, job: _Job, prompt: list[int], params: Any, number: int) -> RolloutSequence:
+        request = job.request
+        reader = SequenceReader(request.request_id, self._stops.matcher(request.sampling.stop))
+        key = f"{job.key}.{number}"
+        async with self._submitted(job, key, prompt, params) as outputs:
+            ended = False
+            while not reader.is_over:
+                for completion in (await outputs.get()).outputs:
+                    reader.add(completion)
+                if reader.has_stopped and not reader.is_over and not ended:
+                    await self._llm.abort(key)
+                    ended = True
+        return reader.sequence()
+
+    @asynccontextmanager
+    async def _submitted(self, job: _Job, key: str, prompt: list[int], params: Any) -> AsyncIterator[Any]:
+        """Yield the queue of the ``RequestOutput``s; the request is taken back if the caller is cancelled.
+
+        Not by AsyncLLM.generate, which would lose an abort that comes before it is queued.
+        """
         tokens = {"type": "token", "prompt_token_ids": prompt}
-        outputs = await self._llm.add_request(job.key, tokens, params, lora_request=self._adapter_request())
+        job.keys.append(key)
+        outputs = await self._llm.add_request(key, tokens, params, lora_request=self._adapter_request())
         try:
             if job.aborted or job.failure:
-                await self._llm.abort(job.key)
-            return outputs.get_nowait() or await outputs.get()
+                await self._llm.abort(key)
+            yield outputs
         except asyncio.CancelledError:
             if self._engine.death is None:
                 await self._llm.abort(outputs.request_id, internal=True)
@@ -171,7 +217,7 @@ class VllmRollout(BaseRollout):
         jobs = [job for job in self._jobs.values() if request_ids is None or job.request.request_id in request_ids]
         for job in jobs:
             job.aborted = True
-        await self._llm.abort([job.key for job in jobs])
+        await self._llm.abort([key for job in jobs for key in job.keys])
 
     async def check_health(self) -> None:
         """Ask the engine's process for a sign of life.
@@ -352,7 +398,7 @@ class VllmRollout(BaseRollout):
         for job in jobs:
             job.failure = problem
         if self._engine.death is None and not self._llm.errored:
-            await self._llm.abort([job.key for job in jobs])
+            await self._llm.abort([key for job in jobs for key in job.keys])
             if not self._released:
                 await self._llm.resume_generation()
 
@@ -379,5 +425,5 @@ def _check_tags(tags: Sequence[str]) -> None:
 
 
 def _nothing(request: RolloutRequest) -> RolloutOutput:
-    sequences = [RolloutSequence((), (), "abort", ()) for _ in range(request.sampling.n)]
+    sequences = [RolloutSequence(array("i"), array("f"), "abort", array("q")) for _ in range(request.sampling.n)]
     return RolloutOutput(request.request_id, sequences, request.sampling)

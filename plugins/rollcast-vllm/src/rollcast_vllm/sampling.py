@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Sequence
 from typing import Any, Literal, cast
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSequence
 from rollcast.errors import RequestError, RolloutError
+from rollcast_serving.stops import StopMatcher, count_until_stop
 
-__all__ = ["SMALLEST_TEMPERATURE", "build_params", "check_temperature", "read_sequence", "spread_seed"]
+__all__ = [
+    "SMALLEST_TEMPERATURE",
+    "SequenceReader",
+    "build_params",
+    "check_temperature",
+    "read_sequence",
+    "spread_seed",
+]
 
 #: vLLM samples with this temperature where a smaller one is asked for.
 SMALLEST_TEMPERATURE = 0.01
@@ -35,49 +44,93 @@ def spread_seed(seed: int) -> int:
     return int.from_bytes(digest, "little") >> 2
 
 
-def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | None) -> Any:
-    """Return vLLM's ``SamplingParams`` for one final output with the sampled tokens' log-probs.
+def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | None, number: int | None = None) -> Any:
+    """Return vLLM's ``SamplingParams`` for the sampled tokens with their log-probs.
 
     Args:
         request: request to send.
         stop_ids: every id that ends a sequence; vLLM adds none of its own.
         seed: seed of the request, or None for the engine's.
+        number: sequence of the request to sample alone, with an output a step; None for all, with one final output.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
     sampling = request.sampling
     return SamplingParams(
-        n=sampling.n,
+        n=sampling.n if number is None else 1,
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
         max_tokens=sampling.max_tokens,
-        seed=None if seed is None else spread_seed(seed),
+        # vLLM itself adds a sequence's number where it samples several.
+        seed=None if seed is None else spread_seed(seed) + (number or 0),
         stop_token_ids=list(stop_ids),
         ignore_eos=True,
         logprobs=0,
         flat_logprobs=True,
         detokenize=False,
-        output_kind=RequestOutputKind.FINAL_ONLY,
+        output_kind=RequestOutputKind.FINAL_ONLY if number is None else RequestOutputKind.DELTA,
     )
 
 
-def read_sequence(request_id: str, completion: Any) -> RolloutSequence:
-    """A finished ``CompletionOutput`` as the contract's sequence.
+class SequenceReader:
+    """One sequence, put together from vLLM's outputs, as far as a stop string.
 
-    Raises:
-        RolloutError: vLLM failed at it, or gave fewer log-probs or versions than tokens.
+    Args:
+        request_id: id of the request, for messages.
+        matcher: finds the request's stop strings; None without any.
     """
-    tokens = list(completion.token_ids)
-    log_probs = list(completion.logprobs.logprobs) if tokens else []
-    versions: list[int] = []
-    for span in completion.weight_versions or ():
-        versions += [int(span.version)] * (span.end - span.start)
-    reason = completion.finish_reason
-    if reason not in {"stop", "length", "abort"} or not len(tokens) == len(log_probs) == len(versions):
-        raise RolloutError(
-            f"request {request_id!r}: vLLM answered with finish reason {reason!r}, {len(tokens)} tokens, "
-            f"{len(log_probs)} log-probs and {len(versions)} weight versions"
-        )
-    return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions)
+
+    def __init__(self, request_id: str, matcher: StopMatcher | None = None) -> None:
+        self._request_id, self._matcher = request_id, matcher
+        self._tokens, self._log_probs, self._versions = array("i"), array("f"), array("q")
+        self._reason: str | None = None
+        self._kept: int | None = None
+
+    @property
+    def is_over(self) -> bool:
+        """True once vLLM has ended the sequence."""
+        return self._reason is not None
+
+    @property
+    def has_stopped(self) -> bool:
+        """True once a stop string is complete; vLLM has to be told to end the sequence."""
+        return self._kept is not None
+
+    def add(self, completion: Any) -> None:
+        """Take what a ``CompletionOutput`` adds."""
+        tokens = array("i", completion.token_ids)
+        if self._matcher is not None and self._kept is None:
+            found = count_until_stop(self._matcher, tokens)
+            self._kept = None if found is None else len(self._tokens) + found
+        self._tokens += tokens
+        if tokens:
+            self._log_probs += array("f", completion.logprobs.logprobs)
+        self._reason = completion.finish_reason
+        for span in completion.weight_versions or ():  # with the last output
+            self._versions += array("q", [int(span.version)]) * (span.end - span.start)
+
+    def sequence(self) -> RolloutSequence:
+        """Return the sequence; call it when it is over.
+
+        Raises:
+            RolloutError: vLLM failed at it, or gave fewer log-probs or versions than tokens.
+        """
+        parts = (self._tokens, self._log_probs, self._versions)
+        reason = self._reason
+        if reason not in {"stop", "length", "abort"} or len({len(part) for part in parts}) > 1:
+            raise RolloutError(
+                f"request {self._request_id!r}: vLLM answered with finish reason {reason!r}, {len(self._tokens)} "
+                f"tokens, {len(self._log_probs)} log-probs and {len(self._versions)} weight versions"
+            )
+        kept, end = self._kept, "stop" if self.has_stopped else reason
+        tokens, log_probs, versions = self._tokens[:kept], self._log_probs[:kept], self._versions[:kept]
+        return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], end), versions)
+
+
+def read_sequence(request_id: str, completion: Any) -> RolloutSequence:
+    """Return the sequence of a final ``CompletionOutput``; raises as :meth:`SequenceReader.sequence`."""
+    reader = SequenceReader(request_id)
+    reader.add(completion)
+    return reader.sequence()

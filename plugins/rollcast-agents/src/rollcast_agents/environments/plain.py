@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,6 +10,7 @@ from rollcast.contracts.environment import BaseEnvironment, Observation, environ
 from rollcast.contracts.renderer import Message
 from rollcast.contracts.tool import BaseTool
 from rollcast.errors import ConfigError
+from rollcast_agents.threads import in_thread
 from rollcast_agents.tools.functions import FunctionTool, public_methods
 
 __all__ = ["PlainEnvironment", "build_environment"]
@@ -58,7 +58,7 @@ class PlainEnvironment(BaseEnvironment):
             return None
         if inspect.iscoroutinefunction(method):
             return await method(*arguments, **_taken(method, task))
-        return await asyncio.to_thread(method, *arguments, **_taken(method, task))
+        return await in_thread(method, *arguments, **_taken(method, task))
 
 
 def _taken(method: Callable[..., Any], task: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from rollcast.contracts.environment import BaseEnvironment, Observation
 from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError
+from rollcast_agents.threads import in_thread
 
 __all__ = ["ReasoningGym"]
 
@@ -53,7 +53,7 @@ class ReasoningGym(BaseEnvironment):
 
     async def reset(self, task: Mapping[str, Any]) -> Observation:
         name = str(task.get("task") or self._task)
-        self._data = await asyncio.to_thread(_dataset, name, self._size, self._seed, self._options)
+        self._data = await in_thread(_dataset, name, self._size, self._seed, self._options)
         self._entry = self._data[int(task.get("index", 0)) % self._size]
         return Observation([{"role": "user", "content": self._entry["question"]}])
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import importlib
 import inspect
 import json
 import os
@@ -18,7 +17,9 @@ from rollcast.contracts.environment import BaseEnvironment
 from rollcast.contracts.session import Session
 from rollcast.errors import ConfigError
 from rollcast_agents.gateway import Access, Gateway
+from rollcast_agents.named import load_named
 from rollcast_agents.runner import ProgramFailed
+from rollcast_agents.threads import in_thread
 
 __all__ = ["ProgramLoop"]
 
@@ -48,10 +49,10 @@ class ProgramLoop(BaseAgentLoop):
             raise ConfigError("agent.loop=program needs the run's gateway")
         self._gateway = setup.gateway
         self._command = shlex.split(program) if setup.config.program_kind == "command" else []
-        self._function: Any = None if self._command else _imported(program)
+        self._function: Any = None if self._command else load_named(program, "agent.program")
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
-        with self._gateway.open(session) as access:
+        with self._gateway.open(session, getattr(session, "sampling", None)) as access:
             value = await (self._execute(task, access) if self._command else self._call(task, access))
         if isinstance(value, Outcome):
             return value
@@ -63,7 +64,7 @@ class ProgramLoop(BaseAgentLoop):
         try:
             if inspect.iscoroutinefunction(self._function):
                 return await self._function(dict(task), **arguments)
-            return await asyncio.to_thread(self._function, dict(task), **arguments)
+            return await in_thread(self._function, dict(task), **arguments)
         except Exception as error:  # the user's code
             raise ProgramFailed(f"{self.setup.config.program} raised {type(error).__name__}: {error}") from error
 
@@ -110,14 +111,3 @@ def _reward_in(output: str) -> float | None:
         return float(value["reward"])
     except (TypeError, ValueError) as error:
         raise ProgramFailed(f"the program printed the reward {value['reward']!r}, which is no number") from error
-
-
-def _imported(path: str) -> Any:
-    module, _, name = path.partition(":")
-    try:
-        found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"agent.program={path} cannot be imported: {error}; write module:function") from error
-    if not callable(found):
-        raise ConfigError(f"agent.program={path} is a {type(found).__name__}, which cannot be called")
-    return found

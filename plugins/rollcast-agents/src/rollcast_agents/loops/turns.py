@@ -37,6 +37,7 @@ class _Episode:
         self.components: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.end: End = "done"
+        self._is_scored = False
 
     def reward(self, turn: int, value: float | None) -> None:
         if value:
@@ -47,6 +48,7 @@ class _Episode:
     def observe(self, turn: int, seen: Observation) -> None:
         self.messages += seen.messages
         self.reward(turn, seen.reward)
+        self._is_scored |= seen.reward is not None
         for name, value in seen.components.items():
             self.components[name] = self.components.get(name, 0.0) + value
         self.metrics |= seen.metrics
@@ -77,13 +79,16 @@ class _Episode:
 
     def outcome(self, tools: RolloutTools) -> Outcome:
         seconds = {f"tool/{name}/seconds": float(value) for name, value in tools.seconds.items()}
-        counts = {"tool_calls": float(tools.counts["tool_calls"]), "tool_errors": float(tools.counts["tool_errors"])}
+        counts = {name: float(value) for name, value in tools.counts.items()}
         return Outcome(
             self.end,
+            # What tools gave is added to the score of the reward function, where no environment scores.
+            reward=sum(self.turn_rewards.values()) if self._is_scored else None,
             turn_rewards=self.turn_rewards,
             reward_components=self.components,
             messages=self.messages,
             metrics={**self.metrics, **counts, **seconds},
+            extra={"tool_failures": list(tools.failures)} if tools.failures else {},
         )
 
 

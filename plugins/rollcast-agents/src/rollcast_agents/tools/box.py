@@ -16,6 +16,7 @@ from rollcast.contracts.renderer import ToolCall, ToolSchema
 from rollcast.contracts.tool import BaseTool, ToolResult
 from rollcast.contracts.tool import tools as registry
 from rollcast.errors import ConfigError
+from rollcast_agents.named import load_named
 from rollcast_agents.tools.functions import FunctionTool, as_result
 
 __all__ = ["RolloutTools", "ToolBox", "ToolLimits", "build_tool"]
@@ -41,12 +42,17 @@ class ToolLimits:
 def build_tool(name: str, options: Mapping[str, Any] | None = None) -> BaseTool:
     """Return the tool called ``name``.
 
+    Args:
+        name: of a registered tool; with the option ``path``, that of the function found there.
+        options: of the tool. ``path`` is ``file.py:function`` or ``module:function``.
+
     Raises:
         PluginError: the tool does not exist or does not load.
         ConfigError: it does not take these options.
     """
-    plugin = registry.get(name)
     options = dict(options or {})
+    path = options.pop("path", None)
+    plugin = registry.get(name) if path is None else load_named(str(path), f"agent.tools.{name}.path")
     if not inspect.isclass(plugin):
         if options:
             raise ConfigError(f"agent.tools.{name} is a plain function and takes no options, got {sorted(options)}")
@@ -114,8 +120,9 @@ class RolloutTools:
     """The calls of one rollout.
 
     Attributes:
-        counts: calls and errors, ``tool/<name>/calls``, and seconds, for metrics.
-        reward: sum of the rewards that tools gave since it was taken last.
+        counts: ``tool_calls``, ``tool_errors`` and ``tool/<name>/calls``.
+        seconds: of all calls by name of the tool.
+        failures: lines about calls that raised, took too long or said too much.
     """
 
     _tools: Mapping[str, BaseTool]
@@ -124,6 +131,7 @@ class RolloutTools:
     _task: Mapping[str, Any]
     counts: Counter[str] = field(default_factory=Counter)
     seconds: dict[str, float] = field(default_factory=dict)
+    failures: list[str] = field(default_factory=list)
     _states: dict[str, asyncio.Task[Any]] = field(default_factory=dict)
 
     @property
@@ -135,7 +143,14 @@ class RolloutTools:
         """Return the same calls with further tools, such as the methods of an environment."""
         slots = {**dict.fromkeys(tools), **self._slots}
         return RolloutTools(
-            {**self._tools, **tools}, slots, self._limits, self._task, self.counts, self.seconds, self._states
+            {**self._tools, **tools},
+            slots,
+            self._limits,
+            self._task,
+            self.counts,
+            self.seconds,
+            self.failures,
+            self._states,
         )
 
     def knows(self, calls: Iterable[ToolCall]) -> bool:
@@ -149,7 +164,12 @@ class RolloutTools:
         result = await self._answer(call)
         self.counts["tool_calls"] += 1
         self.counts["tool_errors"] += result.is_error
+        self.counts[f"tool/{name}/calls"] += 1
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
+        if len(result.text) > self._limits.max_length:
+            self.failures.append(
+                f"{name} answered {len(result.text)} characters, of which the model saw {self._limits.max_length}."
+            )
         return ToolResult(
             _shortened(result.text, self._limits.max_length), result.reward, result.metrics, result.is_error
         )
@@ -166,11 +186,15 @@ class RolloutTools:
                 return as_result(await self._tools[call.name].call(state, call.arguments))
         except TimeoutError as error:
             if not limit.expired():
-                return _failed(call.name, error)
-            return ToolResult(f"{call.name} did not answer within {self._limits.timeout_s:g} s.", is_error=True)
+                return self._failed(f"{call.name} failed: TimeoutError: {error}")
+            return self._failed(f"{call.name} did not answer within {self._limits.timeout_s:g} s.")
         except Exception as error:  # a stranger's code; the model sees what it raised
             logger.debug("tool %s raised", call.name, exc_info=True)
-            return _failed(call.name, error)
+            return self._failed(f"{call.name} failed: {type(error).__name__}: {error}")
+
+    def _failed(self, text: str) -> ToolResult:
+        self.failures.append(text)
+        return ToolResult(text, is_error=True)
 
     def _slot(self, name: str) -> contextlib.AbstractAsyncContextManager[Any]:
         return self._slots[name] or contextlib.nullcontext()
@@ -191,10 +215,6 @@ class RolloutTools:
             except Exception:  # a stranger's code must not keep the rollout from its end
                 logger.warning("tool %s could not release its state", name, exc_info=True)
         self._states.clear()
-
-
-def _failed(name: str, error: BaseException) -> ToolResult:
-    return ToolResult(f"{name} failed: {type(error).__name__}: {error}", is_error=True)
 
 
 def _shortened(text: str, most: int) -> str:

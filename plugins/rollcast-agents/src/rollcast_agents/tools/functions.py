@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 from collections.abc import Callable, Mapping
@@ -15,6 +14,7 @@ from pydantic.errors import PydanticUserError
 from rollcast.contracts.renderer import ToolSchema
 from rollcast.contracts.tool import BaseTool, ToolResult
 from rollcast.errors import ConfigError
+from rollcast_agents.threads import in_thread
 
 __all__ = ["FunctionTool", "as_result", "describe", "public_methods"]
 
@@ -39,7 +39,7 @@ class FunctionTool(BaseTool):
 
     async def call(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult | str:
         try:
-            value = self._call(**arguments) if self._is_async else await asyncio.to_thread(self._call, **arguments)
+            value = self._call(**arguments) if self._is_async else await in_thread(self._call, **arguments)
             return as_result(await value if self._is_async else value)
         except ValidationError as error:
             if error.title != getattr(self._call, "__name__", error.title):

@@ -17,13 +17,16 @@ from rollcast_algorithms.advantages.token_baselines import (
     optimal_token_baseline,
     tir_optimal_token_baseline,
 )
+from rollcast_algorithms.advantages.turns import gae_turn, gigpo
 
 __all__ = [
     "GRPO_EPSILON",
     "OTB_EPSILON",
     "WHITEN_EPSILON",
     "gae",
+    "gae_turn",
     "gdpo",
+    "gigpo",
     "gpg",
     "grpo",
     "grpo_passk",

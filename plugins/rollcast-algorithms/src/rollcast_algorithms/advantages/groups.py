@@ -19,7 +19,17 @@ from rollcast.contracts.algorithm import REWARD_COMPONENT, AdvantageInputs, Adva
 from rollcast_algorithms._options import read_options
 from rollcast_algorithms._rows import Rows, whiten_rows
 
-__all__ = ["GRPO_EPSILON", "gdpo", "gpg", "grpo", "grpo_passk", "opo", "reinforce_plus_plus_baseline", "rloo"]
+__all__ = [
+    "GRPO_EPSILON",
+    "gdpo",
+    "gpg",
+    "group_normalised",
+    "grpo",
+    "grpo_passk",
+    "opo",
+    "reinforce_plus_plus_baseline",
+    "rloo",
+]
 
 GRPO_EPSILON = 1e-6
 """Added to the group's standard deviation; verl's value."""
@@ -41,7 +51,7 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     read_options("grpo", inputs.options, {})
     rows = Rows(inputs)
-    return rows.spread(_group_normalised(rows.scores, inputs))
+    return rows.spread(group_normalised(rows.scores, inputs))
 
 
 @advantage(compares_samples=True, by_group=True)
@@ -103,7 +113,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         component = components[key].to(rows.scores)
         if component.shape != total.shape:
             raise ValueError(f"reward_components[{key!r}] is {list(component.shape)}, but there are {len(total)} rows")
-        total = total + weight * _group_normalised(component, inputs)
+        total = total + weight * group_normalised(component, inputs)
     return rows.spread(whiten_rows(total, rows.lengths()) if inputs.whiten else total)
 
 
@@ -163,7 +173,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
     return rows.spread(torch.where(inputs.group_sizes() == 1, rows.scores, rows.scores - baseline))
 
 
-@advantage(compares_samples=True)
+@advantage(compares_samples=True, by_group=True)
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """Group policy gradient: centred scores, scaled up for the rows that scored nothing (GPG).
 
@@ -179,7 +189,8 @@ def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
     """
     options = read_options("gpg", inputs.options, {"f_norm": 1.0})
     rows = Rows(inputs)
-    scale = len(rows.scores) / rows.scores.count_nonzero().clamp(min=1)
+    scores = rows.scores if inputs.batch_scores is None else inputs.batch_scores
+    scale = len(scores) / scores.count_nonzero().clamp(min=1)
     return rows.spread(scale * _centred(rows.scores, inputs) / options["f_norm"])
 
 
@@ -194,8 +205,8 @@ def _group_std(deviations: Tensor, inputs: AdvantageInputs) -> Tensor:
     return (inputs.group_mean(deviations.square()) * sizes / (sizes - 1).clamp(min=1)).sqrt()
 
 
-def _group_normalised(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """GRPO's advantage of ``scores`` ``[B]``."""
+def group_normalised(scores: Tensor, inputs: AdvantageInputs) -> Tensor:
+    """Return GRPO's advantage of ``scores`` ``[B]``."""
     centred = _centred(scores, inputs)
     if not inputs.norm_adv_by_std_in_grpo:
         return centred

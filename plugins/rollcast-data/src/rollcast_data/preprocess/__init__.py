@@ -1,1 +1,1 @@
-"""Public data sets turned into files for the datasets; run by ``rollcast preprocess``."""
+"""Preprocessors that convert public data sets into files; run by ``rollcast preprocess``."""

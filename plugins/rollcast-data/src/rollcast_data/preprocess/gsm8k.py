@@ -27,16 +27,16 @@ class Gsm8k(BasePreprocessor):
     """
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
-        """Read ``source`` and write into ``output``; nothing is drawn, so ``seed`` is not used.
+        """Convert the files of ``source`` and write into ``output``; ``seed`` has no effect.
 
         Raises:
-            DataError: no source, one of its files is missing, or a row lacks a question or a
+            DataError: there is no source, a file is missing, or a row lacks a question or a
                 final answer.
         """
         if source is None:
             where = "--input, or data.preprocess_source"
             raise DataError(f"gsm8k needs a source ({where}): the folder that holds train.jsonl and test.jsonl")
-        # Both are read before either is written: a bad row leaves no half of a data set behind.
+        # Both files are read before either is written, so a bad row does not leave half of a data set behind.
         splits = {split: list(_rows(source / f"{split}.jsonl", split)) for split in ("train", "test")}
         names = {f"{split}.parquet": rows for split, rows in splits.items()}
         return PreprocessReport({name: write_parquet(output / name, rows) for name, rows in names.items()})

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -30,6 +31,9 @@ from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 __all__ = ["CollectiveSync"]
 
 _POLL_S = 0.01
+_WORK_POLL_S = 0.0005
+#: Longest time for all members to meet, once each has announced itself.
+_JOIN = timedelta(seconds=60)
 
 
 class CollectiveSync(BucketSync):
@@ -40,7 +44,12 @@ class CollectiveSync(BucketSync):
 
     @contextmanager
     def transport(self) -> Iterator[Transport]:
-        yield _Sender(len(self.targets), {target.node for target in self.targets}, self.settings)  # type: ignore[union-attr]
+        sender = _Sender(len(self.targets), {target.node for target in self.targets}, self.settings)  # type: ignore[union-attr]
+        try:
+            yield sender
+        except BaseException:
+            sender.break_off()
+            raise
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -94,6 +103,7 @@ class _Sender(Transport):
         self._host = _own_address(nodes)
         self._store = serve_store(self._host, 0, self._timeout)
         self._group: Any = None
+        self._work: Any = None
         self._sent = 0
         self._room = _Room()
         self._targets = targets
@@ -105,12 +115,14 @@ class _Sender(Transport):
         offsets, size = [], 1
         for target in range(self._targets):
             while not self._store.check([f"readers/{target}"]):
-                receivers.raise_failure()
+                receivers.check_all()
                 time.sleep(_POLL_S)
             offsets.append(size)
             size += int(self._store.get(f"readers/{target}"))
         self._store.set("group", json.dumps({"offsets": offsets, "size": size, "backend": backend}))
-        self._group = _join(PrefixStore("group", self._store), 0, size, self._host, self._timeout, backend)
+        store = PrefixStore("group", self._store)
+        self._group = _join(store, 0, size, self._host, min(self._timeout, _JOIN), backend)
+        self._group._set_default_timeout(self._timeout)
 
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
         device = bucket[0][1].device
@@ -120,12 +132,34 @@ class _Sender(Transport):
         for (_, tensor), entry in zip(bucket, entries, strict=True):
             view_tensor(flat, entry).copy_(tensor)
         self._store.set(f"bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
-        self._group.broadcast([flat], _root()).wait()
+        self._work = self._group.broadcast([flat], _root())
+        # Not wait(): with a target dead or silent it would take the whole timeout.
+        while not self._work.is_completed():
+            receivers.check_all()
+            time.sleep(_WORK_POLL_S)
+        self._work.wait()
         self._sent += 1
 
     def finish(self, receivers: Receivers) -> None:
         self._open(receivers, "gloo")
         self._store.set(f"bucket/{self._sent}", json.dumps({"end": True}))
+
+    def break_off(self) -> None:
+        """Leave the group in the middle of a broadcast; members that wait for this one learn that it is gone."""
+        group, work = self._group, self._work
+        self._group = self._work = None
+        if group is not None and work is not None:
+            threading.Thread(target=_outlive, args=(group, work), name="leave-weights-group", daemon=True).start()
+
+
+def _outlive(group: Any, work: Any) -> None:
+    """Keep a group until its broadcast has ended, which a silent member holds up until its process is killed.
+
+    The end of the group closes its connections, and waits for the broadcast with Python's lock held.
+    """
+    while not work.is_completed():
+        time.sleep(_POLL_S)
+    del group
 
 
 def _root() -> Any:
@@ -136,6 +170,7 @@ def _root() -> Any:
 
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     timeout = timedelta(seconds=float(source["timeout_s"]))
+    group: Any = None
     try:
         store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
         store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
@@ -143,7 +178,8 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
         rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
         device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
         host = _own_address({source["host"]})
-        group = _join(PrefixStore("group", store), rank, plan["size"], host, timeout, plan["backend"])
+        group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
+        group._set_default_timeout(timeout)
         number, room = 0, _Room()
         while True:
             header = json.loads(store.get(f"bucket/{number}"))
@@ -157,3 +193,6 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
         if isinstance(error, WeightSyncError):
             raise
         raise WeightSyncError(f"the group that carries the weights broke: {error}") from error
+    finally:
+        # Members that wait for this one learn of its end from closed connections, so no traceback may keep the group.
+        del group

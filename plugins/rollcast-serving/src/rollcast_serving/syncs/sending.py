@@ -1,4 +1,4 @@
-"""What all syncs share that send weights in buckets: packing, sending, and the attestation."""
+"""Weight syncs that send buckets: packing, sending, attestation, and targets that die meanwhile."""
 
 from __future__ import annotations
 
@@ -11,15 +11,17 @@ from typing import Any, ClassVar, cast
 from torch import Tensor
 
 from rollcast.contracts.weights import WeightBucket, WeightReport
-from rollcast.errors import RollcastError, WeightSyncError
+from rollcast.errors import RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
-from rollcast_serving.weight_sync import BaseWeightSync, RemoteRollout
+from rollcast_serving.weight_sync import BaseWeightSync, Delivery, RemoteRollout, SyncInterruptedError
 
-__all__ = ["BucketSync", "Receivers", "Transport", "pack_buckets"]
+__all__ = ["ACCOUNT_S", "BucketSync", "Receivers", "TargetLostError", "Transport", "pack_buckets"]
 
 
 #: How long a target that hung up may take to say why, in seconds.
-_ACCOUNT_S = 5.0
+ACCOUNT_S = 5.0
+#: How long living targets have to end, whose group has broken, in seconds.
+_BREAK_S = 1.0
 
 
 def pack_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
@@ -37,38 +39,80 @@ def pack_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[lis
         yield bucket
 
 
+class TargetLostError(Exception):
+    """A target died, and the transport cannot go on for the others."""
+
+
 class Receivers:
-    """The targets' calls that are under way while a transport sends.
+    """The targets' calls in flight while a transport sends.
 
     Args:
-        calls: of :meth:`RemoteRollout.receive_weights`.
+        calls: calls of :meth:`RemoteRollout.receive_weights`, one a target.
     """
 
     def __init__(self, calls: Sequence[Future[WeightReport]]) -> None:
         self._calls = calls
+        #: By a target's place, the error of one that died.
+        self.lost: dict[int, RolloutError] = {}
 
     def __len__(self) -> int:
         return len(self._calls)
 
-    def raise_failure(self, wait_s: float = 0.0) -> None:
-        """Raise the error of a target that has failed, if one has, or does within ``wait_s``."""
-        if wait_s and self._calls:
-            wait(self._calls, wait_s, FIRST_EXCEPTION)
-        for call in self._calls:
-            if call.done():
-                call.result()
+    def check(self, wait_s: float = 0.0) -> None:
+        """Note the targets that died, or do within ``wait_s``.
 
-    def reports(self) -> list[WeightReport]:
-        """Wait for all reports."""
-        return [call.result() for call in self._calls]
+        Raises:
+            WeightSyncError: a living target refused the weights.
+        """
+        waiting = [call for place, call in enumerate(self._calls) if place not in self.lost]
+        if wait_s and waiting:
+            wait(waiting, wait_s, FIRST_EXCEPTION)
+        for place, call in enumerate(self._calls):
+            if place not in self.lost and call.done() and (error := call.exception()) is not None:
+                self.lose(place, error)
+
+    def lose(self, place: int, error: BaseException) -> None:
+        """Note that a target died; raise the error if it is none of a death."""
+        if isinstance(error, WeightSyncError) or not isinstance(error, RolloutError):
+            raise error
+        self.lost[place] = error
+
+    def check_all(self) -> None:
+        """Note the targets that died.
+
+        Raises:
+            TargetLostError: a target died.
+            WeightSyncError: a living target refused the weights.
+        """
+        self.check()
+        if self.lost:
+            raise TargetLostError
+
+    def results(self) -> list[Delivery]:
+        """Wait for all calls; return each target's report or error."""
+        for place, call in enumerate(self._calls):
+            if place not in self.lost and (error := call.exception()) is not None:
+                self.lose(place, error)
+        return [self.lost[place] if place in self.lost else call.result() for place, call in enumerate(self._calls)]
+
+    def interrupted(self, wait_s: float) -> list[Delivery]:
+        """Return the errors of the targets that died; the others, whose transport is gone, have been interrupted."""
+        wait(self._calls, wait_s)
+        for place, call in enumerate(self._calls):
+            error = call.exception() if call.done() else None
+            if place not in self.lost and isinstance(error, RolloutError) and not isinstance(error, WeightSyncError):
+                self.lost[place] = error
+        causes = "; ".join(str(error) for error in self.lost.values())
+        again = SyncInterruptedError(f"the weights did not arrive because of another replica: {causes}")
+        return [self.lost.get(place, again) for place in range(len(self._calls))]
 
 
 class Transport(ABC):
-    """One sync's way; a context manager that gives back whatever it opened.
+    """One sync's way; a context manager that closes whatever it opened.
 
     Attributes:
-        source: what the targets need to open their end, JSON-like.
-        calls_first: whether targets are called before the first bucket, or after the last.
+        source: JSON-like description with which the targets open their end.
+        calls_first: True if targets are called before the first bucket, else after the last.
     """
 
     source: Mapping[str, Any]
@@ -79,12 +123,13 @@ class Transport(ABC):
         """Send a bucket; returns when its tensors may change.
 
         Raises:
-            WeightSyncError: it was not taken in time.
+            WeightSyncError: a living target did not take the bucket.
+            TargetLostError: a target died, and the others cannot be served without it.
         """
 
     @abstractmethod
     def finish(self, receivers: Receivers) -> None:
-        """Say that there are no more."""
+        """Say that there are no more; raises as :meth:`send`."""
 
 
 class BucketSync(BaseWeightSync):
@@ -97,10 +142,10 @@ class BucketSync(BaseWeightSync):
     def transport(self) -> AbstractContextManager[Transport]:
         """A way to the present targets, for one sync."""
 
-    async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:
+    async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
         """See :meth:`BaseWeightSync.sync`; a rank without targets takes part in the collectives."""
         adapter = self.engine.get_adapter()
-        reports: list[WeightReport] = []
+        reports: list[Delivery] = []
         if adapter is None or not only_adapter:
             reports = self._send_all(self.engine.get_per_tensor_param(), version)
         if adapter is not None:
@@ -109,7 +154,7 @@ class BucketSync(BaseWeightSync):
 
     def _send_all(
         self, named: Iterable[tuple[str, Tensor]], version: int, described: Mapping[str, Any] | None = None
-    ) -> list[WeightReport]:
+    ) -> list[Delivery]:
         buckets = pack_buckets(named, self.settings.bucket_bytes)
         try:
             return self._send(buckets, version, described or {}) if self.targets else []
@@ -119,35 +164,57 @@ class BucketSync(BaseWeightSync):
 
     def _send(
         self, buckets: Iterator[list[tuple[str, Tensor]]], version: int, described: Mapping[str, Any]
-    ) -> list[WeightReport]:
+    ) -> list[Delivery]:
         targets = cast("Sequence[RemoteRollout]", self.targets)
         sent = _Sent()
-        with ThreadPoolExecutor(len(targets), "weights") as pool, self.transport() as transport:
+        pool = ThreadPoolExecutor(len(targets), "weights")
+        receivers = Receivers([])
+        try:
+            with self.transport() as transport:
 
-            def call() -> Receivers:
-                source = {**transport.source, **described}
-                return Receivers(
-                    [
-                        pool.submit(target.receive_weights, self.name, {**source, "target": index}, version)
-                        for index, target in enumerate(targets)
-                    ]
-                )
+                def call() -> Receivers:
+                    source = {**transport.source, **described}
+                    return Receivers(
+                        [
+                            pool.submit(target.receive_weights, self.name, {**source, "target": index}, version)
+                            for index, target in enumerate(targets)
+                        ]
+                    )
 
-            receivers = call() if transport.calls_first else Receivers([])
-            try:
-                for bucket in buckets:
-                    transport.send(sent.add(bucket), receivers)
-                transport.finish(receivers)
-            except (OSError, RuntimeError) as error:
-                # What a target says of it is nearer to the cause than that it hung up.
-                receivers.raise_failure(_ACCOUNT_S)
-                if isinstance(error, RollcastError):
-                    raise
-                raise WeightSyncError(f"sending version {version} by {self.name} failed: {error}") from error
-            reports = (receivers if transport.calls_first else call()).reports()
-        for index, report in enumerate(reports):
-            sent.attest(report, version, f"replica {index}")
-        return reports
+                receivers = call() if transport.calls_first else receivers
+                self._send_buckets(transport, buckets, sent, receivers, version)
+                receivers = receivers if transport.calls_first else call()
+                results = receivers.results()
+        except TargetLostError:
+            return receivers.interrupted(_BREAK_S)
+        finally:
+            # A target that hangs keeps its thread until its own deadline.
+            pool.shutdown(wait=False)
+        for index, report in enumerate(results):
+            if isinstance(report, WeightReport):
+                sent.attest(report, version, f"replica {index}")
+        return results
+
+    def _send_buckets(
+        self,
+        transport: Transport,
+        buckets: Iterator[list[tuple[str, Tensor]]],
+        sent: _Sent,
+        receivers: Receivers,
+        version: int,
+    ) -> None:
+        try:
+            for bucket in buckets:
+                transport.send(sent.add(bucket), receivers)
+            transport.finish(receivers)
+        except (OSError, RuntimeError, EOFError) as error:
+            # What a target says of it is nearer to the cause than that it hung up.
+            receivers.check(ACCOUNT_S)
+            if receivers.lost:
+                raise TargetLostError from error
+            if isinstance(error, RollcastError):
+                raise
+            raise WeightSyncError(f"sending version {version} by {self.name} failed: {error}") from error
 
 
 class _Sent:

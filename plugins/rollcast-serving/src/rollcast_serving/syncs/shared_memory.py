@@ -10,7 +10,6 @@ import json
 import mmap
 import os
 import secrets
-import select
 import shutil
 import socket
 import struct
@@ -27,9 +26,10 @@ from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
-from rollcast.errors import WeightSyncError
+from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.polling import wait_readable
 from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
-from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
 __all__ = ["SharedMemorySync"]
@@ -107,6 +107,7 @@ class _Reader:
     """A connected process that takes buckets: how many it has taken, and which buffers it has mapped."""
 
     connection: socket.socket
+    target: int
     taken: int = 0
     mapped: dict[int, int] = field(default_factory=dict)
 
@@ -126,7 +127,8 @@ class _Sender(Transport):
         self._readers: list[_Reader] = []
         self._connected = False
         self._sent = 0
-        self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": self._timeout_s}
+        # A reader waits longer than this end does for another reader that hangs.
+        self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": 2 * self._timeout_s}
 
     def __enter__(self) -> _Sender:
         return self
@@ -146,29 +148,33 @@ class _Sender(Transport):
         for (_, tensor), entry in zip(bucket, entries, strict=True):
             view_tensor(buffer.flat, entry).copy_(tensor)
         self._sent += 1
-        for reader in self._readers:
-            which = (self._sent - 1) % len(self._buffers)
+        which = (self._sent - 1) % len(self._buffers)
+        for reader in self._living(receivers):
             fds = [] if reader.mapped.get(which) == buffer.number else [buffer.fd]
             reader.mapped[which] = buffer.number
-            _send(reader.connection, {"buffer": which, "tensors": entries}, fds)
+            self._tell(reader, {"buffer": which, "tensors": entries}, receivers, fds)
 
     def finish(self, receivers: Receivers) -> None:
         self._connect(receivers)
-        for reader in self._readers:
-            _send(reader.connection, {"end": True})
+        for reader in self._living(receivers):
+            self._tell(reader, {"end": True}, receivers)
         self._wait_taken(self._sent + 1, receivers)
 
     def _connect(self, receivers: Receivers) -> None:
-        """Wait until every process of every target is there."""
+        """Wait until every process of every living target is there."""
         if self._connected:
             return
         wanted = dict.fromkeys(range(len(receivers)), 1)
         seen = dict.fromkeys(range(len(receivers)), 0)
         deadline = time.monotonic() + self._timeout_s
-        while any(seen[target] < count for target, count in wanted.items()):
-            receivers.raise_failure()
+        while absent := [
+            target for target, count in wanted.items() if seen[target] < count and target not in receivers.lost
+        ]:
+            receivers.check()
             if time.monotonic() > deadline:
-                raise WeightSyncError(f"not every replica came for its weights within {self._timeout_s:g} s")
+                for target in absent:
+                    receivers.lose(target, _late(f"did not come for its weights within {self._timeout_s:g} s"))
+                break
             try:
                 connection, _ = self._listener.accept()
             except TimeoutError:
@@ -180,22 +186,46 @@ class _Sender(Transport):
                 continue
             wanted[hello["target"]] = int(hello["readers"])
             seen[hello["target"]] += 1
-            self._readers.append(_Reader(connection))
+            self._readers.append(_Reader(connection, hello["target"]))
         self._connected = True
 
-    def _wait_taken(self, count: int, receivers: Receivers) -> None:
-        for reader in self._readers:
-            while reader.taken < count:
-                reader.taken = self._next_taken(reader, receivers)
+    def _living(self, receivers: Receivers) -> list[_Reader]:
+        return [reader for reader in self._readers if reader.target not in receivers.lost]
 
-    def _next_taken(self, reader: _Reader, receivers: Receivers) -> int:
+    def _tell(self, reader: _Reader, message: Mapping[str, Any], receivers: Receivers, fds: Sequence[int] = ()) -> None:
+        with _broken_means_lost(reader, receivers):
+            _send(reader.connection, message, fds)
+
+    def _wait_taken(self, count: int, receivers: Receivers) -> None:
         deadline = time.monotonic() + self._timeout_s
-        while time.monotonic() < deadline:
-            if select.select([reader.connection], [], [], _POLL_S)[0]:
-                message, _ = _receive_message(reader.connection)
-                return int(message["taken"])
-            receivers.raise_failure()
-        raise WeightSyncError(f"a replica did not take a bucket within {self._timeout_s:g} s")
+        for reader in self._readers:
+            while reader.taken < count and reader.target not in receivers.lost:
+                with _broken_means_lost(reader, receivers):
+                    if wait_readable(reader.connection.fileno(), _POLL_S):
+                        message, _ = _receive_message(reader.connection)
+                        reader.taken = int(message["taken"])
+                receivers.check()
+                if time.monotonic() > deadline and reader.taken < count and reader.target not in receivers.lost:
+                    receivers.lose(reader.target, _late(f"did not take a bucket within {self._timeout_s:g} s"))
+
+
+def _late(problem: str) -> RolloutError:
+    return RolloutError(f"a replica {problem}")
+
+
+@contextmanager
+def _broken_means_lost(reader: _Reader, receivers: Receivers) -> Iterator[None]:
+    """Take a broken connection for the target's death, if the target has died, or does not say why it hung up.
+
+    Raises:
+        WeightSyncError: the target lives and refused the weights.
+    """
+    try:
+        yield
+    except (OSError, EOFError) as error:
+        receivers.check(ACCOUNT_S)
+        if reader.target not in receivers.lost:
+            receivers.lose(reader.target, RolloutError(f"a replica hung up during a weight update: {error}"))
 
 
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import os
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
-from rollcast_sglang.environment import SERVER_VARIABLE
+from rollcast_serving.stops import StopMatcher, StopStrings
+from rollcast_sglang.environment import SERVER_VARIABLE, STOP_STRINGS
 from rollcast_sglang.server_args import SAMPLING_BACKEND
 
 __all__ = ["register"]
@@ -25,7 +28,7 @@ def register() -> None:
     batch = "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch"
     HookRegistry.register(batch, _give_seeds, HookType.AFTER)
     check = "sglang.srt.managers.schedule_batch.Req._check_token_based_finish"
-    HookRegistry.register(check, _stop_at_stop_tokens, HookType.REPLACE)
+    HookRegistry.register(check, _stop_at_stops, HookType.REPLACE)
     manager = "sglang.srt.lora.lora_manager.LoRAManager.__init__"
     HookRegistry.register(manager, _do_without_pinning, HookType.BEFORE)
     adapter = "sglang.srt.lora.lora.LoRAAdapter.initialize_weights"
@@ -47,8 +50,8 @@ def _give_seeds(info: Any, _: type, batch: Any, *__: object, **___: object) -> A
     return info
 
 
-def _stop_at_stop_tokens(request: Any, new_tokens: Sequence[int]) -> bool:
-    """End a sequence at its request's stop tokens and at nothing else.
+def _stop_at_stops(request: Any, new_tokens: Sequence[int]) -> bool:
+    """End a sequence at its request's stop tokens, or at the token that completes a stop string, and at nothing else.
 
     SGLang would add whatever the model's folder calls an end of sequence, and with ``ignore_eos`` ignore the
     request's own stop tokens too.
@@ -56,12 +59,30 @@ def _stop_at_stop_tokens(request: Any, new_tokens: Sequence[int]) -> bool:
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
 
     stops = request.sampling_params.stop_token_ids or ()
+    matcher = _matcher(request)
     for number, token in enumerate(new_tokens):
-        if token in stops:
+        completes = matcher is not None and matcher.add(token)
+        if token in stops or completes:
             request.finished_reason = FINISH_MATCHED_TOKEN(matched=token)
             request.finished_len = len(request.output_ids) - len(new_tokens) + number + 1
             return True
     return False
+
+
+def _matcher(request: Any) -> StopMatcher | None:
+    """Return the search for a request's stop strings, which goes on from token to token."""
+    texts = (request.sampling_params.custom_params or {}).get(STOP_STRINGS)
+    if not texts:
+        return None
+    if not hasattr(request, "rollcast_matcher"):
+        request.rollcast_matcher = _stop_strings().matcher(texts)
+    found: StopMatcher | None = request.rollcast_matcher
+    return found
+
+
+@functools.cache
+def _stop_strings() -> StopStrings:
+    return StopStrings(*json.loads(os.environ[SERVER_VARIABLE]))
 
 
 def _do_without_pinning(*_: object, **__: object) -> None:

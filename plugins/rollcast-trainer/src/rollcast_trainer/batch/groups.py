@@ -38,11 +38,13 @@ def join_groups(kept: Sequence[DataProto], wanted: int) -> DataProto:
         kept: generated rows that stay, at least one in all; groups are told apart by ``uid`` within a batch.
         wanted: groups at most.
     """
-    joined, offset = [], 0
+    joined: list[DataProto] = []
+    names = [name for name in ("uid", "rollout_index") if name in kept[0]]
+    offsets = dict.fromkeys(names, 0)
     for batch in kept:
         if len(batch):
-            joined.append(batch.with_columns({"uid": batch["uid"] + offset}))
-            offset += int(batch["uid"].max()) + 1
+            joined.append(batch.with_columns({name: batch[name] + offsets[name] for name in names}))
+            offsets = {name: offsets[name] + int(batch[name].max()) + 1 for name in names}
     return first_groups(DataProto.concat(joined), wanted)
 
 

@@ -9,7 +9,9 @@ import torch
 
 from rollcast.contracts.algorithm import Denominators
 from rollcast.protocol import DataProto, Jagged
+from rollcast_algorithms.aggregation import SEQUENCE_TOKENS
 from rollcast_trainer.batch.balance import deal_rows
+from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 
 __all__ = ["UpdatePlan", "count_denominators", "draw_mini_batches", "plan_update", "without_advantage"]
 
@@ -30,7 +32,7 @@ class UpdatePlan:
 
 
 def count_denominators(tokens: torch.Tensor, max_tokens: int) -> Denominators:
-    """Return the counts of a mini-batch from its rows' tokens under the mask, int64 ``[B]``."""
+    """Return the counts of a mini-batch from its rollouts' tokens under the mask, int64 ``[R]``."""
     return Denominators(
         tokens=float(tokens.sum()),
         sequences=float((tokens > 0).sum()),
@@ -38,17 +40,26 @@ def count_denominators(tokens: torch.Tensor, max_tokens: int) -> Denominators:
     )
 
 
-def draw_mini_batches(rows: int, count: int, epochs: int, seed: int | None) -> tuple[list[torch.Tensor], int]:
+def draw_mini_batches(
+    rows: int, count: int, epochs: int, seed: int | None, rollouts: torch.Tensor | None = None
+) -> tuple[list[torch.Tensor], int]:
     """Row indices (int64) of each mini-batch, and how often to go through them all.
 
-    Rows are drawn one by one: the samples of a prompt may fall into different mini-batches.
+    Rollouts are drawn one by one: the samples of a prompt may fall into different mini-batches, the rows of a rollout
+    stay in one.
 
     Args:
         rows: rows of the batch.
         count: mini-batches an epoch.
         epochs: passes over the batch.
         seed: of the order, which is new in each epoch; None for the order of the batch.
+        rollouts: rollout of each row, int64 ``[B]`` from 0; None if each row is one.
     """
+    if rollouts is not None:
+        drawn, repeats = draw_mini_batches(int(rollouts.max()) + 1, count, epochs, seed)
+        order = rollouts.argsort(stable=True)
+        members = Jagged.from_lengths(order, rollouts.bincount())
+        return [members.take(part).values for part in drawn], repeats
     if seed is None:
         return list(torch.arange(rows).chunk(count)), epochs
     generator = torch.Generator().manual_seed(seed)
@@ -68,7 +79,7 @@ def plan_update(
     """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
 
     Args:
-        batch: ``B`` rows with at least ``response_mask``.
+        batch: ``B`` rows with at least ``response_mask``, and ``rollout_index`` if rollouts have several rows.
         mini_batches: row indices (int64) of each mini-batch, none of them empty.
         dp_size: shards; any number, the rows need not divide.
         max_tokens: the longest response that the run allows.
@@ -80,16 +91,22 @@ def plan_update(
 
     Returns:
         The arranged batch, and the plan for the workers. Rows that fill up a rank's part repeat
-        another row under a zero mask.
+        another row under a zero mask. In place of ``rollout_index`` the batch has ``sequence_tokens``, the tokens of
+        each row's rollout in its mini-batch, if rollouts have several rows.
     """
     tokens = Jagged.of(batch["response_mask"], "response_mask").sums()
+    rollouts = rollouts_of(batch)
+    batch = batch.drop([ROLLOUT]) if ROLLOUT in batch else batch
     blocks: list[list[int]] = [[] for _ in range(dp_size)]
     filler: list[list[bool]] = [[] for _ in range(dp_size)]
+    sequence_tokens: list[list[int]] = [[] for _ in range(dp_size)]
     rows_per_rank: list[int] = []
     denominators: list[Denominators] = []
     for rows in mini_batches:
         kept = rows if skip_rows is None else rows[~skip_rows[rows]]
-        denominators.append(_denominators(tokens, rows, kept, max_tokens))
+        sums = _rollout_tokens(tokens, rows, rollouts)
+        denominators.append(_denominators(tokens, rows, kept, max_tokens, sums))
+        own = tokens if rollouts is None else sums[rollouts]
         indices = kept.tolist()
         # At least one row each: ranks that share a model run every pass together.
         per_rank = max(-(-len(indices) // dp_size), 1)
@@ -102,17 +119,30 @@ def plan_update(
         for rank, part in enumerate(deal_rows(weights, dp_size)):
             blocks[rank] += [indices[place] for place in part]
             filler[rank] += [real[place] for place in part]
+            sequence_tokens[rank] += own[[indices[place] for place in part]].tolist()
     order = torch.tensor([index for block in blocks for index in block], dtype=torch.int64)
     keep = torch.tensor([flag for block in filler for flag in block], dtype=torch.bool)
     arranged = batch.select_idxs(order)
+    if rollouts is not None:
+        spread = torch.tensor([count for block in sequence_tokens for count in block], dtype=torch.int64)
+        arranged = arranged.with_columns({SEQUENCE_TOKENS: spread})
     if not bool(keep.all()):
         mask = Jagged.of(arranged["response_mask"])
         arranged = arranged.with_columns({"response_mask": mask.like(mask.values * keep[mask.rows])})
     return arranged, UpdatePlan(tuple(rows_per_rank), tuple(denominators), epochs)
 
 
-def _denominators(tokens: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int) -> Denominators:
-    whole = count_denominators(tokens[rows], max_tokens)
+def _rollout_tokens(tokens: torch.Tensor, rows: torch.Tensor, rollouts: torch.Tensor | None) -> torch.Tensor:
+    """Return the tokens of each rollout in the mini-batch of these rows, int64; 0 for rollouts that are not in it."""
+    if rollouts is None:
+        return tokens[rows]
+    return tokens.new_zeros(int(rollouts.max()) + 1).index_add_(0, rollouts[rows], tokens[rows])
+
+
+def _denominators(
+    tokens: torch.Tensor, rows: torch.Tensor, kept: torch.Tensor, max_tokens: int, sequences: torch.Tensor
+) -> Denominators:
+    whole = count_denominators(sequences, max_tokens)
     if len(kept) == len(rows):
         return whole
     return replace(whole, present_tokens=float(tokens[kept].sum()))

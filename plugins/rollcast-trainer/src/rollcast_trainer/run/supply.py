@@ -63,17 +63,40 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
         if name in changes.remove or name in changes.replace:
             continue
         try:
-            spec = stages.get(name).declare(run)
+            stage = stages.get(name)
         except PluginError as error:
             if name in wanted:
                 raise
             logger.warning("left out the stage %r: %s", name, error)
             continue
+        # Outside of the handler: a stage whose own plugins are missing is wanted, and its error ends the run.
+        spec = stage.declare(run)
         if spec is not None:
             found[name] = spec
         elif name in wanted:
             raise ConfigError(f"trainer.stages names {name!r}, which has no part in a run with this configuration")
     return found
+
+
+def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[dict[str, StageSpec], Changes]:
+    """Return the declarations without those that another one replaces, and the changes with these replacements.
+
+    Raises:
+        ConfigError: two stages replace the same one, or the recipe puts in a stage that is replaced.
+    """
+    taken: dict[str, str] = {}
+    for name, spec in specs.items():
+        for old in spec.replaces:
+            if old in taken:
+                raise ConfigError(
+                    f"the stages {taken[old]!r} and {name!r} both take the place of {old!r}; choose one with "
+                    f"trainer.stages.remove=[{taken[old]}] or trainer.stages.remove=[{name}]"
+                )
+            if old in changes.insert:
+                raise ConfigError(f"trainer.stages.insert names {old!r}, which {name!r} takes the place of in this run")
+            taken[old] = name
+    kept = {name: spec for name, spec in specs.items() if name not in taken}
+    return kept, Changes(changes.insert, {**taken, **changes.replace}, changes.remove)
 
 
 def supply(
@@ -90,7 +113,7 @@ def supply(
     Raises:
         ConfigError: nothing writes a column that is read, two stages write it, or stages wait for each other.
     """
-    changes = changes or Changes()
+    specs, changes = _with_replaced(specs, changes or Changes())
     reasons: dict[str, str] = {}
     for goal in goals:
         name = changes.replace.get(goal, goal)
@@ -99,7 +122,7 @@ def supply(
     for name in changes.insert:
         reasons.setdefault(_known(name, "trainer.stages.insert", specs), "trainer.stages.insert")
     _close(reasons, specs, given, changes)
-    return [Place(name, specs[name], reasons[name]) for name in _order(list(reasons), specs)]
+    return [Place(name, specs[name], reasons[name]) for name in _order(list(reasons), specs, changes)]
 
 
 def _known(name: str, asked: str, specs: Mapping[str, StageSpec]) -> str:
@@ -148,9 +171,9 @@ def _refuse(
         )
 
 
-def _order(names: Sequence[str], specs: Mapping[str, StageSpec]) -> list[str]:
+def _order(names: Sequence[str], specs: Mapping[str, StageSpec], changes: Changes) -> list[str]:
     """Return the names so that each comes after what it depends on; otherwise in the order of their reads."""
-    needs = {name: _dependencies(name, names, specs) for name in names}
+    needs = {name: _dependencies(name, names, specs, changes) for name in names}
     for barrier in (name for name in names if specs[name].changes_rows):
         before = _all_before(barrier, needs)
         for name in names:
@@ -162,11 +185,12 @@ def _order(names: Sequence[str], specs: Mapping[str, StageSpec]) -> list[str]:
     return order
 
 
-def _dependencies(name: str, names: Sequence[str], specs: Mapping[str, StageSpec]) -> list[str]:
+def _dependencies(name: str, names: Sequence[str], specs: Mapping[str, StageSpec], changes: Changes) -> list[str]:
     spec = specs[name]
     columns = (*spec.reads, *spec.optional)
     writers = [other for column in columns for other in names if other != name and _writes(specs[other], column)]
-    return list(dict.fromkeys([*writers, *(other for other in spec.after if other in names)]))
+    after = (changes.replace.get(other, other) for other in spec.after)
+    return list(dict.fromkeys([*writers, *(other for other in after if other in names and other != name)]))
 
 
 def _all_before(name: str, needs: Mapping[str, Sequence[str]]) -> set[str]:

@@ -429,16 +429,20 @@ class TaskRunner:
         actor = next(iter(groups.values()))
         if not self.uses_replicas or self._runtime is None:
             return InProcessSampler(actor)
-        replica = self.rollout.replica
-        continuous = self.rollout_class.capabilities.continuous_batching
-        routing = RoutingSettings(replica.request_timeout_s, replica.max_restarts)
-        if not continuous:
-            routing = dataclasses.replace(routing, chunk=None, streams=1)
-        replicas = Replicas(groups[Role.ROLLOUT], routing, replica.launch_timeout_s, len(self._runtime.nodes()) == 1)
+        timeout_s = self.rollout.replica.launch_timeout_s
+        replicas = Replicas(groups[Role.ROLLOUT], self.routing(), timeout_s, len(self._runtime.nodes()) == 1)
         takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
         sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)
         self._samplers.append(sampler)
         return sampler
+
+    def routing(self) -> RoutingSettings:
+        """Return how requests are spread over the rollout's replicas."""
+        replica = self.rollout.replica
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
+        if self.rollout_class.capabilities.continuous_batching:
+            return routing
+        return dataclasses.replace(routing, chunk=None, streams=1)
 
     def _canary(self) -> Canary:
         """Token ids from all over the vocabulary; what they mean does not matter."""

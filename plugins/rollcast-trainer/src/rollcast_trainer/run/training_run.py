@@ -50,7 +50,8 @@ class TrainingRun:
         meter: counts what calls to workers cost; a hook may set another in ``on_fit_start``.
         seeds: seeds of the rows that are generated.
         total_steps: training steps of the run; 0 before the data are read.
-        scorer, sampler: the reward, and what generates; set when the run starts.
+        scorer, sampler: the reward, and the rollout; set when the run starts.
+        generator: returns responses to prompts; a stage that samples in its own way sets another.
         resample: returns the rows of further prompts as they are before a stage that changes rows.
     """
 
@@ -69,6 +70,7 @@ class TrainingRun:
         self.total_steps = 0
         self.model_paths: dict[str, str] = {}
         self.columns_read: frozenset[str] = frozenset()
+        self.generator: Callable[[DataProto, SamplingParams], DataProto] = self._respond
 
     # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
 
@@ -225,7 +227,11 @@ class TrainingRun:
         )
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return a response for each prompt with the prompts' other columns.
+        """Return the rows that ``generator`` makes of each prompt, with the prompts' other columns."""
+        return self.generator(prompts, sampling)
+
+    def _respond(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return one response for each prompt.
 
         Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
         """

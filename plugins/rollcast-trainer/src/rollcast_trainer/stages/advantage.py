@@ -16,12 +16,16 @@ from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.advantages import WHITEN_EPSILON
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import without_advantage
+from rollcast_trainer.batch.rollouts import FINAL, ROLLOUT, JoinedRollouts, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 
-__all__ = ["Advantage", "estimate_advantages"]
+__all__ = ["Advantage", "estimate_advantages", "estimate_rollout_advantages"]
 
 #: Padded positions of the chunks that an estimator sees; whole small batches are one.
 CHUNK_TOKENS = 1 << 16
+
+#: Columns that tell which rows are one rollout, and in which order.
+_ROLLOUT = (ROLLOUT, FINAL, "turn_ids")
 
 #: Columns that the engine of a role computes only if it can: column to section and capability.
 _CAPABILITIES = {"sum_pi_squared": ("actor", "sum_pi_squared"), "values": ("critic", "value_model")}
@@ -52,7 +56,7 @@ class Advantage(Stage):
         weights = ["rollout_is_weights"] if algorithm.rollout_correction.rollout_is is not None else []
         return StageSpec(
             reads=("token_level_rewards", "response_mask", "uid", *sorted(needs.columns), *weights),
-            optional=("old_log_probs", *sorted(needs.optional)),
+            optional=("old_log_probs", *_ROLLOUT, *sorted(needs.optional)),
             writes=("advantages", "returns"),
         )
 
@@ -60,14 +64,13 @@ class Advantage(Stage):
         super().__init__(run)
         self._algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         self._estimator = advantages.get(self._algorithm.adv_estimator)
-        self._needs = needs_of(self._estimator)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        names = ["token_level_rewards", "response_mask", *self._needs.select(dict.fromkeys(batch.keys()))]
         values = [name for name in ("values",) if name in batch]
-        read = batch.local(dict.fromkeys([*names, *values]))
-        columns = {name: read[name] for name in dict.fromkeys(names)}
-        advantages, returns = estimate_advantages(self._estimator, columns, batch["uid"], self._algorithm)
+        names = needs_of(self._estimator).select(dict.fromkeys(batch.keys()))
+        rollouts = [name for name in ("uid", ROLLOUT, "turn_ids", FINAL) if name in batch]
+        read = batch.local(dict.fromkeys(["token_level_rewards", "response_mask", *names, *values, *rollouts]))
+        advantages, returns = estimate_rollout_advantages(self._estimator, read, self._algorithm)
         found = batch.with_columns({"advantages": advantages, "returns": returns})
         self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
         if values:
@@ -77,6 +80,31 @@ class Advantage(Stage):
             self.run.record({"critic/explained_variance": float(1 - left / given.var().clamp(min=1e-8))})
         self.run.emit_batch("on_batch_after_advantage", found)
         return found
+
+
+def estimate_rollout_advantages(
+    estimator: AdvantageEstimator, batch: DataProto, algorithm: AlgorithmConfig, chunk_tokens: int = CHUNK_TOKENS
+) -> tuple[Jagged, Jagged]:
+    """Return ``advantages`` and ``returns`` of a batch in which rollouts may have several rows.
+
+    The estimator sees a row for each rollout, so that baselines, lengths and discounts are those of rollouts.
+
+    Args:
+        batch: ``uid``, ``rollout_index`` if rollouts have several rows, and the columns of :func:`estimate_advantages`.
+        algorithm, chunk_tokens: see :func:`estimate_advantages`.
+    """
+    names = ["token_level_rewards", "response_mask", *needs_of(estimator).select(dict.fromkeys(batch.keys()))]
+    columns = {name: batch[name] for name in dict.fromkeys(names)}
+    rollouts = rollouts_of(batch)
+    if rollouts is None:
+        return estimate_advantages(estimator, columns, batch["uid"], algorithm, chunk_tokens)
+    mask = Jagged.of(batch["response_mask"], "response_mask")
+    turns = Jagged.of(batch["turn_ids"], "turn_ids") if "turn_ids" in batch else None
+    final = batch[FINAL] if FINAL in batch else None  # noqa: SIM401 - a batch has no get with a default
+    joined = JoinedRollouts.of(rollouts, mask, turns, final)
+    columns = {name: joined.join(column) for name, column in columns.items()}
+    found = estimate_advantages(estimator, columns, joined.join(batch["uid"]), algorithm, chunk_tokens)
+    return joined.split(found[0], mask), joined.split(found[1], mask)
 
 
 def estimate_advantages(
@@ -102,6 +130,8 @@ def estimate_advantages(
     whitens_here = needs.by_group and needs.whitens
     order, bounds = _chunks(group_ids, mask.lengths, chunk_tokens if needs.by_group else None)
     flat = {name: Jagged.of(column) for name, column in columns.items() if column.layout == torch.jagged}
+    rewards = Jagged.of(columns["token_level_rewards"]).values.double().masked_fill(mask.values.logical_not(), 0.0)
+    scores = mask.with_values(rewards).sums() if len(bounds) > 2 else None
     found: list[torch.Tensor] = []
     total = square = 0.0
     for start, stop in itertools.pairwise(bounds):
@@ -120,6 +150,7 @@ def estimate_advantages(
                 options=algorithm.adv_kwargs,
                 columns=needs.select(given),
                 whiten=not whitens_here,
+                batch_scores=scores,
             )
         )
         # Most outcome estimators return one tensor for both, which is then whitened once for both.

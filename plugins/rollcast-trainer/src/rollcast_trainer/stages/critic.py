@@ -11,6 +11,7 @@ from rollcast.protocol import DataProto
 from rollcast_algorithms.value_loss import ValueLoss
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import draw_mini_batches
+from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import CriticConfig
 from rollcast_trainer.workers.roles import Role
@@ -51,7 +52,7 @@ class UpdateCritic(Stage):
 
     run: TrainingRun
     phase: ClassVar[str] = "update_critic"
-    spec: ClassVar[StageSpec] = StageSpec(reads=("values", "returns"), roles=(Role.CRITIC,))
+    spec: ClassVar[StageSpec] = StageSpec(reads=("values", "returns"), optional=(ROLLOUT,), roles=(Role.CRITIC,))
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -68,6 +69,6 @@ class UpdateCritic(Stage):
         prompts = critic.ppo_mini_batch_size or policy.ppo_mini_batch_size
         count = max(self.run.task.data.train_batch_size // prompts, 1)
         seed = self.run.order_seed(1)
-        mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, seed)
+        mini_batches, epochs = draw_mini_batches(len(batch), count, critic.ppo_epochs, seed, rollouts_of(batch))
         self.run.record(self.run.critic.update_critic(batch, mini_batches, epochs))
         return batch

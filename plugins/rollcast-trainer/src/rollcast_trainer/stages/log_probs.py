@@ -111,16 +111,16 @@ class RolloutCorrection(Stage):
         """
         mask = Jagged.of(batch["response_mask"])
         log_probs = batch.local(["old_log_probs", "rollout_log_probs"])
-        old, rollout = (Jagged.of(log_probs[name]).pad() for name in log_probs.keys())  # noqa: SIM118
+        old, rollout = (Jagged.of(log_probs[name], name) for name in ("old_log_probs", "rollout_log_probs"))
         try:
-            found = correct_rollout(old, rollout, mask.pad(), self._config)
+            found = correct_rollout(old, rollout, mask, self._config)
         except ValueError as error:
             raise ConfigError(f"algorithm.rollout_correction: {error}") from error
         self._last_gap, self._steps_since = found.metrics["rollout_corr/k3_kl"], 0
         self.run.record(found.metrics)
-        columns = {KEPT: mask.like(found.response_mask[mask.rows, mask.places])}
+        columns = {KEPT: found.response_mask.column()}
         if found.weights is not None:
-            columns["rollout_is_weights"] = mask.like(found.weights[mask.rows, mask.places])
+            columns["rollout_is_weights"] = found.weights.column()
         return batch.with_columns(columns)
 
     def state_dict(self) -> dict[str, Any]:

@@ -83,6 +83,7 @@ class Reward(Stage):
         rewards = [] if algorithm.use_kl_in_reward else ["token_level_rewards"]
         return StageSpec(
             reads=("responses", "response_mask", "finished", *(["rm_scores"] if has_model else [])),
+            optional=("rollout_index", "is_final", "is_scored", "environment_scores", "turn_ids", "messages"),
             writes=("token_level_scores", *rewards, REWARD_COMPONENT, *([_FILTERED] if filters else [])),
             brings=("filter_groups",) if filters else (),
         )
@@ -123,10 +124,10 @@ def _filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
         ConfigError: the metric is none of the reward's numbers.
     """
     if metric == "shaped_score":
-        return scored.scores
+        return scored.rollout_scores
     if metric == "score":
         shaping = [float(result.extra.get(_SHAPING, 0.0)) for result in scored.results]
-        return scored.scores - scored.rule_weight * torch.tensor(shaping, dtype=torch.float32)
+        return scored.rollout_scores - scored.rule_weight * torch.tensor(shaping, dtype=torch.float32)
     if metric == "accuracy":
         return torch.tensor([float(correct) for correct in scored.correct])
     components = scored.components()

@@ -10,7 +10,7 @@ import torch
 
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto, Jagged
-from rollcast_trainer.batch.columns import GENERATED, PROMPT
+from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve
@@ -89,9 +89,10 @@ class RewardBaselines(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         first, place = first_rows(batch)
-        columns = [*PROMPT, *(name for name in ("ground_truth", "data_source", "extra_info") if name in batch)]
+        columns = [*PROMPT, *(name for name in (*DATA[len(PROMPT) :], "index") if name in batch)]
         prompts = batch.select(columns).select_idxs(first)
         greedy = replace(self.run.sampling(), temperature=0.0)
-        scores = self.run.scorer.score(self.run.generate(prompts, greedy)).scores
+        scored = self.run.scorer.score(self.run.generate(prompts, greedy))
+        scores = scored.rollout_scores[scored.final]
         self.run.record({"reward/baseline_mean": float(scores.mean())})
         return batch.with_columns({"reward_baselines": scores[place]})

@@ -17,6 +17,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
+from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
@@ -47,7 +48,7 @@ class UpdateActor(Stage):
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
         return StageSpec(
             reads=("token_level_scores", *columns, *rejected, "advantages"),
-            optional=tuple(sorted(needs.optional)),
+            optional=(ROLLOUT, *sorted(needs.optional)),
             roles=(Role.ACTOR_ROLLOUT, *([Role.REF] if exact else [])),
             after=("update_critic", "log_prob_check"),
         )
@@ -88,10 +89,13 @@ class UpdateActor(Stage):
         loss = self.loss_function
         prepared = self._prepare(rows) if loss.prepares else {}
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
-        mini_batches, epochs = draw_mini_batches(len(rows), count, policy.ppo_epochs, run.order_seed(0))
+        mini_batches, epochs = draw_mini_batches(
+            len(rows), count, policy.ppo_epochs, run.order_seed(0), rollouts_of(rows)
+        )
         skipped = without_advantage(rows) if self._may_skip else None
         read = [name for name in loss.needs.select(dict.fromkeys(rows.keys())) if name not in MODEL]
-        columns = rows.with_columns(prepared).select([*MODEL, *read, *prepared])
+        joined = [ROLLOUT] if ROLLOUT in rows else []
+        columns = rows.with_columns(prepared).select([*MODEL, *read, *joined, *prepared])
         run.record(run.actor.update_actor(columns, mini_batches, epochs, skipped))
         return batch
 
@@ -100,12 +104,14 @@ class UpdateActor(Stage):
         mask = Jagged.of(rows["response_mask"])
         names = {"old_log_probs", "advantages", *self.loss_function.needs.select(dict.fromkeys(rows.keys()))}
         read = rows.local(names)
-        padded = {
-            name: Jagged.of(read[name], name).pad() if read[name].layout == torch.jagged else read[name]
+        flat = {
+            name: Jagged.of(read[name]).values if read[name].layout == torch.jagged else read[name][mask.rows]
             for name in names
         }
-        prepared = self.loss_function.prepare(padded["old_log_probs"], padded["advantages"], mask.pad().long(), padded)
-        return {name: mask.with_values(column[mask.rows, mask.places]) for name, column in prepared.items()}
+        given = {name: values.unsqueeze(0) for name, values in flat.items()}
+        chosen = mask.values.long().unsqueeze(0)
+        prepared = self.loss_function.prepare(given["old_log_probs"], given["advantages"], chosen, given)
+        return {name: mask.with_values(column.squeeze(0)) for name, column in prepared.items()}
 
 
 def needs_advantage(loss: PpoLoss) -> bool:
@@ -122,7 +128,9 @@ def needs_advantage(loss: PpoLoss) -> bool:
     new = (old + torch.randn((4, 16), generator=generator)).requires_grad_()
     mask, nothing = torch.ones(4, 16, dtype=torch.int64), torch.zeros(4, 16)
     try:
-        columns = {"old_log_probs": old, "advantages": nothing, **loss.prepare(old, nothing, mask)}
+        prepared = loss.prepare(old.view(1, -1), nothing.view(1, -1), mask.view(1, -1))
+        prepared = {name: column.view(mask.shape) for name, column in prepared.items()}
+        columns = {"old_log_probs": old, "advantages": nothing, **prepared}
         tried = replace(loss, use_rollout_is_weights=False, entropy_coeff=0.0, kl_penalty=None, kl_loss_coef=0.0)
         counts = Denominators(64.0, 4.0, 16.0)
         total = tried(LossInputs(new, None, None, mask, columns, counts)).loss

@@ -15,13 +15,14 @@ import torch
 
 from rollcast import Worker, register
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
-from rollcast.errors import CapabilityError, CheckpointError, WeightSyncError
+from rollcast.contracts.weights import WeightReport
+from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_serving.client import ReplicaReceiver
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.weight_sync import BaseWeightSync, SyncSettings, weight_syncs
+from rollcast_serving.weight_sync import BaseWeightSync, SyncOutcome, SyncSettings, weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap
@@ -146,42 +147,56 @@ class ActorRolloutRefWorker(Worker):
             return self.actor.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
 
     @register(dispatch_mode="one_to_all")
-    async def update_weights(self, version: int, replicas: Sequence[ReplicaAddress] = ()) -> dict[str, float]:
-        """Make the rollout, or replicas, generate with the actor's present weights, as ``version``.
+    async def update_weights(
+        self, version: int, replicas: Sequence[ReplicaAddress] = (), whole: bool = False
+    ) -> SyncOutcome:
+        """Make the rollout, or replicas, generate with the actor's current weights, as ``version``.
 
         Args:
-            version: of the weights.
-            replicas: where they are to go, if they are not in this process. With a sync within nodes
-                the first rank of each node serves its node's, else rank 0 serves all.
+            version: version of the weights.
+            replicas: targets outside this process. With a sync within nodes the first rank of each node serves its
+                node's, else rank 0 serves all.
+            whole: send the base weights beside an adapter even to replicas that were sent them before.
 
         Returns:
-            Metrics; nothing on a rank that sent nothing.
+            Metrics, and the replicas that have not got the weights.
 
         Raises:
-            WeightSyncError: they did not arrive as they are.
+            WeightSyncError: the weights did not arrive as they are.
         """
         if self.weight_sync is None:
-            return {}
+            return SyncOutcome()
+        served = self._served(replicas)
         if not self.weight_sync.capabilities.same_process:
-            self.weight_sync.targets = [ReplicaReceiver(address) for address in self._served(replicas)]
+            silence_s = self.setup.rollout.replica.heartbeat_timeout_s
+            self.weight_sync.targets = [ReplicaReceiver(address, silence_s=silence_s) for address in served]
         start = time.perf_counter()
-        reports = await self.weight_sync.sync(version, only_adapter=self._based.issuperset(replicas))
-        self._based.update(replicas)
+        # Decided by every rank alike: gathering the weights is a collective.
+        only_adapter = not whole and self._based.issuperset(replicas)
+        answers = await self.weight_sync.sync(version, only_adapter)
+        reports = [answer for answer in answers if isinstance(answer, WeightReport)]
         for report in reports:
             if report.version != version:
                 raise WeightSyncError(
                     f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
                     f"which reports {report.version}"
                 )
+        failed = {
+            address.index: answer
+            for address, answer in zip(served, answers, strict=False)
+            if isinstance(answer, RolloutError)
+        }
+        self._based.update(replicas)
         if not reports:
-            return {}
-        return {
+            return SyncOutcome(failed=failed)
+        metrics = {
             "rollout/weight_version": float(version),
             "sync/tensors": float(reports[0].tensors),
             "sync/bytes": float(sum(report.bytes for report in reports)),
             "sync/seconds": time.perf_counter() - start,
             "sync/load_seconds": max(report.load_seconds for report in reports),
         }
+        return SyncOutcome(metrics, failed)
 
     def _served(self, replicas: Sequence[ReplicaAddress]) -> list[ReplicaAddress]:
         sync = self.weight_sync

@@ -12,6 +12,7 @@ from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
 from rollcast_trainer.batch.columns import MODEL, POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
+from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import mesh_of
 
@@ -143,7 +144,7 @@ class CriticHandle(RoleHandle):
         self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1
     ) -> dict[str, float]:
         """Take optimizer steps of the value model; see :meth:`RoleHandle.update`."""
-        columns = batch.select([*MODEL, "values", "returns"])
+        columns = batch.select([*MODEL, "values", "returns", *(name for name in (ROLLOUT,) if name in batch)])
         return self.update("update_critic", self.group.update_critic, columns, mini_batches, epochs)
 
 

@@ -1,0 +1,121 @@
+"""``rollcast replay-trajectories`` and ``rollcast validate-task``: rewards and environments without a model."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.contracts.command import ConfigDir, print_lines
+from rollcast.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["replay_app", "replay_trajectories", "validate_app", "validate_task"]
+
+replay_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+validate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_SHOWN = 5
+"""Faulty rows that are printed."""
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="OVERRIDES", help="group=option or section.key=value, such as reward=gsm8k."),
+]
+
+
+@replay_app.command("replay-trajectories")
+def replay_trajectories(
+    trajectories: Annotated[
+        Path,
+        typer.Argument(metavar="TRAJECTORIES", help="A run directory, its folder `trajectories`, or one file of it."),
+    ],
+    overrides: Settings = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", help="JSON Lines of the trajectories, scored anew.")
+    ] = None,
+    config_dir: ConfigDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The figures as a JSON object.")] = False,
+) -> None:
+    """Score saved trajectories again, without a model: with the run's reward, or with another one.
+
+    Rewards that an environment, a loop or a tool gave stay as they were recorded.
+    """
+    from rollcast_agents.records import find_records, save_records
+    from rollcast_agents.rescoring import rescore
+
+    records = find_records(trajectories)
+    config = _compose_for_run(trajectories, overrides or (), config_dir)
+    scored, figures = rescore(records, config)
+    if output is not None:
+        save_records(output, scored)
+    if as_json:
+        typer.echo(json.dumps(figures, indent=2))
+        return
+    print_lines(*(f"{name:<24}{value:.6g}" for name, value in figures.items()))
+    if output is not None:
+        print_lines(f"{len(scored)} trajectories are in {output}")
+
+
+@validate_app.command("validate-task")
+def validate_task(
+    prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with prompts and answers.")],
+    overrides: Settings = None,
+    answer: Annotated[
+        str, typer.Option("--answer", help="A right reply, with {ground_truth} in place of the row's answer.")
+    ] = "{ground_truth}",
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to check, from the first on.")] = 100,
+    config_dir: ConfigDir = None,
+) -> None:
+    """Check a task without a model: right answers are right, empty ones are not, and episodes begin the same twice.
+
+    Checks `agent.environment` if one is set, else the reward. Ends with code 1 if a row fails.
+    """
+    from rollcast_agents.validation import validate_rows
+
+    if not prompts.is_file():
+        raise DataError(f"there is no file of prompts {prompts}")
+    # No model is read, but its key has no default.
+    report = validate_rows(prompts, _compose(["model.path=unused", *(overrides or ())], config_dir), answer, rows)
+    print_lines(*(f"row {row}: {fault}" for row, fault in report.faults[:_SHOWN]))
+    if len(report.faults) > _SHOWN:
+        print_lines(f"and {len(report.faults) - _SHOWN} more")
+    print_lines(f"{report.rows} rows checked with {report.judge}, {len(report.faults)} faults")
+    if report.faults:
+        raise typer.Exit(1)
+
+
+def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
+    try:
+        import rollcast_eval  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(
+            f'this command needs the rewards and data of a trainer: pip install "rollcast-agents[trainer]" ({error})'
+        ) from error
+    from rollcast import compose
+
+    composed = compose(["trainer=sample", *overrides], config_dir)
+    composed.load_plugins()
+    config: Any = composed.config
+    return config
+
+
+def _compose_for_run(place: Path, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
+    """Return the config that ``overrides`` make; without any of the reward or model, theirs are those of the run."""
+    from omegaconf import OmegaConf
+
+    from rollcast import format_override
+
+    folder = place if place.is_dir() else place.parent
+    found = next((each for each in (folder, folder.parent) if (each / "config.yaml").is_file()), None)
+    if found is None:
+        return _compose(overrides, config_dir)
+    saved: Any = OmegaConf.load(found / "config.yaml")
+    config = _compose([format_override("model.path", str(saved.model.path)), *overrides], config_dir)
+    if any(each.lstrip("+~").startswith("reward") for each in overrides):
+        return config
+    return OmegaConf.merge(config, {"reward": saved.reward})  # type: ignore[return-value]  # of two mappings

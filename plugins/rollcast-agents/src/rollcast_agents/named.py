@@ -1,0 +1,52 @@
+"""Objects of the user's own that the config names by file or module."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from rollcast.errors import ConfigError
+
+__all__ = ["load_named"]
+
+
+def load_named(path: str, key: str) -> Any:
+    """Return the object called ``file.py:name`` or ``module:name``.
+
+    Args:
+        path: of the object; a file is relative to the working directory or absolute.
+        key: config key, for messages.
+
+    Raises:
+        ConfigError: there is no such object, or it cannot be called.
+    """
+    where, _, name = path.rpartition(":")
+    if not where or not name:
+        raise ConfigError(f"{key}={path} names no object; write file.py:function or module:function")
+    try:
+        module = _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
+        found = getattr(module, name)
+    except Exception as error:  # the user's module may raise anything
+        raise ConfigError(f"{key}={path} cannot be imported: {type(error).__name__}: {error}") from error
+    if not callable(found):
+        raise ConfigError(f"{key}={path} is a {type(found).__name__}, which cannot be called")
+    return found
+
+
+@functools.cache
+def _import_file(file: Path) -> ModuleType:
+    number = hashlib.sha256(str(file).encode()).hexdigest()[:8]
+    spec = importlib.util.spec_from_file_location(f"rollcast_agents_user_{file.stem}_{number}", file)
+    if spec is None or spec.loader is None:
+        raise FileNotFoundError(file)
+    module = importlib.util.module_from_spec(spec)
+    # Type hints of the module's functions are looked up there.
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,208 @@
+"""Trajectories in files: JSON Lines, one trajectory a line, for reports and for scoring them again without a model.
+
+A run writes ``<run_dir>/trajectories/step_000012.jsonl``. A line is an object with these keys::
+
+    version           1
+    group_id, rollout_id, end, reward, turn_rewards, reward_components, messages, metrics, failure, extra
+                      as in rollcast.contracts.trajectory.Trajectory; turn_rewards has turns as strings, failure is
+                      null or {"boundary", "message"}
+    segments          [{"turn", "sampled", "token_ids", "log_probs", "weight_versions", "text"}], in order; token_ids is
+                      base64 of little-endian int32, log_probs of float32 (null for given tokens), weight_versions
+                      [[version, tokens], ...]; text is decoded, or null
+    task              fields of the dataset's row that rewards read: ground_truth, data_source, extra_info
+    score             sum of the rewards that the rollout was trained with; null if nothing has scored it
+
+The arrays are exact: a loaded trajectory gives the same batch as the saved one. Values that JSON does not have are
+written as their text.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
+from rollcast.errors import DataError
+
+__all__ = [
+    "FOLDER",
+    "Record",
+    "find_records",
+    "load_records",
+    "load_trajectories",
+    "record_path",
+    "save_records",
+    "save_trajectories",
+]
+
+FOLDER = "trajectories"
+"""Folder of the files in a run directory."""
+_VERSION = 1
+_INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A trajectory and what its file says beside it.
+
+    Attributes:
+        trajectory: as it was sampled.
+        task: fields of the dataset's row: ``ground_truth``, ``data_source``, ``extra_info``.
+        score: sum of the rewards that its rollout was trained with; None if nothing has scored it.
+        texts: decoded text of each segment; empty if unknown.
+    """
+
+    trajectory: Trajectory
+    task: Mapping[str, Any] = field(default_factory=dict)
+    score: float | None = None
+    texts: Sequence[str] = ()
+
+
+def record_path(run_dir: Path, step: int) -> Path:
+    """Return the file of a training step's trajectories."""
+    return run_dir / FOLDER / f"step_{step:06d}.jsonl"
+
+
+def save_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
+    """Write trajectories without tasks, scores and texts; see :func:`save_records`."""
+    save_records(path, [Record(each) for each in trajectories])
+
+
+def save_records(path: Path, records: Iterable[Record]) -> None:
+    """Write a file, complete or not at all; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(path.name + ".part")
+    with unfinished.open("w", encoding="utf-8") as file:
+        for record in records:
+            file.write(json.dumps(_as_json(record), ensure_ascii=False, separators=(",", ":"), default=_plain))
+            file.write("\n")
+    os.replace(unfinished, path)
+
+
+def load_trajectories(path: Path) -> list[Trajectory]:
+    """Return the trajectories of a file, in its order; see :func:`load_records`."""
+    return [record.trajectory for record in load_records(path)]
+
+
+def load_records(path: Path) -> Iterator[Record]:
+    """Yield the lines of a file.
+
+    Raises:
+        DataError: the file cannot be read, or a line is no trajectory; names file and line.
+    """
+    try:
+        with path.open(encoding="utf-8") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _record(line, f"{path}:{number}")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror or error}") from error
+
+
+def find_records(place: Path) -> list[Record]:
+    """Return the records of a file, of a folder of files, or of a run directory, in the order of the steps.
+
+    Raises:
+        DataError: there are none, or a file cannot be read.
+    """
+    folder = place / FOLDER if (place / FOLDER).is_dir() else place
+    files = sorted(folder.glob("*.jsonl")) if folder.is_dir() else [folder]
+    records = [record for file in files for record in load_records(file)]
+    if not records:
+        raise DataError(f"there are no trajectories in {place}; runs with agent.save_trajectories write them")
+    return records
+
+
+def _as_json(record: Record) -> dict[str, Any]:
+    each, failure = record.trajectory, record.trajectory.failure
+    texts: Sequence[str | None] = record.texts or [None] * len(each.segments)
+    return {
+        "version": _VERSION,
+        "group_id": each.group_id,
+        "rollout_id": each.rollout_id,
+        "end": each.end,
+        "reward": each.reward,
+        "turn_rewards": {str(turn): value for turn, value in each.turn_rewards.items()},
+        "reward_components": dict(each.reward_components),
+        "messages": list(each.messages),
+        "metrics": dict(each.metrics),
+        "failure": None if failure is None else {"boundary": failure.boundary, "message": failure.message},
+        "extra": dict(each.extra),
+        "segments": [_segment_json(segment, text) for segment, text in zip(each.segments, texts, strict=True)],
+        "task": dict(record.task),
+        "score": record.score,
+    }
+
+
+def _segment_json(segment: Segment, text: str | None) -> dict[str, Any]:
+    return {
+        "turn": segment.turn,
+        "sampled": segment.sampled,
+        "token_ids": _packed(segment.token_ids, _INTS),
+        "log_probs": None if segment.log_probs is None else _packed(segment.log_probs, _FLOATS),
+        "weight_versions": [list(run) for run in segment.weight_versions],
+        "text": text,
+    }
+
+
+def _packed(values: Any, dtype: np.dtype[Any]) -> str:
+    return base64.b64encode(np.ascontiguousarray(values, dtype).tobytes()).decode("ascii")
+
+
+def _unpacked(text: str, dtype: np.dtype[Any]) -> Any:
+    return np.frombuffer(base64.b64decode(text, validate=True), dtype).astype(dtype.newbyteorder("="))
+
+
+def _plain(value: Any) -> Any:
+    """Return what stands in the file for a value that JSON does not have."""
+    if isinstance(value, np.generic):
+        return value.item()
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return dict(value) if isinstance(value, Mapping) else str(value)
+
+
+def _record(line: str, place: str) -> Record:
+    try:
+        data = json.loads(line)
+        if data["version"] != _VERSION:
+            raise DataError(f"{place} has version {data['version']} of the format; this release reads {_VERSION}")
+        segments = data["segments"]
+        texts = [segment["text"] for segment in segments]
+        failure = data["failure"]
+        trajectory = Trajectory(
+            segments=tuple(_segment(segment) for segment in segments),
+            group_id=data["group_id"],
+            rollout_id=data["rollout_id"],
+            end=data["end"],
+            reward=data["reward"],
+            turn_rewards={int(turn): value for turn, value in data["turn_rewards"].items()},
+            reward_components=data["reward_components"],
+            messages=data["messages"],
+            metrics=data["metrics"],
+            failure=None if failure is None else Failure(failure["boundary"], failure["message"]),
+            extra=data["extra"],
+        )
+        return Record(trajectory, data["task"], data["score"], () if None in texts else texts)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, DataError):
+            raise
+        raise DataError(f"{place} is no saved trajectory: {type(error).__name__}: {error}") from error
+
+
+def _segment(data: Mapping[str, Any]) -> Segment:
+    log_probs = data["log_probs"]
+    return Segment(
+        token_ids=_unpacked(data["token_ids"], _INTS),
+        sampled=data["sampled"],
+        turn=data["turn"],
+        log_probs=None if log_probs is None else _unpacked(log_probs, _FLOATS),
+        weight_versions=tuple(VersionRun(version, tokens) for version, tokens in data["weight_versions"]),
+    )

@@ -1,0 +1,87 @@
+"""Scores of saved trajectories by a config's reward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from rollcast import build_section
+from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.reward import RewardSettings
+from rollcast.protocol import DataProto
+from rollcast_agents.assembly import assemble_trajectories
+from rollcast_agents.records import Record
+from rollcast_agents.training.manager import has_failed
+from rollcast_data.schemas import DataConfig
+from rollcast_data.tokenizer import load_tokenizer
+from rollcast_eval.scoring import RewardScorer, Scored
+from rollcast_rewards.schemas import RewardConfig
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+
+__all__ = ["rescore"]
+
+_TASK = ("ground_truth", "data_source", "extra_info")
+
+
+def rescore(records: Sequence[Record], config: DictConfig) -> tuple[list[Record], dict[str, float]]:
+    """Score saved trajectories by ``reward.*``; the tokenizer is that of ``model.path``.
+
+    Returns:
+        The records with new scores, and figures: ``rollouts``, ``accuracy``, mean ``score``, mean ``score_before``
+        and the number of rollouts whose score ``changed``.
+
+    Raises:
+        RewardError: the reward failed on a trajectory, and the settings do not bear it.
+    """
+    scored = _score(records, config)
+    totals = scored.rollout_scores.tolist()
+    found = [replace(record, score=total) for record, total in zip(records, totals, strict=True)]
+    final = scored.final.nonzero().flatten().tolist()
+    before = [records[row].score for row in final]
+    known = [score for score in before if score is not None]
+    changed = sum(old is not None and abs(old - totals[row]) > 1e-6 for row, old in zip(final, before, strict=True))
+    figures = {
+        "rollouts": float(len(final)),
+        "accuracy": scored.accuracy,
+        "score": sum(totals[row] for row in final) / len(final),
+        **({"score_before": sum(known) / len(known)} if known else {}),
+        "changed": float(changed),
+    }
+    return found, figures
+
+
+def _score(records: Sequence[Record], config: DictConfig) -> Scored:
+    reward: RewardConfig = build_section(RewardConfig, config.reward, "reward")
+    data: DataConfig = build_section(DataConfig, config.data, "data")
+    model: ModelConfig = build_section(ModelConfig, config.model, "model")
+    settings = RewardSettings(reward.on_error, reward.max_bad_share, reward.timeout_s, data.max_response_length)
+    tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+    scorer = RewardScorer(
+        reward.name,
+        reward.reward_manager,
+        reward.reward_kwargs,
+        tokenizer,
+        settings,
+        reward.reward_manager_kwargs,
+    )
+    try:
+        return scorer.score(_batch(records))
+    finally:
+        scorer.close()
+
+
+def _batch(records: Sequence[Record]) -> DataProto:
+    """Return the rows of the records, as the stage of the rewards gets them."""
+    trajectories = [record.trajectory for record in records]
+    objects: dict[str, list[Any]] = {
+        "messages": [list(each.messages) for each in trajectories],
+        "reward_components": [dict(each.reward_components) for each in trajectories],
+        **{name: [record.task.get(name) for record in records] for name in _TASK},
+    }
+    failed = torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool)
+    return assemble_trajectories(trajectories).with_columns({"rollout_failed": failed, **objects})

@@ -1,0 +1,64 @@
+"""Blocking functions beside the event loop, in threads that never keep a process from its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Executor, Future
+from typing import Any, TypeVar
+
+__all__ = ["DaemonExecutor", "in_thread"]
+
+T = TypeVar("T")
+
+
+class DaemonExecutor(Executor):
+    """Starts a thread for each call that finds none idle, and uses it again.
+
+    The standard pool has a few threads, and waits for them at the exit of the process: hundreds of tools that block
+    would wait for each other, and one that hangs would keep the process alive.
+    """
+
+    def __init__(self) -> None:
+        self._calls: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
+        self._idle = 0
+        self._lock = threading.Lock()
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        future: Future[T] = Future()
+        self._calls.put((future, functools.partial(fn, *args, **kwargs)))
+        with self._lock:
+            if self._idle > 0:
+                self._idle -= 1
+                return future
+        threading.Thread(target=self._work, name="rollcast-agents", daemon=True).start()
+        return future
+
+    def _work(self) -> None:
+        while True:
+            future, call = self._calls.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(call())
+                except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+                    future.set_exception(error)
+            # An idle thread must not keep the last result alive.
+            del future, call
+            with self._lock:
+                self._idle += 1
+
+
+_EXECUTOR = DaemonExecutor()
+
+
+async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+    """Return what a blocking function returns, called in a thread of its own.
+
+    A cancelled call is not waited for; its thread goes on to the end of the function.
+    """
+    call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
+    return await asyncio.get_running_loop().run_in_executor(_EXECUTOR, call)

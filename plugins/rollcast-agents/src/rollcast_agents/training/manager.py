@@ -1,0 +1,158 @@
+"""The AgentLoopManager: prompts to rollouts, over the workers of a run, and rollouts to a batch."""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from rollcast import WorkerGroup
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.trajectory import Segment, Trajectory
+from rollcast.errors import RolloutError
+from rollcast.protocol import DataProto, Jagged
+from rollcast_agents.assembly import assemble_trajectories
+
+__all__ = ["AgentLoopManager", "Rollouts", "has_failed", "rows_of"]
+
+_TASK = ("ground_truth", "data_source", "extra_info")
+#: Columns of the prompts that the rollouts replace.
+_REPLACED = ("prompts", "seed")
+
+
+@dataclass(frozen=True, eq=False)
+class Rollouts:
+    """What became of a batch of prompts.
+
+    Attributes:
+        batch: a row for each trajectory, those of one prompt row next to each other, with the prompts' columns.
+        trajectories: of the rows.
+        sources: prompt row of each row.
+    """
+
+    batch: DataProto
+    trajectories: Sequence[Trajectory]
+    sources: Sequence[int]
+
+
+def has_failed(trajectory: Trajectory) -> bool:
+    """True if nothing of the trajectory's rollout may be trained."""
+    return trajectory.failure is not None or trajectory.end in ("error", "timeout", "aborted")
+
+
+class AgentLoopManager:
+    """Has the AgentLoopWorkers of a run roll out prompts.
+
+    Args:
+        group: the workers.
+        addresses: returns the replicas that they sample from; None where they sample beside the actor.
+    """
+
+    def __init__(self, group: WorkerGroup, addresses: Callable[[], Sequence[Any]] | None = None) -> None:
+        self._group, self._addresses = group, addresses
+
+    def roll_out(
+        self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams, name: str, seed: int
+    ) -> Rollouts:
+        """Run a rollout for each row of prompts.
+
+        Args:
+            prompts: columns of a dataset's batch; rows with the same ``uid`` are one group, without it each is its own.
+            seeds: of the rollouts, int64 ``[B]``.
+            sampling: of every reply that names none.
+            name: beginning of the ids of these rollouts.
+            seed: of the run, from which the seeds of tasks follow.
+
+        Raises:
+            WorkerError: a worker was lost, or the agents cannot be built.
+        """
+        rows = rows_of(prompts, seeds, name, seed, self._group.world_size)
+        call = functools.partial(self._group.run_rollouts, rows, sampling)
+        found = call() if self._addresses is None else call(list(self._addresses()))
+        lists = list(found.non_tensor_batch["trajectories"])[: len(prompts)]
+        return _assembled(prompts, lists)
+
+
+def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int, ranks: int) -> DataProto:
+    """Return the rows that workers get.
+
+    Returns:
+        ``seed`` int64 and ``filler`` bool ``[B]``, and the objects ``task``, ``rollout_id``, ``group_id``. Fillers,
+        which are not run, make the rows divisible by the ranks.
+    """
+    count = len(prompts)
+    groups = prompts["uid"].tolist() if "uid" in prompts else list(range(count))
+    seen: Counter[int] = Counter()
+    rollout_ids = []
+    for group in groups:
+        rollout_ids.append(f"{name}/{group}.{seen[group]}")
+        seen[group] += 1
+    columns = {
+        "task": _tasks(prompts, seed),
+        "rollout_id": rollout_ids,
+        "group_id": [f"{name}/{group}" for group in groups],
+    }
+    rows = DataProto.from_dict({"seed": seeds, "filler": torch.zeros(count, dtype=torch.bool)}, columns)
+    missing = -count % ranks
+    if not missing:
+        return rows
+    fillers = rows.select_idxs(torch.zeros(missing, dtype=torch.int64))
+    return DataProto.concat([rows, fillers.with_columns({"filler": torch.ones(missing, dtype=torch.bool)})])
+
+
+def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
+    """Return each row as a loop sees it: the dataset's columns, ``prompt`` as messages, and ``seed`` if it has none."""
+    columns = prompts.non_tensor_batch
+    numbers = prompts["index"].tolist() if "index" in prompts else list(range(len(prompts)))
+    tasks = []
+    for row, number in enumerate(numbers):
+        extra = columns["extra_info"][row] if "extra_info" in columns else None
+        prompt = columns["raw_prompt"][row]
+        known = {key: columns[key][row] for key in _TASK if key in columns}
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        # Rollouts of one prompt begin the same episode, in every epoch and after a restart.
+        drawn = int(np.random.SeedSequence([seed % 2**32, number]).generate_state(1)[0])
+        tasks.append({"seed": drawn, "index": number, **(extra or {}), **known, "prompt": messages})
+    return tasks
+
+
+def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rollouts:
+    sources = [row for row, found in enumerate(lists) for _ in found]
+    trajectories = [each for found in lists for each in found]
+    given = Jagged.of(prompts["prompts"], "prompts")
+    bounds = given.offsets.tolist()
+    for place, (row, each) in enumerate(zip(sources, trajectories, strict=True)):
+        if not each.segments:
+            # Nothing was sampled, perhaps not even rendered; a row without a prompt could not be decoded.
+            ids = given.values[bounds[row] : bounds[row + 1]].to(torch.int32).numpy()
+            trajectories[place] = replace(each, segments=(Segment(ids, sampled=False, turn=0),))
+    objects: Mapping[str, list[Any]] = {
+        "messages": [list(each.messages) for each in trajectories],
+        "reward_components": [dict(each.reward_components) for each in trajectories],
+    }
+    failed = torch.tensor([has_failed(each) for each in trajectories], dtype=torch.bool)
+    rows = assemble_trajectories(trajectories).with_columns({"rollout_failed": failed, **objects})
+    kept = prompts.drop([name for name in _REPLACED if name in prompts])
+    return Rollouts(kept.select_idxs(torch.tensor(sources, dtype=torch.int64)).joined(rows), trajectories, sources)
+
+
+def refuse_if_empty(rollouts: Rollouts, step: int) -> None:
+    """Refuse a step in which no rollout has anything to train.
+
+    Raises:
+        RolloutError: with the number of failures of each boundary, and the first.
+    """
+    if any(each.sampled_tokens and not has_failed(each) for each in rollouts.trajectories):
+        return
+    whole = list({each.rollout_id: each for each in rollouts.trajectories}.values())
+    failures = [each.failure for each in whole if each.failure is not None]
+    counts = [f"{count} in the {name}" for name, count in Counter(each.boundary for each in failures).items()]
+    ends = Counter(each.end for each in whole if each.failure is None)
+    said = ", ".join([*counts, *(f"{count} ended with {end} before a reply" for end, count in ends.items())])
+    first = f"; the first: {failures[0].message}" if failures else ""
+    raise RolloutError(f"all {len(whole)} rollouts of step {step} failed: {said}{first}")

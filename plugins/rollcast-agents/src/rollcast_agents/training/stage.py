@@ -1,0 +1,219 @@
+"""The stages ``agent_rollout``, in the place of ``rollout``, and ``save_trajectories``."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import ConfigError
+from rollcast.protocol import DataProto, Jagged
+from rollcast_agents.host import HostSetup, check_names
+from rollcast_agents.records import Record, record_path, save_records
+from rollcast_agents.schemas import AgentConfig
+from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_if_empty
+from rollcast_agents.training.metrics import agent_metrics
+from rollcast_agents.training.worker import AgentWorkerSetup
+from rollcast_trainer.batch.columns import GENERATED, PROMPT
+from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.stages.policy_gap import rollout_log_probs_serve
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["AgentGenerator", "AgentRollout", "SaveTrajectories"]
+
+#: Role of the workers that run loops against replicas.
+AGENT_LOOP = "agent_loop"
+#: Role of those that run them beside the actor's rollout.
+IN_PROCESS = "agent_loop_in_process"
+_NEW = ("rollout_index", "rollout_id", "turn_ids", "environment_scores", "is_scored", "is_final", "messages")
+_TASK = ("ground_truth", "data_source", "extra_info")
+
+
+class AgentGenerator:
+    """Generates by rollouts of the agent loop, for training, validation and baselines.
+
+    Args:
+        run: started before the first call.
+        role: of the workers.
+    """
+
+    def __init__(self, run: TrainingRun, role: str) -> None:
+        self._run, self._role = run, role
+        self._manager: AgentLoopManager | None = None
+        self._named = (0, 0)
+        self._records: list[Record] = []
+
+    def __call__(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return the rows of a rollout for each row of prompts, failed ones included."""
+        return self.roll_out(prompts, sampling).batch
+
+    def roll_out(self, prompts: DataProto, sampling: SamplingParams) -> Rollouts:
+        """Run a rollout for each row of prompts."""
+        run = self._run
+        if self._manager is None:
+            addresses = run.sampler.serve if self._role == AGENT_LOOP else None
+            self._manager = AgentLoopManager(run.groups[self._role], addresses)
+        step, number = self._named
+        self._named = (run.step, number + 1 if step == run.step else 0)
+        name = "{}.{}".format(*self._named)
+        return self._manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+
+    def keep(self, rollouts: Rollouts) -> None:
+        """Keep training rollouts until they are saved."""
+        columns = rollouts.batch.non_tensor_batch
+        names = [name for name in _TASK if name in columns]
+        self._records += [
+            Record(each, {name: columns[name][row] for name in names}) for row, each in enumerate(rollouts.trajectories)
+        ]
+
+    def take(self) -> list[Record]:
+        """Return the rollouts that were kept since the last call."""
+        records, self._records = self._records, []
+        return records
+
+
+class AgentRollout(Stage):
+    """``rollout.n`` rollouts of the agent loop for each prompt; rows of a prompt share ``uid`` (int64 ``[B]``).
+
+    A rollout has a row for each of its trajectories, which share ``rollout_index`` (int64 ``[B]``).
+    """
+
+    run: TrainingRun
+    phase: ClassVar[str] = "generate"
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        config: AgentConfig = run.section("agent", AgentConfig)
+        if config.loop is None:
+            return None
+        check_names(config)
+        serves = rollout_log_probs_serve(run)
+        checks = serves and run.task.actor.log_prob_check_rows > 0
+        saves = config.save_trajectories > 0
+        return StageSpec(
+            reads=(*PROMPT, "raw_prompt"),
+            writes=(*GENERATED, *_NEW, *(["old_log_probs"] if serves else [])),
+            roles=(Role.ACTOR_ROLLOUT, _role_of(run)),
+            brings=(*(["log_prob_check"] if checks else []), *(["save_trajectories"] if saves else [])),
+            replaces=("rollout",),
+        )
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: AgentConfig = run.section("agent", AgentConfig)
+        self._role = _role_of(run)
+        self._serves = rollout_log_probs_serve(run)
+        self._generator = AgentGenerator(run, self._role)
+        run.generator = self._generator
+
+    def configure(self, role: str, setup: Any) -> Any:
+        if role != self._role:
+            return setup
+        data = self.run.task.data
+        longest = data.max_prompt_length + data.max_response_length
+        host = HostSetup(self._config, setup.model.path, longest)
+        return AgentWorkerSetup(host, self.run.task.routing() if self._role == AGENT_LOOP else None)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        start = time.perf_counter()
+        run = self.run
+        prompts = batch.with_columns({"uid": torch.arange(len(batch))})
+        rollouts = self._generator.roll_out(prompts.repeat(run.task.rollout.n, interleave=True), run.sampling())
+        refuse_if_empty(rollouts, run.step)
+        if self._config.save_trajectories > 0:
+            self._generator.keep(rollouts)
+        generated = self._without_failed(rollouts.batch)
+        if self._serves:
+            generated = generated.with_columns({"old_log_probs": generated["rollout_log_probs"]})
+        tokens = sum(each.sampled_tokens for each in rollouts.trajectories)
+        count = max(len(generated["rollout_index"].unique()), 1)
+        run.record(
+            {
+                "rollout/tokens": float(tokens),
+                "rollout/response_length_mean": float(Jagged.of(generated["response_mask"]).sums().sum()) / count,
+                "rollout/finished": float(generated["finished"].float().mean()),
+                "rollout/tokens_per_s": tokens / max(time.perf_counter() - start, 1e-9),
+                **agent_metrics(rollouts.trajectories),
+            }
+        )
+        run.emit_batch("on_batch_after_rollout", generated)
+        return generated
+
+    def _without_failed(self, batch: DataProto) -> DataProto:
+        """Return the batch as ``agent.on_failure`` has it; a row in which nothing was sampled goes in any case."""
+        failed, mask = batch["rollout_failed"], Jagged.of(batch["response_mask"])
+        sampled = mask.sums() > 0
+        if self._config.on_failure == "mask":
+            kept = mask.values & failed.logical_not()[mask.rows]
+            batch = batch.with_columns({"response_mask": mask.like(kept)})
+        else:
+            sampled &= failed.logical_not()
+        return batch if bool(sampled.all()) else batch.select_idxs(sampled.nonzero().flatten())
+
+
+class SaveTrajectories(Stage):
+    """A file of the step's trajectories with their scores; see :mod:`rollcast_agents.records`."""
+
+    run: TrainingRun
+
+    @classmethod
+    def declare(cls, run: TrainingRun) -> StageSpec | None:
+        config: AgentConfig = run.section("agent", AgentConfig)
+        if config.loop is None or config.save_trajectories < 1:
+            return None
+        return StageSpec(reads=("token_level_scores", "rollout_id"), after=("reward", "filter_groups", "kl_in_reward"))
+
+    def __init__(self, run: TrainingRun) -> None:
+        super().__init__(run)
+        self._config: AgentConfig = run.section("agent", AgentConfig)
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        generator = self.run.generator
+        if not isinstance(generator, AgentGenerator):
+            raise ConfigError(
+                "trainer.stages: save_trajectories saves what agent_rollout has sampled, which is not in the list"
+            )
+        records = generator.take()
+        if self.run.step % self._config.save_trajectories == 0:
+            scores = _scores(batch)
+            path = record_path(self.run.task.run_dir, self.run.step)
+            save_records(path, (self._finished(each, scores) for each in records))
+        return batch
+
+    def _finished(self, record: Record, scores: Mapping[str, float]) -> Record:
+        """Return the record with its score, and the text of each segment, so that readers need no tokenizer."""
+        segments = record.trajectory.segments
+        decode = self.run.task.tokenizer.decode
+        texts = [str(decode(segment.token_ids.tolist(), skip_special_tokens=False)) for segment in segments]
+        return replace(record, score=scores.get(record.trajectory.rollout_id), texts=texts)
+
+
+def _scores(batch: DataProto) -> dict[str, float]:
+    """Return rollout id → sum of the scores of its rows."""
+    found: dict[str, float] = {}
+    sums = Jagged.of(batch["token_level_scores"]).sums().tolist()
+    for rollout_id, score in zip(batch.non_tensor_batch["rollout_id"], sums, strict=True):
+        found[rollout_id] = found.get(rollout_id, 0.0) + score
+    return found
+
+
+def _role_of(run: TrainingRun) -> str:
+    """Return the role of the workers that run the loops.
+
+    Raises:
+        ConfigError: loops beside the actor's rollout are placed elsewhere.
+    """
+    if run.task.uses_replicas:
+        return AGENT_LOOP
+    if run.task.has_own_pool(IN_PROCESS):
+        raise ConfigError(
+            f"placement.mapping.{IN_PROCESS} is another pool than the actor's, but rollout.name="
+            f"{run.task.rollout.name} with rollout.weight_sync={run.task.rollout.weight_sync} generates in the actor's "
+            f"processes, and its agents run beside it; leave {IN_PROCESS} out of placement.mapping"
+        )
+    return IN_PROCESS

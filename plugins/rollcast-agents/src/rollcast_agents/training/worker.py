@@ -1,0 +1,148 @@
+"""AgentLoopWorkers: processes that run agent loops, against replicas or beside a rollout in the actor's processes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from rollcast import Worker, register
+from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutRequest, SamplingParams
+from rollcast.errors import CapabilityError
+from rollcast.protocol import DataProto
+from rollcast_agents.host import AgentHost, HostSetup, Rollout
+from rollcast_agents.training.collector import TurnCollector
+
+if TYPE_CHECKING:
+    from rollcast_serving.launcher import ReplicaAddress
+    from rollcast_serving.manager import RoutingSettings, ServerManager
+
+__all__ = ["AgentLoopWorker", "AgentWorkerSetup", "InProcessAgentLoopWorker"]
+
+
+@dataclass(frozen=True)
+class AgentWorkerSetup:
+    """Arguments that a worker is built from.
+
+    Attributes:
+        host: of its agents.
+        routing: how requests are spread over replicas; None without replicas.
+    """
+
+    host: HostSetup
+    routing: RoutingSettings | None = None
+
+
+class _AgentWorker(Worker):
+    """Holds the agents of a process."""
+
+    def __init__(self, setup: AgentWorkerSetup) -> None:
+        self.setup = setup
+        self._host: AgentHost | None = None
+
+    async def _started(self) -> AgentHost:
+        if self._host is None:
+            host = AgentHost(self.setup.host)
+            await host.start()
+            self._host = host
+        return self._host
+
+    async def close(self) -> None:
+        """Free what the agents hold."""
+        if self._host is not None:
+            await self._host.close()
+
+
+class AgentLoopWorker(_AgentWorker):
+    """Runs agent loops that sample from replicas; the requests of a rollout go to one replica as long as it lives."""
+
+    def __init__(self, setup: AgentWorkerSetup) -> None:
+        super().__init__(setup)
+        self._manager: ServerManager | None = None
+        self._addresses: tuple[ReplicaAddress, ...] = ()
+
+    @register(dispatch_mode="dp_compute_proto")
+    async def run_rollouts(
+        self, rows: DataProto, sampling: SamplingParams, addresses: Sequence[ReplicaAddress]
+    ) -> DataProto:
+        """Return the object column ``trajectories``, a list for each row; empty for fillers.
+
+        Args:
+            rows: as :func:`rollcast_agents.training.manager.rows_of` makes them.
+            sampling: of every reply that names none.
+            addresses: of the replicas.
+        """
+        host, manager = await self._started(), await self._connected(tuple(addresses))
+
+        async def generate(rollout: Rollout, request: RolloutRequest) -> RolloutOutput:
+            return await manager.generate(request, rollout.rollout_id)
+
+        return _collected(rows, await host.run(_rollouts(rows), generate, sampling))
+
+    async def _connected(self, addresses: tuple[ReplicaAddress, ...]) -> ServerManager:
+        """Return the manager of these replicas; a new one when some were started again."""
+        from rollcast_serving.manager import ServerManager
+
+        if self._manager is None or addresses != self._addresses:
+            if self._manager is not None:
+                await self._manager.close()
+            self._manager, self._addresses = ServerManager(addresses, self.setup.routing), addresses
+        return self._manager
+
+    async def close(self) -> None:
+        """Free what the agents hold, and close the connections."""
+        await super().close()
+        if self._manager is not None:
+            await self._manager.close()
+
+
+class InProcessAgentLoopWorker(_AgentWorker):
+    """Runs agent loops beside the actor's rollout, in its event loop."""
+
+    #: Generation computes in the thread of all other calls; see the actor's worker.
+    concurrent_async: ClassVar[bool] = False
+
+    @register(dispatch_mode="dp_compute_proto")
+    async def run_rollouts(self, rows: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return the object column ``trajectories``, a list for each row; empty for fillers.
+
+        Args:
+            rows: as :func:`rollcast_agents.training.manager.rows_of` makes them.
+            sampling: of every reply that names none.
+        """
+        host, rollout = await self._started(), self._rollout()
+        collector = TurnCollector(rollout.generate, self.setup.host.config.batch_wait_s)
+
+        async def generate(of: Rollout, request: RolloutRequest) -> RolloutOutput:
+            return await collector.generate(of.number, request)
+
+        with rollout.generating():
+            found = await host.run(_rollouts(rows), generate, sampling, enter=collector.enter, leave=collector.leave)
+        return _collected(rows, found)
+
+    def _rollout(self) -> BaseRollout:
+        found = (getattr(worker, "rollout", None) for worker in self.colocated.values())
+        rollout = next((each for each in found if isinstance(each, BaseRollout)), None)
+        if rollout is None:
+            raise CapabilityError(
+                "agents run beside a rollout in the actor's processes, and there is none here; leave the role out of "
+                "placement.mapping"
+            )
+        return rollout
+
+
+def _rollouts(rows: DataProto) -> list[Rollout]:
+    columns = rows.non_tensor_batch
+    seeds, fillers = rows["seed"].tolist(), rows["filler"].tolist()
+    return [
+        Rollout(number, columns["rollout_id"][number], columns["group_id"][number], columns["task"][number], seed)
+        for number, (seed, filler) in enumerate(zip(seeds, fillers, strict=True))
+        if not filler
+    ]
+
+
+def _collected(rows: DataProto, found: Sequence[Any]) -> DataProto:
+    lists = iter(found)
+    return DataProto.from_dict(
+        {}, {"trajectories": [[] if filler else next(lists) for filler in rows["filler"].tolist()]}
+    )

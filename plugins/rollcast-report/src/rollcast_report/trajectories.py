@@ -1,0 +1,248 @@
+"""Saved trajectories, read for the report: conversations, and which of their tokens were trained.
+
+The files are those of ``rollcast_agents.records``: ``trajectories/step_000012.jsonl``, one trajectory a line. They are
+read as JSON, so that a report needs no plugin for agents.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import json
+import re
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+__all__ = ["FOLDER", "FORMAT_VERSION", "SavedTrajectories", "read_trajectories", "turns_of_messages"]
+
+FOLDER = "trajectories"
+FORMAT_VERSION = 1
+_STEP = re.compile(r"step_(\d+)\.jsonl")
+#: Ends of rollouts that are left out of the update.
+_FAILED = ("error", "timeout", "aborted")
+#: Limits of one page: trajectories, the steps that they are taken from, and characters of their texts.
+_MAX_TRAJECTORIES = 1000
+_MAX_STEPS = 20
+_MAX_CHARACTERS = 6_000_000
+#: Characters that one text may have; the largest with which all texts fit the page.
+_CLIPS = (20_000, 10_000, 6_000, 4_000, 3_000, 2_000, 1_500, 1_000, 700, 400, 200)
+
+
+@dataclass
+class SavedTrajectories:
+    """Trajectories for the report.
+
+    Attributes:
+        shown: one JSON object a trajectory, as ``assets/trajectories.js`` reads it.
+        steps: steps that have a file.
+        shown_steps: steps that ``shown`` was taken from.
+        limit: number of trajectories that were taken of one step at most.
+        is_cut: True if one of these steps has more.
+        unreadable: file name → numbers of lines that are no trajectory of this format.
+    """
+
+    shown: list[dict[str, Any]] = field(default_factory=list)
+    steps: int = 0
+    shown_steps: int = 0
+    limit: int = 0
+    is_cut: bool = False
+    unreadable: dict[str, list[int]] = field(default_factory=dict)
+
+
+def read_trajectories(run_dir: Path) -> SavedTrajectories:
+    """Return the first trajectories of up to 20 steps: the first step, the last one, and others evenly between."""
+    found = sorted(
+        (int(match[1]), path) for path in (run_dir / FOLDER).glob("*") if (match := _STEP.fullmatch(path.name))
+    )
+    picked = _evenly(found, _MAX_STEPS)
+    saved = SavedTrajectories(steps=len(found), shown_steps=len(picked))
+    if not picked:
+        return saved
+    saved.limit = _MAX_TRAJECTORIES // len(picked)
+    for step, path in picked:
+        # Only the lines that are shown are read: a file may have gigabytes.
+        with path.open("rb") as file:
+            for number, line in enumerate(islice(file, saved.limit), 1):
+                try:
+                    saved.shown.append(_trajectory(step, json.loads(line)))
+                except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+                    saved.unreadable.setdefault(path.name, []).append(number)
+            saved.is_cut |= bool(file.read(1))
+    _clip(saved.shown)
+    return saved
+
+
+def _evenly(items: Sequence[Any], count: int) -> list[Any]:
+    if len(items) <= count:
+        return list(items)
+    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+
+
+def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what the page shows of a line.
+
+    Raises:
+        ValueError, KeyError, TypeError, AttributeError: the line is no trajectory of this format.
+    """
+    if data["version"] != FORMAT_VERSION:
+        raise ValueError(f"version {data['version']} of the format")
+    segments = [_segment(each) for each in data["segments"]]
+    messages = [_message(each) for each in data["messages"]]
+    for position, turn in turns_of_messages(messages, segments).items():
+        messages[position]["turn"] = turn
+    failure = data["failure"]
+    # A trajectory without a score is not in the batch of the update; one of a failed rollout has no trained tokens.
+    is_trained = data["score"] is not None and failure is None and data["end"] not in _FAILED
+    return {
+        "step": step,
+        "group": str(data["group_id"]),
+        "rollout": str(data["rollout_id"]),
+        "end": str(data["end"]),
+        "reward": _number(data["reward"] if data["score"] is None else data["score"]),
+        "trained": is_trained,
+        "turnRewards": {str(int(turn)): _number(value) for turn, value in data["turn_rewards"].items()},
+        "components": _numbers(data["reward_components"]),
+        "metrics": _numbers(data["metrics"]),
+        "failure": None if failure is None else [str(failure["boundary"]), str(failure["message"])],
+        "truth": _text(data["task"].get("ground_truth")),
+        "messages": messages,
+        "segments": segments,
+    }
+
+
+def _segment(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return one segment with the number of its tokens in place of their ids."""
+    count = len(base64.b64decode(data["token_ids"], validate=True)) // 4
+    sampled = bool(data["sampled"])
+    shown: dict[str, Any] = {"turn": int(data["turn"]), "sampled": sampled, "tokens": count}
+    shown["text"] = _optional_text(data["text"])
+    if sampled:
+        shown["versions"] = [int(version) for version, _ in data["weight_versions"]]
+        shown["logProb"] = _mean(data["log_probs"])
+    return shown
+
+
+def _mean(packed: str) -> float | None:
+    """Return the mean of base64 of little-endian float32; None for no number, or for one that is not finite."""
+    raw = base64.b64decode(packed, validate=True)
+    if not raw or len(raw) % 4:
+        if raw:
+            raise binascii.Error(f"{len(raw)} bytes are no float32")
+        return None
+    values = [value for (value,) in struct.iter_unpack("<f", raw)]
+    return _number(sum(values) / len(values))
+
+
+def _message(data: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message of OpenAI's chat format with its content as text."""
+    shown: dict[str, Any] = {"role": str(data["role"]), "text": _text(data.get("content"))}
+    if reasoning := _text(data.get("reasoning_content")):
+        shown["reasoning"] = reasoning
+    if calls := data.get("tool_calls"):
+        shown["calls"] = [_call(each) for each in calls]
+    for key, name in (("name", "name"), ("tool_call_id", "callId")):
+        if data.get(key):
+            shown[name] = str(data[key])
+    return shown
+
+
+def _call(data: Mapping[str, Any]) -> dict[str, Any]:
+    function = data.get("function") or {}
+    arguments = function.get("arguments")
+    return {"name": _text(function.get("name")), "arguments": _text(arguments), "id": _text(data.get("id"))}
+
+
+def _text(value: Any) -> str:
+    """Return the text of a message's content, or the JSON of any other value; empty for None."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, list) and value and all(isinstance(part, dict) and "type" in part for part in value):
+        return "\n".join(_text(part.get("text", f"({part['type']})")) for part in value)
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _optional_text(value: Any) -> str | None:
+    return None if value is None else _text(value)
+
+
+def _number(value: Any) -> float | None:
+    """Return a number that JSON has; None for None, infinities and NaN.
+
+    Raises:
+        TypeError: the value is no number.
+    """
+    if value is None:
+        return None
+    if not isinstance(value, int | float):
+        raise TypeError(f"{value!r:.60} is no number")
+    return float(value) if abs(value) < float("inf") else None
+
+
+def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
+    return {str(name): _number(value) for name, value in values.items()}
+
+
+def turns_of_messages(messages: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
+    """Return position → turn for the assistant's messages that this trajectory sampled.
+
+    A conversation may begin with replies that nobody sampled (examples in the prompt), and a trajectory whose
+    context was rewritten holds some of the rollout's replies only. So messages and sampled turns are compared by
+    their texts, from the last one back. Without texts they are matched by number alone, and only if there are at
+    least as many replies as turns.
+    """
+    texts: dict[int, str | None] = {}
+    for each in segments:
+        if each["sampled"]:
+            known = texts.get(each["turn"], "")
+            texts[each["turn"]] = None if known is None or each["text"] is None else known + each["text"]
+    turns = sorted(texts)
+    replies = [position for position, each in enumerate(messages) if each["role"] == "assistant"]
+    if any(text is None for text in texts.values()):
+        return dict(zip(replies[-len(turns) :], turns, strict=True)) if 0 < len(turns) <= len(replies) else {}
+    matched: dict[int, int] = {}
+    for position in reversed(replies):
+        fitting = [index for index, turn in enumerate(turns) if _is_reply(messages[position], texts[turn] or "")]
+        if fitting:
+            matched[position] = turns[fitting[-1]]
+            turns = turns[: fitting[-1]]
+    return matched
+
+
+def _is_reply(message: Mapping[str, Any], sampled: str) -> bool:
+    """Return True if the sampled text holds what the message says."""
+    said = [message["text"].strip(), message.get("reasoning", "").strip()]
+    said += [call["name"] for call in message.get("calls", ())]
+    return all(part in sampled for part in said)
+
+
+def _clip(trajectories: Sequence[dict[str, Any]]) -> None:
+    """Shorten the longest texts until all fit the page."""
+    lengths = [len(holder[key]) for holder, key in _texts(trajectories)]
+    clip = next(
+        (each for each in _CLIPS if sum(min(length, each) for length in lengths) <= _MAX_CHARACTERS), _CLIPS[-1]
+    )
+    for holder, key in _texts(trajectories):
+        if len(holder[key]) > clip:
+            more = len(holder[key]) - clip
+            holder[key] = f"{holder[key][:clip]}\n… ({more:,} more characters in the run's folder {FOLDER})"
+
+
+def _texts(trajectories: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the holder and key of each text."""
+    for each in trajectories:
+        yield each, "truth"
+        for message in each["messages"]:
+            yield message, "text"
+            if "reasoning" in message:
+                yield message, "reasoning"
+            for call in message.get("calls", ()):
+                yield call, "arguments"
+        for segment in each["segments"]:
+            if segment["text"] is not None:
+                yield segment, "text"

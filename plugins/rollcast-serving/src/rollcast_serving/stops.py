@@ -1,0 +1,100 @@
+"""Stop strings at an engine's door: found token by token, with one rule for all engines.
+
+The token that completes a stop string is the last one of the output and stays whole; see
+:class:`~rollcast.contracts.rollout.SamplingParams`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollcast.errors import RequestError
+
+__all__ = ["StopMatcher", "StopStrings", "count_until_stop"]
+
+#: Character in place of bytes that are no text yet.
+_INCOMPLETE = "\ufffd"
+
+
+class StopMatcher:
+    """The text of one sequence as far as a stop string could reach back.
+
+    A token's text may depend on the tokens before it, and a character may take several tokens. So the tokens since the
+    last complete text are decoded together with the few before them.
+
+    Args:
+        decode: returns the text of token ids.
+        stops: stop strings, none empty.
+    """
+
+    def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str]) -> None:
+        self._decode, self._stops = decode, stops
+        self._reach = max(map(len, stops)) - 1
+        self._ids: list[int] = []
+        self._read = 0
+        self._tail = ""
+
+    def add(self, token: int) -> bool:
+        """Return True if this token completes a stop string."""
+        self._ids.append(token)
+        known = self._decode(self._ids[: self._read]) if self._read else ""
+        text = self._decode(self._ids)
+        fresh = text.rstrip(_INCOMPLETE)[len(known) :]
+        seen = self._tail + fresh
+        if not text.endswith(_INCOMPLETE):
+            self._tail = seen[len(seen) - self._reach :] if self._reach else ""
+            # The tokens that were new keep the next ones company; those before them are done.
+            self._ids = self._ids[self._read :]
+            self._read = len(self._ids)
+        return any(stop in seen for stop in self._stops)
+
+
+def count_until_stop(matcher: StopMatcher, tokens: Sequence[int]) -> int | None:
+    """Return how many of the tokens are kept, the one included that completes a stop string; None without one."""
+    return next((place + 1 for place, token in enumerate(tokens) if matcher.add(token)), None)
+
+
+class StopStrings:
+    """The matchers of a model; its tokenizer is loaded for the first request with stop strings.
+
+    Args:
+        model_path: folder of the tokenizer.
+        trust_remote_code: True if code of the folder may run.
+    """
+
+    def __init__(self, model_path: str, trust_remote_code: bool = False) -> None:
+        self._path, self._trust = model_path, trust_remote_code
+
+    @functools.cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self._path, trust_remote_code=self._trust)
+
+    def _text(self, ids: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        return text
+
+    def check(self, request_id: str, stops: Sequence[str]) -> None:
+        """Refuse stop strings that cannot be found.
+
+        Raises:
+            RequestError: a stop string is empty, or the model's folder has no tokenizer.
+        """
+        if not stops:
+            return
+        if not all(isinstance(stop, str) and stop for stop in stops):
+            raise RequestError(f"request {request_id!r}: stop holds {list(stops)!r}; stop strings are texts, not empty")
+        try:
+            self._text([])
+        except (OSError, ValueError, KeyError) as error:
+            raise RequestError(
+                f"request {request_id!r}: stop strings need the model's tokenizer, and {self._path} has none that can "
+                f"be loaded: {error}"
+            ) from error
+
+    def matcher(self, stops: Sequence[str]) -> StopMatcher | None:
+        """Return a matcher for one sequence; None without stop strings."""
+        return StopMatcher(self._text, stops) if stops else None

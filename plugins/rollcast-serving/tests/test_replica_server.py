@@ -1,0 +1,241 @@
+"""A replica's server over scripted rollouts: heartbeats, dead engines, aborts, large answers."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from array import array
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+from aiohttp import web
+from serving_tools import ListEngine, make_requests
+
+from rollcast.contracts.rollout import (
+    BaseRollout,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSequence,
+    SamplingParams,
+)
+from rollcast.contracts.weights import AdapterWeights, WeightReport
+from rollcast.errors import RequestError, RolloutError
+from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
+from rollcast_serving.engine_watch import EngineWatch
+from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.server import build_app
+from rollcast_serving.weight_sync import SyncSettings, weight_syncs
+
+TOKEN = "token"
+
+
+class ScriptedRollout(BaseRollout):
+    """A rollout that answers at once, unless its engine is dead; with ``ignore_eos`` it answers when it is aborted."""
+
+    def __init__(self) -> None:
+        self.dead = ""
+        self.aborted: list[str] = []
+        self.waiting: dict[str, asyncio.Event] = {}
+        self.length = 1
+
+    async def generate(self, request: RolloutRequest) -> RolloutOutput:
+        if self.dead:
+            raise RolloutError("the engine does not answer")
+        if request.prompt_ids[0] == 99:
+            raise RolloutError("this request only")
+        if request.sampling.ignore_eos:
+            self.waiting[request.request_id] = asyncio.Event()
+            await self.waiting[request.request_id].wait()
+        sequence = RolloutSequence(
+            array("i", [7]) * self.length, array("f", [-1]) * self.length, "stop", array("q", [0]) * self.length
+        )
+        return RolloutOutput(request.request_id, [sequence] * request.sampling.n, request.sampling)
+
+    async def update_weights(self, buckets: Any, version: int) -> WeightReport:
+        raise NotImplementedError
+
+    async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
+        return WeightReport(version, 0, 0, 0.0, {})
+
+    async def abort(self, request_ids: Any = None) -> None:
+        for name in request_ids:
+            self.aborted.append(name)
+            self.waiting[name].set()
+
+    async def check_health(self) -> None:
+        if self.dead:
+            raise RolloutError(self.dead)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    rollout: BaseRollout, heartbeat_s: float = 60.0, on_death: Callable[[], None] = lambda: None
+) -> AsyncIterator[ReplicaAddress]:
+    runner = web.AppRunner(
+        build_app(rollout, TOKEN, EngineWatch(rollout, on_death), heartbeat_s), handler_cancellation=True
+    )
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    try:
+        yield ReplicaAddress(0, "127.0.0.1", "127.0.0.1", runner.addresses[0][1], 0, TOKEN)
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
+async def asking(address: ReplicaAddress, silence_s: float = 60.0) -> AsyncIterator[ReplicaClient]:
+    client = ReplicaClient(address, silence_s)
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
+async def collect(client: ReplicaClient, requests: list[RolloutRequest]) -> dict[int, Any]:
+    return {index: output async for index, output in client.generate(requests)}
+
+
+def test_a_dead_engine_is_a_dead_replica_for_every_call() -> None:
+    rollout, deaths = ScriptedRollout(), []
+
+    async def main() -> None:
+        async with serving(rollout, on_death=lambda: deaths.append(1)) as address, asking(address) as client:
+            assert len(await collect(client, make_requests(3))) == 3
+            await client.call("health")
+            rollout.dead = "killed by signal 9"
+            for _ in range(2):
+                with pytest.raises(ReplicaGoneError, match="its engine is dead: killed by signal 9"):
+                    await collect(client, make_requests(3))
+            for path, body in (("health", {}), ("release", {"tags": []})):
+                with pytest.raises(ReplicaGoneError, match="killed by signal 9"):
+                    await client.call(path, body)
+            with pytest.raises(ReplicaGoneError, match="killed by signal 9"):
+                await asyncio.to_thread(ReplicaReceiver(address).receive_weights, "disk", {"folder": "/no"}, 1)
+
+    asyncio.run(main())
+    assert deaths == [1]
+
+
+def test_one_failed_request_of_a_living_engine_is_that_request_alone() -> None:
+    async def main() -> None:
+        async with serving(ScriptedRollout()) as address, asking(address) as client:
+            requests = [*make_requests(3), RolloutRequest("bad", [99], SamplingParams())]
+            unsent = RolloutRequest("no ids", [1.5], SamplingParams())  # type: ignore[list-item]
+            answers = await collect(client, [*requests, unsent])
+            assert isinstance(answers[4], RequestError)
+            assert [type(answers[index]) for index in range(4)] == [RolloutOutput] * 3 + [RolloutError]
+            await client.call("health")
+
+    asyncio.run(main())
+
+
+def test_a_lone_long_answer_is_no_death() -> None:
+    """With heartbeats a silence longer than the client's limit is only that of the answer."""
+    rollout = ScriptedRollout()
+
+    async def main() -> None:
+        # The answer ends with the fifth heartbeat, so its time is at least five intervals, and no more than the limit
+        # passes without a byte.
+        async with serving(rollout, heartbeat_s=0.05) as address, asking(address, silence_s=30.0) as client:
+            long = RolloutRequest("long", [5], SamplingParams(ignore_eos=True))
+            beats = []
+            original = client._frames
+
+            async def counted(path: str, **body: Any) -> AsyncIterator[dict[str, Any]]:
+                async for message in original(path, **body):
+                    beats.append("alive" in message)
+                    if len(beats) == 5:
+                        next(iter(rollout.waiting.values())).set()
+                    yield message
+
+            client._frames = counted  # type: ignore[method-assign]
+            (answer,) = (await collect(client, [long])).values()
+            assert list(answer.sequences[0].token_ids) == [7]
+            assert beats[:5] == [True] * 5
+
+    asyncio.run(main())
+
+
+def test_silence_without_heartbeats_is_death() -> None:
+    async def main() -> None:
+        async with serving(ScriptedRollout(), heartbeat_s=600.0) as address, asking(address, silence_s=0.2) as client:
+            with pytest.raises(ReplicaGoneError, match="went away"):
+                await collect(client, [RolloutRequest("long", [5], SamplingParams(ignore_eos=True))])
+
+    asyncio.run(main())
+
+
+def test_an_abort_reaches_the_callers_own_requests_only() -> None:
+    rollout = ScriptedRollout()
+    request = RolloutRequest("0", [5], SamplingParams(ignore_eos=True))  # the same id from both callers
+
+    async def main() -> None:
+        async with serving(rollout) as address, asking(address) as mine, asking(address) as stranger:
+            tasks = [asyncio.ensure_future(collect(client, [request])) for client in (mine, stranger)]
+            async with asyncio.timeout(60):
+                while len(rollout.waiting) < 2:
+                    await asyncio.sleep(0)
+            await mine.abort(["0"])
+            await tasks[0]
+            assert len(rollout.aborted) == 1
+            assert not tasks[1].done()
+            await stranger.abort()
+            await tasks[1]
+            assert len(set(rollout.aborted)) == 2
+            await mine.abort()  # nothing of its own is left
+            assert len(rollout.aborted) == 2
+
+    asyncio.run(main())
+
+
+def test_eight_answers_of_131k_tokens() -> None:
+    rollout = ScriptedRollout()
+    rollout.length = 131_072
+
+    async def main() -> None:
+        async with serving(rollout) as address, asking(address) as client:
+            request = RolloutRequest("long", [5], SamplingParams(n=8))
+            (answer,) = (await collect(client, [request])).values()
+            assert [len(sequence.token_ids) for sequence in answer.sequences] == [131_072] * 8
+
+    asyncio.run(main())
+
+
+def test_an_adapter_update_leaves_the_event_loop_free() -> None:
+    """The buckets come only after another request was answered meanwhile."""
+    answered = threading.Event()
+
+    class Late(ListEngine):
+        def get_per_tensor_param(self) -> Any:
+            raise NotImplementedError
+
+    engine = Late([])
+    tensors = {f"layer.{index}.lora_A.weight": torch.ones(4, 8) for index in range(3)}
+
+    class LateTensors(dict[str, Any]):
+        def items(self) -> Any:
+            for index, entry in enumerate(super().items()):
+                if index == 2:
+                    assert answered.wait(60)
+                yield entry
+
+    engine.adapter = AdapterWeights({"r": 4}, LateTensors(tensors))
+
+    async def main() -> None:
+        async with serving(ScriptedRollout()) as address, asking(address) as client:
+            sync = weight_syncs.get("shared_memory")(
+                engine,  # type: ignore[arg-type]
+                [ReplicaReceiver(address)],
+                SyncSettings(bucket_bytes=1, timeout_s=60.0),
+            )
+            update = asyncio.create_task(asyncio.to_thread(asyncio.run, sync.sync(1, only_adapter=True)))
+            assert len(await collect(client, make_requests(1))) == 1
+            answered.set()
+            (report,) = await update
+            assert (report.version, report.tensors) == (1, 3)
+            sync.close()
+
+    asyncio.run(main())

@@ -1,0 +1,85 @@
+"""Rollouts of several trajectories: rows that share ``rollout_index`` (int64 ``[B]``) and count once.
+
+A batch without that column has a rollout a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from rollcast.protocol import DataProto, Jagged
+
+__all__ = ["FINAL", "ROLLOUT", "JoinedRollouts", "rollouts_of"]
+
+ROLLOUT: Final = "rollout_index"
+"""Column ``[B]``: rollout of each row."""
+FINAL: Final = "is_final"
+"""Column ``[B]``, bool: the row with the last reply of its rollout."""
+
+
+def rollouts_of(batch: DataProto) -> torch.Tensor | None:
+    """Return the rollout of each row, int64 ``[B]`` from 0; None if each row is one."""
+    if ROLLOUT not in batch:
+        return None
+    found, place = batch[ROLLOUT].unique(return_inverse=True)
+    return None if len(found) == len(batch) else place
+
+
+@dataclass(frozen=True)
+class JoinedRollouts:
+    """Rows of a batch arranged so that those of a rollout stand one after the other, by their turns.
+
+    Attributes:
+        order: rows in this order, int64 ``[B]``.
+        positions: positions of the tokens in the batch's jagged values, in this order, int64 ``[N]``.
+        offsets: start of each rollout's tokens and the end of the last, int64 ``[R + 1]``.
+        final: row that stands for each rollout in columns ``[B]``: the one with the last reply, int64 ``[R]``.
+    """
+
+    order: torch.Tensor
+    positions: torch.Tensor
+    offsets: torch.Tensor
+    final: torch.Tensor
+
+    @classmethod
+    def of(
+        cls, rollouts: torch.Tensor, mask: Jagged, turn_ids: Jagged | None, is_final: torch.Tensor | None
+    ) -> JoinedRollouts:
+        """Join the rows of each rollout.
+
+        Args:
+            rollouts: rollout of each row, int64 ``[B]``, ``0 .. R - 1``, each at least once.
+            mask: jagged response mask.
+            turn_ids: turns of the tokens; None for the order of the rows.
+            is_final: bool ``[B]``, one row of each rollout; None for the last row of each.
+        """
+        order = torch.arange(len(rollouts))
+        if turn_ids is not None:
+            # A row without trained tokens comes before those with some: it has no reply that could be the last.
+            last = torch.full((len(rollouts),), -1, dtype=torch.int64)
+            turns = torch.where(mask.values.bool(), turn_ids.values.long(), -1)
+            order = last.scatter_reduce_(0, mask.rows, turns, "amax").argsort(stable=True)
+        order = order[rollouts[order].argsort(stable=True)]
+        ends = rollouts.bincount().cumsum(0)
+        picked = mask.positions(order)
+        offsets = torch.cat([picked.offsets[:1], picked.offsets[ends]])
+        final = order[ends - 1]
+        if is_final is not None:
+            chosen = is_final.nonzero().flatten()
+            final = final.index_copy(0, rollouts[chosen], chosen)
+        return cls(order, picked.values, offsets, final)
+
+    def join(self, column: torch.Tensor) -> torch.Tensor:
+        """Return a column with a row for each rollout: of a jagged one all tokens, of another the final row."""
+        if column.layout == torch.jagged:
+            return Jagged(Jagged.of(column).values[self.positions], self.offsets).column()
+        return column[self.final]
+
+    def split(self, joined: Jagged, like: Jagged) -> Jagged:
+        """Return the values of ``joined``, a row for each rollout, in the rows of ``like``."""
+        values = torch.empty_like(joined.values)
+        values[self.positions] = joined.values
+        return like.with_values(values)

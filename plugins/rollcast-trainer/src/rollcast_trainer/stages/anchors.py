@@ -1,0 +1,59 @@
+"""Anchors: which turns of a batch answer the same observation."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.protocol import DataProto, Jagged
+from rollcast_trainer.run.training_run import TrainingRun
+
+__all__ = ["AnchorStates", "find_anchors"]
+
+
+class AnchorStates(Stage):
+    """``anchor_ids`` jagged int64: a number for the observation that a token's turn answers."""
+
+    run: TrainingRun
+    phase: ClassVar[str] = "advantage"
+    spec: ClassVar[StageSpec] = StageSpec(
+        reads=("prompts", "responses", "response_mask", "turn_ids"), writes=("anchor_ids",), after=("filter_groups",)
+    )
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        names = ("prompts", "responses", "response_mask", "turn_ids")
+        return batch.with_columns({"anchor_ids": find_anchors(*(Jagged.of(batch[name], name) for name in names))})
+
+
+def find_anchors(prompts: Jagged, responses: Jagged, response_mask: Jagged, turn_ids: Jagged) -> Jagged:
+    """Return the anchor of each response token, int64 from 0, with the rows of ``responses``.
+
+    The observation of a turn is what the policy did not write between its last token before the turn and the turn's
+    first; for the first turn of a row it is the prompt and what follows it. Turns have the same anchor if their
+    observations are the same tokens. Tokens that the policy did not write have 0.
+    """
+    inside = response_mask.values.bool()
+    places = inside.nonzero().flatten()
+    anchors = torch.zeros(len(responses.values), dtype=torch.int64)
+    if not len(places):
+        return responses.with_values(anchors)
+    rows, turns = responses.rows[places], turn_ids.values[places]
+    new_row = torch.ones_like(rows, dtype=torch.bool)
+    new_row[1:] = rows[1:] != rows[:-1]
+    new_turn = new_row.clone()
+    new_turn[1:] |= turns[1:] != turns[:-1]
+    # Where the observation starts: behind the last token that the policy wrote, or at the start of the response.
+    behind = torch.where(new_row, responses.offsets[rows], torch.cat([places[:1], places[:-1] + 1]))
+    ids, texts = (each.values.to(torch.int32).numpy() for each in (responses, prompts))
+    bounds = prompts.offsets.tolist()
+    known: dict[tuple[bool, bytes], int] = {}
+    numbers: list[int] = []
+    starts = [each[new_turn].tolist() for each in (rows, behind, places, new_row)]
+    for row, start, stop, is_first in zip(*starts, strict=True):
+        seen = ids[start:stop].tobytes()
+        key = (is_first, texts[bounds[row] : bounds[row + 1]].tobytes() + seen if is_first else seen)
+        numbers.append(known.setdefault(key, len(known)))
+    anchors[places] = torch.tensor(numbers, dtype=torch.int64)[new_turn.long().cumsum(0) - 1]
+    return responses.with_values(anchors)

@@ -1,0 +1,52 @@
+"""Findings in docstrings, by package.
+
+python tests/prose.py    # number of findings of each package
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+#: A docstring that opens with one of these is no sentence: functions start with a verb, classes with a noun phrase.
+_OPENING = re.compile(r"\W*(What|Where|How|Whether|Of|Who|Which|When)\b")
+#: An attribute line says what the attribute is; "path: of the folder" leaves that to its name.
+_ATTRIBUTE = re.compile(r"^\s*[*\w][\w*, ]*: (of|what|where|how|whether) ", re.MULTILINE)
+_GIVES = re.compile(r"\b[Gg]ives?\b")
+_KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+def findings(source: str) -> Iterator[str]:
+    """Yield what is wrong with the docstrings of a file."""
+    for node in ast.walk(ast.parse(source)):
+        text = ast.get_docstring(node) if isinstance(node, _KINDS) else None
+        if text is None:
+            continue
+        name = getattr(node, "name", "module")
+        if opening := _OPENING.match(text):
+            yield f"{name}: opens with {opening[1]!r}"
+        for line in _ATTRIBUTE.finditer(text):
+            yield f"{name}: attribute line {line[0].strip()!r}"
+        for word in _GIVES.finditer(text):
+            yield f"{name}: {word[0]!r}; write 'returns'"
+
+
+def sources() -> dict[str, Path]:
+    """Return the source folder of each package."""
+    found = {"rollcast": ROOT / "core" / "src"}
+    return found | {path.parent.name: path for path in sorted(ROOT.glob("*/rollcast-*/src"))}
+
+
+def findings_of(package: str) -> list[str]:
+    """Return the findings of a package, with their files."""
+    files = sorted(sources()[package].rglob("*.py"))
+    return [f"{path.name}: {each}" for path in files for each in findings(path.read_text("utf-8"))]
+
+
+if __name__ == "__main__":
+    for name in sources():
+        sys.stdout.write(f"{len(findings_of(name)):5} {name}\n")

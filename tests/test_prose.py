@@ -1,0 +1,36 @@
+"""Docstrings of finished packages are written by the guide: no openings, attribute lines or words that it forbids."""
+
+from __future__ import annotations
+
+import pytest
+from prose import findings, findings_of, sources
+
+#: Packages without a finding. Add a package when it has none; ``python tests/prose.py`` counts.
+FINISHED = ("rollcast-data", "rollcast-eval", "rollcast-report", "rollcast-rewards", "rollcast-trackers")
+
+
+@pytest.mark.parametrize("package", FINISHED)
+def test_a_finished_package_has_no_finding(package: str) -> None:
+    assert list(sources()[package].rglob("*.py"))
+    assert findings_of(package) == []
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "What it does.",
+        "``Whether`` it is.",
+        "A path.\n\n    Attributes:\n        path: of the folder.",
+        "A flag.\n\n    Args:\n        a, b: whether it is on.",
+        "A call that gives a number.",
+    ],
+)
+def test_each_kind_is_found(text: str) -> None:
+    assert len(list(findings(f'def f():\n    """{text}"""\n'))) == 1
+
+
+def test_plain_english_has_no_finding() -> None:
+    assert (
+        list(findings('def f():\n    """Return the path.\n\n    Args:\n        path: path of the folder.\n    """\n'))
+        == []
+    )
