@@ -52,7 +52,7 @@ def test_results_come_back_in_order_and_no_rank_gets_more(lengths: list[int], ra
     batch = make_batch(lengths)
     plain, balanced = Ranks(ranks), Ranks(ranks)
     plain(batch)
-    output = spread_rows(balanced, batch, ranks)
+    output = spread_rows(balanced, batch, lengths, ranks)
     assert output["square"].tolist() == [row**2 for row in range(len(lengths))]
     if lengths:
         assert len({len(shard) for shard in balanced.shards}) == 1
@@ -63,7 +63,7 @@ def test_the_longest_rows_are_not_left_together() -> None:
     batch = make_batch([12, 11, 10, 9, 1, 1, 1, 1])
     plain, balanced = Ranks(2), Ranks(2)
     plain(batch)
-    spread_rows(balanced, batch, 2)
+    spread_rows(balanced, batch, row_lengths(batch), 2)
     assert (plain.heaviest, balanced.heaviest) == (42, 23)
 
 

@@ -50,7 +50,7 @@ class Recording(PpoTrainer):
 
     def setup(self) -> None:
         super().setup()
-        before_stage(self, "update_actor", self.batches_seen.append)
+        before_stage(self, "update_actor", lambda batch: self.batches_seen.append(batch.local()))
 
 
 @pytest.fixture(scope="module", autouse=True)

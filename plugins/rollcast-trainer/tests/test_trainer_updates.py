@@ -264,7 +264,8 @@ def test_where_the_rollouts_log_probs_are_the_policys_own_they_serve(small_task:
     with set_up(small_task.ppo(tmp_path, "actor.log_prob_check_rows=3")) as trainer:
         assert [place.name for place in trainer.places].count("old_log_prob") == 0
         batch, _ = roll_out(trainer)
-        own = padded_batch(batch.joined(trainer.run.actor.compute_log_prob(batch), overwrite=True))
+        computed = trainer.run.actor.compute_log_prob(batch, ["old_log_probs", "entropy"])
+        own = padded_batch(batch.joined(computed, overwrite=True))
         metrics = run_stage(trainer, "log_prob_check", batch)
     batch = padded_batch(batch)
     assert torch.equal(batch["old_log_probs"], batch["rollout_log_probs"])

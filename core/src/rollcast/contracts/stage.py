@@ -97,7 +97,11 @@ class Stage(ABC):
 
     @abstractmethod
     def __call__(self, batch: DataProto) -> DataProto:
-        """Return the batch with the declared columns; the given batch stays as it is."""
+        """Return the batch with the declared columns; the given batch stays as it is.
+
+        Columns of the batch may lie with workers. One that is read is fetched, and its call awaited; ``batch.local``
+        fetches several at once and does not keep them.
+        """
 
     def state_dict(self) -> dict[str, Any]:
         """Return what a checkpoint keeps of the stage, as JSON."""

@@ -159,6 +159,8 @@ class Arguments:
             return kind(value) if _PLAIN.issuperset(map(type, value)) else kind(self._value(v, name) for v in value)
         if kind is dict:
             return {key: self._value(item, f"{name}[{key!r}]" if name else key) for key, item in value.items()}
+        if _is(value, "rollcast.protocol.lazy", "LazyBatch"):
+            return self._handle(value.handle(), name)
         if _is(value, "rollcast.protocol.batch", "DataProto"):
             return self._batch(value, None, name)
         if is_handle(value):

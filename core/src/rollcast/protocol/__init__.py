@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from rollcast.protocol.batch import DataProto as DataProto
     from rollcast.protocol.future import Cut as Cut
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
+    from rollcast.protocol.lazy import LazyBatch as LazyBatch
 
 # Importing the package must not cost the second that torch and tensordict take.
 __getattr__, __dir__, __all__ = lazy_exports(
@@ -29,5 +30,6 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "rollcast.protocol._meta": ["MetaRules", "meta_rules"],
         "rollcast.protocol.batch": ["DataProto"],
         "rollcast.protocol.future": ["Cut", "DataProtoFuture"],
+        "rollcast.protocol.lazy": ["LazyBatch"],
     },
 )

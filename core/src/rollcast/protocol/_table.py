@@ -196,12 +196,12 @@ class Table(ABC, Generic[C]):
         rows, more, other_meta = added._content()
         if length != rows:
             raise DataProtoError(f"joined: {length} rows here but {rows} in the other")
-        for name, column in () if overwrite else more.items():
-            if name in columns and (why := self._clash(name, columns[name], column)):
-                raise DataProtoError(f"joined: {why}; drop or rename one, or pass overwrite=True")
-        merged = merge_meta([meta, other_meta], "joined", overwrite=overwrite)
         # A handle to local rows can fetch nothing, so the result takes the other's connection.
         lead = self if self._precedence >= added._precedence else added
+        for name, column in () if overwrite else more.items():
+            if name in columns and (why := lead._clash(name, columns[name], column)):
+                raise DataProtoError(f"joined: {why}; drop or rename one, or pass overwrite=True")
+        merged = merge_meta([meta, other_meta], "joined", overwrite=overwrite)
         return cast("Self", lead._like(length, {**columns, **more}, merged))
 
     # ---- choosing rows ----

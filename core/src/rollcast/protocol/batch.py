@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import deepcopy
 from pickle import PickleBuffer
 from typing import TYPE_CHECKING, Any, Self
@@ -165,6 +165,13 @@ class DataProto(Table[torch.Tensor]):
             raise missing(name, self.keys())
         return column.objects() if isinstance(column, ObjectColumn) else column
 
+    def local(self, keys: Iterable[str] | str | None = None) -> DataProto:
+        """Return these columns (all by default) as a batch of which every column is in this process.
+
+        Columns that lie with workers are fetched together, and not remembered.
+        """
+        return self.select(keys)
+
     def dtypes(self) -> dict[str, torch.dtype | type[object]]:
         """Return the dtype of each tensor column; ``object`` for object columns."""
         return {
@@ -308,7 +315,7 @@ class DataProto(Table[torch.Tensor]):
         Raises:
             DataProtoError: an object column or meta key is not JSON; names it.
         """
-        _storage.save(path, *self._content())
+        _storage.save(path, self._length, self._columns(), self.meta_info)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:

@@ -290,13 +290,14 @@ class Deferred(NamedTuple):
 
     def take(self, pick: Pick) -> Deferred:
         """Return the picked rows; nothing moves."""
-        if isinstance(self.base, tuple):
+        if isinstance(self.base, tuple) and len(self.base) > 1:
             return self.then("_take", pick, length=pick.rows)
+        base = (self.base[0]._take(pick),) if isinstance(self.base, tuple) else self.base.take(pick)[0]
         steps = []
         for name, args in self.steps:
             picked = (args[0]._take(pick), *args[1:]) if name == "joined" else args
             steps.append((name, picked))
-        return Deferred(pick.rows, self.base.take(pick)[0], tuple(steps))
+        return Deferred(pick.rows, base, tuple(steps))
 
     def settle(self, fetch: Fetch, timeout: float | None) -> DataProtoFuture:
         """Wait for the calls and return the handle with known columns.
@@ -408,7 +409,10 @@ class DataProtoFuture(Table[StoredColumn]):
 
     @classmethod
     def of_batch(cls, data: DataProto) -> Self:
-        """Wrap a local batch as a handle; its rows are sent inline."""
+        """Wrap a batch as a handle; columns of this process are sent inline."""
+        as_handle = getattr(data, "handle", None)
+        if as_handle is not None:  # a LazyBatch, whose other columns stay where they are
+            return cast("Self", as_handle())
         return cls.of_shard(_described(data, _Inline(data)))
 
     @classmethod

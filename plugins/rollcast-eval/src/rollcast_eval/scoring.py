@@ -27,6 +27,12 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedSamples", "RewardScorer", "RolloutRows", "Scored", "summarize"]
 
+#: Columns of a generated batch that samples are made of.
+_READ = (
+    *("prompts", "responses", "response_mask", "finished", "turn_ids"),
+    *("ground_truth", "data_source", "extra_info", "messages"),
+)
+
 
 class Scored:
     """The results of a batch, in row order.
@@ -214,6 +220,8 @@ class GeneratedSamples(Sequence[RewardSample]):
         if "turn_ids" in batch:
             self._turns = _Ids.of(chosen.with_values(Jagged.of(batch["turn_ids"], "turn_ids").values[inside]))
         self._finished: list[bool] = batch["finished"].tolist()
+        #: The prompt that was decoded last; the samples of a prompt follow each other.
+        self._prompt: tuple[array[int], str] = (array("i"), "")
         columns = batch.non_tensor_batch
         self._truths, self._sources, self._extras, self._messages = (
             columns.get(name) for name in ("ground_truth", "data_source", "extra_info", "messages")
@@ -245,7 +253,7 @@ class GeneratedSamples(Sequence[RewardSample]):
             extra = {**extra, "messages": self._messages[row]}
             answer = ids[bisect.bisect_left(turns, turns[-1]) :] if len(turns) else ids
         return RewardSample(
-            prompt=self._text(self._prompts[row]),
+            prompt=self._prompt_text(row),
             response=self._text(answer),
             ground_truth=None if self._truths is None else self._truths[row],
             data_source="" if self._sources is None else self._sources[row] or "",
@@ -254,6 +262,12 @@ class GeneratedSamples(Sequence[RewardSample]):
             extra_info=extra,
             turn_ids=turns,
         )
+
+    def _prompt_text(self, row: int) -> str:
+        ids = self._prompts[row]
+        if ids != self._prompt[0] or not ids:
+            self._prompt = ids, self._text(ids)
+        return self._prompt[1]
 
     def _text(self, ids: array[int]) -> str:
         return str(self._tokenizer.decode(ids.tolist(), skip_special_tokens=True))
@@ -314,7 +328,7 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
-        samples = GeneratedSamples(batch, self._tokenizer)
+        samples = GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
         rollouts = RolloutRows.of(batch)
         if rollouts is None:
             return Scored(samples, self._manager(samples), self.reward.max_score)

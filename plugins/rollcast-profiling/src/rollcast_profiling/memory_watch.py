@@ -1,11 +1,12 @@
-"""The most memory that each call on a worker takes; lives in the worker's process."""
+"""The most memory and the time that each call on a worker takes; lives in the worker's process."""
 
 from __future__ import annotations
 
 import re
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,16 +23,18 @@ _FORGET_LARGEST = b"5"
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory at one time, in bytes.
+    """The most memory at one time, in bytes, and the time.
 
     Attributes:
         allocated, reserved: of the accelerator, by tensors and by torch's allocator; 0 without one.
         resident: of the process in the machine's memory; 0 where the machine does not tell.
+        seconds: of all calls together.
     """
 
     allocated: int = 0
     reserved: int = 0
     resident: int = 0
+    seconds: float = 0.0
 
     def __or__(self, other: Peak) -> Peak:
         return Peak(*map(max, astuple(self), astuple(other)))
@@ -89,11 +92,13 @@ class MemoryWatch:
             self._open[-1] |= read_peak()
         self._open.append(Peak())
         reset_peak()
+        start = time.perf_counter()
         try:
             yield
         finally:
             peak = self._open.pop() | read_peak()
-            self.peaks[method] = self.peaks.get(method, Peak()) | peak
+            before = self.peaks.get(method, Peak())
+            self.peaks[method] = replace(before | peak, seconds=before.seconds + time.perf_counter() - start)
             if self._open:
                 self._open[-1] |= peak
             reset_peak()

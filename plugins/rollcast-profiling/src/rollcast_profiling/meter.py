@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rollcast import WorkerGroup
@@ -61,7 +59,8 @@ class StepMeter(Meter):
         self._trusts = trust_remote_code
         self._counters: dict[tuple[str, bool], ModelFlops | None] = {}
         self._device: DeviceInfo | None = None
-        self._work: dict[str, tuple[float, float]] = {}
+        #: Operations of a rank in the calls of each method.
+        self._work: dict[str, float] = {}
         self._tokens = 0
         for group in self._processes.values():
             group.execute_func(start_watch)
@@ -78,8 +77,7 @@ class StepMeter(Meter):
         """Tokens, prompts included, that the step is about."""
         self._tokens += tokens
 
-    @contextmanager
-    def measuring(
+    def count_pass(
         self,
         role: str,
         played_as: str,
@@ -87,8 +85,8 @@ class StepMeter(Meter):
         lengths: Sequence[int],
         head_tokens: int,
         kind: Pass = "forward",
-    ) -> Iterator[None]:
-        """Around a call that sends rows through a role's model.
+    ) -> None:
+        """Count a call that sends rows through a role's model.
 
         Args:
             role: whose model.
@@ -98,16 +96,11 @@ class StepMeter(Meter):
             head_tokens: response tokens of those rows, which are what goes through the head.
             kind: what is done with each row.
         """
-        start = time.perf_counter()
-        yield
-        seconds = time.perf_counter() - start
-        name = _NAMES.get(method, method)
         counter = self._counter(role)
         if counter is None:
             return
         operations = counter.count(lengths, head_tokens, kind) / self._ranks[played_as]
-        before, spent = self._work.get(name, (0.0, 0.0))
-        self._work[name] = before + operations, spent + seconds
+        self._work[method] = self._work.get(method, 0.0) + operations
 
     def _counter(self, role: str) -> ModelFlops | None:
         path = self._models.get(role) or next(iter(self._models.values()))
@@ -131,29 +124,39 @@ class StepMeter(Meter):
         if self._tokens:
             found["perf/total_num_tokens"] = float(self._tokens)
             found["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
-        for name, (operations, seconds) in self._work.items():
+        # The processes answer after the calls of the step, also after those that nobody has waited for.
+        by_method = self._take_peaks()
+        for method, operations in self._work.items():
+            name, seconds = _NAMES.get(method, method), by_method.get(method, Peak()).seconds
             rate = operations / max(seconds, 1e-9)
             found[f"perf/tflops/{name}"] = rate / 1e12
             if self.device.peak_flops is not None:
                 found[f"perf/mfu/{name}"] = rate / self.device.peak_flops
         self._work, self._tokens = {}, 0
-        return {**found, **self._memory()}
+        return {**found, **_memory(by_method)}
 
-    def _memory(self) -> dict[str, float]:
-        phases: dict[str, Peak] = {}
+    def _take_peaks(self) -> dict[str, Peak]:
+        """Return the largest memory and time of a rank in the calls of each method since the last time."""
+        found: dict[str, Peak] = {}
         for group in self._processes.values():
             for peaks in group.execute_func(take_peaks):
                 for method, peak in peaks.items():
-                    phase = PHASES.get(method, method)
-                    if phase:
-                        phases[phase] = phases.get(phase, Peak()) | peak
-        whole = Peak()
-        for peak in phases.values():
-            whole |= peak
-        found = _as_metrics(whole, "")
-        for phase, peak in phases.items():
-            found |= _as_metrics(peak, f"/{phase}")
+                    found[method] = found.get(method, Peak()) | peak
         return found
+
+
+def _memory(by_method: Mapping[str, Peak]) -> dict[str, float]:
+    phases: dict[str, Peak] = {}
+    whole = Peak()
+    for method, peak in by_method.items():
+        phase = PHASES.get(method, method)
+        if phase:
+            phases[phase] = phases.get(phase, Peak()) | peak
+            whole |= peak
+    found = _as_metrics(whole, "")
+    for phase, peak in phases.items():
+        found |= _as_metrics(peak, f"/{phase}")
+    return found
 
 
 def _as_metrics(peak: Peak, suffix: str) -> dict[str, float]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import Sequence
+from typing import Final
 
 import numpy as np
 import torch
@@ -13,7 +14,14 @@ from rollcast.contracts.rollout import BaseRollout, RolloutOutput, RolloutReques
 from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto, Jagged
 
-__all__ = ["GenerationContractError", "assemble_sequences", "build_requests", "generate_sequences"]
+__all__ = ["SEQUENCES", "GenerationContractError", "assemble_sequences", "build_requests", "generate_sequences"]
+
+
+#: Columns of :func:`generate_sequences`.
+SEQUENCES: Final = (
+    *("prompts", "responses", "response_mask", "rollout_log_probs"),
+    *("finished", "rollout_weight_version"),
+)
 
 
 class GenerationContractError(RollcastError, ValueError):

@@ -13,8 +13,8 @@ from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast.protocol import DataProto, Jagged
-from rollcast_serving.generation import assemble_sequences
+from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
+from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
@@ -64,8 +64,8 @@ class InProcessSampler(Sampler):
         self._group = group
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        output: DataProto = self._group.generate_sequences(prompts, sampling)
-        return output
+        handle = self._group.generate_sequences.remote(DataProtoFuture.of_batch(prompts), sampling)
+        return LazyBatch.of(handle, SEQUENCES, {"prompts": prompts["prompts"].int()})
 
     def sync(self, version: int) -> dict[str, float]:
         metrics = self._group.update_weights(version)[0].metrics

@@ -6,16 +6,22 @@ Mini-batches are formed in ``mini_batches``; this module only chooses the rank o
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TypeVar
 
-from rollcast.protocol import DataProto, Jagged, karmarkar_karp
-from rollcast_dispatch.balance import exchange_items, plan_shards
+from rollcast.protocol import DataProto, DataProtoFuture, Jagged, karmarkar_karp
+from rollcast_dispatch.balance import Shard, exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
 
+T = TypeVar("T", DataProto, DataProtoFuture)
+
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Return the tokens of each row, prompt and response."""
-    lengths = Jagged.of(batch["prompts"], "prompts").lengths + Jagged.of(batch["responses"], "responses").lengths
+    """Return the tokens of each row, prompt and response.
+
+    The mask has the rows of ``responses`` and a quarter of their bytes.
+    """
+    lengths = Jagged.of(batch["prompts"], "prompts").lengths + Jagged.of(batch["response_mask"]).lengths
     found: list[int] = lengths.tolist()
     return found
 
@@ -37,26 +43,32 @@ def deal_rows(lengths: Sequence[int], parts: int) -> list[list[int]]:
     return balanced if max(_tokens(balanced, lengths)) < max(_tokens(in_turn, lengths)) else in_turn
 
 
-def spread_rows(call: Callable[[DataProto], DataProto], batch: DataProto, ranks: int) -> DataProto:
-    """What ``call`` gives for each row, in the batch's order, with the rows spread over the ranks.
+def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks: int) -> T:
+    """Return what ``call`` returns for each row, in the batch's order, with the rows spread over the ranks.
 
     Args:
-        call: splits a batch into equal shards in a row, one a rank, and gives a row for each row.
-        batch: ``B`` rows with ``prompts`` and ``responses``.
+        call: splits a batch into equal shards in a row, one a rank, and returns a row for each row.
+        batch: ``B`` rows, or a handle to them.
+        lengths: tokens of each row.
         ranks: at least 1.
     """
     if ranks == 1 or not len(batch):
         return call(batch)
-    shards = plan_shards(row_lengths(batch), ranks, None, equal_size=True)
-    sent = [row for shard in shards for row in (*shard.rows, *shard.padding)]
+    sent, places = _spread(plan_shards(lengths, ranks, None, equal_size=True), len(batch))
     if sent[: len(batch)] == list(range(len(batch))):
         return call(batch)
-    places, start = [0] * len(batch), 0
+    return call(batch.select_idxs(sent)).select_idxs(places)
+
+
+def _spread(shards: Sequence[Shard], rows: int) -> tuple[list[int], list[int]]:
+    """Return the rows in the order of the shards, filler included, and the place of each row in it."""
+    sent: list[int] = []
+    places = [0] * rows
     for shard in shards:
         for offset, row in enumerate(shard.rows):
-            places[row] = start + offset
-        start += len(shard.rows) + len(shard.padding)
-    return call(batch.select_idxs(sent)).select_idxs(places)
+            places[row] = len(sent) + offset
+        sent += (*shard.rows, *shard.padding)
+    return sent, places
 
 
 def seqlen_metrics(lengths: Sequence[int], ranks: int) -> dict[str, float]:

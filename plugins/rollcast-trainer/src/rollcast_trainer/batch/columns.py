@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Final
 
-__all__ = ["DATA", "GENERATED", "MODEL", "PROMPT"]
+__all__ = ["DATA", "GENERATED", "MODEL", "POLICY_GAP", "PROMPT"]
 
 PROMPT: Final = ("prompts",)
 """Column of a prompt before generation."""
@@ -18,6 +18,10 @@ DATA: Final = (*PROMPT, "raw_prompt", "ground_truth", "data_source", "extra_info
 
 MODEL: Final = ("prompts", "responses", "response_mask")
 """Columns that a model's pass reads."""
+
+POLICY_GAP: Final = ("entropy_sum", "log_prob_gap_sum", "log_prob_gap_max")
+"""Columns of a pass of the policy, float32 ``[B]``: over the tokens under the mask the sum of the entropy, and the sum
+and the largest of the differences between the rollout's log-probs and the policy's."""
 
 GENERATED: Final = (*("uid", "finished", "rollout_log_probs", "rollout_weight_version"), *MODEL)
 """Columns of a generated batch; rows of one prompt share ``uid`` (int64 ``[B]``)."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rollcast.contracts.marks import mark
@@ -16,6 +16,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self._metrics: dict[str, float] = {}
+        self._later: list[Callable[[], Mapping[str, float]]] = []
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
         self._is_muted = False
@@ -24,6 +25,11 @@ class Recorder:
         """Add metrics; ignored while muted."""
         if not self._is_muted:
             self._metrics.update(metrics)
+
+    def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Add metrics that are asked for at the end of the step, because calls that they need go on; see `record`."""
+        if not self._is_muted:
+            self._later.append(metrics)
 
     @contextmanager
     def muted(self, is_muted: bool = True) -> Iterator[None]:
@@ -59,6 +65,9 @@ class Recorder:
 
     def take(self) -> dict[str, float]:
         """Return the metrics and ``time/<phase>_s`` of the step, and start the next."""
+        later, self._later = self._later, []
+        for metrics in later:
+            self._metrics.update(metrics())
         found = {**self._metrics, **{f"time/{name}_s": value for name, value in self._seconds.items()}}
         self._metrics, self._seconds = {}, {}
         return found

@@ -99,7 +99,7 @@ class TrainingRun:
     def call(self, role: str, method: str, batch: DataProto) -> DataProto:
         """Return the rows that a method of a role's workers returns for the rows of ``batch``, in order."""
         handle = RoleHandle(self._playing(role))
-        return handle.infer(method, getattr(handle.group, method), batch)
+        return handle.infer(method, getattr(handle.group, method).remote, batch)
 
     # -- typed workers ------------------------------------------------------------------------
 

@@ -66,13 +66,17 @@ class Advantage(Stage):
         self._estimator = advantages.get(self._algorithm.adv_estimator)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        advantages, returns = estimate_rollout_advantages(self._estimator, batch, self._algorithm)
+        values = [name for name in ("values",) if name in batch]
+        names = needs_of(self._estimator).select(dict.fromkeys(batch.keys()))
+        rollouts = [name for name in ("uid", ROLLOUT, "turn_ids", FINAL) if name in batch]
+        read = batch.local(dict.fromkeys(["token_level_rewards", "response_mask", *names, *values, *rollouts]))
+        advantages, returns = estimate_rollout_advantages(self._estimator, read, self._algorithm)
         found = batch.with_columns({"advantages": advantages, "returns": returns})
         self.run.record({"actor/zero_advantage_rows": float(without_advantage(found).float().mean())})
-        if "values" in found:
-            inside = Jagged.of(found["response_mask"]).values.bool()
+        if values:
+            inside = Jagged.of(read["response_mask"]).values.bool()
             given = returns.values[inside]
-            left = (given - Jagged.of(found["values"]).values[inside]).var()
+            left = (given - Jagged.of(read["values"]).values[inside]).var()
             self.run.record({"critic/explained_variance": float(1 - left / given.var().clamp(min=1e-8))})
         self.run.emit_batch("on_batch_after_advantage", found)
         return found

@@ -21,10 +21,11 @@ __all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs",
 
 
 def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
-    """Return the batch with ``old_log_probs`` and what else the actor's setup asks for; records gap and entropy."""
-    output = run.actor.compute_log_prob(batch)
-    run.record(log_prob_metrics(batch, output))
-    return batch.joined(output.drop(["entropy"]))
+    """Return the batch with ``old_log_probs`` and, where a stage reads it, ``sum_pi_squared``; record the gap."""
+    writes = ["old_log_probs", *(["sum_pi_squared"] if run.is_read("sum_pi_squared") else [])]
+    output, tokens = run.actor.compute_log_prob(batch, writes), int(Jagged.of(batch["response_mask"]).values.sum())
+    run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
+    return batch.joined(output.select(writes))
 
 
 class OldLogProb(Stage):
@@ -56,7 +57,7 @@ class OldLogProb(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         found = add_old_log_probs(self.run, batch.drop(["old_log_probs"]) if "old_log_probs" in batch else batch)
-        return found if self._writes_old else found.with_columns({"old_log_probs": batch["old_log_probs"]})
+        return found if self._writes_old else found.joined(batch.select(["old_log_probs"]), overwrite=True)
 
 
 class RolloutCorrection(Stage):
@@ -95,11 +96,12 @@ class RolloutCorrection(Stage):
 
     def _bypass(self, batch: DataProto) -> DataProto:
         """Return the batch with the rollout's log-probs for the old ones, and so with weights of 1."""
-        columns = {"old_log_probs": batch["rollout_log_probs"], KEPT: batch["response_mask"]}
+        old = batch.select(["rollout_log_probs"], []).rename({"rollout_log_probs": "old_log_probs"})
+        mask = Jagged.of(batch["response_mask"])
+        columns = {KEPT: mask.column()}
         if self._config.rollout_is is not None:
-            mask = Jagged.of(batch["response_mask"])
             columns["rollout_is_weights"] = mask.like(mask.values.bool().float())
-        return batch.with_columns(columns)
+        return batch.joined(old, overwrite=True).with_columns(columns)
 
     def _correct(self, batch: DataProto) -> DataProto:
         """Return the batch with weights and with the mask of what is kept.
@@ -108,7 +110,8 @@ class RolloutCorrection(Stage):
             ConfigError: a key of ``algorithm.rollout_correction`` is not valid.
         """
         mask = Jagged.of(batch["response_mask"])
-        old, rollout = (Jagged.of(batch[name], name) for name in ("old_log_probs", "rollout_log_probs"))
+        log_probs = batch.local(["old_log_probs", "rollout_log_probs"])
+        old, rollout = (Jagged.of(log_probs[name], name) for name in ("old_log_probs", "rollout_log_probs"))
         try:
             found = correct_rollout(old, rollout, mask, self._config)
         except ValueError as error:

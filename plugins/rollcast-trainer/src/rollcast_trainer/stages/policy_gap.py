@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from rollcast.protocol import DataProto, Jagged
+from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_serving.weight_sync import weight_syncs
+from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = ["KEPT", "acts", "correction_columns", "log_prob_metrics", "rollout_log_probs_serve"]
@@ -39,14 +40,17 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
     return same_process and rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k in (-1, 0)
 
 
-def log_prob_metrics(batch: DataProto, output: DataProto) -> dict[str, float]:
-    """Return the entropy, and the gap between the rollout's log-probs and those of the actor in ``output``."""
-    mask = Jagged.of(batch["response_mask"]).values.bool()
-    tokens = max(int(mask.sum()), 1)
-    old, rollout = (Jagged.of(each).values for each in (output["old_log_probs"], batch["rollout_log_probs"]))
-    gap = (old - rollout).abs().masked_fill(~mask, 0.0)
+def log_prob_metrics(tokens: int, output: DataProto) -> dict[str, float]:
+    """Return the entropy, and the gap between the rollout's log-probs and the actor's.
+
+    Args:
+        tokens: tokens under the mask.
+        output: columns ``POLICY_GAP`` of the actor's pass.
+    """
+    found = output.local(POLICY_GAP)
+    entropy, total, largest = (found[name] for name in POLICY_GAP)
     return {
-        "actor/entropy": float(Jagged.of(output["entropy"]).values.masked_fill(~mask, 0.0).sum()) / tokens,
-        "rollout/logprob_gap_max": float(gap.max()) if len(gap) else 0.0,
-        "rollout/logprob_gap_mean": float(gap.sum()) / tokens,
+        "actor/entropy": float(entropy.sum()) / max(tokens, 1),
+        "rollout/logprob_gap_max": float(largest.max()) if len(largest) else 0.0,
+        "rollout/logprob_gap_mean": float(total.sum()) / max(tokens, 1),
     }

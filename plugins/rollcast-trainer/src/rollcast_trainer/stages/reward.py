@@ -61,9 +61,9 @@ class RewardModelScores(Stage):
         return replace(setup, model=replace(setup.model, path=self._path, random_init=False), infer=infer)
 
     def __call__(self, batch: DataProto) -> DataProto:
-        scores = self.run.reward_model.compute_rm_score(batch)["rm_scores"]
-        self.run.record({"reward/model_mean": float(scores.mean())})
-        return batch.with_columns({"rm_scores": scores})
+        scores = self.run.reward_model.compute_rm_score(batch)
+        self.run.recorder.record_later(lambda: {"reward/model_mean": float(scores["rm_scores"].mean())})
+        return batch.joined(scores)
 
 
 class Reward(Stage):
@@ -210,10 +210,11 @@ class KlInReward(Stage):
     def __call__(self, batch: DataProto) -> DataProto:
         scores = Jagged.of(batch["token_level_scores"])
         inside = Jagged.of(batch["response_mask"]).values.bool()
+        log_probs = batch.local(["old_log_probs", "ref_log_prob"])
         # Nothing wild may stand under the zeros of the mask. A penalty of the sampled tokens sees each by itself, so
         # that all of them can stand in one row.
         old, ref = (
-            Jagged.of(batch[name]).values.masked_fill(~inside, 0.0).unsqueeze(0)
+            Jagged.of(log_probs[name]).values.masked_fill(~inside, 0.0).unsqueeze(0)
             for name in ("old_log_probs", "ref_log_prob")
         )
         penalty = self._penalty(old, ref).squeeze(0).masked_fill(~inside, 0.0)

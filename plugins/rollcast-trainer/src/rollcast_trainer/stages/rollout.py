@@ -46,7 +46,8 @@ class Rollout(Stage):
         rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
         generated = self.run.generate(rows, self.run.sampling())
         if self._serves:
-            generated = generated.with_columns({"old_log_probs": generated["rollout_log_probs"]})
+            old = generated.select(["rollout_log_probs"], []).rename({"rollout_log_probs": "old_log_probs"})
+            generated = generated.joined(old)
         lengths = Jagged.of(generated["response_mask"]).sums().float()
         tokens = float(lengths.sum())
         self.run.record(
@@ -72,7 +73,8 @@ class LogProbCheck(Stage):
         count = min(self.run.task.actor.log_prob_check_rows, len(batch))
         # Rows of different prompts, the same in a run that is resumed.
         rows = batch.select_idxs(torch.arange(count) * len(batch) // max(count, 1))
-        self.run.record(log_prob_metrics(rows, self.run.actor.compute_log_prob(rows)))
+        output, tokens = self.run.actor.compute_log_prob(rows), int(Jagged.of(rows["response_mask"]).values.sum())
+        self.run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
         return batch
 
 

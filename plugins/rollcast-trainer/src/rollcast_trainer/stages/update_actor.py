@@ -84,7 +84,8 @@ class UpdateActor(Stage):
         if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
             return batch
         # What the correction rejected is not under the update's mask.
-        rows = batch.with_columns({"response_mask": batch[KEPT]}) if KEPT in batch else batch
+        kept = [KEPT] if KEPT in batch else []
+        rows = batch.joined(batch.select(kept, []).rename(dict.fromkeys(kept, "response_mask")), overwrite=True)
         loss = self.loss_function
         prepared = self._prepare(rows) if loss.prepares else {}
         count = run.task.data.train_batch_size // policy.ppo_mini_batch_size
@@ -102,8 +103,9 @@ class UpdateActor(Stage):
         """Return the columns that the policy loss computes from the whole batch."""
         mask = Jagged.of(rows["response_mask"])
         names = {"old_log_probs", "advantages", *self.loss_function.needs.select(dict.fromkeys(rows.keys()))}
+        read = rows.local(names)
         flat = {
-            name: Jagged.of(rows[name]).values if rows[name].layout == torch.jagged else rows[name][mask.rows]
+            name: Jagged.of(read[name]).values if read[name].layout == torch.jagged else read[name][mask.rows]
             for name in names
         }
         given = {name: values.unsqueeze(0) for name, values in flat.items()}

@@ -17,12 +17,13 @@ from rollcast import Worker, register
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, SamplingParams, rollouts
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_serving.client import ReplicaReceiver
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.weight_sync import BaseWeightSync, SyncOutcome, SyncSettings, weight_syncs
+from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan
 from rollcast_trainer.workers.heap import freeze_heap, unfreeze_heap
 from rollcast_trainer.workers.training import TrainingWorker, WorkerSetup, leave_process_group
@@ -35,6 +36,18 @@ def _seed_process(seed: int) -> None:
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _compare(data: DataProto, output: DataProto) -> dict[str, torch.Tensor]:
+    """Return the columns ``POLICY_GAP`` of a pass."""
+    mask = Jagged.of(data["response_mask"])
+    outside = ~mask.values.bool()
+    old, rollout = Jagged.of(output["old_log_probs"]).values, Jagged.of(data["rollout_log_probs"]).values
+    gap = (old - rollout).abs().masked_fill(outside, 0.0)
+    entropy = Jagged.of(output["entropy"]).values.masked_fill(outside, 0.0)
+    sums = [mask.with_values(values).sums() for values in (entropy, gap)]
+    largest = torch.zeros(len(data)).scatter_reduce_(0, mask.rows, gap, "amax")
+    return dict(zip(POLICY_GAP, (*sums, largest), strict=True))
 
 
 class ActorRolloutRefWorker(Worker):
@@ -93,7 +106,7 @@ class ActorRolloutRefWorker(Worker):
         )
         self.weight_sync = sync_class(self.actor.engine, [self.rollout])
 
-    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
+    @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """A response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
         if self.rollout is None:
@@ -102,8 +115,12 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """``old_log_probs`` and ``entropy`` under the actor, jagged float32."""
-        return self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
+        """Return ``old_log_probs`` under the actor, and what else the setup asks for, jagged float32.
+
+        With ``rollout_log_probs`` in the batch the columns ``POLICY_GAP`` too.
+        """
+        output = self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
+        return output.with_columns(_compare(data, output)) if "rollout_log_probs" in data else output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:

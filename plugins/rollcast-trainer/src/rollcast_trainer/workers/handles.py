@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from rollcast import WorkerGroup
-from rollcast.protocol import DataProto, Jagged
+from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_trainer.batch.balance import row_lengths, spread_rows
-from rollcast_trainer.batch.columns import MODEL
+from rollcast_trainer.batch.columns import MODEL, POLICY_GAP
 from rollcast_trainer.batch.mini_batches import UpdatePlan, plan_update
 from rollcast_trainer.batch.rollouts import ROLLOUT
 from rollcast_trainer.workers.meter import Meter
 from rollcast_trainer.workers.roles import mesh_of
 
 __all__ = ["ActorHandle", "CriticHandle", "Playing", "ReferenceHandle", "RewardModelHandle", "RoleHandle"]
+
+#: Starts a method of a group.
+Call = Callable[[DataProtoFuture], DataProtoFuture]
 
 
 @dataclass(frozen=True)
@@ -52,23 +55,25 @@ class RoleHandle:
         self.playing = playing
         self.group = playing.group
 
-    def infer(self, method: str, call: Callable[[DataProto], DataProto], batch: DataProto) -> DataProto:
-        """Return what ``call`` returns for each row of ``batch``, in order.
+    def infer(self, method: str, call: Call, batch: DataProto, writes: Iterable[str] | None = None) -> LazyBatch:
+        """Start a call that returns a row for each row of ``batch``, and return its columns.
 
         Args:
             method: name of the call, for the meter.
-            call: method of the group that returns a row for each row.
-            batch: columns of a model's pass.
+            call: starts the method of the group and returns a handle.
+            batch: columns that the method gets, among them ``prompts`` and ``response_mask``.
+            writes: columns of the result; without them this waits for the end of the call.
         """
         playing = self.playing
         lengths, tokens = row_lengths(batch), int(Jagged.of(batch["response_mask"]).values.sum())
-        with playing.meter.measuring(playing.role, playing.played_as, method, lengths, tokens):
-            return spread_rows(call, batch, playing.ranks if playing.balances else 1)
+        playing.meter.count_pass(playing.role, playing.played_as, method, lengths, tokens)
+        ranks = playing.ranks if playing.balances else 1
+        return LazyBatch.of(spread_rows(call, DataProtoFuture.of_batch(batch), lengths, ranks), writes)
 
     def update(
         self,
         method: str,
-        call: Callable[[DataProto, UpdatePlan], Sequence[dict[str, float]]],
+        call: Callable[[DataProtoFuture, UpdatePlan], Sequence[dict[str, float]]],
         batch: DataProto,
         mini_batches: Sequence[torch.Tensor],
         epochs: int = 1,
@@ -86,16 +91,26 @@ class RoleHandle:
         passed = passed if skip_rows is None else passed[~skip_rows[passed]]
         tokens = int(Jagged.of(batch["response_mask"]).sums()[passed].sum())
         rows = [lengths[row] for row in passed.tolist()]
-        with playing.meter.measuring(playing.role, playing.played_as, method, rows, tokens, "train"):
-            return dict(call(arranged, plan)[0])
+        playing.meter.count_pass(playing.role, playing.played_as, method, rows, tokens, "train")
+        return dict(call(DataProtoFuture.of_batch(arranged), plan)[0])
 
 
 class ActorHandle(RoleHandle):
     """The policy in training."""
 
-    def compute_log_prob(self, batch: DataProto) -> DataProto:
-        """Return ``old_log_probs`` and what else the setup asks for, jagged float32."""
-        return self.infer("compute_log_prob", self.group.compute_log_prob, batch.select(MODEL))
+    def compute_log_prob(self, batch: DataProto, writes: Iterable[str] = ("old_log_probs",)) -> LazyBatch:
+        """Return ``old_log_probs``, jagged float32, and further columns that the setup asks for.
+
+        With ``rollout_log_probs`` in the batch there are ``POLICY_GAP`` too: float32 ``[B]``, what the metrics of a
+        pass need of each row.
+        """
+        given = [name for name in ("rollout_log_probs",) if name in batch]
+        return self.infer(
+            "compute_log_prob",
+            self.group.compute_log_prob.remote,
+            batch.select([*MODEL, *given]),
+            [*writes, *(POLICY_GAP if given else ())],
+        )
 
     def update_actor(
         self,
@@ -112,17 +127,18 @@ class ActorHandle(RoleHandle):
 class ReferenceHandle(RoleHandle):
     """The frozen initial policy."""
 
-    def compute_ref_log_prob(self, batch: DataProto) -> DataProto:
+    def compute_ref_log_prob(self, batch: DataProto) -> LazyBatch:
         """Return ``ref_log_prob``, jagged float32."""
-        return self.infer("compute_ref_log_prob", self.group.compute_ref_log_prob, batch.select(MODEL))
+        call = self.group.compute_ref_log_prob.remote
+        return self.infer("compute_ref_log_prob", call, batch.select(MODEL), ["ref_log_prob"])
 
 
 class CriticHandle(RoleHandle):
     """The value model."""
 
-    def compute_values(self, batch: DataProto) -> DataProto:
+    def compute_values(self, batch: DataProto) -> LazyBatch:
         """Return ``values``, jagged float32."""
-        return self.infer("compute_values", self.group.compute_values, batch.select(MODEL))
+        return self.infer("compute_values", self.group.compute_values.remote, batch.select(MODEL), ["values"])
 
     def update_critic(
         self, batch: DataProto, mini_batches: Sequence[torch.Tensor], epochs: int = 1
@@ -135,6 +151,6 @@ class CriticHandle(RoleHandle):
 class RewardModelHandle(RoleHandle):
     """The model that scores responses."""
 
-    def compute_rm_score(self, batch: DataProto) -> DataProto:
+    def compute_rm_score(self, batch: DataProto) -> LazyBatch:
         """Return ``rm_scores``, float32 ``[B]``."""
-        return self.infer("compute_rm_score", self.group.compute_rm_score, batch.select(MODEL))
+        return self.infer("compute_rm_score", self.group.compute_rm_score.remote, batch.select(MODEL), ["rm_scores"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Literal
 
 __all__ = ["Meter"]
@@ -15,7 +14,7 @@ class Meter:
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens of this step, prompts included."""
 
-    def measuring(
+    def count_pass(
         self,
         role: str,
         played_as: str,
@@ -23,8 +22,8 @@ class Meter:
         lengths: Sequence[int],
         head_tokens: int,
         kind: Literal["forward", "train"] = "forward",
-    ) -> AbstractContextManager[None]:
-        """Return a context around a call that sends rows through the model of ``role``.
+    ) -> None:
+        """Count a call, which may not have ended, that sends rows through the model of ``role``.
 
         Args:
             role: role whose model runs.
@@ -34,7 +33,6 @@ class Meter:
             head_tokens: response tokens of those rows, which go through the head.
             kind: passes of each row.
         """
-        return nullcontext()
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
         """Return the metrics of the step that ends now, and start the next."""
