@@ -214,6 +214,8 @@ def test_a_program_is_trained_through_the_gateway(task: AgentTask, tmp_path: Pat
         ("algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=3"),
         ("algorithm.adv_estimator=remax",),
         ("algorithm.adv_estimator=gae",),
+        ("algorithm.adv_estimator=gae_turn",),
+        ("algorithm.adv_estimator=gigpo",),
         ("actor.use_kl_loss=true", "algorithm.rollout_correction.rollout_is=token"),
     ],
 )

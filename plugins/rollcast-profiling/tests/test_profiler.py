@@ -84,7 +84,10 @@ def test_steps_that_follow_each_other_in_one_file(small_task: SmallTask, tmp_pat
         (["profiler=torch"], r"profiler.tool=torch, but profiler.steps is empty; give steps, such as \[3,4\]"),
         (["profiler=torch", "profiler.steps=[0]"], "steps count from 1"),
         (["profiler=torch", "profiler.steps=[1]", "profiler.ranks=[]"], "give ranks from 0, or profiler.all_ranks"),
-        (["profiler=torch", "profiler.steps=[1]", "profiler.roles=[judge]"], "names judge; roles: actor_rollout, cr"),
+        (
+            ["profiler=torch", "profiler.steps=[1]", "profiler.roles=[judge]"],
+            "names judge; roles: actor_rollout, .*critic",
+        ),
         (
             ["profiler=torch", "profiler.steps=[1]", "profiler.contents=[gpu]"],
             "contents must be a list of cpu, cuda, mem",

@@ -38,7 +38,17 @@ def finite(run_dir: Path) -> list[dict[str, float]]:
     return rows
 
 
-@pytest.mark.parametrize("name", sorted(advantages.names()))
+#: Estimators that need turns, which only agents write; rollcast-agents trains with them.
+OF_TURNS = {"gae_turn", "gigpo"}
+
+
+@pytest.mark.parametrize("name", sorted(OF_TURNS))
+def test_an_estimator_of_turns_needs_agents(small_task: SmallTask, tmp_path: Path, name: str) -> None:
+    with pytest.raises(ConfigError, match="reads the column 'turn_ids', which no stage writes"):
+        launch(small_task.ppo(tmp_path / "run", *SHORT, f"algorithm.adv_estimator={name}"))
+
+
+@pytest.mark.parametrize("name", sorted(set(advantages.names()) - OF_TURNS))
 def test_every_estimator_trains(small_task: SmallTask, tmp_path: Path, name: str) -> None:
     file = tmp_path / "parts.py"
     file.write_text(TWO_PARTS)
