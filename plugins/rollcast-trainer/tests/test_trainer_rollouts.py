@@ -12,10 +12,12 @@ from torch import Tensor
 
 from rollcast.contracts.algorithm import advantages, loss_aggregations
 from rollcast.contracts.engine import EngineSetup, ForwardSettings, LossInputs, ModelConfig, OptimConfig
+from rollcast.contracts.reward import RewardResult, RewardSample
 from rollcast.contracts.worker import WorkerContext
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms import PpoLoss, ValueLoss, grpo, make_ppo_loss, vanilla
 from rollcast_algorithms.schemas import AlgorithmConfig
+from rollcast_eval.scoring import RolloutRows, Scored
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_fsdp.schemas import FsdpConfig
 from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model, tiny_model_folder, trajectory_batch
@@ -23,6 +25,7 @@ from rollcast_trainer.batch.mini_batches import draw_mini_batches, plan_update
 from rollcast_trainer.batch.rollouts import JoinedRollouts, rollouts_of
 from rollcast_trainer.stages.advantage import estimate_advantages, estimate_rollout_advantages
 from rollcast_trainer.stages.anchors import find_anchors
+from rollcast_trainer.stages.reward import filtered_scores
 
 WIDTH = 40
 MODES = ["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -283,3 +286,14 @@ def test_an_engine_trains_trajectories_as_plain_torch(
     for name, parameter in engine.module.named_parameters():
         gradient = module.get_parameter(name).grad
         assert float((parameter.grad - gradient).norm()) <= 1e-6 * max(float(norm), 1.0), name
+
+
+@pytest.mark.parametrize("metric", ["score", "shaped_score", "accuracy", "length"])
+def test_groups_are_filtered_by_one_number_a_rollout(metric: str) -> None:
+    """A row without the answer has no numbers of its own, which would make every group look different."""
+    answer = RewardResult(2.0, correct=True, extra={"length": 7.0, "overlong_penalty": -0.5})
+    results = [RewardResult(0.0), answer, RewardResult(0.0), answer]
+    rows = RolloutRows(torch.tensor([0, 0, 1, 1]), torch.tensor([False, True, False, True]))
+    numbers = filtered_scores(Scored([RewardSample("", "")] * 4, results, 1.0, rows), metric)
+    expected = {"score": 2.5, "shaped_score": 2.0, "accuracy": 1.0, "length": 7.0}[metric]
+    assert numbers.tolist() == [expected] * 4

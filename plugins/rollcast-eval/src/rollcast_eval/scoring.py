@@ -78,6 +78,10 @@ class Scored:
         """Sum of the scores of each row's rollout, float32 ``[B]``."""
         return self._rollouts.sums(self.scores)
 
+    def of_rollouts(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the value of the final row of each row's rollout, ``[B]``."""
+        return self._rollouts.of_final(values)
+
     @property
     def final(self) -> torch.Tensor:
         """The rows (bool ``[B]``) that stand for their rollouts: the final one of each."""

@@ -27,7 +27,7 @@ from rollcast_trainer.schemas import RewardModelConfig
 from rollcast_trainer.workers.reward_model import check_reward_model
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["FilterGroups", "KlInReward", "Reward", "RewardModelScores"]
+__all__ = ["FilterGroups", "KlInReward", "Reward", "RewardModelScores", "filtered_scores"]
 
 logger = logging.getLogger(__name__)
 #: Column of the scores that the samples of a kept group differ in, float32 ``[B]``.
@@ -105,7 +105,7 @@ class Reward(Stage):
         if self.run.is_read(REWARD_COMPONENT):
             columns |= {REWARD_COMPONENT + name: values for name, values in scored.components().items()}
         if self._algorithm.filter_groups.enable:
-            columns[_FILTERED] = _filtered_scores(scored, self._algorithm.filter_groups.metric)
+            columns[_FILTERED] = filtered_scores(scored, self._algorithm.filter_groups.metric)
         batch = batch.with_columns(columns)
         if not bool(scored.kept.all()):
             if not bool(scored.kept.any()):
@@ -117,8 +117,8 @@ class Reward(Stage):
         return batch
 
 
-def _filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
-    """Return the number of each sample by which groups are filtered, float32 ``[B]``.
+def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
+    """Return the number by which groups are filtered, float32 ``[B]``; the same for all rows of a rollout.
 
     Raises:
         ConfigError: the metric is none of the reward's numbers.
@@ -126,8 +126,8 @@ def _filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
     if metric == "shaped_score":
         return scored.rollout_scores
     if metric == "score":
-        shaping = [float(result.extra.get(_SHAPING, 0.0)) for result in scored.results]
-        return scored.rollout_scores - scored.rule_weight * torch.tensor(shaping, dtype=torch.float32)
+        shaping = torch.tensor([float(result.extra.get(_SHAPING, 0.0)) for result in scored.results])
+        return scored.rollout_scores - scored.rule_weight * scored.of_rollouts(shaping)
     if metric == "accuracy":
         return torch.tensor([float(correct) for correct in scored.correct])
     components = scored.components()
@@ -136,7 +136,7 @@ def _filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
             f"algorithm.filter_groups.metric is {metric!r}; valid: score, shaped_score, accuracy and the extra numbers "
             f"of the reward ({', '.join(components) or 'none'})"
         )
-    return components[metric]
+    return scored.of_rollouts(components[metric])
 
 
 class FilterGroups(Stage):
