@@ -13,7 +13,7 @@ from rollcast_data.schemas import DataConfig
 CONF = Path(rollcast_data.__file__).parent / "conf" / "data"
 
 
-@pytest.mark.parametrize("name", ["prompts", "supervised"])
+@pytest.mark.parametrize("name", ["conversations", "prompts", "supervised"])
 def test_each_option_names_every_key_with_its_default(name: str) -> None:
     text = (CONF / f"{name}.yaml").read_text()
     assert text.startswith("# @package data\n")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -33,6 +35,38 @@ def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tm
     assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert row["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
     assert row["sft/tokens"] == sum(map(len, losses))
+
+
+def test_the_loss_of_conversations_is_the_mean_over_their_replies(small_task: SmallTask, tmp_path: Path) -> None:
+    """Of two replies, the question between them is not trained; against plain transformers."""
+    from rollcast_testing.tiny import plain_model
+
+    folder = tmp_path / "model"
+    shutil.copytree(small_task.model, folder)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+    turns = [["1+2=", "3", "+4=", "7"], ["2+2=", "4", "+1=", "5"]]
+    rows = [
+        {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
+        for texts in turns
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changes = ["data=conversations", f"data.train_files=[{tmp_path / 'talks.jsonl'}]", f"model.path={folder}"]
+    sizes = ["data.train_batch_size=2", "data.max_response_length=16", "trainer.total_steps=1", "data.val_files=[]"]
+    launch(small_task.sft(tmp_path / "run", *changes, *sizes))
+    tokenizer, model = load_tokenizer(folder), plain_model(folder)
+    losses = []
+    for texts in turns:
+        ids: list[int] = []
+        trained: list[bool] = []
+        for number, text in enumerate(texts):
+            own = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if number % 2 else [])]
+            ids, trained = ids + own, trained + [bool(number % 2)] * len(own)
+        scores = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        losses.append(-scores.gather(-1, torch.tensor(ids[1:])[:, None]).flatten()[torch.tensor(trained[1:])])
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["sft/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
+    assert row["sft/tokens"] == 8
 
 
 def test_it_learns_and_goes_on_from_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -25,6 +25,16 @@ _log = logging.getLogger("rollcast.data")
 
 Ids = Sequence[int]
 _CHUNK = 1024
+
+
+class _Located(Protocol):
+    """What has a position in a file, for messages."""
+
+    @property
+    def location(self) -> str: ...
+
+
+_LocatedT = TypeVar("_LocatedT", bound=_Located)
 
 
 def raw_prompt(row: Row, config: DataConfig) -> str | list[dict[str, Any]]:
@@ -117,14 +127,14 @@ def encode_texts(texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, speci
     return encoded
 
 
-def fit_prompts(rows: Sequence[Row], prompts: Sequence[Ids], config: DataConfig) -> list[tuple[Row, Ids]]:
+def fit_prompts(rows: Sequence[_LocatedT], prompts: Sequence[Ids], config: DataConfig) -> list[tuple[_LocatedT, Ids]]:
     """Drop or truncate rows whose prompts exceed ``max_prompt_length`` tokens; return the rest.
 
     Raises:
         DataError: a prompt is too long and ``truncation`` is ``error``, or no row is left.
     """
     limit = config.max_prompt_length
-    kept: list[tuple[Row, Ids]] = []
+    kept: list[tuple[_LocatedT, Ids]] = []
     overlong = 0
     for row, ids in zip(rows, prompts, strict=True):
         if len(ids) > limit:

@@ -1,0 +1,305 @@
+"""The dataset ``conversations``: several turns with the replies to imitate, in the layout of the engines.
+
+A row of a file::
+
+    {"messages": [{"role": "user", "content": "6 * 7?"},
+                  {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {...}}]},
+                  {"role": "tool", "content": "42"},
+                  {"role": "assistant", "content": "It is 42.", "weight": 1}],
+     "tools": [{"type": "function", "function": {...}}]}
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from rollcast.errors import ConfigError, DataError
+from rollcast.protocol import DataProto
+from rollcast_data.contract import BaseDataset
+from rollcast_data.encoding import Ids, encode_texts, fit_prompts, join_ids
+from rollcast_data.files import Row, read_files
+from rollcast_data.prompts import require_pad_id
+from rollcast_data.schemas import DataConfig, build_data_config
+
+__all__ = ["ConversationDataset", "ConversationRow"]
+
+_log = logging.getLogger("rollcast.data")
+
+_MARK = "rollcast-mark"
+
+
+@dataclass(frozen=True)
+class ConversationRow:
+    """A first prompt, all that follows it as ids, and which of these are trained."""
+
+    index: int
+    prompt_ids: Ids
+    response_ids: Ids
+    trained: Sequence[bool]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Text that is tokenized by itself: a trained reply with its stop token, or what stands between two."""
+
+    text: str
+    trained: bool
+
+
+@dataclass(frozen=True)
+class _Chain:
+    """A prompt and what follows it, each text the beginning of the next; a conversation has one or several."""
+
+    location: str
+    prompt: str
+    pieces: list[_Piece]
+
+
+class ConversationDataset(BaseDataset):
+    """Conversations of several turns, for a supervised loss on the assistant's replies.
+
+    The tokenizer's chat template renders the conversation up to each trained reply, and with it. The reply's
+    tokens with its stop token are trained, what the template, users and tools write is not. A message with
+    ``weight: 0`` is not trained. Replies are tokenized by themselves, as agent loops do with sampled ones.
+
+    Where the template changes what it wrote earlier, as those that drop earlier thinking, the conversation becomes
+    several rows: each reply is trained behind the text that a model would see.
+
+    Args:
+        files: JSONL or Parquet files or globs, in order.
+        tokenizer: tokenizer of the model, with a chat template, a pad and an end token.
+        config: section ``data`` of the config.
+
+    Raises:
+        DataError: a file or row is missing or malformed, or no first prompt is short enough.
+        ConfigError: a key of ``config`` is wrong, or the tokenizer lacks a token or the template.
+    """
+
+    def __init__(
+        self,
+        files: Sequence[str | Path],
+        tokenizer: PreTrainedTokenizerBase,
+        config: DataConfig | Mapping[str, Any],
+    ) -> None:
+        self.config = build_data_config(config)
+        require_pad_id(tokenizer)
+        if self.config.apply_chat_template == "never":
+            raise ConfigError(
+                "data.apply_chat_template is 'never', but data.dataset=conversations renders by the template; "
+                "leave it at auto"
+            )
+        template = _Template(tokenizer)
+        rows = read_files(files)
+        chains = [chain for row in rows for chain in self._chains(row, template)]
+        prompts = encode_texts([chain.prompt for chain in chains], tokenizer, special=False)
+        self._rows = self._join(fit_prompts(chains, prompts, self.config), tokenizer, template)
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> ConversationRow:
+        return self._rows[index]
+
+    def collate(self, rows: list[ConversationRow]) -> DataProto:
+        """Return a batch of first prompts and what follows them.
+
+        Returns:
+            Jagged ``prompts`` and ``responses`` int32 and ``response_mask`` bool, which has gaps; ``index`` int64
+            ``[B]``.
+        """
+        responses = join_ids([row.response_ids for row in rows])
+        trained = torch.tensor([each for row in rows for each in row.trained], dtype=torch.bool)
+        return DataProto.from_dict(
+            tensors={
+                "prompts": join_ids([row.prompt_ids for row in rows]).column(),
+                "responses": responses.column(),
+                "response_mask": responses.like(trained),
+                "index": torch.tensor([row.index for row in rows], dtype=torch.int64),
+            }
+        )
+
+    def _chains(self, row: Row, template: _Template) -> list[_Chain]:
+        messages = _messages(row, self.config.messages_key)
+        tools = _tools(row, self.config.tools_key)
+        chains: list[_Chain] = []
+        so_far = ""
+        for number, message in enumerate(messages):
+            if not _is_trained(row, number, message):
+                continue
+            before = template.render(row, messages[:number], tools, prompt=True)
+            after = template.render(row, messages[: number + 1], tools, prompt=False)
+            reply = _reply(row, number, before, after, template.closing)
+            if chains and before.startswith(so_far):
+                between = template.closing.removeprefix(template.stop) + before[len(so_far) :]
+                chains[-1].pieces.append(_Piece(between, trained=False))
+            else:
+                chains.append(_Chain(row.location, before, []))
+            chains[-1].pieces.append(_Piece(reply + template.stop, trained=True))
+            so_far = after
+        if not chains:
+            raise DataError(f"{row.location}: no message of the conversation is a reply to train")
+        return chains
+
+    def _join(
+        self, kept: list[tuple[_Chain, Ids]], tokenizer: PreTrainedTokenizerBase, template: _Template
+    ) -> list[ConversationRow]:
+        texts = [piece.text for chain, _ in kept for piece in chain.pieces]
+        encoded = iter(encode_texts(texts, tokenizer, special=False))
+        joined: list[ConversationRow] = []
+        overlong = 0
+        for chain, prompt in kept:
+            ids, trained = _joined_pieces(chain, encoded, template.end_ids)
+            if len(ids) > self.config.max_response_length:
+                overlong += 1
+                ids, trained = self._cut(chain, ids, trained)
+            joined.append(ConversationRow(len(joined), prompt, ids, trained))
+        if overlong:
+            limit = self.config.max_response_length
+            _log.info("%d of %d conversations have more than %d tokens and are cut", overlong, len(kept), limit)
+        return joined
+
+    def _cut(self, chain: _Chain, ids: list[int], trained: list[bool]) -> tuple[list[int], list[bool]]:
+        limit = self.config.max_response_length
+        if self.config.truncation == "error":
+            raise DataError(
+                f"{chain.location}: the conversation has {len(ids)} tokens behind its first prompt, more than "
+                f"data.max_response_length={limit}; raise it, or set data.truncation to right to cut it"
+            )
+        return ids[:limit], trained[:limit]
+
+
+class _Template:
+    """A tokenizer's chat template, and what it writes behind a reply."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer: Any = tokenizer
+        if tokenizer.chat_template is None:
+            raise ConfigError("data.dataset=conversations: the tokenizer has no chat template; choose a model with one")
+        if not isinstance(tokenizer.eos_token_id, int):
+            raise ConfigError("the tokenizer has no end token, so no reply could end")
+
+    def render(self, row: Row | None, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> str:
+        """Return the text of messages; with ``prompt`` the opening of the assistant's turn follows them."""
+        try:
+            return str(
+                self._tokenizer.apply_chat_template(
+                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                )
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            where = row.location if row else "data.dataset=conversations"
+            raise DataError(
+                f"{where}: the chat template refuses the first {len(messages)} messages: "
+                f"{type(error).__name__}: {error}"
+            ) from error
+
+    @cached_property
+    def closing(self) -> str:
+        """Text behind a reply, such as ``<|im_end|>`` and a line break."""
+        messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
+        return self.render(None, messages, (), prompt=False).rpartition(_MARK)[2]
+
+    @cached_property
+    def stop(self) -> str:
+        """The special token that begins the closing; empty if the closing begins with plain text."""
+        first = self._tokenizer.encode(self.closing, add_special_tokens=False)[:1]
+        special = set(self._tokenizer.all_special_ids) | set(self._tokenizer.added_tokens_decoder)
+        token = str(self._tokenizer.convert_ids_to_tokens(first[0])) if first and first[0] in special else ""
+        return token if self.closing.startswith(token) else ""
+
+    @cached_property
+    def end_ids(self) -> list[int]:
+        """Ids behind the text of a reply: the end token where the template itself writes none."""
+        return [] if self.stop else [self._tokenizer.eos_token_id]
+
+
+def _reply(row: Row, number: int, before: str, after: str, closing: str) -> str:
+    """Return the text of message ``number``, which the template wrote between ``before`` and ``closing``."""
+    if not after.startswith(before):
+        raise DataError(
+            f"{row.location}: message {number} cannot be trained: the chat template renders the conversation with "
+            "the reply otherwise than before it, so the reply's tokens are unknown; set its weight to 0, or use "
+            "another template"
+        )
+    if not after.endswith(closing) or len(after) < len(before) + len(closing):
+        raise DataError(
+            f"{row.location}: message {number} cannot be trained: the chat template ends it with "
+            f"{after[len(before) :][-40:]!r} and not with {closing!r}, as other replies"
+        )
+    return after[len(before) : len(after) - len(closing)]
+
+
+def _joined_pieces(chain: _Chain, encoded: Iterator[Ids], end_ids: list[int]) -> tuple[list[int], list[bool]]:
+    ids: list[int] = []
+    trained: list[bool] = []
+    for piece in chain.pieces:
+        own = [*next(encoded), *(end_ids if piece.trained else ())]
+        ids += own
+        trained += [piece.trained] * len(own)
+    return ids, trained
+
+
+def _is_trained(row: Row, number: int, message: Mapping[str, Any]) -> bool:
+    weight = message.get("weight", 1)
+    if type(weight) not in (int, float) or weight not in (0, 1):
+        raise DataError(f"{row.location}: message {number} has the weight {weight!r}; valid: 0, 1")
+    return message["role"] == "assistant" and weight == 1
+
+
+def _messages(row: Row, key: str) -> list[dict[str, Any]]:
+    """Return the messages of a row without keys that are null, with arguments of tool calls as mappings."""
+    value = row.get(key, "data.messages_key")
+    if not isinstance(value, list) or not value:
+        raise DataError(f"{row.location}: {key} has to be a list of messages, this is {type(value).__name__}")
+    messages: list[dict[str, Any]] = []
+    for number, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            raise DataError(f"{row.location}: message {number} is no object with a role")
+        given = _without_nulls(message)
+        calls = given.pop("tool_calls", None) or []
+        if not isinstance(given.setdefault("content", ""), str):
+            raise DataError(f"{row.location}: the content of message {number} is no string")
+        if calls:
+            given["tool_calls"] = [_call(row, number, call) for call in calls]
+        messages.append(given)
+    return messages
+
+
+def _call(row: Row, number: int, call: Any) -> dict[str, Any]:
+    """Return a tool call as templates expect it; its arguments may be JSON text, as in OpenAI's format."""
+    function = call.get("function") if isinstance(call, Mapping) else None
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
+        raise DataError(f"{row.location}: message {number} has a tool call without function.name")
+    arguments = _parsed(row, f"arguments of message {number}", function.get("arguments") or {})
+    return {**_without_nulls(call), "function": {**_without_nulls(function), "arguments": arguments}}
+
+
+def _tools(row: Row, key: str) -> list[Any]:
+    tools = _parsed(row, key, row.find(key) or [])
+    if not isinstance(tools, list):
+        raise DataError(f"{row.location}: {key} (data.tools_key) is a list of schemas, this is {type(tools).__name__}")
+    return tools
+
+
+def _parsed(row: Row, what: str, value: Any) -> Any:
+    """Return a value that may be given as JSON text, the form that Parquet files keep without nulls."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise DataError(f"{row.location}: {what}: not JSON: {error}") from error
+
+
+def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a mapping without nulls: a Parquet column has one set of keys for all."""
+    return {key: item for key, item in value.items() if item is not None}
