@@ -252,7 +252,7 @@ def _is_trained(row: Row, number: int, message: Mapping[str, Any]) -> bool:
     weight = message.get("weight", 1)
     if type(weight) not in (int, float) or weight not in (0, 1):
         raise DataError(f"{row.location}: message {number} has the weight {weight!r}; valid: 0, 1")
-    return message["role"] == "assistant" and weight == 1
+    return weight == 1 and str(message["role"]) == "assistant"
 
 
 def _messages(row: Row, key: str) -> list[dict[str, Any]]:
