@@ -61,7 +61,7 @@ class VerlInteraction(BaseEnvironment):
     def _named(self, name: str | None) -> Any:
         if name is None and len(self._interactions) == 1:
             return next(iter(self._interactions.values()))
-        if name not in self._interactions:
+        if name is None or name not in self._interactions:
             raise EnvironmentFailed(
                 f"the row names the interaction {name!r} in extra_info.interaction_kwargs.name; "
                 f"agent.interaction_config_path has {', '.join(self._interactions)}"
