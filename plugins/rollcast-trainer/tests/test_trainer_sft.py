@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,12 +12,11 @@ from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics,
 from rollcast import Composed, compose
 from rollcast.errors import ConfigError
 from rollcast_data.tokenizer import load_tokenizer
+from rollcast_testing.tiny import plain_model, tiny_model_folder
 
 
 def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tmp_path: Path) -> None:
     """All 15 rows in one step, against plain transformers; the rollout's temperature has no part in it."""
-    from rollcast_testing.tiny import plain_model
-
     changes = ["data.train_batch_size=15", "trainer.total_steps=1", "rollout.temperature=0.5", "data.val_files=[]"]
     launch(small_task.sft(tmp_path, *changes, "actor.ppo_micro_batch_size_per_gpu=4"))
     tokenizer, model = load_tokenizer(small_task.model), plain_model(small_task.model)
@@ -32,6 +32,49 @@ def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tm
     (row,) = read_metrics(tmp_path)
     assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert row["sft/grad_norm"] == pytest.approx(norm.item(), rel=1e-5)
+    assert row["sft/tokens"] == sum(map(len, losses))
+
+
+def test_conversations_are_trained_on_the_replies_alone(small_task: SmallTask, tmp_path: Path) -> None:
+    """Two turns of four rows in one step, against plain transformers."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}>{{ m.content }}{{ eos_token }}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    path = tiny_model_folder(tmp_path / "model", chat_template=template)
+    tokenizer, model = load_tokenizer(path), plain_model(path)
+    losses, lines = [], []
+    for a, b in ((1, 2), (3, 4), (12, 5), (7, 70)):
+        turns = (f"{a}+{b}=", f"{a + b}.", f"{b}-1=", f"{b - 1}.")
+        roles = ("user", "assistant", "user", "assistant")
+        lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=True)]}))
+        ids, trained = [], []
+        for text, is_reply in (
+            (f"{turns[0]}\n>", False),
+            (turns[1], True),
+            (f"\n{turns[2]}\n>", False),
+            (turns[3], True),
+        ):
+            piece = tokenizer(text)["input_ids"] + ([tokenizer.eos_token_id] if is_reply else [])
+            ids += piece
+            trained += [is_reply] * len(piece)
+        scores = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
+        nll = -scores.gather(-1, torch.tensor(ids[1:])[:, None]).flatten()
+        losses.append(nll[torch.tensor(trained[1:])])
+    loss = torch.cat(losses).mean()
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    changes = [
+        "data=conversations",
+        f"model.path={path}",
+        f"data.train_files=[{tmp_path / 'chats.jsonl'}]",
+        "data.val_files=[]",
+        "data.max_response_length=64",
+        "data.train_batch_size=4",
+        "trainer.total_steps=1",
+    ]
+    launch(small_task.sft(tmp_path / "run", *changes))
+    (row,) = read_metrics(tmp_path / "run")
+    assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
     assert row["sft/tokens"] == sum(map(len, losses))
 
 
