@@ -73,6 +73,15 @@ def test_an_end_token_follows_where_the_template_writes_none(
     assert shown(dataset, chat_tokenizer) == [("[user]a[assistant]", ["<b<eos>>", "[user]c[assistant]", "<d<eos>>"])]
 
 
+def test_a_template_may_stop_with_another_token_than_the_end_token(write_rows: Write, make_tokenizer: Make) -> None:
+    """As Qwen's base models: the line break behind the stop token is never sampled, so it is not trained."""
+    tokenizer = make_tokenizer(STOPS.replace("<eos>", "<end>"))
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<end>"]})
+    dataset = ConversationDataset([write_rows([{"messages": TALK}])], tokenizer, {})
+    between = "\n[user]c<end>\n[assistant]"
+    assert shown(dataset, tokenizer) == [("[user]a<end>\n[assistant]", ["<b<end>>", between, "<d<end>>"])]
+
+
 def test_messages_of_weight_0_are_context(write_rows: Write, make_tokenizer: Make) -> None:
     tokenizer = make_tokenizer(STOPS)
     first = [TALK[0], {**TALK[1], "weight": 0}, TALK[2], {**TALK[3], "weight": 1}]

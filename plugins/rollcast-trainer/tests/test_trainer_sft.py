@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import shutil
 from pathlib import Path
 
 import pytest
@@ -13,12 +12,11 @@ from trainer_tools import SmallTask, files_of, launch, read_jsonl, read_metrics,
 from rollcast import Composed, compose
 from rollcast.errors import ConfigError
 from rollcast_data.tokenizer import load_tokenizer
+from rollcast_testing.tiny import plain_model, tiny_model_folder
 
 
 def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tmp_path: Path) -> None:
     """All 15 rows in one step, against plain transformers; the rollout's temperature has no part in it."""
-    from rollcast_testing.tiny import plain_model
-
     changes = ["data.train_batch_size=15", "trainer.total_steps=1", "rollout.temperature=0.5", "data.val_files=[]"]
     launch(small_task.sft(tmp_path, *changes, "actor.ppo_micro_batch_size_per_gpu=4"))
     tokenizer, model = load_tokenizer(small_task.model), plain_model(small_task.model)
@@ -37,36 +35,47 @@ def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tm
     assert row["sft/tokens"] == sum(map(len, losses))
 
 
-def test_the_loss_of_conversations_is_the_mean_over_their_replies(small_task: SmallTask, tmp_path: Path) -> None:
-    """Of two replies, the question between them is not trained; against plain transformers."""
-    from rollcast_testing.tiny import plain_model
-
-    folder = tmp_path / "model"
-    shutil.copytree(small_task.model, folder)
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
-    (folder / "chat_template.jinja").write_text(template)
-    turns = [["1+2=", "3", "+4=", "7"], ["2+2=", "4", "+1=", "5"]]
-    rows = [
-        {"messages": [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]}
-        for texts in turns
-    ]
-    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    changes = ["data=conversations", f"data.train_files=[{tmp_path / 'talks.jsonl'}]", f"model.path={folder}"]
-    sizes = ["data.train_batch_size=2", "data.max_response_length=16", "trainer.total_steps=1", "data.val_files=[]"]
-    launch(small_task.sft(tmp_path / "run", *changes, *sizes))
-    tokenizer, model = load_tokenizer(folder), plain_model(folder)
-    losses = []
-    for texts in turns:
-        ids: list[int] = []
-        trained: list[bool] = []
-        for number, text in enumerate(texts):
-            own = [*tokenizer(text)["input_ids"], *([tokenizer.eos_token_id] if number % 2 else [])]
-            ids, trained = ids + own, trained + [bool(number % 2)] * len(own)
+def test_conversations_are_trained_on_the_replies_alone(small_task: SmallTask, tmp_path: Path) -> None:
+    """Two turns of four rows in one step, against plain transformers."""
+    template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}>{{ m.content }}{{ eos_token }}"
+        "{% else %}{{ m.content }}{% endif %}{{ '\\n' }}{% endfor %}{% if add_generation_prompt %}>{% endif %}"
+    )
+    path = tiny_model_folder(tmp_path / "model", chat_template=template)
+    tokenizer, model = load_tokenizer(path), plain_model(path)
+    losses, lines = [], []
+    for a, b in ((1, 2), (3, 4), (12, 5), (7, 70)):
+        turns = (f"{a}+{b}=", f"{a + b}.", f"{b}-1=", f"{b - 1}.")
+        roles = ("user", "assistant", "user", "assistant")
+        lines.append(json.dumps({"messages": [{"role": r, "content": c} for r, c in zip(roles, turns, strict=True)]}))
+        ids, trained = [], []
+        for text, is_reply in (
+            (f"{turns[0]}\n>", False),
+            (turns[1], True),
+            (f"\n{turns[2]}\n>", False),
+            (turns[3], True),
+        ):
+            piece = tokenizer(text)["input_ids"] + ([tokenizer.eos_token_id] if is_reply else [])
+            ids += piece
+            trained += [is_reply] * len(piece)
         scores = model(input_ids=torch.tensor([ids])).logits[0, :-1].log_softmax(-1)
-        losses.append(-scores.gather(-1, torch.tensor(ids[1:])[:, None]).flatten()[torch.tensor(trained[1:])])
+        nll = -scores.gather(-1, torch.tensor(ids[1:])[:, None]).flatten()
+        losses.append(nll[torch.tensor(trained[1:])])
+    loss = torch.cat(losses).mean()
+    (tmp_path / "chats.jsonl").write_text("\n".join(lines) + "\n")
+    changes = [
+        "data=conversations",
+        f"model.path={path}",
+        f"data.train_files=[{tmp_path / 'chats.jsonl'}]",
+        "data.val_files=[]",
+        "data.max_response_length=64",
+        "data.train_batch_size=4",
+        "trainer.total_steps=1",
+    ]
+    launch(small_task.sft(tmp_path / "run", *changes))
     (row,) = read_metrics(tmp_path / "run")
-    assert row["sft/loss"] == pytest.approx(torch.cat(losses).mean().item(), rel=1e-5)
-    assert row["sft/tokens"] == 8
+    assert row["sft/loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert row["sft/tokens"] == sum(map(len, losses))
 
 
 def test_it_learns_and_goes_on_from_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:

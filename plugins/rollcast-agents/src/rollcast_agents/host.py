@@ -17,7 +17,9 @@ from rollcast.contracts.renderer import BaseRenderer, RendererSetup, renderers
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.contracts.tool import BaseTool
 from rollcast.contracts.trajectory import Trajectory
+from rollcast.errors import ConfigError
 from rollcast_agents.environments.plain import build_environment
+from rollcast_agents.environments.verl import VerlInteraction, load_interaction_config
 from rollcast_agents.gateway import Gateway
 from rollcast_agents.runner import Limits, RolloutRunner
 from rollcast_agents.schemas import AgentConfig
@@ -81,7 +83,22 @@ def check_names(config: AgentConfig) -> None:
     renderers.get(config.renderer, requested_by="agent.renderer")
     if config.environment is not None:
         environments.get(config.environment, requested_by="agent.environment")
+    if config.environment is not None and config.interaction_config_path is not None:
+        raise ConfigError(
+            f"agent.environment={config.environment} and agent.interaction_config_path="
+            f"{config.interaction_config_path} are both set; a rollout has one world: leave one of them out"
+        )
+    _environment_of(config)
     _local_tools(config)
+
+
+def _environment_of(config: AgentConfig) -> Callable[[], BaseEnvironment] | None:
+    """Return what builds an environment for each rollout; None if the run has none."""
+    if config.interaction_config_path is not None:
+        return functools.partial(VerlInteraction, load_interaction_config(config.interaction_config_path))
+    if config.environment is not None:
+        return functools.partial(build_environment, config.environment, config.environment_kwargs)
+    return None
 
 
 class AgentHost:
@@ -125,10 +142,8 @@ class AgentHost:
             await self._gateway.start()
         loop_class = agent_loops.get(str(config.loop), requested_by="agent.loop")
         self._loop = loop_class(AgentLoopSetup(config, self._box, self._gateway))
-        environment: Callable[[], BaseEnvironment] | None = None
-        if config.environment is not None:
-            environment = functools.partial(build_environment, config.environment, config.environment_kwargs)
-        self._runner = RolloutRunner(self._loop, environment, Limits(config.timeout_s, config.environment_timeout_s))
+        limits_of_rollouts = Limits(config.timeout_s, config.environment_timeout_s)
+        self._runner = RolloutRunner(self._loop, _environment_of(config), limits_of_rollouts)
 
     async def run(
         self,

@@ -52,6 +52,9 @@ class AgentConfig(Budget):
     """Registry name of the environment; null for none."""
     environment_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the environment."""
+    interaction_config_path: str | None = None
+    """YAML file of interactions, in verl's format; the loop `environment` talks with them in place of an
+    environment."""
     environment_timeout_s: Seconds = 60.0
     """Timeout of one call of the environment in seconds; the rollout fails when it passes."""
     program: str | None = None

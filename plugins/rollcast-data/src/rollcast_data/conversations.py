@@ -187,12 +187,13 @@ class _Template:
         if not isinstance(tokenizer.eos_token_id, int):
             raise ConfigError("the tokenizer has no end token, so no reply could end")
 
-    def render(self, row: Row | None, messages: Sequence[Any], tools: Sequence[Any], prompt: bool) -> str:
+    def render(self, row: Row | None, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any], prompt: bool) -> str:
         """Return the text of messages; with ``prompt`` the opening of the assistant's turn follows them."""
+        plain = [{key: item for key, item in message.items() if key != "weight"} for message in messages]
         try:
             return str(
                 self._tokenizer.apply_chat_template(
-                    list(messages), tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
+                    plain, tools=list(tools) or None, tokenize=False, add_generation_prompt=prompt
                 )
             )
         except Exception as error:  # a template is a program and may raise anything

@@ -30,9 +30,10 @@ class DataConfig:
     response_key: str = "response"
     """Column of the response, read by the dataset `supervised`."""
     messages_key: str = "messages"
-    """Column of the chat messages, read by the dataset `conversations`."""
+    """Column of the conversation, a list of chat messages, read by the dataset `conversations`."""
     tools_key: str = "tools"
-    """Column of the tools' schemas, a list or its JSON text, read by the dataset `conversations`; rows may lack it."""
+    """Column of the tools that a conversation's template gets, a list or its JSON text, read by the dataset
+    `conversations`; may be missing."""
     data_source_key: str = "data_source"
     """Column of the row's source name; a row without it has the source `""`."""
     max_prompt_length: Positive = 512

@@ -122,7 +122,10 @@ class EnvironmentLoop(BaseAgentLoop):
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
         if environment is None:
-            raise ConfigError("agent.loop=environment needs agent.environment, the name of an environment")
+            raise ConfigError(
+                "agent.loop=environment needs agent.environment, the name of an environment, or "
+                "agent.interaction_config_path"
+            )
         async with self._box.rollout(task) as shared:
             tools = shared
             seen = await environment.reset(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from rollcast.errors import DataError
 from rollcast_data.contract import BasePreprocessor, PreprocessReport
@@ -26,22 +26,12 @@ TOOL_INSTRUCTION = (
 _ANSWER = re.compile(r"####\s*(-?[\d,]*\.?\d+)\s*$")
 
 
-def _plain_prompt(question: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
-
-
-def _tool_prompt(question: str) -> list[dict[str, str]]:
-    return [{"role": "system", "content": TOOL_INSTRUCTION}, {"role": "user", "content": question}]
-
-
 class Gsm8k(BasePreprocessor):
     """GSM8K from the folder with train.jsonl and test.jsonl (columns question and answer).
 
     Writes train.parquet and test.parquet with the columns data_source, prompt (chat messages),
     ability, ground_truth (the number after ####, without commas), extra_info, split and index.
     """
-
-    prompt: ClassVar[Callable[[str], list[dict[str, str]]]] = staticmethod(_plain_prompt)
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
         """Convert the files of ``source`` and write into ``output``; ``seed`` has no effect.
@@ -58,6 +48,10 @@ class Gsm8k(BasePreprocessor):
         names = {f"{split}.parquet": rows for split, rows in splits.items()}
         return PreprocessReport({name: write_parquet(output / name, rows) for name, rows in names.items()})
 
+    def prompt(self, question: str) -> list[dict[str, str]]:
+        """Return the messages that ask a question."""
+        return [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}]
+
 
 class Gsm8kWithTool(Gsm8k):
     """GSM8K for an agent with the tool ``calc_gsm8k_reward``, which a system message asks it to call.
@@ -65,7 +59,8 @@ class Gsm8kWithTool(Gsm8k):
     The same files and columns as those of ``gsm8k``.
     """
 
-    prompt = staticmethod(_tool_prompt)
+    def prompt(self, question: str) -> list[dict[str, str]]:
+        return [{"role": "system", "content": TOOL_INSTRUCTION}, {"role": "user", "content": question}]
 
 
 def _rows(path: Path, split: str, prompt: Callable[[str], list[dict[str, str]]]) -> Iterator[dict[str, Any]]:

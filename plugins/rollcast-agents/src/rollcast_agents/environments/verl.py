@@ -1,0 +1,111 @@
+"""verl's interactions as environments: classes derived from its ``BaseInteraction``, and the YAML files for them."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rollcast.contracts.environment import BaseEnvironment, Observation
+from rollcast.contracts.renderer import Message
+from rollcast.errors import ConfigError, EnvironmentFailed
+from rollcast_agents.chat import as_chat
+
+__all__ = ["VerlInteraction", "load_interaction_config"]
+
+
+class VerlInteraction(BaseEnvironment):
+    """An interaction written for verl: ``start_interaction``, ``generate_response`` and ``finalize_interaction``.
+
+    A row of the dataset names its interaction in ``extra_info.interaction_kwargs.name``, as in verl; a row without a
+    name has the only one. The score of a turn is the reward of the reply before it.
+
+    Args:
+        interactions: objects of the run, by name; they keep the state of each rollout by its instance id.
+    """
+
+    def __init__(self, interactions: Mapping[str, Any]) -> None:
+        self._interactions = interactions
+        self._inner: Any = None
+        self._instance = ""
+        self._kwargs: dict[str, Any] = {}
+        self._messages: list[dict[str, Any]] = []
+
+    async def reset(self, task: Mapping[str, Any]) -> Observation:
+        given = (task.get("extra_info") or {}).get("interaction_kwargs") or task.get("interaction_kwargs") or {}
+        self._kwargs = {key: value for key, value in given.items() if key != "name"}
+        self._inner = self._named(given.get("name"))
+        self._messages = [dict(message) for message in task.get("prompt") or ()]
+        instance = str(uuid.uuid4())
+        started = await _awaited(self._inner.start_interaction(instance, **self._kwargs))
+        self._instance = str(started or instance)
+        return Observation()
+
+    async def step(self, message: Message) -> Observation:
+        self._messages.append(as_chat(message))
+        answer = self._inner.generate_response(self._instance, self._messages, **self._kwargs)
+        is_over, text, score, _ = await _awaited(answer)
+        said = [] if is_over else [{"role": "user", "content": str(text)}]
+        self._messages += said
+        return Observation(said, reward=float(score), done=bool(is_over))
+
+    async def close(self) -> None:
+        if self._instance:
+            await _awaited(self._inner.finalize_interaction(self._instance, **self._kwargs))
+
+    def _named(self, name: str | None) -> Any:
+        if name is None and len(self._interactions) == 1:
+            return next(iter(self._interactions.values()))
+        if name is None or name not in self._interactions:
+            raise EnvironmentFailed(
+                f"the row names the interaction {name!r} in extra_info.interaction_kwargs.name; "
+                f"agent.interaction_config_path has {', '.join(self._interactions)}"
+            )
+        return self._interactions[name]
+
+
+async def _awaited(value: Any) -> Any:
+    return await value if inspect.isawaitable(value) else value
+
+
+def load_interaction_config(path: str | Path) -> dict[str, Any]:
+    """Return the interactions of verl's YAML file by name: a list ``interaction`` of ``name``, ``class_name`` and such.
+
+    Raises:
+        ConfigError: the file or a class cannot be read; names the entry.
+    """
+    key = f"agent.interaction_config_path={path}"
+    try:
+        loaded = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ConfigError(f"{key} cannot be read: {error}") from error
+    entries = loaded.get("interaction") if isinstance(loaded, Mapping) else None
+    if not isinstance(entries, list) or not entries:
+        raise ConfigError(f"{key} has no list 'interaction'")
+    found: dict[str, Any] = {}
+    for index, entry in enumerate(entries):
+        where = f"{key}: interaction[{index}]"
+        name, built = _interaction(where, entry)
+        if name in found:
+            raise ConfigError(f"{where} has the name {name!r}, which another has too")
+        found[name] = built
+    return found
+
+
+def _interaction(where: str, entry: Any) -> tuple[str, Any]:
+    if not isinstance(entry, Mapping) or "." not in str(entry.get("class_name", "")):
+        raise ConfigError(f"{where} has no class_name such as package.module.Class")
+    module, _, cls_name = str(entry["class_name"]).rpartition(".")
+    # verl names an interaction without a name by its class.
+    name = str(entry.get("name") or cls_name.lower().removesuffix("interaction"))
+    try:
+        cls = getattr(importlib.import_module(module), cls_name)
+        return name, cls(config={**(entry.get("config") or {}), "name": name})
+    except Exception as error:  # a stranger's module or constructor
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"{where}: {entry['class_name']} cannot be imported and built: {reason}") from error
