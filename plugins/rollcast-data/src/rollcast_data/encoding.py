@@ -28,7 +28,7 @@ _CHUNK = 1024
 
 
 class _Located(Protocol):
-    """What has a position in a file, for messages."""
+    """An object with a position in a file, for messages."""
 
     @property
     def location(self) -> str: ...
