@@ -178,7 +178,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Coll
     Args:
         run_dir: directory of the run.
         config: config to show if there is no config.yaml.
-        parts: what to read beside status and config, of ``PARTS``.
+        parts: Files to read beside status and config; names of ``PARTS``.
     """
     notes = []
     try:
