@@ -24,7 +24,7 @@ _UNRELEASED = re.compile(r"^## \S+ \(unreleased\)$", re.MULTILINE)
 
 def projects(root: Path = ROOT) -> list[Path]:
     """Return every distribution's ``pyproject.toml``."""
-    return [root / "core" / "pyproject.toml", *sorted(root.glob("*/rollcast-*/pyproject.toml"))]
+    return [root / "core" / "pyproject.toml", *sorted(root.glob("[cp]*/rollcast-*/pyproject.toml"))]
 
 
 def versions(root: Path = ROOT) -> dict[str, str]:

@@ -14,7 +14,7 @@ import yaml
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = ROOT / ".ci" / "release.py"
-FOLDERS = [ROOT / "core", *sorted(ROOT.glob("*/rollcast-*"))]
+FOLDERS = [ROOT / "core", *sorted([*ROOT.glob("plugins/rollcast-*"), *ROOT.glob("contrib/rollcast-*")])]
 
 
 @pytest.fixture
