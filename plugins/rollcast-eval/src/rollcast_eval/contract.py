@@ -30,7 +30,7 @@ class GeneratorSetup:
         config: the composed configuration.
         model_path: folder of the model and tokenizer.
         max_total_tokens: tokens of a prompt and its answer.
-        routing: how requests are spread over replicas.
+        routing: settings that spread requests over replicas.
     """
 
     config: DictConfig
@@ -82,9 +82,9 @@ class BaseGenerator(ABC):
 
         Args:
             prompts: columns of a dataset's batch; rows with the same ``uid`` are samples of one prompt.
-            seeds: of the answers, int64 ``[B]``.
-            sampling: of every reply that names none.
-            name: of this call, another for each.
+            seeds: one for each answer, int64 ``[B]``.
+            sampling: parameters of every reply that names none.
+            name: name of this call, another for each.
         """
 
 
