@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager
 from rollcast_agents.training.worker import AgentLoopWorker, AgentWorkerSetup
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup
-from rollcast_serving.manager import ReplicaAddress
+from rollcast_serving.launcher import ReplicaAddress
 
 __all__ = ["AgentAnswers"]
 
@@ -45,11 +45,13 @@ class AgentAnswers(BaseGenerator):
     def settings(self) -> dict[str, Any]:
         return {"agent": OmegaConf.to_container(self.setup.config.agent)}
 
-    def workers(self) -> Mapping[str, ClassWithInitArgs]:
+    def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
         host = HostSetup(self._config, self.setup.model_path, self.setup.max_total_tokens)
         return {_ROLE: ClassWithInitArgs(AgentLoopWorker, AgentWorkerSetup(host, self.setup.routing))}
 
-    def connect(self, groups: Mapping[str, WorkerGroup], addresses: Callable[[], Sequence[ReplicaAddress]]) -> None:
+    def connect(
+        self, groups: Mapping[Hashable, WorkerGroup], addresses: Callable[[], Sequence[ReplicaAddress]]
+    ) -> None:
         self._manager = AgentLoopManager(groups[_ROLE], addresses)
 
     def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams, name: str) -> Answers:

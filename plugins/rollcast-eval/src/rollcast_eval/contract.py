@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     from rollcast.contracts.rollout import SamplingParams
     from rollcast.contracts.worker import ClassWithInitArgs
     from rollcast.protocol import DataProto
-    from rollcast_serving.manager import ReplicaAddress, RoutingSettings
+    from rollcast_serving.launcher import ReplicaAddress
+    from rollcast_serving.manager import RoutingSettings
 
 __all__ = ["Answers", "BaseGenerator", "GeneratorSetup", "generators"]
 
@@ -69,11 +70,13 @@ class BaseGenerator(ABC):
         """Return what the answers depend on, by name; JSON."""
 
     @abstractmethod
-    def workers(self) -> Mapping[str, ClassWithInitArgs]:
+    def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
         """Return the workers to start beside the replicas, by role."""
 
     @abstractmethod
-    def connect(self, groups: Mapping[str, WorkerGroup], addresses: Callable[[], Sequence[ReplicaAddress]]) -> None:
+    def connect(
+        self, groups: Mapping[Hashable, WorkerGroup], addresses: Callable[[], Sequence[ReplicaAddress]]
+    ) -> None:
         """Take the workers, by role, and what returns the replicas. Called once, before :meth:`generate`."""
 
     @abstractmethod

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -169,8 +169,10 @@ class SampleJob:
         )
         try:
             wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
-            others = {} if self._generator is None else self._generator.workers()
-            groups = start_groups(pool, {ROLLOUT: wanted, **others}, runtime=runtime)
+            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: wanted}
+            if self._generator is not None:
+                roles.update(self._generator.workers())
+            groups = start_groups(pool, roles, runtime=runtime)
             local = len(runtime.nodes()) == 1
             replicas = Replicas(groups[ROLLOUT], self._routing(), replica.launch_timeout_s, local)
             try:
