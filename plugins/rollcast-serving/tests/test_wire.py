@@ -134,12 +134,13 @@ def test_other_errors_become_the_nearest() -> None:
     [
         {},
         5,
-        {"requests": []},
-        {"samplings": [{"wrong": 1}], "requests": []},
-        {"samplings": [5], "requests": []},
-        {"samplings": [], "requests": [["a", b"", 0, None]]},
-        {"samplings": [{}], "requests": [["a", b"abc", 0, None]]},
-        {"samplings": [{}], "requests": [["a"]]},
+        {"groups": []},
+        {"samplings": [{"wrong": 1}], "groups": []},
+        {"samplings": [5], "groups": []},
+        {"samplings": [], "groups": [[b"", 0, [["a", None]]]]},
+        {"samplings": [{}], "groups": [[b"abc", 0, [["a", None]]]]},
+        {"samplings": [{}], "groups": [[b"abcd", 0, [["a"]]]]},
+        {"samplings": [{}], "groups": [["a"]]},
     ],
 )
 def test_no_requests(data: Any) -> None:

@@ -150,9 +150,8 @@ class SampleJob:
             env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,
         )
-        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
-        if not self._rollout_class.capabilities.continuous_batching:
-            routing = replace(routing, chunk=None, streams=1)
+        continuous = self._rollout_class.capabilities.continuous_batching
+        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
         try:
             wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
             groups = start_groups(pool, {ROLLOUT: wanted}, runtime=runtime)

@@ -439,10 +439,8 @@ class TaskRunner:
     def routing(self) -> RoutingSettings:
         """Return how requests are spread over the rollout's replicas."""
         replica = self.rollout.replica
-        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
-        if self.rollout_class.capabilities.continuous_batching:
-            return routing
-        return dataclasses.replace(routing, chunk=None, streams=1)
+        continuous = self.rollout_class.capabilities.continuous_batching
+        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     def _canary(self) -> Canary:
         """Token ids from all over the vocabulary; what they mean does not matter."""
