@@ -122,7 +122,7 @@ class SamplingParams:
             the temperature, before top-k and top-p.
         repetition_penalty: divisor of the positive logits, and factor of the negative ones, of tokens that the
             prompt or the response already holds; 1 for none. Applied before the temperature.
-        logit_bias: pairs of a token id and the number added to its logit, before the temperature.
+        logit_bias: pairs of a token id and the number added to its logit, -100 to 100, before the penalty.
     """
 
     temperature: float = 1.0

@@ -17,7 +17,7 @@ from rollcast import build_section, start_groups
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
-from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
+from rollcast.contracts.rollout import BaseRollout, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
@@ -34,6 +34,7 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
 from rollcast_serving.worker import ReplicaWorker
 
 __all__ = ["SampleJob"]
@@ -63,6 +64,7 @@ class SampleJob:
         self._sample: SampleConfig = self._section("sample", SampleConfig)
         self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
         self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
+        check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
         places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
@@ -84,7 +86,7 @@ class SampleJob:
         return {
             "model.path": str(Path(self._model.path).resolve()),
             "prompts": f"{prompts.name} ({digest})",
-            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", "temperature", "top_p", "top_k")},
+            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", *SAMPLING_KEYS)},
             **{f"data.{key}": getattr(data, key) for key in ("max_prompt_length", "max_response_length", "prompt_key")},
             "sample.seed": self._sample.seed,
             **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),
@@ -167,12 +169,7 @@ class SampleJob:
         prompts = self.dataset.collate([self.dataset[index] for index in indices])
         rows = prompts.repeat(self.samples, interleave=True)
         seeds = [_seed(self._sample.seed, index, sample) for index in indices for sample in range(self.samples)]
-        sampling = SamplingParams(
-            temperature=self._rollout.temperature,
-            top_p=self._rollout.top_p,
-            top_k=self._rollout.top_k,
-            max_tokens=self._data.max_response_length,
-        )
+        sampling = configured_sampling(self._rollout, self._data.max_response_length)
         asked = rows.select(_PROMPT_COLUMNS).with_columns({"seed": torch.tensor(seeds)})
         output = replicas.generate_sequences(asked, sampling)
         batch = rows.drop(_PROMPT_COLUMNS).joined(output)

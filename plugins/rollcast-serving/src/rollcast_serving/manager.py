@@ -301,7 +301,9 @@ class ServerManager:
     async def _send(self, place: int, job: _Job, taken: Sequence[int]) -> None:
         replica, left = self._replicas[place], dict.fromkeys(taken)
         try:
-            async with contextlib.aclosing(replica.client.generate([job.requests[index] for index in taken])) as answers:
+            async with contextlib.aclosing(
+                replica.client.generate([job.requests[index] for index in taken])
+            ) as answers:
                 async for number, output in answers:
                     del left[taken[number]]
                     self._window.finish(place, job.sequences([taken[number]]))

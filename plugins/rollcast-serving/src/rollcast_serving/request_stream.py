@@ -80,7 +80,9 @@ class RequestStream:
         loads: watch over its load.
     """
 
-    def __init__(self, socket: web.WebSocketResponse, rollout: BaseRollout, watch: EngineWatch, loads: LoadWatch) -> None:
+    def __init__(
+        self, socket: web.WebSocketResponse, rollout: BaseRollout, watch: EngineWatch, loads: LoadWatch
+    ) -> None:
         self._socket, self._rollout, self._watch, self._loads = socket, rollout, watch, loads
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._outgoing: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
