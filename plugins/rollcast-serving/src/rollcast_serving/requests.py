@@ -224,7 +224,7 @@ def _prompt_problem(prompt: array[int], max_tokens: int, limits: ModelLimits) ->
     if limits.max_positions is not None and needed > limits.max_positions:
         return (
             f"a prompt of {len(prompt)} tokens and {max_tokens} new ones need {needed} positions; "
-            f"the model has {limits.max_positions} ({limits.key}); shorten data.max_response_length, or let responses to "
+            f"the model has {limits.max_positions} ({limits.key}); lower data.max_response_length, or let responses to "
             "long prompts be shorter with rollout.on_long_prompt=clamp"
         )
     return None
