@@ -95,7 +95,9 @@ def main() -> None:
             found = simulate_window(lengths, REPLICAS, WINDOW, group, latency=2.0)
             name = f"makespan, sigma {sigma}, groups of {group}, against the ideal window"
             comparisons.append(Comparison(name, found, ideal, at_most=1.05))
-        notes.append(f"sigma {sigma}: chunks of 64 in 4 streams take {chunked_makespan(lengths) / ideal:.2f} x the ideal")
+        notes.append(
+            f"sigma {sigma}: chunks of 64 in 4 streams take {chunked_makespan(lengths) / ideal:.2f} x the ideal"
+        )
     size, cpu = measure_wire(options.rows)
     comparisons.append(Comparison("bytes for each token on the wire", size, 1.0, at_most=9.0))
     comparisons.append(Comparison("microseconds of CPU for each token, decode and assemble", cpu, 1.0, at_most=0.05))

@@ -290,3 +290,65 @@ def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any
     model = load_model(model_folder)
     for request, output in zip(make_requests(64, max_tokens=24), outputs, strict=True):
         assert list(output.sequences[0].token_ids) == greedy(model, request.prompt_ids, 24)
+
+
+def test_a_group_goes_to_one_replica_in_one_message() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2)
+        for client in clients:
+            client.limit = 3
+        prompts = [[number + 1] * 4 for number in range(6)]
+        sampling = make_requests(1)[0].sampling
+        requests = [
+            RolloutRequest(f"{number}/{sample}", list(prompt), sampling, seed=sample)
+            for number, prompt in enumerate(prompts)
+            for sample in range(8)
+        ]
+        outputs = await manager.generate_many(requests)
+        assert [output.request_id for output in outputs] == [request.request_id for request in requests]
+        for client in clients:
+            assert set(Counter(name.split("/")[0] for name in client.seen).values()) == {8}
+        assert sorted(clients[0].sizes + clients[1].sizes) == [8] * 6
+        assert manager.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_loads_resize_windows_and_become_metrics() -> None:
+    async def main() -> None:
+        manager, clients = scripted(1)
+        clients[0].limit = 32
+        assert manager.take_metrics() == {}
+        clients[0].hold = asyncio.Event()
+        batch = asyncio.ensure_future(manager.generate_many(make_requests(80)))
+        await until(lambda: manager.in_flight == [32])
+        clients[0].on_load(EngineLoad(32, running=20, waiting=12, kv_cache_usage=0.99, preemptions=3))
+        clients[0].on_load(None)
+        clients[0].hold.set()
+        assert len(await batch) == 80
+        assert manager.take_metrics() == {
+            "rollout/running_max": 20.0,
+            "rollout/waiting_max": 12.0,
+            "rollout/kv_cache_usage_max": 0.99,
+            "rollout/preemptions": 3.0,
+            "rollout/window": 17.0,
+        }
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_goes_takes_its_requests_out_of_the_queue() -> None:
+    async def main() -> None:
+        manager, clients = scripted(1)
+        clients[0].hold = asyncio.Event()
+        gone = asyncio.ensure_future(manager.generate_many(make_requests(20)))
+        stays = asyncio.ensure_future(manager.generate_many(make_requests(5)))
+        await until(lambda: manager.in_flight == [4])
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        clients[0].hold.set()
+        assert len(await stays) == 5
+        assert len(clients[0].seen) == 5
+        assert manager.in_flight == [0]
+
+    asyncio.run(main())
