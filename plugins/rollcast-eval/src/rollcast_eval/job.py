@@ -87,6 +87,8 @@ class SampleJob:
             "model.path": str(Path(self._model.path).resolve()),
             "prompts": f"{prompts.name} ({digest})",
             **{f"rollout.{key}": getattr(rollout, key) for key in ("n", *SAMPLING_KEYS)},
+            # The file of samples is JSON, whose keys are texts.
+            "rollout.logit_bias": {str(token): bias for token, bias in sorted(rollout.logit_bias.items())},
             **{f"data.{key}": getattr(data, key) for key in ("max_prompt_length", "max_response_length", "prompt_key")},
             "sample.seed": self._sample.seed,
             **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),

@@ -10,7 +10,7 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
@@ -89,7 +89,7 @@ class ReplicaClient:
         """The replica, for messages."""
         return _name(self.address)
 
-    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Answer]:
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[Answer, None]:
         """Yield outputs as they come, each with its request's index; an error stands for a request that failed.
 
         All requests of this client share one connection. Whoever stops iterating takes the rest back.
