@@ -35,19 +35,20 @@ class LoadFigures:
         self._heard = True
 
     def take(self, caps: Sequence[int]) -> dict[str, float]:
-        """Return metrics since the last call; empty if nothing was heard.
+        """Return metrics since the last call: the windows' size, and the load if any was told.
 
         Args:
-            caps: sizes of the replicas' windows.
+            caps: sizes of the replicas' windows; empty before the first request, when there are no metrics.
         """
+        window = {"rollout/window": float(sum(caps))} if caps else {}
         if not self._heard:
-            return {}
+            return window
         metrics = {
+            **window,
             "rollout/running_max": float(self._peaks["running"]),
             "rollout/waiting_max": float(self._peaks["waiting"]),
             "rollout/kv_cache_usage_max": self._usage,
             "rollout/preemptions": float(self._preemptions),
-            "rollout/window": float(sum(caps)),
         }
         self._peaks, self._usage = dict.fromkeys(self._peaks, 0), 0.0
         self._preemptions, self._heard = 0, False

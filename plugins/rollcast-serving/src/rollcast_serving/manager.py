@@ -157,7 +157,7 @@ class ServerManager:
         return self._window.in_flight
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' load since the last call; empty if no engine was heard of."""
+        """Return metrics of the engines' load since the last call; empty before the first request."""
         return self._figures.take(self._window.caps)
 
     # -- one request --------------------------------------------------------------------------
