@@ -35,6 +35,7 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
 from rollcast_serving.worker import ReplicaWorker
 
 __all__ = ["SampleJob"]
@@ -64,6 +65,7 @@ class SampleJob:
         self._sample: SampleConfig = self._section("sample", SampleConfig)
         self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
         self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
+        check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
         places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
@@ -86,7 +88,9 @@ class SampleJob:
         return {
             "model.path": str(Path(self._model.path).resolve()),
             "prompts": f"{prompts.name} ({digest})",
-            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", "temperature", "top_p", "top_k")},
+            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", *SAMPLING_KEYS)},
+            # The file of samples is JSON, whose keys are texts.
+            "rollout.logit_bias": {str(token): bias for token, bias in sorted(rollout.logit_bias.items())},
             **{f"data.{key}": getattr(data, key) for key in ("max_prompt_length", "max_response_length", "prompt_key")},
             "sample.seed": self._sample.seed,
             **({} if self._generator is None else self._generator.settings()),
@@ -116,10 +120,8 @@ class SampleJob:
 
     def _routing(self) -> RoutingSettings:
         replica = self._rollout.replica
-        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
-        if not self._rollout_class.capabilities.continuous_batching:
-            routing = replace(routing, chunk=None, streams=1)
-        return routing
+        continuous = self._rollout_class.capabilities.continuous_batching
+        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     @property
     def samples(self) -> int:
@@ -188,12 +190,7 @@ class SampleJob:
         prompts = self.dataset.collate([self.dataset[index] for index in indices])
         rows = prompts.repeat(self.samples, interleave=True)
         seeds = [_seed(self._sample.seed, index, sample) for index in indices for sample in range(self.samples)]
-        sampling = SamplingParams(
-            temperature=self._rollout.temperature,
-            top_p=self._rollout.top_p,
-            top_k=self._rollout.top_k,
-            max_tokens=self._data.max_response_length,
-        )
+        sampling = configured_sampling(self._rollout, self._data.max_response_length)
         batch, notes = self._answer(replicas, rows, indices, torch.tensor(seeds), sampling)
         if self.scorer is not None:
             found = self.scorer.score(batch).as_rows()
