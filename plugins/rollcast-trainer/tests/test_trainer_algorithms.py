@@ -201,6 +201,10 @@ def test_groups_of_several_batches_are_joined() -> None:
 
     first, second = generated(3, [0.0, 1.0, 1.0, 1.0]), generated(2, [0.0, 0.0, 2.0, 1.0])
     assert groups_that_differ(first["uid"], first["score"]).tolist() == [True, True, False, False]
+    assert (
+        groups_that_differ(first["uid"], first["score"], torch.tensor([True, False, True, True])).tolist()
+        == [False] * 4
+    )
     joined = join_groups([first, second], 9)
     assert joined["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert Jagged.of(joined["responses"]).lengths.tolist() == [3] * 4 + [2] * 4
