@@ -5,7 +5,11 @@ python -m nox -s tests                    every test; a path or -k after `--` na
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
+python -m nox -s tests_environments       rollcast-agents' tests with the packages of environments that it adapts
 python -m nox -s lint types docs
+python -m nox -s dev                      an editable environment of all distributions, in .venv
+python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
+python -m nox -s release -- 0.2.0         the same after this version was written everywhere
 python -m nox -s config_docs              write the tables of configuration keys into the docs
 python -m nox -s index                    write the core's index of the plugins of this repository, known.json
 python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
@@ -41,7 +45,7 @@ PYTEST = ["-m", "pytest", "-q"]
 RETRIED = 10
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
-    "rollcast-agents": ["mcp>=2,<3", "openai", "renderers"],
+    "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
@@ -119,7 +123,10 @@ def environment(session: nox.Session) -> None:
 def digest(folder: Path) -> str:
     """Return a checksum of what a distribution's wheel is built from."""
     found = hashlib.sha256()
-    files = [folder / "pyproject.toml", folder / "README.md", *sorted((folder / "src").rglob("*"))]
+    files = [
+        *(folder / name for name in ("pyproject.toml", "README.md", "LICENSE")),
+        *sorted((folder / "src").rglob("*")),
+    ]
     for file in files:
         if file.is_file() and "__pycache__" not in file.parts:
             found.update(str(file.relative_to(folder)).encode() + b"\0" + file.read_bytes() + b"\0")
@@ -246,6 +253,20 @@ def tests_sglang(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_environments(session: nox.Session) -> None:
+    """rollcast-agents' tests of other packages' environments, with these packages."""
+    name = "rollcast-agents"
+    extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
+    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
+    # It requires an antlr that hydra excludes, and older versions of what the extras name.
+    session.install("-q", "--no-deps", "gem-llm==0.1.0")
+    session.env["OMP_NUM_THREADS"] = "1"
+    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "renderers")]
+    run_tests(session, *map(str, files))
+
+
+@nox.session
 def tests_trackers(session: nox.Session) -> None:
     """rollcast-trackers' tests with every library that it writes to."""
     name = "rollcast-trackers"
@@ -302,6 +323,10 @@ def lint(session: nox.Session) -> None:
     session.install("-q", "-c", str(CPU), "ruff")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
+    session.install("-q", "check-jsonschema>=0.33", "pre-commit>=4")
+    check = ["check-jsonschema", "-q", "--builtin-schema"]
+    session.run(*check, "vendor.github-workflows", *map(str, sorted(Path(".github/workflows").glob("*.yml"))))
+    session.run("pre-commit", "validate-config")
 
 
 @nox.session
@@ -311,6 +336,46 @@ def types(session: nox.Session) -> None:
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
     session.run("mypy", *(str(package) for source in sources for package in source.iterdir() if package.is_dir()))
+
+
+@nox.session(default=False, venv_backend="none")
+def dev(session: nox.Session) -> None:
+    """Install every distribution, editable, with the tools of a contributor into .venv, or the folder after `--`.
+
+    `--gpu` leaves the versions of torch and the rest to pip.
+    """
+    folder = Path(next((each for each in session.posargs if not each.startswith("-")), ".venv"))
+    pins = [] if "--gpu" in session.posargs else ["-c", str(CPU)]
+    session.run("python", "-m", "venv", str(folder))
+    python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
+    pip = [str(python), "-m", "pip", "install", "-q", *pins]
+    tools = [*TEST_TOOLS, "editables", "ruff", "mypy", "nox", "pre-commit"]
+    session.run(*pip, *tools, *chain.from_iterable(TEST_LIBRARIES.values()))
+    session.run(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
+
+
+@nox.session
+def wheels(session: nox.Session) -> None:
+    """Build every wheel and source distribution into dist/ and check their metadata; `-- --tag v0.2.0` checks a tag."""
+    environment(session)
+    session.install("-q", "build", "hatchling", "twine", "packaging")
+    if session.posargs:
+        session.run("python", ".ci/release.py", *session.posargs)
+    shutil.rmtree("dist", ignore_errors=True)
+    for folder in FOLDERS:
+        session.run("python", "-m", "build", "-q", "--no-isolation", "--outdir", "dist", str(folder))
+    session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
+
+
+@nox.session(default=False)
+def release(session: nox.Session) -> None:
+    """Write the version after `--` into every distribution and the change log, and build all of it."""
+    if len(session.posargs) != 1:
+        session.error("say the version: nox -s release -- 0.2.0")
+    session.install("-q", "packaging")
+    session.run("python", ".ci/release.py", *session.posargs)
+    session.posargs.clear()
+    wheels(session)
 
 
 @nox.session(default=False, venv_backend="none")

@@ -58,6 +58,7 @@ def test_wheels_are_complete(wheels: dict[str, zipfile.ZipFile]) -> None:
             if path.is_file() and "__pycache__" not in path.parts
         }
         assert f"{package.name}/py.typed" in wanted
+        assert any(path.endswith(".dist-info/licenses/LICENSE") for path in inside)
         assert wanted <= inside
         assert not [entry for entry in inside if "tests/" in entry]
         assert (folder / "README.md").stat().st_size > 300, f"{name} has no README to speak of"

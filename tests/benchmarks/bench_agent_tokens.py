@@ -1,11 +1,12 @@
 """Random agents on a real engine: is every trained token one that the engine sampled, with the engine's log-prob?
 
-    python tests/benchmarks/bench_agent_tokens.py [--trajectories 2000] [--seed 0]
+    python tests/benchmarks/bench_agent_tokens.py [--trajectories 2000] [--seed 0] [--rollout hf]
 
 Each rollout takes random turns: tool results, answers to malformed calls, parallel calls, contexts that are rewritten,
 prompts given as ids, and streaming clients of the gateway. Half of the renderers leave out earlier thinking, so that the
-conversation cannot be extended and forks. The engine is rollcast-hf's with a random model. Its outputs are kept beside
-the sessions and compared with what these recorded; log-probs are computed again by transformers.
+conversation cannot be extended and forks. The engine has a random model: rollcast-hf's, or with ``--rollout`` that of
+rollcast-vllm or rollcast-sglang, in an environment that has it. Its outputs are kept beside the sessions and compared with
+what these recorded; log-probs are computed again by transformers.
 """
 
 from __future__ import annotations
@@ -39,6 +40,12 @@ TEMPLATE = (
     "{% if m.reasoning_content and (keep or loop.last) %}{{ m.reasoning_content }}{% endif %}{{ m.content }}"
     "{% if m.role == 'assistant' %}{{ eos_token }}{% endif %}{% endfor %}{% if add_generation_prompt %}[assistant]{% endif %}"
 )
+#: Settings of each engine that a tiny model on a CPU needs.
+SETTINGS: dict[str, dict[str, Any]] = {
+    "hf": {},
+    "vllm": {"kv_cache_memory_bytes": 64 << 20},
+    "sglang": {"max_running_requests": 64},
+}
 Given = tuple[tuple[int, ...], tuple[int, ...], tuple[float, ...]]
 
 
@@ -133,10 +140,11 @@ def largest_gap(trajectories: Sequence[Trajectory], model: Any) -> float:
     return largest
 
 
-async def run(folder: Path, count: int, seed: int) -> tuple[list[Trajectory], Engine, Counter[str]]:
+async def run(folder: Path, name: str, count: int, seed: int) -> tuple[list[Trajectory], Engine, Counter[str]]:
     """Play all rollouts, some at a time; return their trajectories."""
-    kind = rollouts.get("hf")
-    rollout = kind(RolloutSetup(kind.config_schema(), str(folder), seed=seed, pad_token_id=0, eos_token_id=2))
+    kind = rollouts.get(name)
+    config = kind.config_schema(name=name, **SETTINGS[name])
+    rollout = kind(RolloutSetup(config, str(folder), seed=seed, pad_token_id=0, eos_token_id=2))
     engine, chance = Engine(rollout), random.Random(seed)
     sampling = SamplingParams(max_tokens=REPLY)
     makers = [Thinking(RendererSetup(str(folder), "hermes", {"keep": keep})) for keep in (True, False)]
@@ -169,12 +177,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trajectories", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--rollout", choices=SETTINGS, default="hf")
     parser.add_argument("--output", type=Path, default=Path("runs/bench/agent_tokens.json"))
     options = parser.parse_args()
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as name:
-        folder = tiny_model_folder(Path(name) / "model", chat_template=TEMPLATE)
-        found, engine, kinds = asyncio.run(run(folder, options.trajectories, options.seed))
+        folder = tiny_model_folder(Path(name) / "model", chat_template=TEMPLATE, head_dim=32)
+        found, engine, kinds = asyncio.run(run(folder, options.rollout, options.trajectories, options.seed))
         gap = largest_gap(found, plain_model(folder))
     ours, theirs = Counter(recorded(found)), Counter(engine.given)
     tokens = sum(each.sampled_tokens for each in found)
@@ -182,7 +191,7 @@ def main() -> None:
     strange = sum(len(each[1]) * count for each, count in (ours - theirs).items())
     lost = sum(len(each[1]) * count for each, count in (theirs - ours).items())
     write_report(
-        "Tokens of random agents on rollcast-hf",
+        f"Tokens of random agents on rollcast-{options.rollout}",
         [
             Comparison("trained tokens that the engine did not sample so, plus 1", strange + 1.0, 1.0, at_most=1.0),
             Comparison("sampled tokens that are in no trajectory, plus 1", lost + 1.0, 1.0, at_most=1.0),

@@ -71,7 +71,7 @@ class Pair:
 
 async def measure(pair: Pair, addresses: list[ReplicaAddress], kills: int) -> tuple[float, list[int]]:
     """Seconds of 64 requests undisturbed, and how many were answered as then under each kill."""
-    manager = ServerManager(addresses, RoutingSettings(chunk=4, streams=2), pair.revive)
+    manager = ServerManager(addresses, RoutingSettings(), pair.revive)
     try:
         begin = time.perf_counter()
         expected = await manager.generate_many(make_requests())

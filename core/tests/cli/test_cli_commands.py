@@ -142,6 +142,32 @@ def test_config_refuses_like_train(run: Run, cli_plugin: Path) -> None:
     assert "'trainer.steps'" in errors.pop()
 
 
+# -- explain ------------------------------------------------------------------------------------
+
+
+def test_explain_a_key(run: Run, cli_plugin: Path) -> None:
+    done = run("explain", "trainer.steps", "trainer=tp_cli", "trainer.steps=4")
+    assert done.code == 0, done.err
+    rows = dict(line.split(maxsplit=1) for line in done.out.splitlines()[1:])
+    assert rows["takes"] == "an integer"
+    assert rows["here"] == "4  (from override 'trainer.steps=4')"
+    assert rows["declared"] == "in tp_cli_conf.Keys"
+
+
+def test_explain_a_section(run: Run, cli_plugin: Path) -> None:
+    keys = {line.split()[0] for line in run("explain", "runtime").out.splitlines()}
+    assert {"runtime.name", "runtime.num_cpus"} <= keys
+    assert all(key.startswith("runtime.") for key in keys)
+    found = json.loads(run("explain", "runtime.num_cpus", "--json").out)
+    assert found["runtime.num_cpus"]["origin"] == "default of rollcast_ray.schemas.RayRuntimeConfig"
+
+
+def test_explain_names_the_nearest_key(run: Run, cli_plugin: Path) -> None:
+    done = run("explain", "trainer.stesp", "trainer=tp_cli")
+    assert done.code == 2
+    assert "there is no key 'trainer.stesp'; did you mean 'trainer.steps'?" in done.err
+
+
 # -- plugins ------------------------------------------------------------------------------------
 
 
@@ -239,6 +265,11 @@ def test_plugins_unknown_group(run: Run) -> None:
 
 
 # -- version ------------------------------------------------------------------------------------
+
+
+def test_version_option(run: Run) -> None:
+    done = run("--version")
+    assert (done.code, done.out.strip()) == (0, f"rollcast {version('rollcast')}")
 
 
 def test_version(run: Run, cli_plugin: Path) -> None:

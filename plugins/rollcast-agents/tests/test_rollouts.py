@@ -232,6 +232,39 @@ def test_a_failing_engine_renderer_and_loop_are_named(renderer):
     }
 
 
+def test_a_failed_rollout_keeps_its_conversation_and_its_numbers(renderer):
+    class Mortal(Echo):
+        async def step(self, message):
+            raise ConnectionError("gone")
+
+    engine = ScriptedEngine(renderer, [CALL, "42"])
+    (trajectory,), _ = roll(EnvironmentLoop(setup(multiply)), engine, make_environment=Mortal)
+    assert trajectory.failure.boundary == "environment"
+    roles = [message["role"] for message in trajectory.messages]
+    assert roles == ["user", "user", "assistant", "tool", "assistant"]
+    assert trajectory.messages[3]["content"] == "42"
+    assert trajectory.metrics["tool_calls"] == trajectory.metrics["tool/multiply/calls"] == 1
+    assert trajectory.metrics["turns"] == 2
+
+
+def test_a_strangers_failed_loop_shows_its_last_request(renderer):
+    class Careless(BaseAgentLoop):
+        async def run(self, task, session, environment):
+            await session.sample(task["prompt"])
+            raise IndexError("odd")
+
+    (trajectory,), _ = roll(Careless(setup()), ScriptedEngine(renderer, ["hi"]))
+    assert [message["content"] for message in trajectory.messages] == ["6 times 7", "hi"]
+
+
+def test_a_prompt_without_room_is_shown(renderer):
+    (trajectory,), _ = roll(
+        SingleTurnLoop(setup()), ScriptedEngine(renderer, ["hi"]), budget=Budget(max_total_tokens=2)
+    )
+    assert (trajectory.end, trajectory.failure) == ("length", None)
+    assert [message["content"] for message in trajectory.messages] == ["6 times 7"]
+
+
 def test_five_bad_rollouts_of_64_leave_the_others_alone(renderer):
     """One hung tool, one raising tool, one endless loop, one environment that dies, one oversized answer."""
 

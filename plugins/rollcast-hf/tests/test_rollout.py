@@ -296,3 +296,37 @@ def test_close_and_missing_folder(rollout: HfRollout, make_rollout: Callable[...
 def test_updates_are_refused_while_an_engine_is_bound(rollout: HfRollout) -> None:
     with pytest.raises(CapabilityError, match="engine"):
         asyncio.run(rollout.update_weights([], 2))
+
+
+def test_a_long_prompt_is_refused_or_its_response_clamped(make_rollout: Callable[..., HfRollout]) -> None:
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=90, n_positions=32, n_embd=32, n_layer=2, n_head=2, eos_token_id=EOS)
+    module: Any = GPT2LMHeadModel(config)
+    module.eval()
+    asked = replace(FREE, max_tokens=20)
+    for key, lengths in (("refuse", None), ("clamp", [20, 12, 1])):
+        rollout = make_rollout(on_long_prompt=key)
+        rollout.bind_engine(ModuleEngine(module), 1)  # type: ignore[arg-type]
+        prompts = [[5] * 10, [5] * 20, [5] * 31]
+        if lengths is None:
+            with pytest.raises(RequestError, match="on_long_prompt=clamp"):
+                run_all(rollout, prompts, asked)
+            continue
+        assert [len(tokens) for tokens in tokens_of(run_all(rollout, prompts, asked))] == lengths
+        with pytest.raises(RequestError, match="a prompt of 32 tokens"):
+            run_all(rollout, [[5] * 32], asked)
+
+
+def test_rows_with_and_without_penalty_go_together(rollout: HfRollout) -> None:
+    """A batch of requests with parameters of their own answers as each would alone."""
+    prompts = make_prompts(4)
+    kinds = [GREEDY, replace(GREEDY, repetition_penalty=1.8), replace(GREEDY, logit_bias=((7, 9.0),)), GREEDY]
+    lengths = [replace(kind, max_tokens=2 + 3 * place, ignore_eos=True) for place, kind in enumerate(kinds)]
+    together = tokens_of(run_all(rollout, prompts, lengths))
+    alone = [tokens_of(run_all(rollout, [prompt], kind))[0] for prompt, kind in zip(prompts, lengths, strict=True)]
+    assert together == alone
+    plain = [
+        tokens_of(run_all(rollout, [prompt], replace(kind, repetition_penalty=1.0, logit_bias=())))[0]
+        for prompt, kind in zip(prompts, lengths, strict=True)
+    ]
+    assert [row == other for row, other in zip(together, plain, strict=True)] == [True, False, False, True]

@@ -7,6 +7,7 @@ import contextlib
 import threading
 from array import array
 from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from serving_tools import ListEngine, make_requests
 
 from rollcast.contracts.rollout import (
     BaseRollout,
+    EngineLoad,
     RolloutOutput,
     RolloutRequest,
     RolloutSequence,
@@ -40,6 +42,10 @@ class ScriptedRollout(BaseRollout):
         self.aborted: list[str] = []
         self.waiting: dict[str, asyncio.Event] = {}
         self.length = 1
+        self.cancelled = 0
+
+    async def report_load(self) -> EngineLoad:
+        return EngineLoad(5, 1)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         if self.dead:
@@ -48,7 +54,11 @@ class ScriptedRollout(BaseRollout):
             raise RolloutError("this request only")
         if request.sampling.ignore_eos:
             self.waiting[request.request_id] = asyncio.Event()
-            await self.waiting[request.request_id].wait()
+            try:
+                await self.waiting[request.request_id].wait()
+            except asyncio.CancelledError:
+                self.cancelled += 1
+                raise
         sequence = RolloutSequence(
             array("i", [7]) * self.length, array("f", [-1]) * self.length, "stop", array("q", [0]) * self.length
         )
@@ -142,19 +152,16 @@ def test_a_lone_long_answer_is_no_death() -> None:
         async with serving(rollout, heartbeat_s=0.05) as address, asking(address, silence_s=30.0) as client:
             long = RolloutRequest("long", [5], SamplingParams(ignore_eos=True))
             beats = []
-            original = client._frames
 
-            async def counted(path: str, **body: Any) -> AsyncIterator[dict[str, Any]]:
-                async for message in original(path, **body):
-                    beats.append("alive" in message)
-                    if len(beats) == 5:
-                        next(iter(rollout.waiting.values())).set()
-                    yield message
+            def count(load: EngineLoad | None) -> None:
+                beats.append(load)
+                if beats.count(None) == 5:
+                    next(iter(rollout.waiting.values())).set()
 
-            client._frames = counted  # type: ignore[method-assign]
+            client.on_load = count
             (answer,) = (await collect(client, [long])).values()
             assert list(answer.sequences[0].token_ids) == [7]
-            assert beats[:5] == [True] * 5
+            assert beats.count(None) >= 5
 
     asyncio.run(main())
 
@@ -237,5 +244,53 @@ def test_an_adapter_update_leaves_the_event_loop_free() -> None:
             (report,) = await update
             assert (report.version, report.tensors) == (1, 3)
             sync.close()
+
+    asyncio.run(main())
+
+
+def test_all_requests_of_a_client_share_a_connection_and_leave_with_their_caller() -> None:
+    rollout = ScriptedRollout()
+    long = RolloutRequest("long", [5], SamplingParams(ignore_eos=True))
+
+    async def main() -> None:
+        async with serving(rollout) as address, asking(address) as client:
+            gone, stays = (asyncio.ensure_future(collect(client, [long])) for _ in range(2))
+            async with asyncio.timeout(60):
+                while len(rollout.waiting) < 2:
+                    await asyncio.sleep(0)
+            stream = client._stream
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            assert len(await collect(client, make_requests(3))) == 3
+            assert client._stream is stream
+            async with asyncio.timeout(60):
+                while rollout.cancelled != 1:
+                    await asyncio.sleep(0)
+            await client.abort()
+            await stays
+
+    asyncio.run(main())
+
+
+def test_the_load_comes_first_and_a_message_that_is_none_ends_the_stream() -> None:
+    async def main() -> None:
+        async with serving(ScriptedRollout()) as address, asking(address) as client:
+            assert await client.first_load() == EngineLoad(5, 1)
+            assert client._stream is not None
+            await client._stream.send(b"\xc1")
+            async with asyncio.timeout(60):
+                while not client._stream.end:
+                    await asyncio.sleep(0)
+            assert "this is no request" in client._stream.end
+            assert len(await collect(client, make_requests(2))) == 2  # over a new connection
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_is_refused() -> None:
+    async def main() -> None:
+        async with serving(ScriptedRollout()) as address, asking(replace(address, token="wrong")) as client:
+            with pytest.raises(RolloutError, match="answered 401"):
+                await collect(client, make_requests(1))
 
     asyncio.run(main())

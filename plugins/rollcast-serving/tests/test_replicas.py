@@ -43,7 +43,7 @@ def prompts_of(prompts: Sequence[Sequence[int]]) -> DataProto:
 
 
 def test_a_batch_and_a_death(local_group: WorkerGroup, model_folder: Path) -> None:
-    replicas = Replicas(local_group, RoutingSettings(streams=1))
+    replicas = Replicas(local_group, RoutingSettings(continuous=False))
     resynced: list[ReplicaAddress] = []
     replicas.resync = resynced.extend
     model, prompts = load_model(model_folder), [request.prompt_ids for request in make_requests(9)]

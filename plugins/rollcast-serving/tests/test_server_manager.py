@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from serving_tools import greedy, load_model, make_requests
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence
+from rollcast.contracts.rollout import EngineLoad, RolloutOutput, RolloutRequest, RolloutSequence
 from rollcast.errors import RequestError, RolloutError
 from rollcast_serving.client import ReplicaGoneError
 from rollcast_serving.launcher import ReplicaAddress
@@ -29,9 +29,17 @@ class ScriptedClient:
         self.sizes: list[int] = []
         self.die_after: int | None = None
         self.hold: asyncio.Event | None = None
+        self.limit = 4
+        self.at_once = self.most_at_once = 0
+        self.on_load: Any = None
+
+    async def first_load(self) -> EngineLoad:
+        return EngineLoad(self.limit)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[tuple[int, Any]]:
         self.sizes.append(len(requests))
+        self.at_once += len(requests)
+        self.most_at_once = max(self.most_at_once, self.at_once)
         if self.hold is not None:
             await self.hold.wait()
         for place, request in enumerate(requests):
@@ -41,6 +49,7 @@ class ScriptedClient:
                 self.die_after -= 1
             await asyncio.sleep(0)
             self.seen.append(request.request_id)
+            self.at_once -= 1
             if not request.prompt_ids:
                 yield place, RequestError(f"{request.request_id} is empty")
             else:
@@ -103,7 +112,7 @@ def test_fewest_in_flight_and_sticky_sessions() -> None:
 
 def test_a_batch_is_spread_longest_first_and_comes_back_in_order() -> None:
     async def main() -> None:
-        manager, clients = scripted(2, chunk=4, streams=1)
+        manager, clients = scripted(2)
         requests = make_requests(30)
         told: list[tuple[int, int]] = []
         outputs = await manager.generate_many(requests, lambda done, of: told.append((done, of)))
@@ -111,7 +120,7 @@ def test_a_batch_is_spread_longest_first_and_comes_back_in_order() -> None:
         assert told == [(done, 30) for done in range(1, 31)]
         assert Counter(clients[0].seen + clients[1].seen) == Counter(request.request_id for request in requests)
         assert all(client.seen for client in clients)
-        assert max(clients[0].sizes + clients[1].sizes) == 4
+        assert max(client.most_at_once for client in clients) == 4  # no more than the engine computes at once
         longest = max(len(request.prompt_ids) for request in requests)
         first = {client.seen[0] for client in clients}
         assert longest in {len(request.prompt_ids) for request in requests if request.request_id in first}
@@ -122,7 +131,8 @@ def test_a_batch_is_spread_longest_first_and_comes_back_in_order() -> None:
 
 def test_a_slow_replica_takes_less() -> None:
     async def main() -> None:
-        manager, clients = scripted(2, chunk=2, streams=1)
+        manager, clients = scripted(2)
+        clients[0].limit = 2
         clients[0].hold = asyncio.Event()
         batch = asyncio.ensure_future(manager.generate_many(make_requests(20)))
         await until(lambda: len(clients[1].seen) == 18)
@@ -134,7 +144,7 @@ def test_a_slow_replica_takes_less() -> None:
 
 def test_what_a_dead_replica_had_is_answered_by_another() -> None:
     async def main() -> None:
-        manager, clients = scripted(2, chunk=5, streams=2)
+        manager, clients = scripted(2)
         clients[0].die_after = 3
         outputs = await manager.generate_many(make_requests(40))
         assert len(outputs) == 40
@@ -259,7 +269,7 @@ def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any
 
     async def main() -> list[Any]:
         addresses = [address for _, address in processes.values()]
-        manager = ServerManager(addresses, RoutingSettings(chunk=4, streams=2), revive)
+        manager = ServerManager(addresses, RoutingSettings(), revive)
         killed = processes[1][0].popen
 
         def progress(done: int, of: int) -> None:
@@ -280,3 +290,65 @@ def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any
     model = load_model(model_folder)
     for request, output in zip(make_requests(64, max_tokens=24), outputs, strict=True):
         assert list(output.sequences[0].token_ids) == greedy(model, request.prompt_ids, 24)
+
+
+def test_a_group_goes_to_one_replica_in_one_message() -> None:
+    async def main() -> None:
+        manager, clients = scripted(2)
+        for client in clients:
+            client.limit = 3
+        prompts = [[number + 1] * 4 for number in range(6)]
+        sampling = make_requests(1)[0].sampling
+        requests = [
+            RolloutRequest(f"{number}/{sample}", list(prompt), sampling, seed=sample)
+            for number, prompt in enumerate(prompts)
+            for sample in range(8)
+        ]
+        outputs = await manager.generate_many(requests)
+        assert [output.request_id for output in outputs] == [request.request_id for request in requests]
+        for client in clients:
+            assert set(Counter(name.split("/")[0] for name in client.seen).values()) == {8}
+        assert sorted(clients[0].sizes + clients[1].sizes) == [8] * 6
+        assert manager.in_flight == [0, 0]
+
+    asyncio.run(main())
+
+
+def test_loads_resize_windows_and_become_metrics() -> None:
+    async def main() -> None:
+        manager, clients = scripted(1)
+        clients[0].limit = 32
+        assert manager.take_metrics() == {}
+        clients[0].hold = asyncio.Event()
+        batch = asyncio.ensure_future(manager.generate_many(make_requests(80)))
+        await until(lambda: manager.in_flight == [32])
+        clients[0].on_load(EngineLoad(32, running=20, waiting=12, kv_cache_usage=0.99, preemptions=3))
+        clients[0].on_load(None)
+        clients[0].hold.set()
+        assert len(await batch) == 80
+        assert manager.take_metrics() == {
+            "rollout/running_max": 20.0,
+            "rollout/waiting_max": 12.0,
+            "rollout/kv_cache_usage_max": 0.99,
+            "rollout/preemptions": 3.0,
+            "rollout/window": 17.0,
+        }
+
+    asyncio.run(main())
+
+
+def test_a_caller_that_goes_takes_its_requests_out_of_the_queue() -> None:
+    async def main() -> None:
+        manager, clients = scripted(1)
+        clients[0].hold = asyncio.Event()
+        gone = asyncio.ensure_future(manager.generate_many(make_requests(20)))
+        stays = asyncio.ensure_future(manager.generate_many(make_requests(5)))
+        await until(lambda: manager.in_flight == [4])
+        gone.cancel()
+        await asyncio.gather(gone, return_exceptions=True)
+        clients[0].hold.set()
+        assert len(await stays) == 5
+        assert len(clients[0].seen) == 5
+        assert manager.in_flight == [0]
+
+    asyncio.run(main())

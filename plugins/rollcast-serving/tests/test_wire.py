@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollcast import errors
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.rollout import EngineLoad, RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RequestError, RolloutError, WeightSyncError
 from rollcast_serving import wire
@@ -28,6 +28,8 @@ SAMPLINGS = st.builds(
     stop_token_ids=st.lists(st.integers(0, 9), max_size=3).map(tuple),
     n=st.integers(1, 3),
     ignore_eos=st.booleans(),
+    min_p=st.floats(0, 1),
+    logit_bias=st.lists(st.tuples(st.integers(0, 9), st.floats(-9, 9)), max_size=3).map(tuple),
 )
 
 
@@ -134,12 +136,13 @@ def test_other_errors_become_the_nearest() -> None:
     [
         {},
         5,
-        {"requests": []},
-        {"samplings": [{"wrong": 1}], "requests": []},
-        {"samplings": [5], "requests": []},
-        {"samplings": [], "requests": [["a", b"", 0, None]]},
-        {"samplings": [{}], "requests": [["a", b"abc", 0, None]]},
-        {"samplings": [{}], "requests": [["a"]]},
+        {"groups": []},
+        {"samplings": [{"wrong": 1}], "groups": []},
+        {"samplings": [5], "groups": []},
+        {"samplings": [], "groups": [[b"", 0, [["a", None]]]]},
+        {"samplings": [{}], "groups": [[b"abc", 0, [["a", None]]]]},
+        {"samplings": [{}], "groups": [[b"abcd", 0, [["a"]]]]},
+        {"samplings": [{}], "groups": [["a"]]},
     ],
 )
 def test_no_requests(data: Any) -> None:
@@ -164,3 +167,30 @@ def test_multi_modal_data_is_refused_by_name() -> None:
     _, refused = wire.encode_requests({"a": request})
     assert isinstance(refused["a"], errors.CapabilityError)
     assert "request 'r7' carries multi_modal_data (audio, image)" in str(refused["a"])
+
+
+def test_a_group_s_prompt_travels_once_with_all_seeds() -> None:
+    prompt, sampling = array.array("i", range(1000)), SamplingParams(max_tokens=5)
+    alone = len(wire.encode_requests({"0": RolloutRequest("r", prompt, sampling, 0)})[0])
+    # Rows of a batch hold equal prompts, not the same object.
+    group = {str(n): RolloutRequest("r", prompt[:], SamplingParams(max_tokens=5), n) for n in range(16)}
+    body, _ = wire.encode_requests(group)
+    assert len(body) - alone < 16 * 16
+    came = wire.decode_requests(body)
+    assert [(each.request_id, each.seed) for each in came] == [(str(n), n) for n in range(16)]
+    assert all(each.prompt_ids == prompt for each in came)
+    other = {**group, "x": RolloutRequest("r", prompt, SamplingParams(max_tokens=6), 1)}
+    assert {
+        each.request_id: each.sampling.max_tokens for each in wire.decode_requests(wire.encode_requests(other)[0])
+    } == {
+        **{str(n): 5 for n in range(16)},
+        "x": 6,
+    }
+
+
+def test_loads() -> None:
+    load = EngineLoad(256, 3, 2, 0.5, 7)
+    assert wire.decode_load(there_and_back(wire.encode_load(load))) == load
+    for data in ([1, 2], None, ["x"] * 5):
+        with pytest.raises(RolloutError, match="load is malformed"):
+            wire.decode_load(data)

@@ -164,3 +164,7 @@ class TestSglang(RolloutSuite):
                 assert agreeing >= 10
         finally:
             rollout.close()
+
+    def test_the_scheduler_s_limit_is_the_load_s(self, rollout: Any) -> None:
+        run_prompts(rollout, make_prompts(3), GREEDY)
+        assert asyncio.run(rollout.report_load()).limit == 64

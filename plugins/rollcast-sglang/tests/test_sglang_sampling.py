@@ -122,3 +122,12 @@ def test_seeds_differ() -> None:
     seeds = {derive_seed(seed, number) for seed in range(30) for number in range(30)}
     assert len(seeds) == 900
     assert all(0 <= seed < 2**62 for seed in seeds)
+
+
+def test_a_bias_goes_by_the_id_s_text() -> None:
+    biased, plain = (
+        build_batch([make_row(SamplingParams(logit_bias=bias))], SETUP)["sampling_params"][0]
+        for bias in (((7, 1.5), (9, -100.0)), ())
+    )
+    assert biased["logit_bias"] == {"7": 1.5, "9": -100.0}
+    assert "logit_bias" not in plain

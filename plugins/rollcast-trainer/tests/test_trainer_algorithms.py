@@ -88,6 +88,27 @@ def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path
     assert all("rollout/logprob_gap_max" not in row for row in finite(tmp_path))
 
 
+@pytest.mark.parametrize(
+    "change", ["top_p=0.9", "top_k=5", "min_p=0.1", "repetition_penalty=1.1", "logit_bias={3: 1.0}"]
+)
+def test_log_probs_of_a_cut_distribution_are_no_old_ones(small_task: SmallTask, tmp_path: Path, change: str) -> None:
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    with pytest.raises(ConfigError, match=rf"bypass_mode takes the rollout's .* rollout\.{change.partition('=')[0]}="):
+        launch(small_task.ppo(tmp_path, *SHORT, bypass, f"rollout.{change}"))
+
+
+def test_a_penalty_brings_the_pass_of_old_log_probs_back(small_task: SmallTask, tmp_path: Path) -> None:
+    """The rollout's log-probs are of the distribution with penalty, the policy's are not."""
+    launch(small_task.ppo(tmp_path, *SHORT, "rollout.repetition_penalty=1.3", "rollout.min_p=0.05"))
+    assert all(row["rollout/logprob_gap_max"] > 1e-3 for row in finite(tmp_path))
+
+
+def test_configured_stops_end_responses(small_task: SmallTask, tmp_path: Path) -> None:
+    """Every id is a stop, so that each response is one token long."""
+    launch(small_task.ppo(tmp_path, *SHORT, f"rollout.stop_token_ids={list(range(90))}"))
+    assert all(row["rollout/response_length_mean"] == row["rollout/finished"] == 1 for row in finite(tmp_path))
+
+
 def test_when_the_gap_was_measured_is_part_of_a_checkpoint(small_task: SmallTask, tmp_path: Path) -> None:
     section = "algorithm.rollout_correction"
     changes = [f"{section}.bypass_mode=true", f"{section}.bypass_max_kl=1.0", f"{section}.bypass_check_freq=3"]
@@ -201,6 +222,10 @@ def test_groups_of_several_batches_are_joined() -> None:
 
     first, second = generated(3, [0.0, 1.0, 1.0, 1.0]), generated(2, [0.0, 0.0, 2.0, 1.0])
     assert groups_that_differ(first["uid"], first["score"]).tolist() == [True, True, False, False]
+    assert (
+        groups_that_differ(first["uid"], first["score"], torch.tensor([True, False, True, True])).tolist()
+        == [False] * 4
+    )
     joined = join_groups([first, second], 9)
     assert joined["uid"].tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert Jagged.of(joined["responses"]).lengths.tolist() == [3] * 4 + [2] * 4

@@ -156,9 +156,10 @@ def test_the_algebra_in_words() -> None:
 )
 def test_advantages_in_chunks_are_those_of_the_whole_batch(name: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(0, 30, (24,), generator=generator)
+    lengths = torch.randint(1, 30, (24,), generator=generator)
     total = int(lengths.sum())
     mask = Jagged.from_lengths(torch.rand(total, generator=generator) < 0.8, lengths)
+    mask = mask.with_values(mask.values | (mask.places == 0))
     columns = {
         "response_mask": mask.column(),
         # Rows without a reward, of which the groups have different numbers.
@@ -185,3 +186,33 @@ def test_advantages_in_chunks_are_those_of_the_whole_batch(name: str) -> None:
     )
     for found, expected in zip(cut, (whole.advantages, whole.returns), strict=True):
         torch.testing.assert_close(found.pad(expected.shape[1]), expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [60, 1 << 16])
+@pytest.mark.parametrize(
+    "name",
+    ["gae", "gigpo", "grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gpg", "opo", "grpo_passk"],
+)
+def test_a_row_without_trained_tokens_has_no_part_in_its_group(name: str, chunk_tokens: int) -> None:
+    """What the others get is what they get without it: a failed rollout's score says nothing about its prompt."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(1, 9, (12,), generator=generator)
+    failed = torch.zeros(12, dtype=torch.bool)
+    failed[[2, 7, 8]] = True
+    rows = Jagged.from_lengths(torch.arange(int(lengths.sum())), lengths)
+    columns = {
+        "response_mask": rows.like(failed.logical_not()[rows.rows]),
+        "token_level_rewards": rows.like(torch.randn(len(rows.values), generator=generator)),
+        "turn_ids": rows.like(rows.places // 4),
+        "anchor_ids": rows.like(rows.places // 4 % 2),
+        "values": rows.like(torch.randn(len(rows.values), generator=generator)),
+    }
+    groups = torch.arange(12) // 4
+    estimator, config = advantages.get(name), AlgorithmConfig(gamma=0.9, lam=0.8)
+    found = estimate_advantages(estimator, columns, groups, config, chunk_tokens)
+    kept = failed.logical_not().nonzero().flatten()
+    without = {key: Jagged.of(column).take(kept).column() for key, column in columns.items()}
+    expected = estimate_advantages(estimator, without, groups[kept], config, chunk_tokens)
+    for whole, part in zip(found, expected, strict=True):
+        assert torch.equal(whole.take(kept).values, part.values)
+        assert not whole.take(failed.nonzero().flatten()).values.any()

@@ -28,13 +28,21 @@ STANDALONE = [
     "placement.mapping={rollout: rollouts}",
 ]
 
+#: Metrics of the engines' load, which only replicas tell.
+LOAD = {
+    *("rollout/running_max", "rollout/waiting_max", "rollout/window"),
+    *("rollout/kv_cache_usage_max", "rollout/preemptions"),
+}
+
 
 def of_the_run(row: dict[str, Any]) -> dict[str, float]:
     """What does not depend on how the weights travelled, nor on the clock."""
     return {
         key: value
         for key, value in row.items()
-        if not key.startswith(("time/", "perf/", "sync/", "rollout/logprob_gap")) and not key.endswith("_per_s")
+        if not key.startswith(("time/", "perf/", "sync/", "rollout/logprob_gap"))
+        and not key.endswith("_per_s")
+        and key not in LOAD
     }
 
 
@@ -90,6 +98,7 @@ def test_the_same_run(
     launch(small_task.ppo(tmp_path, *REPLICAS, *changes, f"rollout.sync_folder={folder}"))
     assert folder.exists() == ("rollout.weight_sync=disk" in changes)
     rows = read_metrics(tmp_path)
+    assert rows[-1]["rollout/window"] % 1024 == 0 < rows[-1]["rollout/window"]  # rollout.max_batch_size for each
     assert len(rows) == len(in_process)
     for row, expected in zip(rows, in_process, strict=True):
         assert of_the_run(row) == pytest.approx(of_the_run(expected), rel=1e-3, abs=1e-5)

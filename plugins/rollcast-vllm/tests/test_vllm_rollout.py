@@ -266,3 +266,18 @@ def test_adapters_need_their_keys(rollout: VllmRollout, models: list[Any], monke
     with pytest.raises(CapabilityError, match=r"rank 32.*rollout\.max_lora_rank is 16"):
         asyncio.run(rollout.update_adapter(adapter, 1))
     check_greedy(rollout, models[0])
+
+
+def test_the_scheduler_s_figures_are_the_load(rollout: VllmRollout, monkeypatch: pytest.MonkeyPatch) -> None:
+    loads, record = [], rollout._load.record
+
+    def keep(*statistics: Any) -> None:
+        record(*statistics)
+        loads.append(rollout._load.report(1))
+
+    monkeypatch.setattr(rollout._load, "record", keep)
+    run_prompts(rollout, make_prompts(3), LONG)
+    assert max(load.running for load in loads) == 3
+    assert max(load.kv_cache_usage for load in loads) > 0
+    load = asyncio.run(rollout.report_load())
+    assert (load.limit, load.waiting, load.preemptions) == (256, 0, 0)

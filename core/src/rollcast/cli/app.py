@@ -10,12 +10,13 @@ import ast
 import platform
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as find_version
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rollcast.cli.config import config
+from rollcast.cli.explain import explain
 from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
@@ -143,7 +144,18 @@ def _installed(distribution: str) -> str:
         return "not installed"
 
 
-def _root(_traceback: Traceback = False) -> None:
+def _show_version(value: bool) -> None:
+    if value:
+        print_lines(f"rollcast {_installed(CORE_DISTRIBUTION)}")
+        raise typer.Exit
+
+
+def _root(
+    _traceback: Traceback = False,
+    _version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the core's version and exit.")
+    ] = False,
+) -> None:
     """Reinforcement-learning post-training of language models, assembled from installable plugins."""
 
 
@@ -159,7 +171,7 @@ def build_app() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (train, config, plugins, version):
+    for command in (train, config, explain, plugins, version):
         app.command()(command)
     return app
 

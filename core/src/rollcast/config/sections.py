@@ -20,9 +20,11 @@ __all__ = [
     "Section",
     "Sections",
     "build_section",
+    "declarations",
     "nearest",
     "origin_of",
     "place_schemas",
+    "unknown_key",
     "validate_section",
 ]
 
@@ -226,7 +228,7 @@ class Sections:
                 key = _join(prefix, str(name))
                 if key not in known:
                     leaf = next(iter(flatten({name: value}, prefix)))
-                    raise ConfigError(_unknown_key(leaf, known, origins))
+                    raise ConfigError(unknown_key(leaf, known, origins))
                 if hosts_of(known[key]) or not _is_mapping(known[key]):
                     check(value, key)
 
@@ -259,6 +261,19 @@ class Sections:
                 _overlay(node, _plain(instance))
         if unset and not allow_missing:
             raise ConfigError(_unset(unset[0], origins))
+
+
+def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
+    """Return what the schemas in force say of each key: ``doc``, ``takes``, ``default`` and ``declared``, the class."""
+    found: dict[str, dict[str, Any]] = {}
+    for each in sections.placed:
+        docs, owners = walk_docs(each.path, each.schema), _owners(each.schema, each.path)
+        defaults = flatten(nest(each.path, defaults_of(each.schema)))
+        for key, kind in walk(each.path, each.schema):
+            if dataclass_in(kind) is None:
+                about = {"doc": docs.get(key, ""), "takes": describe(kind), "default": defaults.get(key)}
+                found.setdefault(key, {**about, "declared": owners[key].removeprefix("default of ")})
+    return found
 
 
 def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, str], origins: dict[str, str]) -> None:
@@ -414,7 +429,8 @@ def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str
     return None
 
 
-def _unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+def unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> str:
+    """Return the message about a key that no schema has: its origin, the nearest valid one, its siblings."""
     section = key.rpartition(".")[0]
     siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
     candidate = _suggest(key, known, siblings)

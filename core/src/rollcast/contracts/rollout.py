@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "BaseRollout",
+    "EngineLoad",
     "RolloutCapabilities",
     "RolloutMode",
     "RolloutOutput",
@@ -65,6 +66,8 @@ class RolloutCapabilities:
         continuous_batching: a request joins those in flight; otherwise requests are computed in batches.
         multi_modal: takes requests with ``multi_modal_data``.
         max_world_size: largest number of processes of the pool it runs in; None for any.
+        sampling: optional fields of :class:`SamplingParams` that the rollout applies: ``min_p``,
+            ``repetition_penalty``, ``logit_bias``. A request that sets another one is refused.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
@@ -78,6 +81,26 @@ class RolloutCapabilities:
     continuous_batching: bool = True
     multi_modal: bool = False
     max_world_size: int | None = None
+    sampling: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class EngineLoad:
+    """Load of an engine at one moment.
+
+    Attributes:
+        limit: number of sequences that the engine computes at once, at most.
+        running: number of sequences that it computes now.
+        waiting: number of sequences in its queue.
+        kv_cache_usage: fraction of the key-value cache that sequences hold, 0 to 1; 0 where the engine has no pool.
+        preemptions: number of sequences taken out of computation for lack of cache, since the start.
+    """
+
+    limit: int
+    running: int = 0
+    waiting: int = 0
+    kv_cache_usage: float = 0.0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -95,6 +118,11 @@ class SamplingParams:
             tokenizer's, special tokens included.
         n: sequences for the prompt.
         ignore_eos: stop at ``stop_token_ids`` alone, not at the tokenizer's EOS and the model's other stop tokens.
+        min_p: smallest probability of a candidate, as a fraction of the most likely one's; 0 for all. Applied after
+            the temperature, before top-k and top-p.
+        repetition_penalty: divisor of the positive logits, and factor of the negative ones, of tokens that the
+            prompt or the response already holds; 1 for none. Applied before the temperature.
+        logit_bias: pairs of a token id and the number added to its logit, -100 to 100, before the penalty.
     """
 
     temperature: float = 1.0
@@ -105,6 +133,14 @@ class SamplingParams:
     stop: tuple[str, ...] = ()
     n: int = 1
     ignore_eos: bool = False
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+
+    def optional(self) -> tuple[str, ...]:
+        """Return the fields set here that a rollout needs ``capabilities.sampling`` for."""
+        off = {"min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
+        return tuple(name for name, value in off.items() if getattr(self, name) != value)
 
 
 @dataclass(frozen=True)
@@ -134,8 +170,8 @@ class RolloutSequence:
 
     Attributes:
         token_ids: new tokens, with the stop token if there was one; engines return arrays (int32), not lists.
-        log_probs: log-prob of each token under the distribution it was sampled from (after temperature,
-            top-k and top-p; for greedy, under the plain softmax at temperature 1).
+        log_probs: log-prob of each token under the distribution it was sampled from (after penalty, bias,
+            temperature, min-p, top-k and top-p; for greedy, under the softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
         weight_versions: version of the weights that each token was computed with.
     """
@@ -236,6 +272,13 @@ class BaseRollout(ABC):
     async def check_health(self) -> None:
         """Return if the engine can serve; RolloutError, with the cause if known, if it is dead or hangs."""
         return
+
+    async def report_load(self) -> EngineLoad:
+        """Return the engine's load; callers keep no more than its ``limit`` in flight, less when the cache is short.
+
+        The default is for an engine that says nothing of itself.
+        """
+        return EngineLoad(limit=256)
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with the engine's own module from now on; CapabilityError without ``capabilities.in_process``."""

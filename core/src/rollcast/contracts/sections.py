@@ -63,6 +63,10 @@ class ValKwargs:
     """Number of candidate tokens; -1 or 0 for all."""
     n: Positive = 1
     """Sequences per prompt."""
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Smallest probability of a candidate token as a fraction of the likeliest one's; 0 for all."""
+    repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
+    """As `rollout.repetition_penalty`, for validation."""
 
 
 @config
@@ -113,6 +117,22 @@ class RolloutConfig:
     """Nucleus mass; 1 keeps all tokens."""
     top_k: int = -1
     """Number of candidate tokens; -1 or 0 for all."""
+    min_p: Annotated[float, Ge(0), Le(1)] = 0.0
+    """Smallest probability of a candidate token as a fraction of the likeliest one's; 0 for all."""
+    repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
+    """Divisor of the positive logits, and factor of the negative ones, of tokens that a sequence already holds; 1 for
+    none."""
+    logit_bias: dict[int, float] = field(default_factory=dict)
+    """Numbers added to logits, -100 to 100, by token id."""
+    stop: list[str] = field(default_factory=list)
+    """Texts that end a response; the token that completes one stays in it."""
+    stop_token_ids: list[int] = field(default_factory=list)
+    """Token ids that end a response, beside the tokenizer's EOS and those of the model's `generation_config.json`."""
+    ignore_eos: bool = False
+    """End responses at `stop`, `stop_token_ids` and the length alone."""
+    on_long_prompt: Literal["refuse", "clamp"] = "refuse"
+    """Treatment of a prompt that leaves fewer positions of the model than `data.max_response_length`: `refuse` ends the
+    run, `clamp` makes the response shorter. A prompt that leaves none is refused."""
     tensor_model_parallel_size: Positive = 1
     """Devices per replica."""
     update_weights_bucket_megabytes: Positive = 64

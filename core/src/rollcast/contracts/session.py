@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -92,6 +92,17 @@ class Session(ABC):
             SessionEnded: the budget is spent, or the context has no room for a reply; its ``end`` says which.
             RolloutError: the engine did not answer.
             RendererError: the messages cannot be rendered.
+        """
+
+    @abstractmethod
+    def follow(self, messages: Sequence[ChatMessage], metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Follow a loop's own record, so that a rollout that fails still shows what happened until then.
+
+        Without this call a failed rollout shows the messages of its last request.
+
+        Args:
+            messages: conversation, to which the loop goes on adding.
+            metrics: returns the numbers so far; called once, if the rollout fails.
         """
 
     @abstractmethod

@@ -102,6 +102,10 @@ class RolloutRunner:
             session.close("aborted")
             raise
         session.close(outcome.end)
+        if outcome.end in ("error", "timeout") or not outcome.messages:
+            # The loop did not come to its own outcome.
+            outcome = replace(outcome, messages=outcome.messages or list(session.messages))
+            outcome = replace(outcome, metrics={**session.metrics(), **outcome.metrics})
         trajectories = [_finished(each, outcome, session, failure) for each in session.trajectories()]
         return trajectories or [
             _finished(Trajectory((), session.group_id, session.session_id, outcome.end), outcome, session, failure)

@@ -67,7 +67,7 @@ class AgentConfig(Budget):
     """Seconds that a rollout in the actor's processes waits for the next turns of the others, to generate together."""
     on_failure: Literal["drop", "mask"] = "drop"
     """Treatment of a rollout that failed or was cancelled: `drop` leaves it out of the update, `mask` keeps it without
-    trained tokens. In a validation it counts as wrong."""
+    trained tokens and without a part in the baseline of its group. In a validation it counts as wrong."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     """Rollouts that are not waited for."""
     save_trajectories: PositiveOrOff = 1

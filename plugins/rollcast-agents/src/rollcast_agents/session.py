@@ -7,7 +7,7 @@ import bisect
 import itertools
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -84,6 +84,8 @@ class RecordingSession(Session):
         self._started = itertools.count()
         self._turns = self._reserved = self._waiting = self._forks = 0
         self._end: End | None = None
+        self._messages: Sequence[ChatMessage] = ()
+        self._metrics: Callable[[], Mapping[str, float]] | None = None
 
     # ---- state ----
 
@@ -121,6 +123,18 @@ class RecordingSession(Session):
             self._end = "timeout"
         return self._end
 
+    @property
+    def messages(self) -> Sequence[ChatMessage]:
+        """Conversation so far: that of the loop if it is followed, else of the last request."""
+        return self._messages
+
+    def metrics(self) -> dict[str, float]:
+        """Return the loop's numbers so far; empty if it is not followed."""
+        return {} if self._metrics is None else dict(self._metrics())
+
+    def follow(self, messages: Sequence[ChatMessage], metrics: Callable[[], Mapping[str, float]]) -> None:
+        self._messages, self._metrics = messages, metrics
+
     def close(self, end: End) -> None:
         """Refuse further calls, with this reason."""
         self._end = self._end or end
@@ -141,6 +155,9 @@ class RecordingSession(Session):
     ) -> Reply:
         self._refuse_if_ended()
         context = self._context(prompt, tools)
+        said = () if isinstance(prompt, np.ndarray) else prompt
+        if self._metrics is None and len(said):
+            self._messages = list(said)
         params = self._fitted(sampling or self._sampling, len(context.ids))
         turn = next(self._started)
         self._reserved += 1
@@ -151,7 +168,10 @@ class RecordingSession(Session):
         except BaseException:
             self._reserved -= 1
             raise
-        return self._record(context, self._cut(_only(output), params.stop))
+        reply = self._record(context, self._cut(_only(output), params.stop))
+        if self._metrics is None and len(said):
+            self._messages = [*said, as_chat(reply.message)]
+        return reply
 
     def _cut(self, sequence: RolloutSequence, stops: Sequence[str]) -> RolloutSequence:
         """Return the sequence up to the token that completes a stop string."""

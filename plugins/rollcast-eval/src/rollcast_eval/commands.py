@@ -56,18 +56,19 @@ def evaluate(
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as a JSON object.")] = False,
 ) -> None:
     """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
-    from rollcast_eval.statistics import answer_extractor, summarize_samples
+    from rollcast_eval.statistics import answer_extractor, summarize_notes, summarize_samples
 
     target = output or Path("eval") / f"{prompts.stem}.jsonl"
     job = _build(prompts, target, overrides, config_dir, scored=True)
     with _progress(job) as progress:
         rows = job.run(progress)
     extract = answer_extractor(job.scorer.reward if job.scorer is not None else None)
-    metrics = summarize_samples(rows, job.samples, extract)
+    metrics = {**summarize_samples(rows, job.samples, extract), **summarize_notes(rows)}
     if as_json:
         typer.echo(json.dumps(metrics, indent=2))
         return
     build_console().print(_table(metrics))
+    print_lines(*(f"{name} {value:.4g}" for name, value in metrics.items() if name.startswith("rollout/")))
     print_lines(f"{len(rows)} samples of {len(rows) // job.samples} prompts are in {target}")
 
 

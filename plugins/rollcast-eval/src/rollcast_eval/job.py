@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
+from rollcast_eval.contract import BaseGenerator, GeneratorSetup, generators
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer
@@ -34,6 +35,7 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
 from rollcast_serving.worker import ReplicaWorker
 
 __all__ = ["SampleJob"]
@@ -63,6 +65,7 @@ class SampleJob:
         self._sample: SampleConfig = self._section("sample", SampleConfig)
         self._rollout_class: type[BaseRollout] = rollouts.get(config.rollout.name, requested_by="rollout.name")
         self._rollout: Any = self._section("rollout", self._rollout_class.config_schema)
+        check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
         places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
@@ -72,6 +75,7 @@ class SampleJob:
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
         self.dataset: BaseDataset = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
         self.scorer = self._build_scorer() if scored else None
+        self._generator = self._build_generator()
         self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n)
 
     def _section(self, path: str, schema: type) -> Any:
@@ -84,9 +88,12 @@ class SampleJob:
         return {
             "model.path": str(Path(self._model.path).resolve()),
             "prompts": f"{prompts.name} ({digest})",
-            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", "temperature", "top_p", "top_k")},
+            **{f"rollout.{key}": getattr(rollout, key) for key in ("n", *SAMPLING_KEYS)},
+            # The file of samples is JSON, whose keys are texts.
+            "rollout.logit_bias": {str(token): bias for token, bias in sorted(rollout.logit_bias.items())},
             **{f"data.{key}": getattr(data, key) for key in ("max_prompt_length", "max_response_length", "prompt_key")},
             "sample.seed": self._sample.seed,
+            **({} if self._generator is None else self._generator.settings()),
             **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),
         }
 
@@ -103,6 +110,18 @@ class SampleJob:
             settings,
             reward.reward_manager_kwargs,
         )
+
+    def _build_generator(self) -> BaseGenerator | None:
+        """Return the generator that the config asks for; None where a sample is one reply."""
+        longest = self._data.max_prompt_length + self._data.max_response_length
+        setup = GeneratorSetup(self._config, self._model.path, longest, self._routing())
+        kinds = (generators.get(name) for name in generators.names())
+        return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
+
+    def _routing(self) -> RoutingSettings:
+        replica = self._rollout.replica
+        continuous = self._rollout_class.capabilities.continuous_batching
+        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     @property
     def samples(self) -> int:
@@ -150,14 +169,17 @@ class SampleJob:
             env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
             launch_timeout_s=replica.launch_timeout_s,
         )
-        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
-        if not self._rollout_class.capabilities.continuous_batching:
-            routing = replace(routing, chunk=None, streams=1)
         try:
             wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
-            groups = start_groups(pool, {ROLLOUT: wanted}, runtime=runtime)
-            replicas = Replicas(groups[ROLLOUT], routing, replica.launch_timeout_s, len(runtime.nodes()) == 1)
+            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: wanted}
+            if self._generator is not None:
+                roles.update(self._generator.workers())
+            groups = start_groups(pool, roles, runtime=runtime)
+            local = len(runtime.nodes()) == 1
+            replicas = Replicas(groups[ROLLOUT], self._routing(), replica.launch_timeout_s, local)
             try:
+                if self._generator is not None:
+                    self._generator.connect(groups, lambda: replicas.addresses)
                 yield replicas
             finally:
                 replicas.close()
@@ -168,18 +190,32 @@ class SampleJob:
         prompts = self.dataset.collate([self.dataset[index] for index in indices])
         rows = prompts.repeat(self.samples, interleave=True)
         seeds = [_seed(self._sample.seed, index, sample) for index in indices for sample in range(self.samples)]
-        sampling = SamplingParams(
-            temperature=self._rollout.temperature,
-            top_p=self._rollout.top_p,
-            top_k=self._rollout.top_k,
-            max_tokens=self._data.max_response_length,
-        )
-        asked = rows.select(_PROMPT_COLUMNS).with_columns({"seed": torch.tensor(seeds)})
-        output = replicas.generate_sequences(asked, sampling)
-        batch = rows.drop(_PROMPT_COLUMNS).joined(output)
-        found = self._plain(batch) if self.scorer is None else self.scorer.score(batch).as_rows()
-        numbers = [(index, sample) for index in indices for sample in range(self.samples)]
-        return [{"index": index, "sample": sample, **row} for (index, sample), row in zip(numbers, found, strict=True)]
+        sampling = configured_sampling(self._rollout, self._data.max_response_length)
+        batch, notes = self._answer(replicas, rows, indices, torch.tensor(seeds), sampling)
+        if self.scorer is not None:
+            found = self.scorer.score(batch).as_rows()
+        else:
+            final = batch.select_idxs(batch["is_final"].nonzero().flatten()) if "is_final" in batch else batch
+            found = self._plain(final)
+        numbers = [{"index": index, "sample": sample} for index in indices for sample in range(self.samples)]
+        return [{**number, **row, **note} for number, row, note in zip(numbers, found, notes, strict=True)]
+
+    def _answer(
+        self,
+        replicas: Replicas,
+        rows: DataProto,
+        indices: Sequence[int],
+        seeds: torch.Tensor,
+        sampling: SamplingParams,
+    ) -> tuple[DataProto, Sequence[Mapping[str, Any]]]:
+        """Return the answers to these rows, and what is noted with each."""
+        if self._generator is None:
+            output = replicas.generate_sequences(rows.select(_PROMPT_COLUMNS).with_columns({"seed": seeds}), sampling)
+            return rows.drop(_PROMPT_COLUMNS).joined(output), [{}] * len(rows)
+        groups = torch.arange(len(indices)).repeat_interleave(self.samples)
+        prompts = rows.with_columns({"uid": groups, "index": torch.tensor(indices).repeat_interleave(self.samples)})
+        answers = self._generator.generate(prompts, seeds, sampling, f"eval/{indices[0]}")
+        return answers.batch, answers.notes
 
     def _plain(self, batch: DataProto) -> list[dict[str, Any]]:
         """Return rows without a score, with all other columns of the file of prompts."""

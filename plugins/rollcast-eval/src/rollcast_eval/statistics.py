@@ -24,6 +24,7 @@ __all__ = [
     "extract_answer",
     "majority_at_k",
     "pick_samples",
+    "summarize_notes",
     "summarize_samples",
 ]
 
@@ -111,6 +112,25 @@ def _normalise(text: str) -> str | None:
     whole, fraction = number["whole"].replace(",", "") or "0", (number["fraction"] or "").rstrip("0")
     value = f"{whole}.{fraction}" if fraction else whole
     return f"-{value}" if number["sign"] == "-" and value != "0" else value
+
+
+def summarize_notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Return what generators noted beside the samples: the mean of each number, and the share of each end.
+
+    Args:
+        rows: samples; some may have ``metrics``, a mapping of numbers, ``end`` and ``failure``. A number that a sample
+            lacks counts as 0.
+    """
+    noted = [row for row in rows if "end" in row]
+    found: dict[str, float] = {}
+    for row in noted:
+        share = {f"rollout/{name}": float(value) for name, value in row.get("metrics", {}).items()}
+        share[f"rollout/end/{row['end']}"] = 1.0
+        if row.get("failure"):
+            share[f"rollout/failures/{row['failure']['boundary']}"] = 1.0
+        for name, value in share.items():
+            found[name] = found.get(name, 0.0) + value / len(noted)
+    return dict(sorted(found.items()))
 
 
 def summarize_samples(

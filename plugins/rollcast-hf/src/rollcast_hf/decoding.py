@@ -76,7 +76,7 @@ class Decoding:
         padded = not bool(mask.all())
         self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
         self._lengths = mask.sum(-1)
-        self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, streams)
+        self._sampler = TokenSampler([row.sampling for row in rows], vocab_size, streams, [row.prompt for row in rows])
         self._cache: Any = None
         self._takes: dict[str, bool] = {}
         self._step = 0

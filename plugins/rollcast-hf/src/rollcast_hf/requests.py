@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup
+from rollcast.contracts.rollout import RolloutCapabilities, RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_hf.errors import GenerationError
 from rollcast_serving.requests import ModelLimits, check_request
@@ -54,13 +54,19 @@ class Job:
         self.finish([DecodedRow(array("i"), array("f"), array("q"), "abort")] * self.rows)
 
 
-def admit(request: RolloutRequest, limits: ModelLimits, setup: RolloutSetup, stops: StopStrings) -> DecodeRow:
+def admit(
+    request: RolloutRequest,
+    limits: ModelLimits,
+    setup: RolloutSetup,
+    stops: StopStrings,
+    capabilities: RolloutCapabilities,
+) -> DecodeRow:
     """Check a request and return the row that each of its sequences starts from.
 
     Raises:
         RequestError: it cannot be served; says which request, and what is wrong.
     """
-    prompt = check_request(request, limits)
+    prompt = check_request(request, limits, capabilities)
     sampling = request.sampling
     stops.check(request.request_id, sampling.stop)
     return DecodeRow(prompt, sampling, setup.stop_ids(sampling), lambda: stops.matcher(sampling.stop))

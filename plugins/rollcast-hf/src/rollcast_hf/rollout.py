@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from rollcast.contracts.rollout import (
     BaseRollout,
+    EngineLoad,
     RolloutCapabilities,
     RolloutMode,
     RolloutOutput,
@@ -39,7 +40,7 @@ from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
 from rollcast_serving.model_weights import ModelWeights, check_adapter
 from rollcast_serving.receiving import WeightTally
-from rollcast_serving.requests import ModelLimits
+from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, fit_request
 from rollcast_serving.stops import StopStrings
 
 if TYPE_CHECKING:
@@ -60,7 +61,13 @@ class HfRollout(BaseRollout):
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
-        modes=frozenset(RolloutMode), in_process=True, abort=True, lora=True, seeds=True, continuous_batching=False
+        modes=frozenset(RolloutMode),
+        in_process=True,
+        abort=True,
+        lora=True,
+        seeds=True,
+        continuous_batching=False,
+        sampling=OPTIONAL_SAMPLING,
     )
     config_schema: ClassVar[type] = HfRolloutConfig
 
@@ -186,7 +193,8 @@ class HfRollout(BaseRollout):
             raise copy.copy(self._unusable)
         if self._limits is None:
             self._limits = read_limits(self.setup.model_path)
-        row = admit(request, self._limits, self.setup, self._stops)
+        request = fit_request(request, self._limits, self.setup.config.on_long_prompt)
+        row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
         loop = asyncio.get_running_loop()
         job = Job(request, row, loop.create_future())
         self._queue.append(job)
@@ -213,6 +221,11 @@ class HfRollout(BaseRollout):
         wanted = None if request_ids is None else frozenset(request_ids)
         jobs = [*self._queue, *self._batch]
         self._abort([job for job in jobs if wanted is None or job.request.request_id in wanted])
+
+    async def report_load(self) -> EngineLoad:
+        """Return the rows of the running batch and of the queue; there is no pool of cache."""
+        running, waiting = (sum(job.rows for job in jobs) for jobs in (self._batch, self._queue))
+        return EngineLoad(self._max_rows, running, waiting)
 
     def state_dict(self) -> dict[str, Any]:
         """``generator``: the sampler's state, uint8 ``[N]``; ``version``: of the weights."""

@@ -5,6 +5,8 @@ Axes: ``B`` rows, ``V`` vocabulary, ``K`` candidates of a row.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -22,6 +24,7 @@ class Recipe(NamedTuple):
     temperature: float
     top_p: float
     top_k: int
+    min_p: float = 0.0
 
     @classmethod
     def of(cls, sampling: SamplingParams, vocab_size: int) -> Recipe:
@@ -32,7 +35,7 @@ class Recipe(NamedTuple):
         if sampling.temperature == 0:
             return cls(0.0, 1.0, 0)
         top_k = sampling.top_k if 0 < sampling.top_k < vocab_size else 0
-        return cls(float(sampling.temperature), float(sampling.top_p), top_k)
+        return cls(float(sampling.temperature), float(sampling.top_p), top_k, float(sampling.min_p))
 
 
 def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Tensor, Tensor]:
@@ -40,7 +43,7 @@ def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Ten
 
     Args:
         logits: floating ``[B, V]``; the arithmetic is float32 whatever the dtype.
-        recipe: temperature, then top-k, then top-p, all rows alike.
+        recipe: temperature, then min-p, then top-k, then top-p, all rows alike.
         uniforms: float64 ``[B]`` in [0, 1), the only source of randomness. Greedy needs none.
 
     Returns:
@@ -53,6 +56,9 @@ def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Ten
         return tokens, scores.gather(-1, tokens[:, None])[:, 0] - scores.logsumexp(-1)
     if recipe.temperature != 1:
         scores = scores / recipe.temperature
+    if recipe.min_p:
+        least = scores.amax(-1, keepdim=True) + math.log(recipe.min_p)
+        scores = scores.masked_fill(scores < least, -torch.inf)
     candidates: Tensor | None = None
     if recipe.top_k:
         scores, candidates = scores.topk(recipe.top_k, dim=-1)
@@ -104,6 +110,62 @@ def _wrap(value: int) -> int:
     return value - (1 << 64) if value >> 63 else value
 
 
+class _LogitShift:
+    """Bias and repetition penalty of each row, applied to logits before anything else; nothing for rows without.
+
+    Args:
+        params: of every row, ``[B]``.
+        vocab_size: the ``V`` of the logits to come.
+        device: of the logits.
+        prompts: token ids of every row; None counts no prompt token as seen.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        device: torch.device,
+        prompts: Sequence[array[int]] | None,
+    ) -> None:
+        self._bias: Tensor | None = None
+        self._penalties: Tensor | None = None
+        self._seen = torch.zeros(0, dtype=torch.bool)
+        if any(each.logit_bias for each in params):
+            bias = torch.zeros(len(params), vocab_size)
+            for row, each in enumerate(params):
+                for token, value in each.logit_bias:
+                    bias[row, token] = value
+            self._bias = bias.to(device)
+        if any(each.repetition_penalty != 1 for each in params):
+            seen = torch.zeros(len(params), vocab_size, dtype=torch.bool)
+            for row, prompt in enumerate(prompts or ()):
+                seen[row, torch.frombuffer(prompt, dtype=torch.int32).long()] = True
+            self._seen = seen.to(device)
+            self._penalties = torch.tensor([each.repetition_penalty for each in params], device=device)[:, None]
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """Return the logits ``[B, V]`` with bias and penalty, or themselves."""
+        if self._bias is not None:
+            logits = logits.float() + self._bias
+        if self._penalties is not None:
+            scores = logits.float()
+            punished = torch.where(scores > 0, scores / self._penalties, scores * self._penalties)
+            logits = torch.where(self._seen, punished, scores)
+        return logits
+
+    def add(self, tokens: Tensor) -> None:
+        """Count new tokens, int64 ``[B]``, as seen."""
+        if self._penalties is not None:
+            self._seen.scatter_(1, tokens[:, None], True)  # torch takes the value by position
+
+    def keep(self, rows: Tensor) -> None:
+        """Go on with these rows only."""
+        if self._bias is not None:
+            self._bias = self._bias[rows]
+        if self._penalties is not None:
+            self._seen, self._penalties = self._seen[rows], self._penalties[rows]
+
+
 class TokenSampler:
     """Applies each row's own recipe, one vectorised call for each distinct recipe.
 
@@ -111,10 +173,18 @@ class TokenSampler:
         params: of every row, ``[B]``.
         vocab_size: the ``V`` of the logits to come.
         streams: of every row, see :func:`make_streams`; on the logits' device.
+        prompts: token ids of every row, which a repetition penalty counts as seen.
     """
 
-    def __init__(self, params: Sequence[SamplingParams], vocab_size: int, streams: Tensor) -> None:
+    def __init__(
+        self,
+        params: Sequence[SamplingParams],
+        vocab_size: int,
+        streams: Tensor,
+        prompts: Sequence[array[int]] | None = None,
+    ) -> None:
         self._streams = streams
+        self._shift = _LogitShift(params, vocab_size, streams.device, prompts)
         self._position = 0
         index: dict[Recipe, int] = {}
         known: dict[int, int] = {}
@@ -130,6 +200,11 @@ class TokenSampler:
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """Tokens int64 ``[B]`` and log-probs float32 ``[B]`` for logits ``[B, V]`` at the next position."""
+        tokens, log_probs = self._choose(self._shift.apply(logits))
+        self._shift.add(tokens)
+        return tokens, log_probs
+
+    def _choose(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         uniforms = draw_uniforms(self._streams, self._position)
         self._position += 1
         if len(self._recipes) == 1:
@@ -144,6 +219,7 @@ class TokenSampler:
     def keep(self, rows: Tensor) -> None:
         """Go on with these rows only, int64 ``[B']`` of present row numbers."""
         self._codes, self._streams = self._codes[rows], self._streams[rows]
+        self._shift.keep(rows)
         self._members = self._find_members()
 
     def _find_members(self) -> list[Tensor]:

@@ -10,7 +10,7 @@ import math
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,17 @@ from rollcast.errors import DataError
 from rollcast_report.records import Unreadable, read_records
 from rollcast_report.trajectories import FOLDER, SavedTrajectories, read_trajectories
 
-__all__ = ["STATUS_FILE", "RunData", "Series", "Status", "Validation", "read_run", "read_status", "write_status"]
+__all__ = [
+    "PARTS",
+    "STATUS_FILE",
+    "RunData",
+    "Series",
+    "Status",
+    "Validation",
+    "read_run",
+    "read_status",
+    "write_status",
+]
 
 STATUS_FILE = "status.json"
 #: Types of the values of a status, by the annotations of its fields.
@@ -159,12 +169,16 @@ def _is_alive(status: Status) -> bool:
     return True
 
 
-def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
+PARTS = ("metrics", "samples", "recoveries", "trajectories")
+
+
+def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Collection[str] = PARTS) -> RunData:
     """Read the files of a run directory; any of them may be missing.
 
     Args:
         run_dir: directory of the run.
         config: config to show if there is no config.yaml.
+        parts: Files to read beside status and config; names of ``PARTS``.
     """
     notes = []
     try:
@@ -175,10 +189,14 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None) -> RunData:
     if status.state == "running" and not _is_alive(status):
         status.state = "interrupted"
     run = RunData(name=status.run_name or run_dir.resolve().name, status=status, notes=notes)
-    _read_metrics(run_dir / "metrics.jsonl", run)
-    _read_samples(run_dir / "samples.jsonl", run)
-    _read_recoveries(run_dir / RECOVERIES_FILE, run)
-    _read_trajectories(run_dir, run)
+    readers: dict[str, Callable[[], None]] = {
+        "metrics": lambda: _read_metrics(run_dir / "metrics.jsonl", run),
+        "samples": lambda: _read_samples(run_dir / "samples.jsonl", run),
+        "recoveries": lambda: _read_recoveries(run_dir / RECOVERIES_FILE, run),
+        "trajectories": lambda: _read_trajectories(run_dir, run),
+    }
+    for part in parts:
+        readers[part]()
     run.config = _read_config(run_dir, config)
     return run
 

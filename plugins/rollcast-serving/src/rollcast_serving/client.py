@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import itertools
 import json
@@ -9,16 +10,17 @@ import secrets
 import time
 import urllib.error
 import urllib.request
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any
 
 import aiohttp
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest
+from rollcast.contracts.rollout import EngineLoad, RolloutOutput, RolloutRequest
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, RolloutError
 from rollcast_serving.frames import read_frames, read_frames_blocking
 from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.replica_stream import BROKEN, ReplicaGoneError, ReplicaStream
 from rollcast_serving.wire import decode_error, decode_output, decode_report, encode_requests
 
 __all__ = ["SILENCE_S", "Answer", "ReplicaClient", "ReplicaGoneError", "ReplicaReceiver"]
@@ -27,12 +29,6 @@ __all__ = ["SILENCE_S", "Answer", "ReplicaClient", "ReplicaGoneError", "ReplicaR
 SILENCE_S = 120.0
 #: Index of a request, and its output or error.
 Answer = tuple[int, RolloutOutput | RollcastError]
-#: Errors of a connection that broke, or of a stream that is none.
-_BROKEN = (aiohttp.ClientError, OSError, EOFError, TimeoutError, ValueError)
-
-
-class ReplicaGoneError(RolloutError):
-    """A replica or its engine is dead, or silent for too long; another replica can take over its requests."""
 
 
 def _headers(address: ReplicaAddress) -> dict[str, str]:
@@ -73,6 +69,10 @@ class ReplicaClient:
         self._numbers = itertools.count()
         #: By the id on the wire, which no other caller of the replica uses: the caller's own id.
         self._in_flight: dict[str, str] = {}
+        self._stream: ReplicaStream | None = None
+        self._opening = asyncio.Lock()
+        #: Called with each load that the replica tells, and with None for a heartbeat.
+        self.on_load: Callable[[EngineLoad | None], None] | None = None
 
     def _connected(self) -> aiohttp.ClientSession:
         if self._session is None:
@@ -89,8 +89,10 @@ class ReplicaClient:
         """The replica, for messages."""
         return _name(self.address)
 
-    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncIterator[Answer]:
+    async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[Answer, None]:
         """Yield outputs as they come, each with its request's index; an error stands for a request that failed.
+
+        All requests of this client share one connection. Whoever stops iterating takes the rest back.
 
         Raises:
             ReplicaGoneError: the replica or its engine is dead, or silent; requests not yielded are not answered.
@@ -100,28 +102,53 @@ class ReplicaClient:
         for name, error in refused.items():
             yield names[name], error
         left = {name: names[name] for name in names if name not in refused}
+        if not left:
+            return
+        stream = await self._streaming()
         self._in_flight |= {name: requests[index].request_id for name, index in left.items()}
+        answers = stream.expect(left)
         try:
-            if left:
-                async for message in self._frames("generate", data=body):
-                    if "alive" in message:
-                        continue
-                    if "gone" in message:
-                        _result(message, self.where)
-                    name = message["id"]
-                    index = left.pop(name)
-                    del self._in_flight[name]
-                    yield index, self._answer(message, requests[index])
+            await stream.send(body)
+            while left:
+                message = await answers.get()
+                if message is None:
+                    raise ReplicaGoneError(f"{stream.end}, with {len(left)} of {len(requests)} requests unanswered")
+                index = left.pop(message["id"])
+                del self._in_flight[message["id"]]
+                yield index, self._answer(message, requests[index])
         finally:
             for name in left:
                 self._in_flight.pop(name, None)
-        if left:
-            raise ReplicaGoneError(f"{self.where} ended with {len(left)} of {len(requests)} requests unanswered")
+            await stream.forget(left)
+
+    async def first_load(self) -> EngineLoad:
+        """Return the engine's load when the connection was opened; later ones go to :attr:`on_load`.
+
+        Raises:
+            ReplicaGoneError: the replica or its engine is dead, or silent.
+        """
+        return await (await self._streaming()).first_load()
+
+    async def _streaming(self) -> ReplicaStream:
+        """Return the open connection for requests; open one if there is none."""
+        async with self._opening:
+            if self._stream is None or self._stream.end:
+                self._stream = await ReplicaStream.open(
+                    self._connected(), f"{self.address.url}/stream", self.where, self._silence_s, self._hear
+                )
+            return self._stream
+
+    def _hear(self, load: EngineLoad | None) -> None:
+        if self.on_load is not None:
+            self.on_load(load)
 
     def _answer(self, message: Mapping[str, Any], request: RolloutRequest) -> RolloutOutput | RollcastError:
         if "error" in message:
             return decode_error(message["error"], self.where)
-        return decode_output(message["output"], request)
+        try:
+            return decode_output(message["output"], request)
+        except RolloutError as error:
+            return error
 
     async def _frames(self, path: str, **body: Any) -> AsyncIterator[dict[str, Any]]:
         """POST, and yield the frames of the answer."""
@@ -131,7 +158,7 @@ class ReplicaClient:
                     raise await self._refused(response)
                 async for message in read_frames(response.content):
                     yield message
-        except _BROKEN as error:
+        except BROKEN as error:
             if isinstance(error, RollcastError):
                 raise
             raise ReplicaGoneError(f"{self.where} went away during /{path}: {type(error).__name__}: {error}") from error
@@ -164,6 +191,8 @@ class ReplicaClient:
 
     async def close(self) -> None:
         """Close the connections."""
+        if self._stream is not None:
+            await self._stream.close()
         if self._session is not None:
             await self._session.close()
             self._session = None

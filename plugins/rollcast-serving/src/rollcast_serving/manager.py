@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
-from collections import OrderedDict, deque
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest
+from rollcast.contracts.rollout import EngineLoad, RolloutOutput, RolloutRequest, SamplingParams
 from rollcast.errors import RollcastError, RolloutError
-from rollcast_serving.client import SILENCE_S, ReplicaClient, ReplicaGoneError
+from rollcast_serving.client import SILENCE_S, ReplicaClient
 from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.load_figures import LoadFigures
+from rollcast_serving.replica_stream import ReplicaGoneError
+from rollcast_serving.requests import as_tokens
+from rollcast_serving.scheduling import SlidingWindow
 
 __all__ = ["Revive", "RoutingSettings", "ServerManager"]
 
@@ -34,16 +39,14 @@ class RoutingSettings:
         max_restarts: relaunches of one replica, failed ones included.
         max_attempts: replicas that may die of one request before it is given up.
         max_sessions: sessions that are remembered, the last used.
-        chunk: largest number of requests sent to a replica at once; None for an even share.
-        streams: chunks in flight on one replica.
+        continuous: True if the engines take requests into a running batch (``capabilities.continuous_batching``).
     """
 
     silence_s: float = SILENCE_S
     max_restarts: int = 3
     max_attempts: int = 3
     max_sessions: int = 8192
-    chunk: int | None = 64
-    streams: int = 4
+    continuous: bool = True
 
 
 @dataclass
@@ -51,33 +54,69 @@ class _Replica:
     address: ReplicaAddress
     client: ReplicaClient
     state: str = "up"  # or reviving, or lost
-    in_flight: int = 0
     restarts: int = 0
 
 
-@dataclass
+@dataclass(eq=False)
 class _Job:
-    """A batch of requests on its way: what nobody has taken yet, and what has come back."""
+    """Requests of one caller, their answers so far, and the tasks that wait for the rest."""
 
     requests: Sequence[RolloutRequest]
-    waiting: deque[int]
-    chunk: int
-    progress: Progress | None
+    progress: Progress | None = None
+    session_id: str | None = None
     answers: dict[int, RolloutOutput | RollcastError] = field(default_factory=dict)
     attempts: dict[int, int] = field(default_factory=dict)
-
-    @property
-    def is_done(self) -> bool:
-        return len(self.answers) == len(self.requests)
+    sends: set[asyncio.Task[None]] = field(default_factory=set)
+    done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def answer(self, index: int, output: RolloutOutput | RollcastError) -> None:
         self.answers[index] = output
         if self.progress is not None:
             self.progress(len(self.answers), len(self.requests))
+        if len(self.answers) == len(self.requests) and not self.done.done():
+            self.done.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        if not self.done.done():
+            self.done.set_exception(error)
+
+    def sequences(self, indices: Iterable[int]) -> int:
+        return sum(max(self.requests[index].sampling.n, 1) for index in indices)
+
+    def groups(self) -> list[_Group]:
+        """Return the requests with one prompt together, those with the longest prompts first."""
+        found: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
+        for index, request in enumerate(self.requests):
+            found.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
+        groups = [_Group(self, tuple(indices)) for indices in found.values()]
+        return sorted(groups, key=lambda group: -len(self.requests[group.indices[0]].prompt_ids))
+
+
+@dataclass(frozen=True, eq=False)
+class _Group:
+    """Requests of a job that go to a replica together."""
+
+    job: _Job
+    indices: tuple[int, ...]
+
+    @property
+    def entry(self) -> tuple[_Group, int]:
+        return self, self.job.sequences(self.indices)
+
+
+def _prompt_key(request: RolloutRequest, index: int) -> bytes | int:
+    """Return a key that equal prompts share; the request's own if the prompt is not made of token ids."""
+    try:
+        return as_tokens(request.prompt_ids).tobytes()
+    except (TypeError, OverflowError):
+        return index
 
 
 class ServerManager:
-    """A router of requests to the replica with the fewest in flight; used from one event loop.
+    """A router of requests: one shared queue, from which each replica takes the next as soon as it has room.
+
+    A replica has as many sequences in flight as its engine computes at once, fewer when its cache is short; see
+    :mod:`rollcast_serving.scheduling`. Used from one event loop.
 
     Args:
         addresses: addresses of the replicas.
@@ -97,7 +136,10 @@ class ServerManager:
         self._revive, self._end = revive, end
         self._replicas = [_Replica(address, self._client(address)) for address in addresses]
         self._sessions: OrderedDict[str, int] = OrderedDict()
-        self._changed = asyncio.Condition()
+        self._window: SlidingWindow[_Group] = SlidingWindow(len(addresses), self.settings.continuous)
+        self._pumps = False
+        self._jobs: set[_Job] = set()
+        self._figures = LoadFigures()
         self._reviving: set[asyncio.Task[None]] = set()
         self._retired: list[ReplicaClient] = []
 
@@ -111,8 +153,12 @@ class ServerManager:
 
     @property
     def in_flight(self) -> list[int]:
-        """Requests under way, by replica."""
-        return [replica.in_flight for replica in self._replicas]
+        """Sequences under way, by replica."""
+        return self._window.in_flight
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of the engines' load since the last call; empty before the first request."""
+        return self._figures.take(self._window.caps)
 
     # -- one request --------------------------------------------------------------------------
 
@@ -123,40 +169,24 @@ class ServerManager:
             RequestError: it cannot be served.
             RolloutError: no replica is left, or too many died of it.
         """
-        for _ in range(self.settings.max_attempts):
-            replica = await self._pick(session_id)
-            replica.in_flight += 1
-            try:
-                async for _, output in replica.client.generate([request]):
-                    if isinstance(output, RollcastError):
-                        raise output
-                    return output
-            except ReplicaGoneError as error:
-                await self._lose(replica, error)
-            finally:
-                replica.in_flight -= 1
-        raise self._given_up(request)
+        job = _Job([request], session_id=session_id)
+        place = None if session_id is None else self._sessions.get(session_id)
+        if place is not None and self._replicas[place].state == "up" and self._window.is_open(place):
+            (group,) = job.groups()
+            self._window.occupy(place, group.entry[1])
+            await self._run(job, lambda: self._send_to(place, job, [group]))
+        else:
+            await self._run(job, lambda: self._submit(job))
+        answer = job.answers[0]
+        if isinstance(answer, RollcastError):
+            raise answer
+        return answer
 
-    async def _pick(self, session_id: str | None) -> _Replica:
-        known = None if session_id is None else self._sessions.get(session_id)
-        replica = self._replicas[known] if known is not None else None
-        if replica is None or replica.state != "up":
-            replica = await self._least_busy()
-        if session_id is not None:
-            self._sessions[session_id] = self._replicas.index(replica)
-            self._sessions.move_to_end(session_id)
-            while len(self._sessions) > self.settings.max_sessions:
-                self._sessions.popitem(last=False)
-        return replica
-
-    async def _least_busy(self) -> _Replica:
-        async with self._changed:
-            while True:
-                up = [replica for replica in self._replicas if replica.state == "up"]
-                if up:
-                    return min(up, key=lambda replica: replica.in_flight)
-                self.require_any()
-                await self._changed.wait()
+    def _remember(self, session_id: str, place: int) -> None:
+        self._sessions[session_id] = place
+        self._sessions.move_to_end(session_id)
+        while len(self._sessions) > self.settings.max_sessions:
+            self._sessions.popitem(last=False)
 
     def require_any(self) -> None:
         """Raise RolloutError if every replica is given up."""
@@ -173,9 +203,9 @@ class ServerManager:
     ) -> list[RolloutOutput | RollcastError]:
         """Return an output or an error for each request, in the requests' order.
 
-        The longest prompts go first. Each replica takes the next chunk when it has answered one, so that
-        a slow one does not keep the others waiting at the end. What a replica that dies has not answered
-        is taken by the others.
+        Requests with one prompt and one sampling go to a replica together, those with the longest prompts first. A
+        replica takes the next ones as soon as one of its sequences has ended. What a replica that dies has not answered
+        goes back into the queue.
 
         Args:
             requests: to answer.
@@ -186,56 +216,122 @@ class ServerManager:
         """
         if not requests:
             return []
-        order = sorted(range(len(requests)), key=lambda index: -len(requests[index].prompt_ids))
-        share = -(-len(requests) // (len(self._replicas) * self.settings.streams))
-        chunk = share if self.settings.chunk is None else min(share, self.settings.chunk)
-        job = _Job(requests, deque(order), max(chunk, 1), progress)
-        takers = [
-            asyncio.ensure_future(self._take(replica, job))
-            for replica in self._replicas
-            for _ in range(self.settings.streams)
-        ]
-        try:
-            await asyncio.gather(*takers)
-        finally:
-            for taker in takers:
-                taker.cancel()
-        if not job.is_done:
-            self.require_any()
+        job = _Job(requests, progress)
+        await self._run(job, lambda: self._submit(job))
         return [job.answers[index] for index in range(len(requests))]
 
-    async def _take(self, replica: _Replica, job: _Job) -> None:
-        """Send a replica one chunk after the other, until all requests of the job are answered."""
-        while True:
-            async with self._changed:
-                await self._changed.wait_for(
-                    lambda: job.is_done or replica.state == "lost" or (replica.state == "up" and bool(job.waiting))
-                )
-                if job.is_done or replica.state == "lost":
-                    return
-                taken = [job.waiting.popleft() for _ in range(min(job.chunk, len(job.waiting)))]
-            await self._send(replica, job, taken)
-            async with self._changed:
-                self._changed.notify_all()
+    def _submit(self, job: _Job) -> None:
+        self._window.submit(group.entry for group in job.groups())
+        self._pump()
 
-    async def _send(self, replica: _Replica, job: _Job, taken: Sequence[int]) -> None:
-        left = dict.fromkeys(taken)
-        replica.in_flight += len(taken)
+    async def _run(self, job: _Job, begin: Callable[[], None]) -> None:
+        """Wait for a job; a caller that is cancelled takes its requests back.
+
+        Raises:
+            RolloutError: no replica is left.
+        """
+        await self._open_windows()
+        self.require_any()
+        self._jobs.add(job)
         try:
-            async for place, output in replica.client.generate([job.requests[index] for index in taken]):
-                job.answer(taken[place], output)
-                replica.in_flight -= 1
-                del left[taken[place]]
-        except ReplicaGoneError as error:
-            for index in left:
-                job.attempts[index] = job.attempts.get(index, 0) + 1
-                if job.attempts[index] >= self.settings.max_attempts:
-                    job.answer(index, self._given_up(job.requests[index]))
-                else:
-                    job.waiting.appendleft(index)
-            await self._lose(replica, error)
+            begin()
+            await job.done
         finally:
-            replica.in_flight -= len(left)
+            self._jobs.discard(job)
+            self._window.withdraw(lambda group: group.job is job)
+            for send in job.sends:
+                send.cancel()
+
+    async def _open_windows(self) -> None:
+        """Ask the engines that were not asked yet how much they compute at once."""
+        new = [
+            place
+            for place, replica in enumerate(self._replicas)
+            if replica.state == "up" and not self._window.is_open(place)
+        ]
+        await asyncio.gather(*(self._open_window(place) for place in new))
+
+    async def _open_window(self, place: int) -> None:
+        replica = self._replicas[place]
+        client = replica.client
+        try:
+            load = await client.first_load()
+        except ReplicaGoneError as error:
+            if replica.client is client:
+                await self._lose(replica, error)
+            return
+        if replica.client is client and replica.state == "up" and not self._window.is_open(place):
+            self._window.open(place, load)
+            client.on_load = lambda heard: self._hear(place, client, heard)
+            self._figures.add(place, load)
+            self._pump()
+
+    def _hear(self, place: int, client: ReplicaClient, load: EngineLoad | None) -> None:
+        if load is not None and self._replicas[place].client is client:
+            self._window.hear(place, load)
+            self._figures.add(place, load)
+            self._pump_soon()
+
+    def _pump_soon(self) -> None:
+        """Send what has room, once for all sequences that end in this turn of the event loop."""
+        if not self._pumps and self._window.waiting:
+            self._pumps = True
+            asyncio.get_running_loop().call_soon(self._pump)
+
+    def _pump(self) -> None:
+        self._pumps = False
+        batches: dict[tuple[int, _Job], list[_Group]] = {}
+        for place, group in self._window.assign():
+            batches.setdefault((place, group.job), []).append(group)
+        for (place, job), groups in batches.items():
+            self._send_to(place, job, groups)
+
+    def _send_to(self, place: int, job: _Job, groups: Sequence[_Group]) -> None:
+        if job.session_id is not None:
+            self._remember(job.session_id, place)
+        task = asyncio.ensure_future(self._send(place, job, [index for group in groups for index in group.indices]))
+        job.sends.add(task)
+        task.add_done_callback(lambda ended: self._end_send(job, ended))
+
+    def _end_send(self, job: _Job, send: asyncio.Task[None]) -> None:
+        job.sends.discard(send)
+        if not send.cancelled() and (error := send.exception()) is not None:
+            job.fail(error)
+
+    async def _send(self, place: int, job: _Job, taken: Sequence[int]) -> None:
+        replica, left = self._replicas[place], dict.fromkeys(taken)
+        try:
+            async with contextlib.aclosing(
+                replica.client.generate([job.requests[index] for index in taken])
+            ) as answers:
+                async for number, output in answers:
+                    del left[taken[number]]
+                    self._window.finish(place, job.sequences([taken[number]]))
+                    self._pump_soon()
+                    job.answer(taken[number], output)
+        except ReplicaGoneError as error:
+            await self._lose(replica, error)
+            for index in left:
+                self._try_again(job, index)
+        finally:
+            self._window.finish(place, job.sequences(left))
+            self._pump_soon()
+
+    def _try_again(self, job: _Job, index: int) -> None:
+        job.attempts[index] = job.attempts.get(index, 0) + 1
+        if job.attempts[index] >= self.settings.max_attempts:
+            job.answer(index, self._given_up(job.requests[index]))
+        elif not job.done.done():
+            self._window.put_back(*_Group(job, (index,)).entry)
+        self._fail_if_lost()
+
+    def _fail_if_lost(self) -> None:
+        """End the jobs when no replica is left."""
+        try:
+            self.require_any()
+        except RolloutError as error:
+            for job in self._jobs:
+                job.fail(RolloutError(str(error)))
 
     def _given_up(self, request: RolloutRequest) -> RolloutError:
         return RolloutError(
@@ -256,12 +352,12 @@ class ServerManager:
 
     async def _lose(self, replica: _Replica, error: RollcastError) -> None:
         """Take a replica out of the routing, and have it started again."""
-        async with self._changed:
-            if replica.state != "up":  # another of its requests was first
-                return
-            can = self._revive is not None and replica.restarts < self.settings.max_restarts
-            replica.state = "reviving" if can else "lost"
-            self._changed.notify_all()
+        if replica.state != "up":  # another of its requests was first
+            return
+        can = self._revive is not None and replica.restarts < self.settings.max_restarts
+        replica.state = "reviving" if can else "lost"
+        self._window.close(self._replicas.index(replica))
+        self._fail_if_lost()
         logger.warning("%s; %s", error, "it is started again" if can else "it is given up")
         # Its connections are left to break with the process: other requests may be reading from them.
         self._retired.append(replica.client)
@@ -285,10 +381,11 @@ class ServerManager:
                 replica.address, replica.client, state = address, self._client(address), "up"
                 logger.warning("replica %d is back", index)
         finally:
-            async with self._changed:
-                replica.state = state
-                self._changed.notify_all()
-        if state == "lost":
+            replica.state = state
+            self._fail_if_lost()
+        if state == "up":
+            await self._open_window(self._replicas.index(replica))
+        else:
             logger.error("replica %d is given up after %d restarts", index, replica.restarts)
             await self._give_up(replica)
 

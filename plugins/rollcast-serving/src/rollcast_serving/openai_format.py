@@ -29,7 +29,7 @@ __all__ = [
     "send_answer",
 ]
 
-_UNSUPPORTED = ("functions", "response_format", "logit_bias", "best_of", "suffix", "echo", "audio", "modalities")
+_UNSUPPORTED = ("functions", "response_format", "best_of", "suffix", "echo", "audio", "modalities")
 
 
 async def read_body(request: web.Request) -> dict[str, Any]:
@@ -106,9 +106,12 @@ def read_sampling(
             stop_token_ids=tuple(int(each) for each in body.get("stop_token_ids") or default.stop_token_ids),
             stop=(stop,) if isinstance(stop, str) else tuple(str(each) for each in stop),
             ignore_eos=bool(_given(body, "ignore_eos", default.ignore_eos)),
+            min_p=float(_given(body, "min_p", default.min_p)),
+            repetition_penalty=float(_given(body, "repetition_penalty", default.repetition_penalty)),
+            logit_bias=_logit_bias(body.get("logit_bias"), default),
         )
         count = int(_given(body, "n", 1))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, AttributeError) as error:
         raise RequestError(f"a sampling parameter has a wrong type: {error}") from error
     if sampling.max_tokens < 1 or count < 1:
         raise RequestError("max_tokens and n have to be at least 1")
@@ -118,6 +121,13 @@ def read_sampling(
 def _given(body: Mapping[str, Any], name: str, default: float) -> Any:
     value = body.get(name)
     return default if value is None else value
+
+
+def _logit_bias(given: Any, default: SamplingParams) -> tuple[tuple[int, float], ...]:
+    """Return the API's map of token ids, which JSON writes as text, as pairs."""
+    if given is None:
+        return default.logit_bias
+    return tuple(sorted((int(token), float(bias)) for token, bias in given.items()))
 
 
 def log_probs_entry(tokens: Sequence[str], values: Sequence[float], chat: bool) -> dict[str, Any]:

@@ -156,6 +156,14 @@ class Replicas:
             raise type(failed[0])(f"{len(failed)} of {len(answers)} requests failed, the first with: {failed[0]}")
         return assemble_sequences(prompts, outputs, sampling.max_tokens)
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of the engines' load since the last call."""
+
+        async def take() -> dict[str, float]:
+            return self._manager.take_metrics()
+
+        return self._run(take())
+
     def replace_dead(self, deaths: Mapping[int, RollcastError]) -> None:
         """Start replicas again that a weight sync found dead, by their numbers, and send them the current weights."""
         self._run(self._replace(deaths))

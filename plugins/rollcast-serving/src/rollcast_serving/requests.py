@@ -5,15 +5,37 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest
+from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, SamplingParams
+from rollcast.contracts.sections import RolloutConfig
 from rollcast.errors import CapabilityError, RequestError
 
-__all__ = ["ModelLimits", "as_tokens", "check_request"]
+__all__ = [
+    "OPTIONAL_SAMPLING",
+    "SAMPLING_KEYS",
+    "ModelLimits",
+    "as_tokens",
+    "check_request",
+    "check_sampling",
+    "configured_sampling",
+    "cut_keys",
+    "fit_request",
+]
+
+#: Sampling parameters that not every rollout applies; see ``RolloutCapabilities.sampling``.
+OPTIONAL_SAMPLING = frozenset({"min_p", "repetition_penalty", "logit_bias"})
+#: Keys of the ``rollout`` section that decide what is sampled.
+SAMPLING_KEYS = (
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
+    *("stop", "stop_token_ids", "ignore_eos", "on_long_prompt"),
+)
+#: Largest bias; vLLM cuts off what is beyond.
+_MAX_BIAS = 100.0
+_MAX_PENALTY = 10.0
 
 
 def as_tokens(ids: Iterable[int]) -> array[int]:
@@ -57,6 +79,72 @@ class ModelLimits:
         return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
 
 
+def configured_sampling(rollout: RolloutConfig, max_tokens: int, validation: bool = False) -> SamplingParams:
+    """Return the sampling that the ``rollout`` section asks for.
+
+    Args:
+        rollout: config section.
+        max_tokens: largest number of new tokens.
+        validation: True for the sampling of ``rollout.val_kwargs``, with the stops and the bias of the section.
+    """
+    chosen = rollout.val_kwargs if validation else rollout
+    return SamplingParams(
+        temperature=chosen.temperature,
+        top_p=chosen.top_p,
+        top_k=chosen.top_k,
+        max_tokens=max_tokens,
+        stop_token_ids=tuple(rollout.stop_token_ids),
+        stop=tuple(rollout.stop),
+        ignore_eos=rollout.ignore_eos,
+        min_p=chosen.min_p,
+        repetition_penalty=chosen.repetition_penalty,
+        logit_bias=tuple(sorted((int(token), float(bias)) for token, bias in rollout.logit_bias.items())),
+    )
+
+
+def cut_keys(sampling: SamplingParams) -> list[str]:
+    """Return the keys by which the sampled distribution is not the model's at the sampling's temperature."""
+    cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
+    return [*(name for name, applies in cuts.items() if applies), *sampling.optional()]
+
+
+def check_sampling(what: str, sampling: SamplingParams, capabilities: RolloutCapabilities) -> None:
+    """Refuse sampling parameters that a rollout does not apply.
+
+    Args:
+        what: name of the request or section, for the message.
+        sampling: parameters asked for.
+        capabilities: features of the rollout.
+
+    Raises:
+        CapabilityError: a parameter is set that is not among ``capabilities.sampling``; names it.
+    """
+    absent = [name for name in sampling.optional() if name not in capabilities.sampling]
+    if absent:
+        has = ", ".join(sorted(capabilities.sampling)) or "none"
+        raise CapabilityError(
+            f"{what} sets {', '.join(f'{name}={getattr(sampling, name)}' for name in absent)}, which this rollout does "
+            f"not apply (capabilities.sampling: {has}); leave it out, or choose a rollout.name that applies it"
+        )
+
+
+def fit_request(request: RolloutRequest, limits: ModelLimits, on_long_prompt: str) -> RolloutRequest:
+    """Return the request with ``max_tokens`` cut down to the positions that its prompt leaves, if the run wants that.
+
+    Args:
+        request: request to fit.
+        limits: limits of the model.
+        on_long_prompt: value of ``rollout.on_long_prompt``: ``refuse`` returns the request itself, ``clamp`` cuts. A
+            prompt that leaves no position at all is left to :func:`check_request`, which refuses it.
+    """
+    if on_long_prompt != "clamp" or limits.max_positions is None:
+        return request
+    room = limits.max_positions - len(request.prompt_ids)
+    if room < 1 or room >= request.sampling.max_tokens:
+        return request
+    return replace(request, sampling=replace(request.sampling, max_tokens=room))
+
+
 def check_request(
     request: RolloutRequest, limits: ModelLimits, capabilities: RolloutCapabilities | None = None
 ) -> array[int]:
@@ -65,13 +153,16 @@ def check_request(
     Args:
         request: request to check.
         limits: limits of the model.
-        capabilities: features of the rollout; None for one without multi-modal data.
+        capabilities: features of the rollout; None for one without optional features.
 
     Raises:
-        CapabilityError: the request carries multi-modal data, which the rollout does not take; names the request.
+        CapabilityError: the request carries multi-modal data or a sampling parameter that the rollout does not take;
+            names the request.
         RequestError: the model cannot serve the request; names the request and the problem.
     """
-    if request.multi_modal_data and not (capabilities or RolloutCapabilities()).multi_modal:
+    capabilities = capabilities or RolloutCapabilities()
+    check_sampling(f"request {request.request_id!r}", request.sampling, capabilities)
+    if request.multi_modal_data and not capabilities.multi_modal:
         raise CapabilityError(
             f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
             "but this rollout takes token ids only (capabilities.multi_modal); choose a rollout.name that takes it"
@@ -80,7 +171,11 @@ def check_request(
         prompt = as_tokens(request.prompt_ids)
     except (TypeError, OverflowError) as error:
         raise RequestError(f"request {request.request_id!r}: prompt_ids are not token ids: {error}") from error
-    problem = _sampling_problem(request) or _prompt_problem(prompt, request.sampling.max_tokens, limits)
+    problem = (
+        _sampling_problem(request)
+        or _optional_problem(request.sampling, limits)
+        or _prompt_problem(prompt, request.sampling.max_tokens, limits)
+    )
     if problem is not None:
         raise RequestError(f"request {request.request_id!r}: {problem}")
     return prompt
@@ -103,6 +198,19 @@ def _sampling_problem(request: RolloutRequest) -> str | None:
     return None
 
 
+def _optional_problem(sampling: SamplingParams, limits: ModelLimits) -> str | None:
+    if not 0 <= sampling.min_p <= 1:
+        return f"min_p is {sampling.min_p}, which is not in [0, 1]"
+    if not (math.isfinite(sampling.repetition_penalty) and 0 < sampling.repetition_penalty <= _MAX_PENALTY):
+        return f"repetition_penalty is {sampling.repetition_penalty}, which is not in (0, {_MAX_PENALTY:g}]"
+    for token, bias in sampling.logit_bias:
+        if not 0 <= token < limits.vocab_size:
+            return f"logit_bias names token id {token}, and the vocabulary has {limits.vocab_size} tokens"
+        if not abs(bias) <= _MAX_BIAS:
+            return f"logit_bias of token id {token} is {bias}, which is not in [-{_MAX_BIAS:g}, {_MAX_BIAS:g}]"
+    return None
+
+
 def _prompt_problem(prompt: array[int], max_tokens: int, limits: ModelLimits) -> str | None:
     if not prompt:
         return "the prompt is empty"
@@ -116,6 +224,7 @@ def _prompt_problem(prompt: array[int], max_tokens: int, limits: ModelLimits) ->
     if limits.max_positions is not None and needed > limits.max_positions:
         return (
             f"a prompt of {len(prompt)} tokens and {max_tokens} new ones need {needed} positions; "
-            f"the model has {limits.max_positions} ({limits.key})"
+            f"the model has {limits.max_positions} ({limits.key}); lower data.max_response_length, or let responses to "
+            "long prompts be shorter with rollout.on_long_prompt=clamp"
         )
     return None

@@ -44,6 +44,10 @@ class Sampler(ABC):
         """Be ready for requests that come from elsewhere; return the replicas that take them, none by default."""
         return ()
 
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of generation since the last call, none by default."""
+        return {}
+
     def rest(self) -> None:
         """Give memory up until the next :meth:`sync` or :meth:`generate`; may be called again."""
         return
@@ -128,6 +132,9 @@ class ReplicaSampler(Sampler):
         if self._canary.config.enable:
             metrics["sync/canary_gap"] = self._check_canary()
         return metrics
+
+    def take_metrics(self) -> dict[str, float]:
+        return self.replicas.take_metrics()
 
     def rest(self) -> None:
         if self._takes_turns and not self._rests:

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from aiohttp import web
 
-from rollcast.contracts.rollout import BaseRollout, RolloutRequest
+from rollcast.contracts.rollout import BaseRollout
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RequestError, RollcastError
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.receiving import WeightTally
+from rollcast_serving.request_stream import LoadWatch, RequestStream, describe_failure
 from rollcast_serving.weight_sync import weight_syncs
-from rollcast_serving.wire import decode_requests, encode_error, encode_output, encode_report, pack_frame
+from rollcast_serving.wire import encode_error, encode_report, pack_frame
 
 __all__ = ["HEARTBEAT_S", "Handler", "IncomingWeights", "build_app", "check_token"]
 
@@ -82,44 +82,13 @@ def guard(token: str) -> Any:
     return checked
 
 
-class _Stream:
-    """A response of frames, which ends early when the engine is dead.
-
-    Args:
-        response: prepared response.
-        watch: watch over the engine.
-    """
-
-    def __init__(self, response: web.StreamResponse, watch: EngineWatch) -> None:
-        self._response, self._watch = response, watch
-
-    async def send(self, **message: Any) -> None:
-        """Send one frame."""
-        await self._response.write(pack_frame(message))
-
-    async def run(self, tasks: list[asyncio.Task[dict[str, Any]]], heartbeat_s: float) -> None:
-        """Send each task's message when it ends, heartbeats meanwhile, and the engine's death instead of the rest."""
-        waiting = set(tasks)
-        while waiting:
-            done, waiting = await asyncio.wait(waiting, timeout=heartbeat_s, return_when=asyncio.FIRST_COMPLETED)
-            for task in done:
-                # Of a dead engine only finished outputs count: another replica can give the rest.
-                if not self._watch.death or "output" in task.result():
-                    await self.send(**task.result())
-            if self._watch.death:
-                await self.send(gone=self._watch.death)
-                return
-            if not done:
-                await self.send(alive=True)
-                self._watch.start()
-
-
 class _Endpoints:
     """The routes, over one rollout."""
 
     def __init__(self, rollout: BaseRollout, watch: EngineWatch, heartbeat_s: float) -> None:
         self.rollout = rollout
         self._watch, self._heartbeat_s = watch, heartbeat_s
+        self._loads = LoadWatch(rollout)
         self._updating = asyncio.Lock()
 
     async def health(self, request: web.Request) -> web.StreamResponse:
@@ -129,24 +98,12 @@ class _Endpoints:
         await self._watch.look()
         return {}
 
-    async def generate(self, request: web.Request) -> web.StreamResponse:
-        """Answer many requests; each output is a frame, sent when the output is there."""
-        wanted = decode_requests(await request.read())
-        return await self._respond(request, [asyncio.ensure_future(self._one(each)) for each in wanted])
-
-    async def _one(self, request: RolloutRequest) -> dict[str, Any]:
-        name = request.request_id
-        try:
-            return {"id": name, "output": encode_output(await self.rollout.generate(request))}
-        except Exception as error:  # noqa: BLE001  # it travels to the caller
-            return {"id": name, **await self._failure(error, f"request {name}")}
-
-    async def _failure(self, error: Exception, what: str) -> dict[str, Any]:
-        if not isinstance(error, RollcastError):
-            logger.error("%s failed", what, exc_info=error)
-        # The stream says so itself if the cause is the engine's death.
-        await self._watch.blame(error)
-        return {"error": encode_error(error)}
+    async def stream(self, request: web.Request) -> web.StreamResponse:
+        """Take requests, and send each output when it is there, as long as the caller is connected."""
+        socket = web.WebSocketResponse(max_msg_size=_MAX_BODY, compress=False)
+        await socket.prepare(request)
+        await RequestStream(socket, self.rollout, self._watch, self._loads).run(self._heartbeat_s)
+        return socket
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
         """End requests by the ids that their caller gave them, which no other caller's have."""
@@ -180,32 +137,33 @@ class _Endpoints:
         return await self._reply(request, self.rollout.resume((await request.json())["tags"]))
 
     async def _reply(self, request: web.Request, work: Awaitable[Any]) -> web.StreamResponse:
-        """Answer with the result of one piece of work."""
-        return await self._respond(request, [asyncio.ensure_future(self._finish(work, request.path))])
+        """Answer with the result of one piece of work, after heartbeats while it lasts."""
+        task = asyncio.ensure_future(self._finish(work, request.path))
+        try:
+            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
+            await response.prepare(request)
+            await self._wait(response, task)
+            await response.write_eof()
+        finally:
+            task.cancel()
+        return response
+
+    async def _wait(self, response: web.StreamResponse, task: asyncio.Task[dict[str, Any]]) -> None:
+        while not task.done():
+            await asyncio.wait([task], timeout=self._heartbeat_s)
+            if self._watch.death:
+                break
+            if not task.done():
+                await response.write(pack_frame({"alive": True}))
+                self._watch.start()
+        message = {"gone": self._watch.death} if self._watch.death else task.result()
+        await response.write(pack_frame(message))
 
     async def _finish(self, work: Awaitable[Any], path: str) -> dict[str, Any]:
         try:
             return {"result": await work or {}}
         except Exception as error:  # noqa: BLE001  # it travels to the caller
-            return await self._failure(error, path)
-
-    async def _respond(self, request: web.Request, tasks: list[asyncio.Task[dict[str, Any]]]) -> web.StreamResponse:
-        async with _cancelled_at_the_end(tasks):
-            response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-            await response.prepare(request)
-            await _Stream(response, self._watch).run(tasks, self._heartbeat_s)
-            await response.write_eof()
-        return response
-
-
-@contextlib.asynccontextmanager
-async def _cancelled_at_the_end(tasks: list[asyncio.Task[dict[str, Any]]]) -> AsyncIterator[None]:
-    """Cancel the tasks that are left when their caller has gone; the rollout aborts what is still under way."""
-    try:
-        yield
-    finally:
-        for task in tasks:
-            task.cancel()
+            return await describe_failure(error, path, self._watch)
 
 
 def _read_all(incoming: IncomingWeights) -> tuple[WeightTally, dict[str, Any]]:
@@ -226,6 +184,7 @@ def build_app(
     """
     app = web.Application(middlewares=[guard(token)], client_max_size=_MAX_BODY)
     endpoints = _Endpoints(rollout, watch, heartbeat_s)
-    for name in ("health", "generate", "abort", "update_weights", "release", "resume"):
+    for name in ("health", "abort", "update_weights", "release", "resume"):
         app.router.add_post(f"/{name}", getattr(endpoints, name))
+    app.router.add_get("/stream", endpoints.stream)
     return app

@@ -1,7 +1,8 @@
 """Messages between replicas and their callers: msgpack, with token ids and log-probs as packed arrays.
 
-A body or a stream is a sequence of frames, each a length and a msgpack map, so that no message meets a line limit.
-Numbers travel as little-endian arrays: token ids int32, log-probs float32. Weight versions travel as runs.
+An answer is a sequence of frames, each a length and a msgpack map, so that no message meets a line limit. Requests and
+outputs are messages of a WebSocket. Numbers travel as little-endian arrays: token ids int32, log-probs float32. Weight
+versions travel as runs, and a prompt that several requests share travels once.
 """
 
 from __future__ import annotations
@@ -10,14 +11,20 @@ import struct
 import sys
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, fields
+from dataclasses import asdict, astuple, fields
 from typing import Any
 
 import msgpack
 import numpy as np
 
 from rollcast import errors
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
+from rollcast.contracts.rollout import (
+    EngineLoad,
+    RolloutOutput,
+    RolloutRequest,
+    RolloutSequence,
+    SamplingParams,
+)
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, RolloutError
 from rollcast_serving.requests import as_tokens
@@ -25,10 +32,12 @@ from rollcast_serving.requests import as_tokens
 __all__ = [
     "LENGTH",
     "decode_error",
+    "decode_load",
     "decode_output",
     "decode_report",
     "decode_requests",
     "encode_error",
+    "encode_load",
     "encode_output",
     "encode_report",
     "encode_requests",
@@ -38,7 +47,7 @@ __all__ = [
 
 #: Length of a frame's message, before the message.
 LENGTH = struct.Struct(">Q")
-_SAMPLING = tuple(field.name for field in fields(SamplingParams))
+_SAMPLING = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def pack_frame(message: Mapping[str, Any]) -> bytes:
@@ -77,13 +86,13 @@ def _from_bytes(code: str, data: bytes) -> array[Any]:
 
 
 def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict[str, RollcastError]]:
-    """Return the body that asks for requests, by their ids on the wire, and the errors of those that cannot travel.
+    """Return the message that asks for requests, by their ids on the wire, and the errors of those that cannot travel.
 
-    Sampling parameters that several requests share travel once.
+    Prompts that are equal, with equal sampling parameters, travel once, with the ids and seeds of their requests. So do
+    sampling parameters, of which only those that are no defaults travel.
     """
-    samplings: dict[int, int] = {}
-    shared: list[dict[str, Any]] = []
-    entries: list[list[Any]] = []
+    samplings: dict[SamplingParams, int] = {}
+    groups: dict[tuple[bytes, int], list[list[Any]]] = {}
     refused: dict[str, RollcastError] = {}
     for name, request in requests.items():
         try:
@@ -91,12 +100,17 @@ def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict
         except RollcastError as error:
             refused[name] = error
             continue
-        number = samplings.setdefault(id(request.sampling), len(samplings))
-        if number == len(shared):
-            shared.append(asdict(request.sampling))
-        entries.append([name, prompt, number, request.seed])
-    body: bytes = msgpack.packb({"samplings": shared, "requests": entries})
+        number = samplings.setdefault(request.sampling, len(samplings))
+        groups.setdefault((prompt, number), []).append([name, request.seed])
+    shared = [_changed(sampling) for sampling in samplings]
+    entries = [[prompt, number, members] for (prompt, number), members in groups.items()]
+    body: bytes = msgpack.packb({"samplings": shared, "groups": entries})
     return body, refused
+
+
+def _changed(sampling: SamplingParams) -> dict[str, Any]:
+    values = ((name, getattr(sampling, name), default) for name, default in _SAMPLING.items())
+    return {name: value for name, value, default in values if value != default}
 
 
 def _prompt(request: RolloutRequest) -> array[int]:
@@ -118,17 +132,19 @@ def _prompt(request: RolloutRequest) -> array[int]:
 
 
 def decode_requests(data: bytes) -> list[RolloutRequest]:
-    """Return the requests of a body.
+    """Return the requests of a message; those of a group share their prompt.
 
     Raises:
-        RequestError: the body is malformed.
+        RequestError: the message is malformed.
     """
     try:
         message = unpack(data)
         samplings = [_sampling(each) for each in message["samplings"]]
         return [
-            RolloutRequest(str(name), _from_bytes("i", prompt), samplings[number], seed)
-            for name, prompt, number, seed in message["requests"]
+            RolloutRequest(str(name), ids, samplings[number], seed)
+            for prompt, number, members in message["groups"]
+            for ids in [_from_bytes("i", prompt)]
+            for name, seed in members
         ]
     except (KeyError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, RollcastError):
@@ -141,7 +157,8 @@ def _sampling(data: Mapping[str, Any]) -> SamplingParams:
     if unknown:
         raise errors.RequestError(f"unknown sampling parameters {', '.join(unknown)}; known: {', '.join(_SAMPLING)}")
     lists = {name: tuple(data.get(name, ())) for name in ("stop_token_ids", "stop")}
-    return SamplingParams(**{**data, **lists})
+    bias = tuple((int(token), float(value)) for token, value in data.get("logit_bias", ()))
+    return SamplingParams(**{**data, **lists, "logit_bias": bias})
 
 
 # -- outputs ----------------------------------------------------------------------------------
@@ -201,7 +218,25 @@ def decode_output(data: Any, request: RolloutRequest) -> RolloutOutput:
     return RolloutOutput(request.request_id, sequences, request.sampling)
 
 
-# -- reports and errors -----------------------------------------------------------------------
+# -- loads, reports and errors ----------------------------------------------------------------
+
+
+def encode_load(load: EngineLoad) -> list[float]:
+    """Return a load as plain data."""
+    return list(astuple(load))
+
+
+def decode_load(data: Any) -> EngineLoad:
+    """Return the load.
+
+    Raises:
+        RolloutError: a figure is missing.
+    """
+    try:
+        limit, running, waiting, usage, preemptions = data
+        return EngineLoad(int(limit), int(running), int(waiting), float(usage), int(preemptions))
+    except (TypeError, ValueError) as error:
+        raise RolloutError(f"a replica's load is malformed: {error!r}") from error
 
 
 def encode_report(report: WeightReport) -> dict[str, Any]:

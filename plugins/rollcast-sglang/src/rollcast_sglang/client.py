@@ -63,6 +63,13 @@ class SglangClient:
             info: dict[str, Any] = await response.json(content_type=None)
             return info
 
+    async def load(self, timeout_s: float) -> dict[str, Any]:
+        """Return the load that the scheduler published last; empty before its first step."""
+        path = "/v1/loads?include=core"
+        async with self._telling(path), self._request("GET", path, None, timeout_s) as response:
+            loads: list[dict[str, Any]] = (await response.json(content_type=None)).get("loads") or [{}]
+            return loads[0]
+
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
         """Call an endpoint that changes something.
 

@@ -113,8 +113,10 @@ def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
 def _sampling_params(row: Row, setup: RolloutSetup) -> dict[str, Any]:
     sampling = row.job.request.sampling
     stops = {"custom_params": {STOP_STRINGS: list(sampling.stop)}} if sampling.stop else {}
+    bias = {"logit_bias": {str(token): value for token, value in sampling.logit_bias}} if sampling.logit_bias else {}
     return {
         **stops,
+        **bias,
         "temperature": sampling.temperature,
         "top_p": sampling.top_p,
         "top_k": sampling.top_k if sampling.top_k > 0 else -1,

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rollcast.contracts.rollout import (
     BaseRollout,
+    EngineLoad,
     RolloutCapabilities,
     RolloutMode,
     RolloutOutput,
@@ -24,7 +25,7 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
 from rollcast_serving.model_weights import ModelWeights, read_model_config
-from rollcast_serving.requests import ModelLimits, check_request
+from rollcast_serving.requests import ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
 from rollcast_sglang.client import RefusedError, SglangClient
 from rollcast_sglang.environment import has_gpu, server_environment
@@ -62,6 +63,8 @@ class SglangRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
+        # SGLang's repetition penalty leaves the prompt out, and its min-p comes after top-k and top-p.
+        sampling=frozenset({"logit_bias"}),
     )
     config_schema: ClassVar[type] = SglangRolloutConfig
 
@@ -112,7 +115,8 @@ class SglangRollout(BaseRollout):
         """
         await self._wait_ready()
         self._raise_unusable()
-        prompt = check_request(request, self._limits)
+        request = fit_request(request, self._limits, self._config.on_long_prompt)
+        prompt = check_request(request, self._limits, self.capabilities)
         self._stops.check(request.request_id, request.sampling.stop)
         loop = asyncio.get_running_loop()
         job = Job(request, prompt, loop.create_future())
@@ -193,6 +197,14 @@ class SglangRollout(BaseRollout):
             raise self.server.death("SGLang's server died")
         if self._is_open:  # while weights are loaded, the schedulers answer nothing
             await self._client.server_info(self._config.health_timeout_s)
+
+    async def report_load(self) -> EngineLoad:
+        """Return the load of the server's scheduler, which does not count its preemptions."""
+        await self._wait_ready()
+        load = await self._client.load(self._config.health_timeout_s)
+        limit = int(load.get("max_running_requests", 0)) or self._config.max_running_requests
+        running, waiting = int(load.get("num_running_reqs", 0)), int(load.get("num_waiting_reqs", 0))
+        return EngineLoad(limit, running, waiting, float(load.get("token_usage", 0.0)))
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Give the named memory back; on a CPU there is none to give. Requests wait until all is back."""

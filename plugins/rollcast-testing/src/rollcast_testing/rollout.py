@@ -34,6 +34,7 @@ from rollcast_testing.rollout_tools import (
     make_prompts,
     only_sequence,
     run_prompts,
+    token_logits,
 )
 from rollcast_testing.rollout_updates import RolloutUpdates
 
@@ -91,6 +92,40 @@ class RolloutSuite(RolloutUpdates):
         for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
             assert output.sampling == sampling
             self.check_log_probs(reference, prompt, only_sequence(output), sampling)
+
+    @pytest.mark.parametrize(
+        "change",
+        [{"min_p": 0.3}, {"repetition_penalty": 1.7}, {"logit_bias": ((7, 4.0), (11, -100.0))}],
+        ids=["min_p", "repetition_penalty", "logit_bias"],
+    )
+    @pytest.mark.parametrize("temperature", [0.7, 0.0], ids=["sampled", "greedy"])
+    def test_optional_sampling(
+        self, rollout: BaseRollout, reference: Any, change: dict[str, Any], temperature: float
+    ) -> None:
+        """A parameter of ``capabilities.sampling`` shapes the distribution; any other is refused by name."""
+        prompts, (name,) = make_prompts(8), change
+        sampling = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, **change)
+        if name not in rollout.capabilities.sampling:
+            with pytest.raises(CapabilityError, match=name):
+                run_prompts(rollout, prompts, sampling)
+            return
+        for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
+            sequence = only_sequence(output)
+            if temperature:
+                self.check_log_probs(reference, prompt, sequence, sampling)
+                continue
+            self.check_log_probs(reference, prompt, sequence, replace(sampling, temperature=1.0, min_p=0.0))
+            best = token_logits(reference, prompt, sequence.token_ids, sampling).argmax(-1)
+            assert list(sequence.token_ids) == best.tolist()
+
+    def test_load(self, rollout: BaseRollout) -> None:
+        """A rollout says how many sequences it computes at once."""
+        run_prompts(rollout, make_prompts(4), GREEDY)
+        load = asyncio.run(rollout.report_load())
+        assert load.limit >= 1
+        assert load.running >= 0
+        assert load.waiting == 0
+        assert 0 <= load.kv_cache_usage <= 1
 
     def test_n(self, rollout: BaseRollout) -> None:
         """``n`` sequences for one prompt, drawn independently."""

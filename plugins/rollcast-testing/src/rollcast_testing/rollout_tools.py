@@ -35,6 +35,7 @@ __all__ = [
     "only_sequence",
     "run_prompts",
     "token_log_probs",
+    "token_logits",
     "write_model",
 ]
 
@@ -169,11 +170,25 @@ def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[in
     return new
 
 
+def token_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
+    """Logits ``[T, V]`` before each of ``tokens``, with bias and repetition penalty, in one forward pass."""
+    with torch.no_grad():
+        logits: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
+    for token, bias in sampling.logit_bias:
+        logits[:, token] += bias
+    for place, row in enumerate(logits):
+        for token in {*prompt, *tokens[:place]}:
+            penalty = sampling.repetition_penalty
+            row[token] = row[token] / penalty if row[token] > 0 else row[token] * penalty
+    return logits
+
+
 def token_log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
     """Log-probs of ``tokens``, computed in one forward pass without a cache, the plain way."""
-    with torch.no_grad():
-        logits = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
-    scores = logits / sampling.temperature
+    scores = token_logits(model, prompt, tokens, sampling) / sampling.temperature
+    if sampling.min_p:
+        probs = scores.softmax(-1)
+        scores = scores.masked_fill(probs < sampling.min_p * probs.amax(-1, keepdim=True), -torch.inf)
     if sampling.top_k > 0:
         smallest = scores.topk(sampling.top_k, dim=-1).values[:, -1:]
         scores = scores.masked_fill(scores < smallest, -torch.inf)

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 from rollcast.errors import ConfigError, RollcastError, RolloutError
+from rollcast_vllm.load import LoadReader
 
 __all__ = ["EngineThread", "build_llm", "prepare_llm"]
 
@@ -157,8 +158,12 @@ class EngineThread:
         self._loop.close()
 
 
-def build_llm(arguments: Any) -> Any:
-    """AsyncLLM for vLLM's engine arguments.
+def build_llm(arguments: Any, load: LoadReader) -> Any:
+    """Return an AsyncLLM for vLLM's engine arguments.
+
+    Args:
+        arguments: engine arguments.
+        load: reader of the scheduler's statistics.
 
     Raises:
         ConfigError: vLLM refuses a value, such as a ``max_model_len`` that is not the model's.
@@ -170,7 +175,11 @@ def build_llm(arguments: Any) -> Any:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except ValueError as error:
         raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
-    return AsyncLLM.from_vllm_config(config, disable_log_stats=True)
+    llm = AsyncLLM.from_vllm_config(config, stat_loggers=[load.logger_class()], disable_log_stats=True)
+    # vLLM puts a Prometheus logger beside every other, which costs time in each step and which nobody reads.
+    manager = llm.logger_manager
+    manager.stat_loggers = [each for each in manager.stat_loggers if "Prometheus" not in type(each).__name__]
+    return llm
 
 
 async def prepare_llm(llm: Any) -> None:

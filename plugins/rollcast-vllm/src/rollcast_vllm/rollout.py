@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 from rollcast.contracts.rollout import (
     BaseRollout,
+    EngineLoad,
     RolloutCapabilities,
     RolloutMode,
     RolloutOutput,
@@ -24,12 +25,13 @@ from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
-from rollcast_serving.requests import ModelLimits, check_request
+from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
 from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights
 from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
+from rollcast_vllm.load import LoadReader
 from rollcast_vllm.sampling import SequenceReader, build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
 from rollcast_vllm.updates import load_weights
@@ -83,6 +85,7 @@ class VllmRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
+        sampling=OPTIONAL_SAMPLING,
     )
     config_schema: ClassVar[type] = VllmRolloutConfig
 
@@ -113,7 +116,8 @@ class VllmRollout(BaseRollout):
         self._adapter: AdapterFolder | None = None
         # Why nothing may be generated: with the present weights, and with the present adapter.
         self._problems = {WEIGHTS: "the engine started without weights" if starts_without_weights(setup) else ""}
-        self._engine = EngineThread(lambda: build_llm(arguments), prepare_llm)
+        self._load = LoadReader()
+        self._engine = EngineThread(lambda: build_llm(arguments, self._load), prepare_llm)
         self._llm = self._engine.llm
         limits = ModelLimits.of(model_config)
         self._limits = replace(
@@ -133,7 +137,8 @@ class VllmRollout(BaseRollout):
             RolloutError: the engine died, or failed at this request.
         """
         self._raise_if_unusable()
-        prompt = check_request(request, self._limits)
+        request = fit_request(request, self._limits, self._config.on_long_prompt)
+        prompt = check_request(request, self._limits, self.capabilities)
         check_temperature(request)
         self._stops.check(request.request_id, request.sampling.stop)
         return await self._engine.run(self._generate(request, prompt.tolist()))
@@ -235,6 +240,10 @@ class VllmRollout(BaseRollout):
             await asyncio.wait_for(self._llm.is_paused(), limit)
         except TimeoutError as error:
             raise RolloutError(f"vLLM's engine has not answered for {limit:g} s") from error
+
+    async def report_load(self) -> EngineLoad:
+        """Return what the scheduler said after its last step."""
+        return self._load.report(self._config.max_num_seqs)
 
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load full tensors by Hugging Face name.

@@ -62,6 +62,9 @@ def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | N
         temperature=sampling.temperature,
         top_p=sampling.top_p,
         top_k=max(sampling.top_k, 0),
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        logit_bias=dict(sampling.logit_bias) or None,
         max_tokens=sampling.max_tokens,
         # vLLM itself adds a sequence's number where it samples several.
         seed=None if seed is None else spread_seed(seed) + (number or 0),

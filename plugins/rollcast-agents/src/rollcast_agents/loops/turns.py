@@ -77,9 +77,12 @@ class _Episode:
         for call in message.tool_calls[at_once:]:
             self.messages.append(tool_message(call, f"Not run: at most {at_once} calls in one reply are."))
 
-    def outcome(self, tools: RolloutTools) -> Outcome:
+    def numbers(self, tools: RolloutTools) -> dict[str, float]:
+        """Return the metrics so far."""
         seconds = {f"tool/{name}/seconds": float(value) for name, value in tools.seconds.items()}
-        counts = {name: float(value) for name, value in tools.counts.items()}
+        return {**self.metrics, **{name: float(value) for name, value in tools.counts.items()}, **seconds}
+
+    def outcome(self, tools: RolloutTools) -> Outcome:
         return Outcome(
             self.end,
             # What tools gave is added to the score of the reward function, where no environment scores.
@@ -87,7 +90,7 @@ class _Episode:
             turn_rewards=self.turn_rewards,
             reward_components=self.components,
             messages=self.messages,
-            metrics={**self.metrics, **counts, **seconds},
+            metrics=self.numbers(tools),
             extra={"tool_failures": list(tools.failures)} if tools.failures else {},
         )
 
@@ -102,6 +105,7 @@ class ToolLoop(BaseAgentLoop):
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
         episode = _Episode(task["prompt"])
         async with self._box.rollout(task) as tools:
+            session.follow(episode.messages, lambda: episode.numbers(tools))
             while (message := await episode.reply(session, tools.schemas)) is not None:
                 if episode.end != "done" or not message.tool_calls:
                     break
@@ -128,8 +132,9 @@ class EnvironmentLoop(BaseAgentLoop):
             )
         async with self._box.rollout(task) as shared:
             tools = shared
-            seen = await environment.reset(task)
             episode = _Episode(task.get("prompt") or ())
+            session.follow(episode.messages, lambda: episode.numbers(shared))
+            seen = await environment.reset(task)
             episode.observe(0, seen)
             plain: PlainEnvironment | None = getattr(environment, "plain", None)
             if plain is not None:

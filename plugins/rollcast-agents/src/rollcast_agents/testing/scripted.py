@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -25,6 +25,7 @@ class ScriptedSession(Session):
 
     Attributes:
         prompts: what each call was given.
+        followed: conversation that the loop let the session follow; None if it did not.
     """
 
     def __init__(self, replies: Sequence[str | Message], max_turns: int = 100) -> None:
@@ -32,6 +33,7 @@ class ScriptedSession(Session):
         self._max_turns = max_turns
         self._turns = 0
         self.prompts: list[Sequence[ChatMessage] | Tokens] = []
+        self.followed: Sequence[ChatMessage] | None = None
 
     @staticmethod
     def call(name: str, text: str = "", **arguments: object) -> Message:
@@ -64,6 +66,9 @@ class ScriptedSession(Session):
         self._turns += 1
         ids = np.arange(3, dtype=np.int32)
         return Reply(message, ids, ids, np.zeros(3, np.float32), "stop", self.end)
+
+    def follow(self, messages: Sequence[ChatMessage], metrics: Callable[[], Mapping[str, float]]) -> None:
+        self.followed = messages
 
     def trajectories(self) -> list[Trajectory]:
         return []

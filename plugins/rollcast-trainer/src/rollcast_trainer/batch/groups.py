@@ -11,16 +11,18 @@ from rollcast.protocol import DataProto
 __all__ = ["first_groups", "first_rows", "groups_that_differ", "join_groups"]
 
 
-def groups_that_differ(uid: torch.Tensor, score: torch.Tensor) -> torch.Tensor:
+def groups_that_differ(uid: torch.Tensor, score: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
     """Return the rows (bool ``[B]``) of groups in which not all scores are the same.
 
     Args:
         uid: group of each row, int64 ``[B]``.
         score: float ``[B]``.
+        counted: rows whose scores are compared, bool ``[B]``; None for all.
     """
     groups = int(uid.max()) + 1 if len(uid) else 0
-    low = torch.full((groups,), torch.inf).scatter_reduce(0, uid, score, "amin")
-    high = torch.full((groups,), -torch.inf).scatter_reduce(0, uid, score, "amax")
+    places, scores = (uid, score) if counted is None else (uid[counted], score[counted])
+    low = torch.full((groups,), torch.inf).scatter_reduce(0, places, scores, "amin")
+    high = torch.full((groups,), -torch.inf).scatter_reduce(0, places, scores, "amax")
     return (high > low)[uid]
 
 

@@ -39,6 +39,7 @@ from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replicas import Replicas
+from rollcast_serving.requests import check_sampling, configured_sampling
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
 from rollcast_serving.worker import ReplicaWorker
@@ -97,6 +98,8 @@ class TaskRunner:
         self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
+        for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
+            check_sampling(key, configured_sampling(self.rollout, 1, validation), self.rollout_class.capabilities)
         self._trackers = TrackerSet(config.trackers, config.get("tracker_kwargs"))
         self.pools = build_pools(self.placement)
         self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
@@ -440,10 +443,8 @@ class TaskRunner:
     def routing(self) -> RoutingSettings:
         """Return how requests are spread over the rollout's replicas."""
         replica = self.rollout.replica
-        routing = RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts)
-        if self.rollout_class.capabilities.continuous_batching:
-            return routing
-        return dataclasses.replace(routing, chunk=None, streams=1)
+        continuous = self.rollout_class.capabilities.continuous_batching
+        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     def _canary(self) -> Canary:
         """Token ids from all over the vocabulary; what they mean does not matter."""

@@ -15,6 +15,7 @@ from rollcast.contracts.stage import Stage, roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_eval.scoring import RewardScorer
+from rollcast_serving.requests import configured_sampling
 from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
 from rollcast_trainer.run.recorder import Recorder
@@ -217,14 +218,7 @@ class TrainingRun:
 
     def sampling(self, validation: bool = False) -> SamplingParams:
         """Return the sampling of responses, for training or for validation."""
-        rollout = self.task.rollout
-        chosen = rollout.val_kwargs if validation else rollout
-        return SamplingParams(
-            temperature=chosen.temperature,
-            top_p=chosen.top_p,
-            top_k=chosen.top_k,
-            max_tokens=self.task.data.max_response_length,
-        )
+        return configured_sampling(self.task.rollout, self.task.data.max_response_length, validation)
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the rows that ``generator`` makes of each prompt, with the prompts' other columns."""

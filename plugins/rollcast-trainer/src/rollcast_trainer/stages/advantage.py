@@ -117,7 +117,8 @@ def estimate_advantages(
     """Return ``advantages`` and ``returns`` of a batch, with the rows of ``response_mask``.
 
     An estimator that declares ``by_group`` sees whole groups of at most ``chunk_tokens`` padded positions at a time, or
-    a single larger group; whitening is then over the whole batch, up to rounding as the estimator would do it.
+    a single larger group; whitening is then over the whole batch, up to rounding as the estimator would do it. A row
+    without any token under the mask, such as a failed rollout that was kept, has no part in the baseline of its group.
 
     Args:
         columns: ``token_level_rewards``, ``response_mask`` and what the estimator declares; jagged or ``[B]``.
@@ -127,6 +128,13 @@ def estimate_advantages(
     """
     needs = needs_of(estimator)
     mask = Jagged.of(columns["response_mask"], "response_mask")
+    rows = (mask.sums() > 0).nonzero().flatten()
+    if 0 < len(rows) < len(group_ids):
+        chosen = {name: _rows_of(column, rows) for name, column in columns.items()}
+        some = estimate_advantages(estimator, chosen, group_ids[rows], algorithm, chunk_tokens)
+        places = mask.positions(rows).values
+        wide = [torch.zeros(len(mask.values)).index_copy_(0, places, each.values) for each in some]
+        return mask.with_values(wide[0]), mask.with_values(wide[1])
     whitens_here = needs.by_group and needs.whitens
     order, bounds = _chunks(group_ids, mask.lengths, chunk_tokens if needs.by_group else None)
     flat = {name: Jagged.of(column) for name, column in columns.items() if column.layout == torch.jagged}
@@ -165,6 +173,10 @@ def estimate_advantages(
         _whiten(found[0], mask.values, total, square)
     found = found or [torch.zeros(0)]
     return mask.with_values(found[0]), mask.with_values(found[-1])
+
+
+def _rows_of(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    return Jagged.of(column).take(rows).column() if column.layout == torch.jagged else column[rows]
 
 
 def _whiten(values: torch.Tensor, mask: torch.Tensor, total: float, square: float) -> None:

@@ -12,6 +12,7 @@ from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import KEPT, acts, correction_columns, log_prob_metrics, rollout_log_probs_serve
@@ -60,6 +61,25 @@ class OldLogProb(Stage):
         return found if self._writes_old else found.joined(batch.select(["old_log_probs"]), overwrite=True)
 
 
+def _refuse_cut_distributions(run: TrainingRun) -> None:
+    """Refuse ``bypass_mode`` for log-probs that are not the policy's.
+
+    They are those of the distribution after top-p and the like, whose probabilities are larger: as ``old_log_probs``
+    they would make every ratio too small.
+
+    Raises:
+        ConfigError: a key of the rollout changes the distribution; names it.
+    """
+    cuts = cut_keys(configured_sampling(run.task.rollout, 1))
+    if cuts:
+        values = ", ".join(f"rollout.{name}={getattr(run.task.rollout, name)}" for name in cuts)
+        raise ConfigError(
+            "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs for the policy's, but with "
+            f"{values} they are those of another distribution; leave these keys at their defaults, or set "
+            "bypass_mode=false"
+        )
+
+
 class RolloutCorrection(Stage):
     """Weights and rejection by the log-probs of rollout and actor.
 
@@ -77,6 +97,7 @@ class RolloutCorrection(Stage):
             return None
         columns = correction_columns(config)
         if config.bypass_mode:
+            _refuse_cut_distributions(run)
             return StageSpec(reads=("rollout_log_probs",), writes=("old_log_probs", *columns), roles=("actor_rollout",))
         return StageSpec(reads=("rollout_log_probs", "old_log_probs"), writes=columns)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from rollcast.protocol import DataProto
 from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
+from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.run.training_run import TrainingRun
@@ -37,7 +38,7 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
     if task.actor.log_prob_check_rows < 0 or acts(run.section("algorithm", AlgorithmConfig).rollout_correction):
         return False
     same_process = bool(weight_syncs.get(rollout.weight_sync).capabilities.same_process)
-    return same_process and rollout.temperature > 0 and rollout.top_p >= 1 and rollout.top_k in (-1, 0)
+    return same_process and rollout.temperature > 0 and not cut_keys(configured_sampling(rollout, 1))
 
 
 def log_prob_metrics(tokens: int, output: DataProto) -> dict[str, float]:

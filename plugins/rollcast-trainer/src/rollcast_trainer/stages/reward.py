@@ -153,7 +153,7 @@ class FilterGroups(Stage):
         algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         if not algorithm.filter_groups.enable:
             return None
-        return StageSpec(reads=("uid", _FILTERED), after=("reward",), changes_rows=True)
+        return StageSpec(reads=("uid", "response_mask", _FILTERED), after=("reward",), changes_rows=True)
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -165,7 +165,10 @@ class FilterGroups(Stage):
         current, groups, count = batch, 0, 0
         while True:
             count += 1
-            differing = current.select_idxs(groups_that_differ(current["uid"], current[_FILTERED]).nonzero().flatten())
+            # The score of a failed rollout that was kept without trained tokens says nothing about its group.
+            counted = Jagged.of(current["response_mask"]).sums() > 0
+            differ = groups_that_differ(current["uid"], current[_FILTERED], counted)
+            differing = current.select_idxs(differ.nonzero().flatten())
             kept.append(differing)
             groups += len(differing["uid"].unique())
             if groups >= wanted or count >= self._limit:

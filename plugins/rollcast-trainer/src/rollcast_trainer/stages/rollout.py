@@ -56,6 +56,7 @@ class Rollout(Stage):
                 "rollout/response_length_mean": float(lengths.mean()),
                 "rollout/finished": float(generated["finished"].float().mean()),
                 "rollout/tokens_per_s": tokens / max(time.perf_counter() - start, 1e-9),
+                **self.run.sampler.take_metrics(),
             }
         )
         self.run.emit_batch("on_batch_after_rollout", generated)

@@ -1,0 +1,71 @@
+"""``rollcast explain KEY``: a key's meaning, values, default and owner, and its value in a configuration."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.cli.config import show_value
+from rollcast.contracts.command import ConfigDir, Overrides, Traceback, print_lines
+
+if TYPE_CHECKING:
+    from rollcast.config.assembly import Composed
+
+__all__ = ["explain"]
+
+
+def explain(
+    key: Annotated[str, typer.Argument(metavar="KEY", help="A key or a section, such as actor.optim.lr.")],
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each key.")] = False,
+    _traceback: Traceback = False,
+) -> None:
+    """Explain a key: what it means, which values it takes, its default, who declares it, and its value here.
+
+    OVERRIDES are those of 'rollcast train'. They choose the plugins, whose keys exist only then.
+    """
+    from rollcast.config import compose
+    from rollcast.config.sections import unknown_key
+    from rollcast.errors import ConfigError
+
+    composed = compose(overrides or (), config_dir, allow_missing=True)
+    found = describe_keys(composed, key)
+    if not found:
+        raise ConfigError(unknown_key(key, composed.sections.known(), {key: "command line"}))
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif len(found) == 1 and key in found:
+        ((name, about),) = found.items()
+        print_lines(name, *(f"  {label:<8} {text}" for label, text in _rows(about)))
+    else:
+        width = max(map(len, found))
+        print_lines(*(f"{name:<{width}}  {about['doc']}" for name, about in found.items()))
+
+
+def describe_keys(composed: Composed, key: str) -> dict[str, dict[str, Any]]:
+    """Return what there is to say about a key, or about each key of a section; empty if neither exists."""
+    from rollcast.config.sections import declarations, origin_of
+    from rollcast.contracts.config import flatten
+
+    values = flatten(composed.plain())
+    declared = declarations(composed.sections)
+    names = [name for name in declared if name == key or name.startswith(f"{key}.")]
+    return {
+        name: {**declared[name], "value": values.get(name), "origin": origin_of(name, composed.origins)}
+        for name in names
+    }
+
+
+def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the lines about one key, each with its label."""
+    same = about["origin"].startswith("default of ")
+    return [
+        ("means", about["doc"] or "(not documented)"),
+        ("takes", about["takes"]),
+        ("default", show_value(about["default"])),
+        *([] if same else [("here", f"{show_value(about['value'])}  (from {about['origin']})")]),
+        ("declared", f"in {about['declared']}"),
+    ]

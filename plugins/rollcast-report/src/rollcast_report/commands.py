@@ -1,0 +1,206 @@
+"""``rollcast runs``: what run directories hold, side by side."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.contracts.command import build_console, print_lines
+from rollcast.contracts.config import flatten
+from rollcast.errors import DataError
+
+if TYPE_CHECKING:
+    from rollcast_report.run_data import RunData
+
+__all__ = ["find_runs", "runs_app", "summarize"]
+
+runs_app = typer.Typer(
+    help="List, compare and diff run directories.",
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    no_args_is_help=True,
+)
+#: Run directories below the folder that is searched, at most this deep.
+_DEPTH = 4
+#: Metrics of the table of `compare`, where a run has them: name to how its steps become one number.
+_COMPARED = {
+    "val/accuracy": "last",
+    "val/reward": "last",
+    "reward/mean": "last",
+    "rollout/response_length_mean": "last",
+    "actor/kl": "last",
+    "sft/loss": "last",
+    "time/step_s": "median",
+    "perf/throughput": "median",
+}
+AsJson = Annotated[bool, typer.Option("--json", help="JSON in place of a table.")]
+Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
+
+
+def find_runs(folder: Path) -> list[Path]:
+    """Return the run directories at and below a folder, in order of their names; warm starts belong to their runs."""
+
+    def walk(place: Path, depth: int) -> Iterator[Path]:
+        if (place / "metrics.jsonl").exists() or (place / "status.json").exists():
+            yield place
+        elif depth:
+            for below in sorted(place.iterdir()):
+                if below.is_dir() and not below.is_symlink() and not below.name.startswith("."):
+                    yield from walk(below, depth - 1)
+
+    return list(walk(folder, _DEPTH))
+
+
+def summarize(run: RunData, path: Path) -> dict[str, Any]:
+    """Return what the list shows of a run: state, steps, time, and the last of its validations."""
+    reward = run.values("reward/mean")
+    accuracy = run.values("val/accuracy")
+    return {
+        "run": str(path),
+        "state": run.status.state,
+        "step": run.steps,
+        "total_steps": run.status.total_steps,
+        "elapsed_s": round(run.status.elapsed_s, 1),
+        "reward": reward[-1] if reward else None,
+        "accuracy": accuracy[-1] if accuracy else None,
+        "best_accuracy": max(accuracy, default=None),
+        "recoveries": len(run.recoveries),
+    }
+
+
+@runs_app.command("list")
+def list_runs(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look.")] = Path("runs"),
+    as_json: AsJson = False,
+) -> None:
+    """List the runs below a folder: state, steps, time, reward and accuracy."""
+    if not folder.is_dir():
+        raise DataError(f"{folder} is no folder; name the one that holds your run directories")
+    found = [summarize(_read(path), path) for path in find_runs(folder)]
+    if as_json:
+        typer.echo(json.dumps(found, indent=2))
+    elif not found:
+        print_lines(f"there is no run in {folder}")
+    else:
+        _print_table(["run", "state", "step", "time", "reward", "accuracy", "best"], map(_list_row, found))
+
+
+@runs_app.command()
+def compare(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    metric: Annotated[
+        list[str] | None, typer.Option("--metric", "-m", help="A metric to compare; again for more.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the metrics of runs: the last value of each, and the median of times and rates."""
+    found = {str(path): _read(_existing(path)) for path in paths}
+    known = {name for run in found.values() for name in run.series}
+    missing = [name for name in metric or () if name not in known]
+    if missing:
+        raise DataError(f"no run has the metric {missing[0]!r}; there are: {', '.join(sorted(known)) or 'none'}")
+    names = metric or [name for name in _COMPARED if name in known]
+    table = {name: {path: _reduce(name, run.values(name)) for path, run in found.items()} for name in names}
+    if as_json:
+        typer.echo(json.dumps(table, indent=2))
+        return
+    rows = [[f"{name} ({_how(name)})", *map(_number, table[name].values())] for name in names]
+    _print_table(["metric", *found], rows)
+
+
+@runs_app.command()
+def diff(first: Run, second: Run, as_json: AsJson = False) -> None:
+    """Show the configuration keys in which two runs differ; paths inside the run directories are left out."""
+    left, right = (_config_of(_existing(path)) for path in (first, second))
+    keys = sorted(key for key in {**left, **right} if left.get(key) != right.get(key))
+    if as_json:
+        typer.echo(json.dumps({key: [left.get(key), right.get(key)] for key in keys}, indent=2))
+    elif not keys:
+        print_lines("no key differs")
+    else:
+        rows = [[key, json.dumps(left.get(key)), json.dumps(right.get(key))] for key in keys]
+        _print_table(["key", str(first), str(second)], rows)
+
+
+def _existing(path: Path) -> Path:
+    if not path.is_dir():
+        raise DataError(f"{path} is no run directory: there is no such folder")
+    return path
+
+
+def _read(path: Path) -> RunData:
+    from rollcast_report.run_data import read_run
+
+    return read_run(path, parts=("metrics", "recoveries"))
+
+
+def _config_of(path: Path) -> dict[str, Any]:
+    """Return the configuration of a run by dotted key; its own folder is written as ``${run_dir}``.
+
+    Raises:
+        DataError: ``config.yaml`` is missing or no mapping.
+    """
+    import yaml
+
+    file = path / "config.yaml"
+    try:
+        tree = yaml.safe_load(file.read_text("utf-8"))
+    except (OSError, UnicodeError, yaml.YAMLError) as error:
+        raise DataError(f"{file} cannot be read: {error}") from error
+    if not isinstance(tree, dict):
+        raise DataError(f"{file} holds no mapping")
+    own = str(tree.get("run_dir") or "")
+    values = flatten(tree)
+    values.pop("run_dir", None)
+    return {key: _relative(value, own) for key, value in values.items()}
+
+
+def _relative(value: Any, own: str) -> Any:
+    if isinstance(value, list):
+        return [_relative(each, own) for each in value]
+    inside = isinstance(value, str) and own and (value == own or value.startswith(f"{own}/"))
+    return "${run_dir}" + value[len(own) :] if inside else value
+
+
+def _how(name: str) -> str:
+    return _COMPARED.get(name, "last")
+
+
+def _reduce(name: str, values: Sequence[float]) -> float | None:
+    if not values:
+        return None
+    return statistics.median(values) if _how(name) == "median" else values[-1]
+
+
+def _list_row(found: Mapping[str, Any]) -> list[str]:
+    step = "-" if found["step"] is None else str(found["step"])
+    minutes, seconds = divmod(int(found["elapsed_s"]), 60)
+    return [
+        found["run"],
+        found["state"],
+        f"{step}/{found['total_steps']}" if found["total_steps"] else step,
+        f"{minutes // 60}:{minutes % 60:02}:{seconds:02}" if minutes >= 60 else f"{minutes}:{seconds:02}",
+        *(_number(found[name]) for name in ("reward", "accuracy", "best_accuracy")),
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4g}"
+
+
+def _print_table(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for place, header in enumerate(headers):
+        table.add_column(Text(header), justify="left" if place == 0 else "right", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row))
+    build_console().print(table)

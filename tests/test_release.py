@@ -1,0 +1,75 @@
+"""The repository as a whole: one version, one licence, workflows that know every distribution, the release script."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SCRIPT = ROOT / ".ci" / "release.py"
+FOLDERS = [ROOT / "core", *sorted([*ROOT.glob("plugins/rollcast-*"), *ROOT.glob("contrib/rollcast-*")])]
+
+
+@pytest.fixture
+def copy(tmp_path: Path) -> Path:
+    """The files of a release in a folder of their own."""
+    for path in [SCRIPT, ROOT / "CHANGELOG.md", *(folder / "pyproject.toml" for folder in FOLDERS)]:
+        target = tmp_path / path.relative_to(ROOT)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(path, target)
+    return tmp_path
+
+
+def release(root: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(root / ".ci" / "release.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: folder.name)
+def test_licence_and_version_are_those_of_the_repository(folder: Path) -> None:
+    """A wheel takes the licence from its own folder."""
+    assert (folder / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+    core = tomllib.loads((ROOT / "core" / "pyproject.toml").read_text())["project"]["version"]
+    assert tomllib.loads((folder / "pyproject.toml").read_text())["project"]["version"] == core
+
+
+def test_a_release_writes_every_version_and_pin(copy: Path) -> None:
+    done = release(copy, "0.2.0")
+    assert done.returncode == 0, done.stderr
+    for folder in FOLDERS:
+        text = (copy / folder.relative_to(ROOT) / "pyproject.toml").read_text()
+        assert tomllib.loads(text)["project"]["version"] == "0.2.0"
+        assert not re.findall(r'"rollcast[^"]*[=~]=0\.1\.0', text)
+    assert re.search(r"^## 0\.2\.0 \(20\d\d-\d\d-\d\d\)$", (copy / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert release(copy, "--tag", "v0.2.0").returncode == 0
+    wrong = release(copy, "--tag", "v0.3.0")
+    assert wrong.returncode == 1
+    assert "rollcast 0.2.0" in wrong.stderr
+
+
+@pytest.mark.parametrize(("version", "message"), [("two", "is no version"), ("0.0.9", "is below 0.1.0")])
+def test_a_wrong_version_changes_nothing(copy: Path, version: str, message: str) -> None:
+    before = {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()}
+    done = release(copy, version)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+def test_the_workflow_runs_every_distribution() -> None:
+    """Engines with pins of their own have sessions instead."""
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    names = set(workflow["jobs"]["plugin"]["strategy"]["matrix"]["name"])
+    engines = {
+        session.removeprefix("tests_")
+        for session in workflow["jobs"]["whole"]["strategy"]["matrix"]["session"]
+        if session in ("tests_vllm", "tests_sglang")
+    }
+    assert names | engines == {folder.name.removeprefix("rollcast-") for folder in FOLDERS}
