@@ -25,6 +25,9 @@ pytestmark = pytest.mark.long
 LORA = ["model.lora_rank=4", "model.lora_alpha=16", "actor.optim.lr=3e-2"]
 REPLICA = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
 
+#: Metrics of the engines' load, which only replicas tell.
+LOAD = ("rollout/running_max", "rollout/waiting_max", "rollout/window", "rollout/kv_cache_usage", "rollout/preemptions")
+
 
 @pytest.fixture(autouse=True)
 def needs_peft() -> None:
@@ -32,8 +35,9 @@ def needs_peft() -> None:
 
 
 def of_the_run(row: dict[str, Any]) -> dict[str, float]:
-    """What does not depend on how the weights travelled."""
-    return {key: value for key, value in row.items() if not key.startswith(("sync/", "rollout/logprob_gap"))}
+    """What depends neither on how the weights travelled nor on the load of an engine."""
+    others = ("sync/", "rollout/logprob_gap", *LOAD)
+    return {key: value for key, value in row.items() if not key.startswith(others)}
 
 
 def test_a_replica_with_only_the_adapter_sent_is_the_same_run(
