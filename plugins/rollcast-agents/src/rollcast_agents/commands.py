@@ -91,14 +91,12 @@ def validate_task(
 
 def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
     try:
-        import rollcast_eval  # noqa: F401
+        from rollcast_eval.composition import compose_samples
     except ImportError as error:
         raise ConfigError(
             f'this command needs the rewards and data of a trainer: pip install "rollcast-agents[trainer]" ({error})'
         ) from error
-    from rollcast import compose
-
-    composed = compose(["trainer=sample", *overrides], config_dir)
+    composed = compose_samples(overrides, config_dir)
     composed.load_plugins()
     return composed.config
 
