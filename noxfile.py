@@ -6,6 +6,7 @@ python -m nox -s "plugin(fsdp)"           one distribution's tests, with only wh
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s tests_environments       rollcast-agents' tests with the packages of environments that it adapts
+python -m nox -s tests_verifiers          the same for verifiers, which pins older versions of mcp and openai
 python -m nox -s lint types docs
 python -m nox -s dev                      an editable environment of all distributions, in .venv
 python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
@@ -187,6 +188,15 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     marker.write_text(wanted)
 
 
+def pins_without(session: nox.Session, *names: str) -> Path:
+    """Return a copy of the CPU pins that leaves the versions of these packages to pip."""
+    kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
+    pins = workspace(session) / "constraints.txt"
+    pins.parent.mkdir(parents=True, exist_ok=True)
+    pins.write_text("\n".join(kept) + "\n")
+    return pins
+
+
 def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
     """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
 
@@ -264,6 +274,17 @@ def tests_environments(session: nox.Session) -> None:
     session.env["OMP_NUM_THREADS"] = "1"
     files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "renderers")]
     run_tests(session, *map(str, files))
+
+
+@nox.session
+def tests_verifiers(session: nox.Session) -> None:
+    """rollcast-agents' tests of verifiers' tasksets, with verifiers, which pins older versions of mcp and openai."""
+    name = "rollcast-agents"
+    pins = pins_without(session, "mcp", "mcp-types", "openai")
+    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=pins)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_verifiers.py"))
 
 
 @nox.session

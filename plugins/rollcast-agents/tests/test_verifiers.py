@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+from typer.testing import CliRunner
 
 from rollcast.contracts.environment import Observation
 from rollcast.contracts.renderer import Message, ToolCall
 from rollcast.errors import ConfigError, PluginError
+from rollcast_agents.commands import validate_app
 from rollcast_agents.environments.verifiers import Verifiers
 from rollcast_agents.testing import EnvironmentSuite
 
@@ -174,7 +176,7 @@ def test_tools_are_called_and_the_answer_is_scored(module: Path) -> None:
 def test_wrong_calls_are_answered_and_a_stop_ends_the_episode() -> None:
     bad = Message("", tool_calls=(ToolCall("", error="not JSON"),))
     wrong = call("calculator_add", a="many", b=1)
-    start, first, second, third = play(Verifiers("sums_taskset"), {"index": 2}, bad, wrong, call("nothing"))
+    _, first, second, third = play(Verifiers("sums_taskset"), {"index": 2}, bad, wrong, call("nothing"))
     assert first.messages[0]["content"] == "not JSON"
     assert "do not fit" in second.messages[0]["content"]
     assert (third.done, third.reward) == (True, 0.0)  # the third turn is one too many
@@ -192,6 +194,14 @@ def test_a_class_is_named_and_its_tasks_begin_again() -> None:
     start, end = play(Verifiers("sums_taskset:Three"), {"index": 4}, Message("1"))
     assert [each["content"] for each in start.messages] == ["1", "?", "!"]
     assert (start.tools, end.reward, end.done) == (None, 1.0, True)
+
+
+def test_a_taskset_is_validated(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f'{{"prompt": "Add.", "index": {n}, "ground_truth": "{2 * n}"}}\n' for n in range(3)))
+    options = ["agent.environment=verifiers", "agent.environment_kwargs.taskset=sums_taskset"]
+    result = CliRunner().invoke(validate_app, [str(path), *options], catch_exceptions=False)
+    assert result.stdout == "3 rows checked with environment verifiers, 0 faults\n"
 
 
 @pytest.mark.parametrize(

@@ -73,7 +73,8 @@ def validate_task(
 ) -> None:
     """Check a task without a model: right answers are right, empty ones are not, and episodes begin the same twice.
 
-    Checks `agent.environment` if one is set, else the reward. Ends with code 1 if a row fails.
+    Checks `agent.environment` if one is set, else the reward. An environment that knows its solution is played with
+    it in place of --answer. Ends with code 1 if a row fails.
     """
     from rollcast_agents.validation import validate_rows
 
@@ -85,6 +86,8 @@ def validate_task(
     if len(report.faults) > _SHOWN:
         print_lines(f"and {len(report.faults) - _SHOWN} more")
     print_lines(f"{report.rows} rows checked with {report.judge}, {len(report.faults)} faults")
+    if report.unknown:
+        print_lines(f"no right reply is known for {report.unknown} of them; give one with --answer")
     if report.faults:
         raise typer.Exit(1)
 
