@@ -6,7 +6,10 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 from trainer_tools import SmallTask, launch, read_metrics
+
+pytestmark = pytest.mark.long
 
 TWO = ["runtime=ray", "runtime.threads_per_worker=1", "placement.n_gpus_per_node=2"]
 

@@ -19,6 +19,8 @@ from rollcast_ray.control import ask
 from rollcast_ray.liveness import LivenessWatch
 from rollcast_ray.runtime import RayRuntime
 
+pytestmark = pytest.mark.long
+
 LONG_S = 60.0
 
 

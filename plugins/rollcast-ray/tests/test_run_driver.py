@@ -19,7 +19,13 @@ from rollcast_ray.runtime import RayRuntime
 
 @pytest.fixture(scope="module")
 def runtime() -> Iterator[RayRuntime]:
+    """A Ray whose processes inherit an ignored SIGINT, as from a job in the background of a shell."""
     with RayRuntime(num_cpus=1) as made:
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        try:
+            made.nodes()
+        finally:
+            signal.signal(signal.SIGINT, before)
         yield made
 
 
@@ -49,7 +55,7 @@ def test_an_interrupt_reaches_it(runtime: RayRuntime, tmp_path: Path) -> None:
             time.sleep(0.05)
         _thread.interrupt_main()
 
-    # A job in the background of a shell ignores the signal, and Python then leaves it at that.
+    # Under a job in the background of a shell this process ignores the signal too.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     threading.Thread(target=interrupt, daemon=True).start()
     try:

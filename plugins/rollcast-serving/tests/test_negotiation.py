@@ -127,6 +127,17 @@ def test_a_replica_whose_ranks_were_placed_on_two_nodes_is_refused(
             WorkerHost().build(place, {"rollout": worker})
 
 
+@pytest.mark.parametrize("mode", ["hybrid", "colocated"])
+def test_a_collective_between_two_ranks_of_one_device_is_refused(mode: str) -> None:
+    choice = Choice("e", "r", mode, "collective")
+    words = f"NCCL, which refuses two ranks on one device, and with rollout.mode={mode} .* choose .*=shared_memory"
+    with pytest.raises(CapabilityError, match=words):
+        check_places(choice, False, False, [2], on_accelerators=True)
+    check_places(choice, False, False, [2], on_accelerators=False)
+    check_places(dataclasses.replace(choice, weight_sync="shared_memory"), False, False, [2], on_accelerators=True)
+    check_places(dataclasses.replace(choice, mode="standalone"), False, True, [2], on_accelerators=True)
+
+
 def test_places_that_fit() -> None:
     check_places(Choice("e", "r", "standalone", "disk", 2), False, True, [4, 2])
     check_places(Choice("e", "r", "colocated", "disk"), False, False, [3, 1])

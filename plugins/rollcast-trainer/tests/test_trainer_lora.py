@@ -20,6 +20,8 @@ from rollcast_serving.adapters import adapter_rank, take_adapters
 from rollcast_serving.negotiation import Choice, check_choice
 from rollcast_testing.tiny import padded_batch, plain_log_probs, plain_model
 
+pytestmark = pytest.mark.long
+
 LORA = ["model.lora_rank=4", "model.lora_alpha=16", "actor.optim.lr=3e-2"]
 REPLICA = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
 

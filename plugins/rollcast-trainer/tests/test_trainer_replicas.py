@@ -94,7 +94,9 @@ def test_the_same_run(
 ) -> None:
     if "runtime=ray" in changes:
         request.getfixturevalue("ray_is_up")
-    launch(small_task.ppo(tmp_path, *REPLICAS, *changes))
+    folder = tmp_path / "weights"
+    launch(small_task.ppo(tmp_path, *REPLICAS, *changes, f"rollout.sync_folder={folder}"))
+    assert folder.exists() == ("rollout.weight_sync=disk" in changes)
     rows = read_metrics(tmp_path)
     assert rows[-1]["rollout/window"] % 1024 == 0 < rows[-1]["rollout/window"]  # rollout.max_batch_size for each
     assert len(rows) == len(in_process)

@@ -137,6 +137,10 @@ class RolloutConfig:
     """Devices per replica."""
     update_weights_bucket_megabytes: Positive = 64
     """Largest bucket of weights in flight, in MiB."""
+    sync_timeout_s: Seconds = 600.0
+    """Timeout in seconds for a replica to take one bucket of weights."""
+    sync_folder: str | None = None
+    """Folder for the weights of the sync `disk`, seen by trainer and replicas; null for the node's temporary folder."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling during validation."""
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)

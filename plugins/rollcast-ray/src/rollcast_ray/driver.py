@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import pickle
+import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -50,6 +51,8 @@ def _drive(folder: str, driver_path: list[str], blob: bytes) -> Any:
         driver_path: ``sys.path`` of the command; its folders that exist here are added.
         blob: pickle of the function and its arguments.
     """
+    # Ray cancels a task by this signal. A Ray that a shell's background job started hands down that it is ignored.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
     if Path(folder).is_dir():
         os.chdir(folder)

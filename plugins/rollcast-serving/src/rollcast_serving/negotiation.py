@@ -129,16 +129,20 @@ def check_world_sizes(
             )
 
 
-def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: Sequence[int]) -> None:
-    """Refuse a placement that contradicts the mode.
+def check_places(
+    choice: Choice, same_process: bool, own_pool: bool, processes: Sequence[int], on_accelerators: bool = False
+) -> None:
+    """Refuse a placement that contradicts the mode, or that the weight sync cannot serve.
 
     Args:
         choice: the combination.
         same_process: the rollout lives in the actor's processes.
         own_pool: ``placement.mapping.rollout`` names another pool than the actor's.
         processes: number on each node, of the pool in which the rollout lives.
+        on_accelerators: the pool reserves accelerators; False on CPUs.
 
     Raises:
+        CapabilityError: the weight sync needs two devices where actor and rollout share one.
         ConfigError: names the keys.
     """
     if same_process and own_pool:
@@ -157,7 +161,20 @@ def check_places(choice: Choice, same_process: bool, own_pool: bool, processes: 
             f"placement.mapping.rollout gives the rollout a pool of its own, which is rollout.mode=standalone, "
             f"not {choice.mode}"
         )
+    _check_devices(choice, on_accelerators)
     check_replica_nodes(choice.tensor_parallel, processes)
+
+
+def _check_devices(choice: Choice, on_accelerators: bool) -> None:
+    # NCCL aborts with "Duplicate GPU detected" when two ranks of a group use one device, and only at the first
+    # broadcast, after trainer and engines have loaded the model.
+    own_devices = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities.own_devices
+    if on_accelerators and own_devices and choice.mode != RolloutMode.STANDALONE.value:
+        raise CapabilityError(
+            f"rollout.weight_sync={choice.weight_sync} connects actor and replicas by NCCL, which refuses two ranks on "
+            f"one device, and with rollout.mode={choice.mode} they share their devices; choose "
+            "rollout.weight_sync=shared_memory, or disk, or rollout.mode=standalone with a pool of its own"
+        )
 
 
 def check_replica_nodes(tensor_parallel: int, processes: Sequence[int]) -> None:

@@ -63,11 +63,13 @@ class WeightSyncCapabilities:
         modes: modes of the rollout.
         same_process: both ends have to live in one process.
         same_node: both ends have to live on one node.
+        own_devices: each end needs an accelerator that the other does not use.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
     same_process: bool = False
     same_node: bool = False
+    own_devices: bool = False
 
 
 @dataclass(frozen=True)

@@ -40,7 +40,9 @@ class CollectiveSync(BucketSync):
     """See the module."""
 
     name: ClassVar[str] = "collective"
-    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(modes=frozenset(RolloutMode))
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
+        modes=frozenset(RolloutMode), own_devices=True
+    )
 
     @contextmanager
     def transport(self) -> Iterator[Transport]:

@@ -64,6 +64,8 @@ _FREE = (
     "ref.engine.param_offload",
     "rollout.canary",
     "rollout.replica",
+    "rollout.sync_folder",
+    "rollout.sync_timeout_s",
     "rollout.update_weights_bucket_megabytes",
     "trainer.balance_batch",
     "trainer.total_steps",

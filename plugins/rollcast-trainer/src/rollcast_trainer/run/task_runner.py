@@ -104,7 +104,8 @@ class TaskRunner:
         self.pools = build_pools(self.placement)
         self.pools.mapping[Role.ACTOR_ROLLOUT_REF] = self.pools.mapping[Role.ACTOR_ROLLOUT]
         rollout_pool = self.pools.get_resource_pool(Role.ROLLOUT)
-        check_places(choice, not self.uses_replicas, self.has_own_pool(Role.ROLLOUT), rollout_pool.process_on_nodes)
+        own_pool, processes = self.has_own_pool(Role.ROLLOUT), rollout_pool.process_on_nodes
+        check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
         self.checkpoints = Checkpoints(

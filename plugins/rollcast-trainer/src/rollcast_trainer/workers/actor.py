@@ -90,7 +90,9 @@ class ActorRolloutRefWorker(Worker):
         config = self.setup.rollout
         sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
         if not sync_class.capabilities.same_process:
-            settings = SyncSettings(config.update_weights_bucket_megabytes << 20)
+            settings = SyncSettings(
+                config.update_weights_bucket_megabytes << 20, config.sync_timeout_s, config.sync_folder
+            )
             self.weight_sync = sync_class(self.actor.engine, (), settings)
             return
         rollout_class = rollouts.get(config.name, requested_by="rollout.name")
