@@ -5,7 +5,8 @@ python -m nox -s tests                    every test; a path or -k after `--` na
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
-python -m nox -s tests_environments       rollcast-agents' tests with the packages of environments that it adapts
+python -m nox -s tests_environments       rollcast-agents' tests of the games of textarena and gem-llm
+python -m nox -s tests_verifiers          the same for verifiers' tasksets; installing verifiers takes four minutes
 python -m nox -s lint types docs
 python -m nox -s dev                      an editable environment of all distributions, in .venv
 python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
@@ -45,7 +46,7 @@ PYTEST = ["-m", "pytest", "-q"]
 RETRIED = 10
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
-    "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
+    "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "reasoning-gym>=0.1.25", "renderers"],
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
@@ -187,6 +188,15 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     marker.write_text(wanted)
 
 
+def pins_without(session: nox.Session, *names: str) -> Path:
+    """Return a copy of the CPU pins that leaves the versions of these packages to pip."""
+    kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
+    pins = workspace(session) / "constraints.txt"
+    pins.parent.mkdir(parents=True, exist_ok=True)
+    pins.write_text("\n".join(kept) + "\n")
+    return pins
+
+
 def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
     """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
 
@@ -254,16 +264,26 @@ def tests_sglang(session: nox.Session) -> None:
 
 @nox.session
 def tests_environments(session: nox.Session) -> None:
-    """rollcast-agents' tests of other packages' environments, with these packages."""
+    """rollcast-agents' tests of games, with the packages textarena and gem-llm."""
     name = "rollcast-agents"
     extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
-    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
+    libraries = [*extras["textarena"], *TEST_LIBRARIES[name], "msgspec"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
     # It requires an antlr that hydra excludes, and older versions of what the extras name.
     session.install("-q", "--no-deps", "gem-llm==0.1.0")
     session.env["OMP_NUM_THREADS"] = "1"
-    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "renderers")]
-    run_tests(session, *map(str, files))
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_games.py"))
+
+
+@nox.session
+def tests_verifiers(session: nox.Session) -> None:
+    """rollcast-agents' tests of verifiers' tasksets, with verifiers, which pins older versions of mcp and openai."""
+    name = "rollcast-agents"
+    pins = pins_without(session, "mcp", "mcp-types", "openai")
+    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=pins)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_verifiers.py"))
 
 
 @nox.session

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
 
 from rollcast.contracts.reward import RewardSample
 from rollcast.errors import DataError
@@ -12,6 +14,8 @@ from rollcast_agents.tool_formats import tool_format
 from rollcast_calculator.task import SPLITS, Calculations, CalculatorReward, calculator
 from rollcast_calculator.tokenizer import CALL_END, CALL_START, VOCABULARY
 from rollcast_data.files import read_rows
+from rollcast_eval.commands import eval_app
+from rollcast_eval.composition import compose_samples
 
 
 @pytest.fixture(scope="module")
@@ -108,3 +112,31 @@ def test_reward(messages: list[Any], finished: bool, score: float, correct: bool
     result = CalculatorReward().score(RewardSample("", "", "60", finished=finished, extra_info=extra))
     assert result.score == pytest.approx(score)
     assert result.correct is correct
+
+
+def test_an_evaluation_takes_its_sections_from_the_recipe() -> None:
+    overrides = ["recipe=calculator_tool", "model.path=m", "rollout.n=2", "sample.seed=3"]
+    config = compose_samples(overrides).config
+    assert (config.agent.loop, dict(config.agent.tools)) == ("tool", {"calculator": {}})
+    assert (config.data.max_response_length, config.reward.name) == (48, "calculator")
+    assert (config.model.path, config.rollout.n, config.sample.seed) == ("m", 2, 3)
+    assert (config.rollout.mode, config.rollout.weight_sync) == ("colocated", "disk")
+    assert "actor" not in config
+
+
+@pytest.mark.long
+def test_a_model_is_evaluated_by_the_recipe(made: Path, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    AutoTokenizer.from_pretrained(str(made / "model")).save_pretrained(model)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(str(made / "model"))).save_pretrained(model)
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "scored.jsonl"
+    prompts.write_text("".join((made / "test.jsonl").read_text().splitlines(keepends=True)[:2]))
+    options = ["recipe=calculator_tool", f"model.path={model}", "rollout.n=2", "runtime=local"]
+    result = CliRunner().invoke(
+        eval_app, [str(prompts), "--output", str(output), "--json", *options], catch_exceptions=False
+    )
+    assert result.exit_code == 0, result.output
+    metrics = json.loads(result.stdout)
+    assert 1 <= metrics["rollout/turns"] <= 2  # agent.max_assistant_turns of the recipe
+    assert {"rollout/tool_calls", "rollout/tool_errors", "val/acc/best@2/mean"} <= set(metrics)
+    assert len(output.read_text().splitlines()) == 4

@@ -35,8 +35,8 @@ class Sums(BaseEnvironment):
 
     count = 0
 
-    def __init__(self, drifts: bool = False, lenient: bool = False) -> None:
-        self.drifts, self.lenient = drifts, lenient
+    def __init__(self, drifts: bool = False, lenient: bool = False, knows: str | None = None) -> None:
+        self.drifts, self.lenient, self.knows = drifts, lenient, knows
 
     async def reset(self, task):
         type(self).count += 1
@@ -45,6 +45,9 @@ class Sums(BaseEnvironment):
 
     async def step(self, message):
         return Observation(reward=float(self.lenient or message.text == self.answer), done=True)
+
+    async def solution(self):
+        return None if self.knows is None else [self.knows.replace("?", str(self.answer))]
 
 
 def test_a_sound_reward_passes(prompts: Path) -> None:
@@ -78,12 +81,27 @@ def test_a_wrong_answer_and_a_lenient_reward_are_named(prompts: Path) -> None:
         ("{}", ""),
         ("{drifts: true}", "two episodes of the same task begin differently"),
         ("{lenient: true}", "an empty reply has the reward 1"),
+        ("{knows: '?'}", ""),
+        ("{knows: no}", "the reply 'no' has the reward 0, not 1"),
     ],
 )
 def test_environments(prompts: Path, options: str, fault: str) -> None:
     with environments.temporarily("sums", Sums):
         result = run(validate_app, prompts, "agent.environment=sums", f"agent.environment_kwargs={options}")
     assert (fault in result.stdout, result.exit_code) == (True, int(bool(fault)))
+
+
+def test_rows_of_an_environment_need_no_answer(tmp_path: Path) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"prompt": "Play."}\n')
+    with environments.temporarily("sums", Sums):
+        result = run(validate_app, path, "agent.environment=sums", "data.ground_truth_key=null")
+        assert "1 rows checked with environment sums, 0 faults" in result.stdout
+        assert "no right reply is known for 1 of them" in result.stdout
+        wrong = run(validate_app, path, "agent.environment=sums", "--answer", "5")
+    assert (wrong.exit_code, "the reply '5' has the reward 0" in wrong.stdout) == (1, True)
+    with pytest.raises(DataError, match="ground_truth"):
+        run(validate_app, path, "reward=exact_match")
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:

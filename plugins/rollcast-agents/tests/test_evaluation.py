@@ -12,7 +12,10 @@ from agent_runs import AgentTask, Dying, registered
 from typer.testing import CliRunner
 
 from rollcast.errors import ConfigError, PluginError
+from rollcast_agents.commands import replay_app
+from rollcast_agents.records import load_records, record_path
 from rollcast_eval.commands import eval_app, generate_app
+from rollcast_report.commands import runs_app
 
 pytestmark = pytest.mark.long
 
@@ -67,9 +70,24 @@ def test_agents_are_evaluated_and_an_interrupted_evaluation_goes_on(task: AgentT
     assert metrics["rollout/turns"] == pytest.approx(sum(row["metrics"]["turns"] for row in rows) / 6)
     ends = {name: value for name, value in metrics.items() if name.startswith("rollout/end/")}
     assert sum(ends.values()) == pytest.approx(1)
+    saved = output.with_name("scored.jsonl.run")
+    before = list(load_records(record_path(saved, 0)))
+    assert [record.trajectory.rollout_id for record in before] == [f"eval/{i}.{j}" for i in range(3) for j in range(2)]
+    assert [(record.score, record.trajectory.messages) for record in before] == [
+        (row["score"], row["messages"]) for row in rows
+    ]
     # The last prompt is asked again, and a seed decides what its agents sample.
     output.write_text("".join(json.dumps(row) + "\n" for row in rows[:5]))
+    with record_path(saved, 0).open("a") as file:
+        file.write('{"version": 1, "group_')
     run(eval_app, prompts, "--output", str(output), *chosen)
+    after = list(load_records(record_path(saved, 0)))
+    assert [record.texts for record in after] == [record.texts for record in before]
+    figures = json.loads(run(replay_app, str(saved), "--json"))  # by the reward of the evaluation
+    assert (figures["rollouts"], figures["changed"]) == (6, 0)
+    assert figures["score"] == pytest.approx(sum(row["score"] for row in rows) / 6)
+    page = Path(run(runs_app, "report", str(saved)).strip())
+    assert page.read_text().count('"rollout":"eval/') == 6
     untimed = [[{**row, "metrics": None} for row in each] for each in (rows, rows_in(output))]
     assert untimed[0] == untimed[1]
     with pytest.raises(ConfigError, match="other settings"):
@@ -91,9 +109,10 @@ def test_environments_score_and_failures_are_counted(task: AgentTask, tmp_path: 
 
 def test_generate_writes_conversations(task: AgentTask, tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    chosen = settings(task, "agent.loop=single_turn", "rollout.n=1")
+    chosen = settings(task, "agent.loop=single_turn", "rollout.n=1", "agent.save_trajectories=-1")
     run(generate_app, str(task.folder / "test.jsonl"), str(output), *chosen)
     assert [[message["role"] for message in row["messages"]] for row in rows_in(output)] == [["user", "assistant"]] * 3
+    assert not list(tmp_path.glob("*.run"))
 
 
 def test_a_loop_that_is_not_there_is_named(task: AgentTask, tmp_path: Path) -> None:

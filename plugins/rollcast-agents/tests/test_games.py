@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
 import re
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from rollcast.contracts.renderer import Message
 from rollcast.errors import ConfigError
+from rollcast_agents.commands import validate_app
 from rollcast_agents.environments.gem import Gem
 from rollcast_agents.environments.own_random import OwnRandom
 from rollcast_agents.environments.textarena import TextArena
@@ -71,6 +75,8 @@ GAMES = [
 def test_a_game_is_won_and_depends_on_its_seed_alone(kind: Any, task: dict[str, Any], move: str) -> None:
     alone = [asyncio.run(search(kind(), {**task, "seed": seed}, move)) for seed in range(6)]
     assert all(rewards[-1] == 1 for rewards in alone)
+    assert not any(reward for rewards in alone for reward in rewards[:-1])
+    assert None not in [reward for rewards in alone for reward in rewards]  # a game that is cut off is lost
     assert len({len(rewards) for rewards in alone}) > 1
 
     async def together() -> list[list[float | None]]:
@@ -84,6 +90,29 @@ def test_a_game_is_won_and_depends_on_its_seed_alone(kind: Any, task: dict[str, 
 
     random.seed(5)
     assert asyncio.run(together()) == alone
+
+
+def prompts(tmp_path: Path, *rows: dict[str, Any]) -> str:
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"prompt": "Play.", **row}) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("environment", "row", "unknown"),
+    [
+        pytest.param("textarena", {"game": "GuessTheNumber-v0"}, True, marks=needs_textarena),
+        pytest.param("gem", {"env": "game:GuessTheNumber-v0-easy"}, True, marks=needs_gem),
+        pytest.param("gem", {"env": "rg:leg_counting"}, False, marks=needs_gem),
+    ],
+)
+def test_a_task_is_validated(environment: str, row: dict[str, Any], unknown: bool, tmp_path: Path) -> None:
+    rows = [{**row, "seed": seed} for seed in range(3)]
+    arguments = [prompts(tmp_path, *rows), f"agent.environment={environment}"]
+    result = CliRunner().invoke(validate_app, arguments, catch_exceptions=False)
+    assert f"3 rows checked with environment {environment}, 0 faults" in result.stdout
+    assert ("no right reply is known for 3 of them" in result.stdout) == unknown
+    assert result.exit_code == 0
 
 
 def test_calls_leave_the_global_generators_alone() -> None:

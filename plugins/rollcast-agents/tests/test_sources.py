@@ -8,9 +8,11 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from typer.testing import CliRunner
 
 from rollcast.contracts.renderer import Message, ToolCall
 from rollcast.errors import ConfigError
+from rollcast_agents.commands import validate_app
 from rollcast_agents.environments.reasoning_gym import ReasoningGym
 from rollcast_agents.testing import EnvironmentSuite, ToolSuite
 from rollcast_agents.tools.box import ToolBox, ToolLimits
@@ -167,3 +169,13 @@ def test_the_right_answer_scores_one():
 
     assert asyncio.run(run("")) == 1.0
     assert asyncio.run(run("no idea")) < 1.0
+
+
+def test_generated_tasks_are_validated(tmp_path):
+    pytest.importorskip("reasoning_gym")
+    path = tmp_path / "rows.jsonl"
+    tasks = ("basic_arithmetic", "leg_counting", "boxnet")
+    path.write_text("".join(f'{{"prompt": "Answer.", "index": 1, "task": "{task}"}}\n' for task in tasks))
+    result = CliRunner().invoke(validate_app, [str(path), "agent.environment=reasoning_gym"], catch_exceptions=False)
+    assert "3 rows checked with environment reasoning_gym, 0 faults" in result.stdout
+    assert "no right reply is known for 1 of them" in result.stdout

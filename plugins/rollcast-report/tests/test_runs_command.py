@@ -87,3 +87,11 @@ def test_what_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         call("compare", tmp_path / "nothing")
     assert "there is no run in" in call("list", tmp_path)
+
+
+def test_report_writes_the_page_of_a_run(runs: Path) -> None:
+    page = Path(call("report", runs / "a").replace("\n", ""))
+    assert page == runs / "a" / "report.html"
+    assert "Validation accuracy" in page.read_text()
+    with pytest.raises(DataError, match="no run directory"):
+        call("report", runs / "nothing")

@@ -71,6 +71,13 @@ class BaseEnvironment(ABC):
     async def step(self, message: Message) -> Observation:
         """Answer a reply of the model."""
 
+    async def solution(self) -> Sequence[str] | None:
+        """Return replies that together earn the reward 1 in the episode that has begun; None if they are not known.
+
+        ``rollcast validate-task`` plays them.
+        """
+        return None
+
     async def close(self) -> None:
         """Free what the episode holds; called once, also when the rollout is interrupted."""
         return

@@ -73,7 +73,8 @@ def validate_task(
 ) -> None:
     """Check a task without a model: right answers are right, empty ones are not, and episodes begin the same twice.
 
-    Checks `agent.environment` if one is set, else the reward. Ends with code 1 if a row fails.
+    Checks `agent.environment` if one is set, else the reward. An environment that knows its solution is played with
+    it in place of --answer. Ends with code 1 if a row fails.
     """
     from rollcast_agents.validation import validate_rows
 
@@ -85,20 +86,20 @@ def validate_task(
     if len(report.faults) > _SHOWN:
         print_lines(f"and {len(report.faults) - _SHOWN} more")
     print_lines(f"{report.rows} rows checked with {report.judge}, {len(report.faults)} faults")
+    if report.unknown:
+        print_lines(f"no right reply is known for {report.unknown} of them; give one with --answer")
     if report.faults:
         raise typer.Exit(1)
 
 
 def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
     try:
-        import rollcast_eval  # noqa: F401
+        from rollcast_eval.composition import compose_samples
     except ImportError as error:
         raise ConfigError(
             f'this command needs the rewards and data of a trainer: pip install "rollcast-agents[trainer]" ({error})'
         ) from error
-    from rollcast import compose
-
-    composed = compose(["trainer=sample", *overrides], config_dir)
+    composed = compose_samples(overrides, config_dir)
     composed.load_plugins()
     return composed.config
 

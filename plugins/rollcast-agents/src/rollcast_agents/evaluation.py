@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+import functools
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,8 +15,9 @@ from rollcast.contracts.trajectory import Trajectory
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_agents.host import HostSetup, check_names
+from rollcast_agents.records import Record, append_records, decode_segments, keep_groups, record_path
 from rollcast_agents.schemas import AgentConfig
-from rollcast_agents.training.manager import AgentLoopManager
+from rollcast_agents.training.manager import AgentLoopManager, Rollouts
 from rollcast_agents.training.worker import AgentLoopWorker, AgentWorkerSetup
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup
 from rollcast_serving.launcher import ReplicaAddress
@@ -23,13 +25,19 @@ from rollcast_serving.launcher import ReplicaAddress
 __all__ = ["AgentAnswers"]
 
 _ROLE = "agent_loop"
+_TASK = ("ground_truth", "data_source", "extra_info")
+#: Step of the file of trajectories: an evaluation has one.
+_STEP = 0
+#: Beginning of the ids of rollouts; the number of the prompt follows.
+_NAME = "eval"
 
 
 class AgentAnswers(BaseGenerator):
     """A rollout of ``agent.loop`` for each sample.
 
     A sample's row in the file has the conversation as ``messages``, ``end``, ``failure`` and the rollout's numbers as
-    ``metrics``.
+    ``metrics``. With ``agent.save_trajectories`` the folder beside the samples is a run directory: it has the
+    configuration and one file of all trajectories (:mod:`rollcast_agents.records`).
     """
 
     @classmethod
@@ -41,9 +49,18 @@ class AgentAnswers(BaseGenerator):
         self._config: AgentConfig = build_section(AgentConfig, setup.config.agent, "agent")
         check_names(self._config)
         self._manager: AgentLoopManager | None = None
+        self._saves = self._config.save_trajectories > 0
+        self._path = record_path(setup.folder, _STEP)
 
     def settings(self) -> dict[str, Any]:
         return {"agent": OmegaConf.to_container(self.setup.config.agent)}
+
+    def resume(self, done: Collection[int]) -> None:
+        if not self._saves:
+            return
+        keep_groups(self._path, {f"{_NAME}/{number}" for number in done})
+        self.setup.folder.mkdir(parents=True, exist_ok=True)
+        OmegaConf.save(self.setup.config, self.setup.folder / "config.yaml")
 
     def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
         host = HostSetup(self._config, self.setup.model_path, self.setup.max_total_tokens)
@@ -54,13 +71,30 @@ class AgentAnswers(BaseGenerator):
     ) -> None:
         self._manager = AgentLoopManager(groups[_ROLE], addresses)
 
-    def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams, name: str) -> Answers:
+    def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams) -> Answers:
         if self._manager is None:
             raise RuntimeError("connect() comes before generate()")
-        rollouts = self._manager.roll_out(prompts, seeds, sampling, name, int(self.setup.config.sample.seed))
+        rollouts = self._manager.roll_out(prompts, seeds, sampling, _NAME, int(self.setup.config.sample.seed))
         final = rollouts.batch["is_final"].tolist()
         chosen = [each for each, is_final in zip(rollouts.trajectories, final, strict=True) if is_final]
-        return Answers(rollouts.batch, [_note(each) for each in chosen])
+        save = functools.partial(self._save, prompts, rollouts) if self._saves else None
+        return Answers(rollouts.batch, [_note(each) for each in chosen], save)
+
+    def _save(self, prompts: DataProto, rollouts: Rollouts, scores: Sequence[float | None]) -> None:
+        columns = prompts.non_tensor_batch
+        names = [name for name in _TASK if name in columns]
+        append_records(
+            self._path,
+            (
+                Record(
+                    each,
+                    {name: columns[name][row] for name in names},
+                    scores[row],
+                    decode_segments(each, self.setup.tokenizer),
+                )
+                for each, row in zip(rollouts.trajectories, rollouts.sources, strict=True)
+            ),
+        )
 
 
 def _note(trajectory: Trajectory) -> dict[str, Any]:
@@ -69,6 +103,7 @@ def _note(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "messages": [dict(message) for message in trajectory.messages],
         "end": trajectory.end,
-        "metrics": dict(trajectory.metrics),
+        # Loops without tools do not count calls; the table shows these numbers for every loop.
+        "metrics": {"tool_calls": 0.0, "tool_errors": 0.0, **trajectory.metrics},
         **said,
     }

@@ -21,20 +21,26 @@ from __future__ import annotations
 import base64
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from rollcast.contracts.trajectory import Failure, Segment, Trajectory, VersionRun
 from rollcast.errors import DataError
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
 __all__ = [
     "FOLDER",
     "Record",
+    "append_records",
+    "decode_segments",
     "find_records",
+    "keep_groups",
     "load_records",
     "load_trajectories",
     "record_path",
@@ -80,10 +86,36 @@ def save_records(path: Path, records: Iterable[Record]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("w", encoding="utf-8") as file:
-        for record in records:
-            file.write(json.dumps(_as_json(record), ensure_ascii=False, separators=(",", ":"), default=_plain))
-            file.write("\n")
+        file.writelines(map(_line, records))
     os.replace(unfinished, path)
+
+
+def append_records(path: Path, records: Iterable[Record]) -> None:
+    """Append to a file; the file and its folder are made if they are missing."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(map(_line, records))
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def keep_groups(path: Path, groups: Collection[str]) -> None:
+    """Remove the trajectories of other groups, and a line that was cut off, from a file that may be missing."""
+    if not path.is_file():
+        return
+    unfinished = path.with_name(path.name + ".part")
+    with path.open(encoding="utf-8") as before, unfinished.open("w", encoding="utf-8") as after:
+        for line in before:
+            # Only an append that was interrupted leaves a line without an end.
+            if line.endswith("\n") and json.loads(line)["group_id"] in groups:
+                after.write(line)
+    os.replace(unfinished, path)
+
+
+def decode_segments(trajectory: Trajectory, tokenizer: PreTrainedTokenizerBase) -> list[str]:
+    """Return the text of each segment, so that readers of the file need no tokenizer."""
+    ids = [segment.token_ids.tolist() for segment in trajectory.segments]
+    return [str(tokenizer.decode(each, skip_special_tokens=False)) for each in ids]
 
 
 def load_trajectories(path: Path) -> list[Trajectory]:
@@ -118,6 +150,10 @@ def find_records(place: Path) -> list[Record]:
     if not records:
         raise DataError(f"there are no trajectories in {place}; runs with agent.save_trajectories write them")
     return records
+
+
+def _line(record: Record) -> str:
+    return json.dumps(_as_json(record), ensure_ascii=False, separators=(",", ":"), default=_plain) + "\n"
 
 
 def _as_json(record: Record) -> dict[str, Any]:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast import build_section
+from rollcast.contracts.environment import BaseEnvironment
 from rollcast.contracts.renderer import Message
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
 from rollcast.errors import ConfigError
 from rollcast_agents.environments.plain import build_environment
 from rollcast_agents.schemas import AgentConfig
 from rollcast_data.files import Row, read_files
+from rollcast_data.prompts import other_columns
 from rollcast_data.schemas import DataConfig
 from rollcast_rewards.schemas import RewardConfig
 
@@ -33,11 +35,13 @@ class TaskReport:
         judge: the environment or reward that was asked.
         rows: number of rows checked.
         faults: row of the file, from 1, and what is wrong with it.
+        unknown: number of rows without a known right reply.
     """
 
     judge: str
     rows: int
     faults: tuple[tuple[int, str], ...]
+    unknown: int = 0
 
 
 def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) -> TaskReport:
@@ -46,47 +50,59 @@ def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) ->
     Args:
         prompts: JSONL or Parquet file.
         config: sections ``agent``, ``data`` and ``reward``.
-        answer: right reply to a row, with ``{ground_truth}`` in place of its reference answer.
+        answer: right reply to a row, with ``{ground_truth}`` in place of its reference answer. An environment that
+            knows its solution is played with it.
         limit: number of rows to check.
 
     Raises:
-        DataError: a row has no prompt or no reference answer.
+        DataError: a row has no prompt, or a reward has no reference answer to check.
         ConfigError: the environment or the reward does not take its options.
     """
     agent: AgentConfig = build_section(AgentConfig, config.agent, "agent")
     data: DataConfig = build_section(DataConfig, config.data, "data")
-    check, judge = _environment_check(agent) if agent.environment is not None else _reward_check(config)
+    needs_truth = agent.environment is None
+    check, judge = _reward_check(config) if needs_truth else _environment_check(agent)
     rows = read_files([prompts])[:limit]
-    faults = [
-        (row.number, fault)
-        for row in rows
-        for fault in check(_task(row, data), answer.replace("{ground_truth}", str(_ground_truth(row, data))))
-    ]
-    return TaskReport(judge, len(rows), tuple(faults))
+    checked = [(row.number, *check(*_task(row, data, answer, needs_truth))) for row in rows]
+    faults = tuple((number, fault) for number, found, _ in checked for fault in found)
+    return TaskReport(judge, len(rows), faults, sum(not is_known for _, _, is_known in checked))
 
 
-Check = Callable[[Mapping[str, Any], str], Iterator[str]]
+#: What is wrong with a row, and True if a right reply was known.
+Checked = tuple[list[str], bool]
+#: Checks a task with a right reply, None if the row has none.
+Check = Callable[[Mapping[str, Any], str | None], Checked]
 
 
 def _ground_truth(row: Row, data: DataConfig) -> Any:
+    """Return the row's reference answer.
+
+    Raises:
+        ConfigError: rows have none.
+        DataError: this row has none.
+    """
     if data.ground_truth_key is None:
         raise ConfigError("data.ground_truth_key is null; a task without reference answers cannot be checked")
     return row.get(data.ground_truth_key, "data.ground_truth_key")
 
 
-def _task(row: Row, data: DataConfig) -> dict[str, Any]:
-    """Return a row as loops and environments see it."""
+def _task(row: Row, data: DataConfig, answer: str, needs_truth: bool) -> tuple[dict[str, Any], str | None]:
+    """Return a row as loops and environments see it, and the right reply to it."""
+    has_truth = data.ground_truth_key is not None and row.find(data.ground_truth_key) is not None
+    truth = _ground_truth(row, data) if needs_truth or has_truth else None
     prompt = row.get(data.prompt_key, "data.prompt_key")
-    nested = row.values.get("extra_info")
-    return {
+    others = other_columns(row, data)
+    task = {
         "seed": row.number,
         "index": row.number - 1,
-        **(nested if isinstance(nested, Mapping) else {}),
-        "ground_truth": _ground_truth(row, data),
+        **others,
+        "ground_truth": truth,
         "data_source": str(row.find(data.data_source_key) or ""),
-        "extra_info": nested,
+        "extra_info": others,
         "prompt": [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt),
     }
+    known = truth is not None or "{ground_truth}" not in answer
+    return task, answer.replace("{ground_truth}", str(truth)) if known else None
 
 
 # ---- rewards ----
@@ -98,7 +114,7 @@ def _reward_check(config: DictConfig) -> tuple[Check, str]:
         reward = build_reward(section.name, section.reward_kwargs)
     except TypeError as error:
         raise ConfigError(f"reward.reward_kwargs do not fit reward {section.name!r}: {error}") from error
-    return functools.partial(_check_reward, reward), f"reward {section.name}"
+    return lambda task, answer: (list(_check_reward(reward, task, answer or "")), True), f"reward {section.name}"
 
 
 def _check_reward(reward: BaseReward, task: Mapping[str, Any], answer: str) -> Iterator[str]:
@@ -121,7 +137,7 @@ def _scored(reward: BaseReward, task: Mapping[str, Any], reply: str) -> RewardRe
         response=reply,
         ground_truth=task["ground_truth"],
         data_source=task["data_source"],
-        extra_info={**(task["extra_info"] or {}), "messages": messages},
+        extra_info={**task["extra_info"], "messages": messages},
     )
     (value,) = reward.score_batch([sample])
     if not isinstance(value, float | int | RewardResult):
@@ -142,27 +158,51 @@ def _environment_check(agent: AgentConfig) -> tuple[Check, str]:
     return functools.partial(_check_environment, build), f"environment {agent.environment}"
 
 
-def _check_environment(build: Callable[[], Any], task: Mapping[str, Any], answer: str) -> Iterator[str]:
+def _check_environment(build: Callable[[], BaseEnvironment], task: Mapping[str, Any], answer: str | None) -> Checked:
     try:
-        first, right = asyncio.run(_play(build, task, answer))
-        second, empty = asyncio.run(_play(build, task, ""))
+        begun, empty = asyncio.run(_play(build, task, [""]))
+        again, replies = asyncio.run(_begin(build, task))
+        if replies is None and answer is not None:
+            replies = [answer]
+        _, right = asyncio.run(_play(build, task, replies or ()))
     except Exception as error:  # noqa: BLE001  # a stranger's code; its fault is the row's
-        yield f"the environment raised {type(error).__name__}: {error}"
-        return
-    if first != second:
-        yield "two episodes of the same task begin differently"
-    if right < 1.0:
-        yield f"the reply {answer!r} has the reward {right:g}, not 1"
+        return [f"the environment raised {type(error).__name__}: {error}"], True
+    faults = []
+    if begun != again:
+        faults.append("two episodes of the same task begin differently")
+    if replies is not None and right < 1.0:
+        shown = ", ".join(repr(reply) for reply in replies)
+        faults.append(f"the reply {shown} has the reward {right:g}, not 1")
     if empty >= 1.0:
-        yield f"an empty reply has the reward {empty:g}"
+        faults.append(f"an empty reply has the reward {empty:g}")
+    return faults, replies is not None
 
 
-async def _play(build: Callable[[], Any], task: Mapping[str, Any], reply: str) -> tuple[list[Any], float]:
-    """Return the first messages of an episode, and the reward of one reply."""
+async def _begin(
+    build: Callable[[], BaseEnvironment], task: Mapping[str, Any]
+) -> tuple[list[Any], Sequence[str] | None]:
+    """Return the first messages of an episode, and the replies that win it, if they are known."""
     environment = build()
     try:
         begun = await environment.reset(task)
-        seen = await environment.step(Message(reply))
-        return list(begun.messages), float((begun.reward or 0.0) + (seen.reward or 0.0))
+        return list(begun.messages), await environment.solution()
+    finally:
+        await environment.close()
+
+
+async def _play(
+    build: Callable[[], BaseEnvironment], task: Mapping[str, Any], replies: Sequence[str]
+) -> tuple[list[Any], float]:
+    """Return the first messages of an episode, and the sum of its rewards for the replies."""
+    environment = build()
+    try:
+        seen = await environment.reset(task)
+        begun, total = list(seen.messages), seen.reward or 0.0
+        for reply in replies:
+            if seen.done:
+                break
+            seen = await environment.step(Message(reply))
+            total += seen.reward or 0.0
+        return begun, float(total)
     finally:
         await environment.close()

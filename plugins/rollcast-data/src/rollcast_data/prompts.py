@@ -17,7 +17,7 @@ from rollcast_data.encoding import Ids, encode_prompts, fit_prompts, join_ids, r
 from rollcast_data.files import Row, read_files
 from rollcast_data.schemas import DataConfig, build_data_config
 
-__all__ = ["PromptDataset", "PromptRow", "require_pad_id"]
+__all__ = ["PromptDataset", "PromptRow", "other_columns", "require_pad_id"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ class PromptDataset(BaseDataset):
             raw_prompt=raw_prompt(row, self.config),
             ground_truth=self._ground_truth(row),
             data_source=str(row.find(self.config.data_source_key) or ""),
-            extra_info=self._extra_info(row),
+            extra_info=other_columns(row, self.config),
         )
 
     def collate(self, rows: list[PromptRow]) -> DataProto:
@@ -104,12 +104,13 @@ class PromptDataset(BaseDataset):
         key = self.config.ground_truth_key
         return None if key is None else row.get(key, "data.ground_truth_key")
 
-    def _extra_info(self, row: Row) -> dict[str, Any]:
-        config = self.config
-        used = {config.prompt_key, config.ground_truth_key, config.data_source_key, "extra_info"}
-        others = {key: value for key, value in row.values.items() if key not in used}
-        nested = row.values.get("extra_info")
-        return others | dict(nested) if isinstance(nested, Mapping) else others
+
+def other_columns(row: Row, config: DataConfig) -> dict[str, Any]:
+    """Return a row's columns that no key of the config names, with the content of a column ``extra_info``."""
+    used = {config.prompt_key, config.ground_truth_key, config.data_source_key, "extra_info"}
+    others = {key: value for key, value in row.values.items() if key not in used}
+    nested = row.values.get("extra_info")
+    return others | dict(nested) if isinstance(nested, Mapping) else others
 
 
 def require_pad_id(tokenizer: PreTrainedTokenizerBase) -> int:

@@ -75,12 +75,12 @@ def evaluate(
 def _build(
     prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
 ) -> SampleJob:
-    from rollcast import compose
     from rollcast.errors import DataError
+    from rollcast_eval.composition import compose_samples
 
     if not prompts.is_file():
         raise DataError(f"there is no file of prompts {prompts}")
-    composed = compose(["trainer=sample", *(overrides or ())], config_dir)
+    composed = compose_samples(overrides or (), config_dir)
     composed.load_plugins()
     hide_library_bars()
     from rollcast_eval.job import SampleJob

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.plugins import Registry, subclass_of
@@ -12,6 +13,7 @@ from rollcast.plugins import Registry, subclass_of
 if TYPE_CHECKING:
     import torch
     from omegaconf import DictConfig
+    from transformers import PreTrainedTokenizerBase
 
     from rollcast import WorkerGroup
     from rollcast.contracts.rollout import SamplingParams
@@ -32,12 +34,16 @@ class GeneratorSetup:
         model_path: folder of the model and tokenizer.
         max_total_tokens: tokens of a prompt and its answer.
         routing: settings that spread requests over replicas.
+        tokenizer: tokenizer of the model.
+        folder: folder for further files beside the samples; may not exist yet.
     """
 
     config: DictConfig
     model_path: str
     max_total_tokens: int
     routing: RoutingSettings
+    tokenizer: PreTrainedTokenizerBase
+    folder: Path
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,10 +54,13 @@ class Answers:
         batch: rows that a reward can score; those of one answer share ``rollout_index``, and one of them has
             ``is_final``.
         notes: JSON object for each answer, in the order of the prompts: ``metrics`` is a mapping of numbers.
+        save: function that writes further files. It takes the score of each answer, None without a reward, and is
+            called before the samples are written; None if there are no such files.
     """
 
     batch: DataProto
     notes: Sequence[Mapping[str, Any]]
+    save: Callable[[Sequence[float | None]], None] | None = None
 
 
 class BaseGenerator(ABC):
@@ -70,6 +79,10 @@ class BaseGenerator(ABC):
         """Return what the answers depend on, by name; JSON."""
 
     @abstractmethod
+    def resume(self, done: Collection[int]) -> None:
+        """Remove what an interrupted command saved beyond the prompts ``done``; called before :meth:`generate`."""
+
+    @abstractmethod
     def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
         """Return the workers to start beside the replicas, by role."""
 
@@ -80,14 +93,13 @@ class BaseGenerator(ABC):
         """Take the workers, by role, and what returns the replicas. Called once, before :meth:`generate`."""
 
     @abstractmethod
-    def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams, name: str) -> Answers:
+    def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams) -> Answers:
         """Answer each row of the prompts once.
 
         Args:
-            prompts: columns of a dataset's batch; rows with the same ``uid`` are samples of one prompt.
+            prompts: columns of a dataset's batch. ``uid`` is the prompt's number in its file, shared by its samples.
             seeds: one for each answer, int64 ``[B]``.
             sampling: parameters of every reply that names none.
-            name: name of this call, another for each.
         """
 
 

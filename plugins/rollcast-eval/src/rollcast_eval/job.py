@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.contract import BaseGenerator, GeneratorSetup, generators
+from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer
@@ -75,7 +75,7 @@ class SampleJob:
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
         self.dataset: BaseDataset = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
         self.scorer = self._build_scorer() if scored else None
-        self._generator = self._build_generator()
+        self._generator = self._build_generator(output)
         self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n)
 
     def _section(self, path: str, schema: type) -> Any:
@@ -111,10 +111,11 @@ class SampleJob:
             reward.reward_manager_kwargs,
         )
 
-    def _build_generator(self) -> BaseGenerator | None:
+    def _build_generator(self, output: Path) -> BaseGenerator | None:
         """Return the generator that the config asks for; None where a sample is one reply."""
         longest = self._data.max_prompt_length + self._data.max_response_length
-        setup = GeneratorSetup(self._config, self._model.path, longest, self._routing())
+        folder = output.with_name(f"{output.name}.run")
+        setup = GeneratorSetup(self._config, self._model.path, longest, self._routing(), self.tokenizer, folder)
         kinds = (generators.get(name) for name in generators.names())
         return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
 
@@ -143,6 +144,8 @@ class SampleJob:
             if self.scorer is not None:
                 stack.callback(self.scorer.close)
             if missing:
+                if self._generator is not None:
+                    self._generator.resume(self.file.rows.keys())
                 replicas = stack.enter_context(self._replicas())
                 for start in range(0, len(missing), self._sample.chunk_size):
                     self.file.add(self._chunk(replicas, missing[start : start + self._sample.chunk_size]))
@@ -191,14 +194,17 @@ class SampleJob:
         rows = prompts.repeat(self.samples, interleave=True)
         seeds = [_seed(self._sample.seed, index, sample) for index in indices for sample in range(self.samples)]
         sampling = configured_sampling(self._rollout, self._data.max_response_length)
-        batch, notes = self._answer(replicas, rows, indices, torch.tensor(seeds), sampling)
+        answers = self._answer(replicas, rows, indices, torch.tensor(seeds), sampling)
+        batch = answers.batch
         if self.scorer is not None:
             found = self.scorer.score(batch).as_rows()
         else:
             final = batch.select_idxs(batch["is_final"].nonzero().flatten()) if "is_final" in batch else batch
             found = self._plain(final)
+        if answers.save is not None:
+            answers.save([row.get("score") if self.scorer is not None else None for row in found])
         numbers = [{"index": index, "sample": sample} for index in indices for sample in range(self.samples)]
-        return [{**number, **row, **note} for number, row, note in zip(numbers, found, notes, strict=True)]
+        return [{**number, **row, **note} for number, row, note in zip(numbers, found, answers.notes, strict=True)]
 
     def _answer(
         self,
@@ -207,15 +213,14 @@ class SampleJob:
         indices: Sequence[int],
         seeds: torch.Tensor,
         sampling: SamplingParams,
-    ) -> tuple[DataProto, Sequence[Mapping[str, Any]]]:
-        """Return the answers to these rows, and what is noted with each."""
+    ) -> Answers:
+        """Return the answers to these rows."""
         if self._generator is None:
             output = replicas.generate_sequences(rows.select(_PROMPT_COLUMNS).with_columns({"seed": seeds}), sampling)
-            return rows.drop(_PROMPT_COLUMNS).joined(output), [{}] * len(rows)
-        groups = torch.arange(len(indices)).repeat_interleave(self.samples)
-        prompts = rows.with_columns({"uid": groups, "index": torch.tensor(indices).repeat_interleave(self.samples)})
-        answers = self._generator.generate(prompts, seeds, sampling, f"eval/{indices[0]}")
-        return answers.batch, answers.notes
+            return Answers(rows.drop(_PROMPT_COLUMNS).joined(output), [{}] * len(rows))
+        numbers = torch.tensor(indices).repeat_interleave(self.samples)
+        prompts = rows.with_columns({"uid": numbers, "index": numbers})
+        return self._generator.generate(prompts, seeds, sampling)
 
     def _plain(self, batch: DataProto) -> list[dict[str, Any]]:
         """Return rows without a score, with all other columns of the file of prompts."""

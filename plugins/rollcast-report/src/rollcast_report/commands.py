@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["find_runs", "runs_app", "summarize"]
 
 runs_app = typer.Typer(
-    help="List, compare and diff run directories.",
+    help="List, compare, diff and report run directories.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -125,6 +125,14 @@ def diff(first: Run, second: Run, as_json: AsJson = False) -> None:
     else:
         rows = [[key, json.dumps(left.get(key)), json.dumps(right.get(key))] for key in keys]
         _print_table(["key", str(first), str(second)], rows)
+
+
+@runs_app.command()
+def report(run: Run) -> None:
+    """Write report.html from the files of a run that was killed, or of an evaluation of agents."""
+    from rollcast_report.report import write_report
+
+    print_lines(str(write_report(_existing(run))))
 
 
 def _existing(path: Path) -> Path:

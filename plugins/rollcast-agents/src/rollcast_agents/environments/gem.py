@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rollcast.contracts.environment import BaseEnvironment, Observation
@@ -46,6 +46,12 @@ class Gem(BaseEnvironment):
         text = _text(seen, info)
         said = [{"role": "user", "content": text}] if text else []
         return Observation(said, reward=float(reward), done=bool(terminated or truncated))
+
+    async def solution(self) -> Sequence[str] | None:
+        # Questions have an answer; games keep theirs in many ways.
+        entry = getattr(self._env, "data", None)
+        answer = entry.get("answer") if isinstance(entry, Mapping) else getattr(self._env, "answer", None)
+        return None if answer is None else [f"<answer>{answer}</answer> \\boxed{{{answer}}}"]
 
 
 def _text(seen: Any, info: Mapping[str, Any]) -> str:

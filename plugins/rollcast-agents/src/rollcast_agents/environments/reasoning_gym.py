@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -63,3 +63,8 @@ class ReasoningGym(BaseEnvironment):
         answer = extract_answer(message.text) or message.text.strip()
         score = float(self._data.score_answer(answer, self._entry))
         return Observation(reward=score, done=True)
+
+    async def solution(self) -> Sequence[str] | None:
+        # Tasks with many right answers name none.
+        answer = self._entry["answer"]
+        return None if answer is None else [f"<answer>{answer}</answer>"]

@@ -71,18 +71,19 @@ class TextArena(BaseEnvironment):
             raise ConfigError(
                 f"agent.environment_kwargs: {name} cannot have players={self._players}: {error}"
             ) from error
-        return self._seen(False)
+        return self._seen(False, None)
 
     def _move(self, text: str) -> Observation:
         done, _ = self._env.step(action=text)
-        return self._seen(done)
+        # A game that ends at a limit of the run is not won, and no reward function has to score it.
+        return self._seen(done, 0.0)
 
-    def _seen(self, done: bool) -> Observation:
+    def _seen(self, done: bool, reward: float | None) -> Observation:
         """Let the others move until it is the model's turn or the game is over."""
         while not done:
             player, said = self._env.get_observation()
             if player == self._player or self._opponent is None:
-                return Observation([{"role": "user", "content": self._text(said, player)}])
+                return Observation([{"role": "user", "content": self._text(said, player)}], reward=reward)
             done, _ = self._env.step(action=str(self._opponent(self._text(said, player))))
         rewards, info = self._env.close()
         own = info.get(self._player, {})

@@ -14,7 +14,7 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_agents.host import HostSetup, check_names
-from rollcast_agents.records import Record, record_path, save_records
+from rollcast_agents.records import Record, decode_segments, record_path, save_records
 from rollcast_agents.schemas import AgentConfig
 from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_if_empty
 from rollcast_agents.training.metrics import agent_metrics
@@ -186,10 +186,8 @@ class SaveTrajectories(Stage):
         return batch
 
     def _finished(self, record: Record, scores: Mapping[str, float]) -> Record:
-        """Return the record with its score, and the text of each segment, so that readers need no tokenizer."""
-        segments = record.trajectory.segments
-        decode = self.run.task.tokenizer.decode
-        texts = [str(decode(segment.token_ids.tolist(), skip_special_tokens=False)) for segment in segments]
+        """Return the record with its score and the text of each segment."""
+        texts = decode_segments(record.trajectory, self.run.task.tokenizer)
         return replace(record, score=scores.get(record.trajectory.rollout_id), texts=texts)
 
 

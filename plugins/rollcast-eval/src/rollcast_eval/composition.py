@@ -1,0 +1,50 @@
+"""Composition of the configuration of ``rollcast generate`` and ``rollcast eval``, also from a training recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast import compose
+
+if TYPE_CHECKING:
+    from rollcast import Composed
+
+__all__ = ["compose_samples"]
+
+#: Choices after which the overrides are those of a training run.
+_RUNS = ("recipe", "trainer")
+#: Keys that sampling decides by itself: its replicas read the model from its folder.
+_OWN = ("rollout.mode", "rollout.weight_sync")
+
+
+def compose_samples(overrides: Sequence[str] = (), config_dir: Path | None = None) -> Composed:
+    """Return the configuration of ``trainer=sample``.
+
+    With ``recipe=...`` or ``trainer=...`` the overrides are composed as for training, and the sections that sampling
+    has too are the run's: model, data, rollout, reward, agent, runtime and placement.
+
+    Raises:
+        RollcastError: as :func:`rollcast.compose`.
+    """
+    if not any(_key(each) in _RUNS for each in overrides):
+        return compose(["trainer=sample", *overrides], config_dir)
+    from omegaconf import OmegaConf
+
+    own = [each for each in overrides if _key(each).partition(".")[0] == "sample"]
+    run = compose([each for each in overrides if each not in own], config_dir)
+    # The run's model takes its place below.
+    sample = compose(["trainer=sample", "model.path=unused", *own], config_dir)
+    tree, given = sample.plain(), run.plain()
+    kept = {key: OmegaConf.select(sample.config, key) for key in _OWN}
+    config: Any = OmegaConf.create(tree | {name: given[name] for name in tree if name in given})
+    for key, value in kept.items():
+        OmegaConf.update(config, key, value)
+    OmegaConf.set_readonly(config, True)
+    return replace(sample, config=config, origins={**sample.origins, **run.origins})
+
+
+def _key(override: str) -> str:
+    return override.lstrip("+~").partition("=")[0].strip()
