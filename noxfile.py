@@ -5,7 +5,7 @@ python -m nox -s tests                    every test; a path or -k after `--` na
 python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
 python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
-python -m nox -s tests_environments       rollcast-agents' tests of the games of textarena and gem-llm
+python -m nox -s tests_environments       rollcast-agents' tests with textarena, gem-llm and reasoning-gym
 python -m nox -s tests_verifiers          the same for verifiers' tasksets; installing verifiers takes four minutes
 python -m nox -s lint types docs
 python -m nox -s dev                      an editable environment of all distributions, in .venv
@@ -46,7 +46,7 @@ PYTEST = ["-m", "pytest", "-q"]
 RETRIED = 10
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
-    "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "reasoning-gym>=0.1.25", "renderers"],
+    "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],
@@ -264,15 +264,16 @@ def tests_sglang(session: nox.Session) -> None:
 
 @nox.session
 def tests_environments(session: nox.Session) -> None:
-    """rollcast-agents' tests of games, with the packages textarena and gem-llm."""
+    """rollcast-agents' tests with textarena, gem-llm and reasoning-gym, a part of which needs a C compiler."""
     name = "rollcast-agents"
     extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
-    libraries = [*extras["textarena"], *TEST_LIBRARIES[name], "msgspec"]
+    libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
     # It requires an antlr that hydra excludes, and older versions of what the extras name.
     session.install("-q", "--no-deps", "gem-llm==0.1.0")
     session.env["OMP_NUM_THREADS"] = "1"
-    run_tests(session, str(DISTRIBUTIONS[name] / "tests" / "test_games.py"))
+    files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
+    run_tests(session, *map(str, files))
 
 
 @nox.session
