@@ -125,11 +125,12 @@ def correct_rollout(
     Args:
         old_log_probs, rollout_log_probs: of the sampled tokens, with the rows of the mask.
         response_mask: jagged.
-        config: what to do.
+        config: what to do; ``rollout_is=auto`` stands for none.
 
     Raises:
         ValueError: columns that do not fit together, a level, rule or threshold that means nothing.
     """
+    config = config.resolved(is_stale=False)
     ratios = LogRatios.of(old_log_probs, rollout_log_probs, response_mask)
     metrics = _gap_metrics(ratios)
     inside = response_mask.values.bool()

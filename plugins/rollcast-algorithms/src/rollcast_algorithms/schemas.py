@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import field, replace
 from typing import Any
 
 from rollcast.contracts.config import Positive, config
@@ -14,8 +14,9 @@ __all__ = ["AlgorithmConfig", "FilterGroupsConfig", "RolloutCorrectionConfig"]
 class RolloutCorrectionConfig:
     """Correction for the gap between rollout and training policy. Names are verl's where it has one."""
 
-    rollout_is: str | None = None
-    """Importance weights per `token` or per `sequence`; null for none."""
+    rollout_is: str | None = "auto"
+    """Importance weights per `token` or per `sequence`; null for none. `auto` is `token` where rollouts may be older
+    than the step that trains them (`trainer.max_staleness`) and `bypass_mode` is off, else none."""
     rollout_is_threshold: Any = 2.0
     """Upper bound of the importance weights (`2.0`, truncation), or both bounds outside which they are zero
     (`[0.5, 5.0]` or `0.5_5.0`, IcePop)."""
@@ -35,6 +36,16 @@ class RolloutCorrectionConfig:
     """Bypass only while the last measured gap is at most this, in nats per token."""
     bypass_check_freq: Positive = 10
     """With `bypass_max_kl`: steps between two measurements of the gap, at most."""
+
+    def resolved(self, is_stale: bool) -> RolloutCorrectionConfig:
+        """Return the config with ``auto`` decided.
+
+        Args:
+            is_stale: True if tokens may be older than the step that trains them.
+        """
+        if self.rollout_is != "auto":
+            return self
+        return replace(self, rollout_is="token" if is_stale and not self.bypass_mode else None)
 
 
 @config

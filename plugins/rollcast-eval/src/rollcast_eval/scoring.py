@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import threading
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedSamples", "RewardScorer", "RolloutRows", "Scored", "summarize"]
 
+#: Object column of results that are known.
+RESULTS = "reward_results"
 #: Columns of a generated batch that samples are made of.
 _READ = (
     *("prompts", "responses", "response_mask", "finished", "turn_ids"),
@@ -321,9 +324,32 @@ class RewardScorer:
             raise ConfigError(f"reward.reward_kwargs do not fit reward {name!r}: {error}") from error
         self._manager: BaseRewardManager = build_reward_manager(manager, self.reward, settings, manager_options)
         self._tokenizer = tokenizer
+        #: Managers have workers and state; rollouts that are scored as they end come from another thread.
+        self._lock = threading.Lock()
 
     def score(self, batch: DataProto) -> Scored:
-        """Score every rollout of a generated batch.
+        """Score every rollout of a generated batch that :meth:`scored` has not scored yet.
+
+        Raises:
+            RewardError: the reward failed on a sample, and the settings do not allow it.
+        """
+        known = batch.non_tensor_batch.get(RESULTS)
+        samples, rollouts = self._samples(batch), RolloutRows.of(batch)
+        results = list(known) if known is not None else self._results(batch, samples, rollouts)
+        return Scored(samples, results, self.reward.max_score, rollouts)
+
+    def scored(self, batch: DataProto) -> DataProto:
+        """Return the batch with the results of its rows, so that :meth:`score` need not compute them."""
+        results = self._results(batch, self._samples(batch), RolloutRows.of(batch))
+        return batch.with_columns({RESULTS: list(results)})
+
+    def _samples(self, batch: DataProto) -> GeneratedSamples:
+        return GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
+
+    def _results(
+        self, batch: DataProto, samples: GeneratedSamples, rollouts: RolloutRows | None
+    ) -> Sequence[RewardResult]:
+        """Return a result for each row.
 
         Where rows have ``rollout_index``, the rewards in ``environment_scores`` stay at their tokens, and the reward's
         score of the final row is added for rollouts that no environment has scored (``is_scored``). A failed rollout
@@ -332,17 +358,21 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
-        samples = GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
-        rollouts = RolloutRows.of(batch)
         if rollouts is None:
-            return Scored(samples, self._manager(samples), self.reward.max_score)
+            return self._judge(samples)
         given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
         if "rollout_failed" in batch:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()
-        for row, result in zip(rows, self._manager([samples[row] for row in rows]) if rows else (), strict=True):
+        for row, result in zip(rows, self._judge([samples[row] for row in rows]), strict=True):
             given[row] = _with_rewards(result, given[row], self.reward.max_score)
-        return Scored(samples, given, self.reward.max_score, rollouts)
+        return given
+
+    def _judge(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
+        if not samples:
+            return []
+        with self._lock:
+            return self._manager(samples)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""

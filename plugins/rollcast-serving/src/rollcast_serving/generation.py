@@ -20,7 +20,7 @@ __all__ = ["SEQUENCES", "GenerationContractError", "assemble_sequences", "build_
 #: Columns of :func:`generate_sequences`.
 SEQUENCES: Final = (
     *("prompts", "responses", "response_mask", "rollout_log_probs"),
-    *("finished", "rollout_weight_version"),
+    *("finished", "rollout_weight_version", "rollout_weight_version_min"),
 )
 
 
@@ -38,8 +38,8 @@ async def generate_sequences(rollout: BaseRollout, prompts: DataProto, sampling:
 
     Returns:
         Jagged ``prompts`` and ``responses`` int32, and with the rows of the responses ``response_mask`` bool and
-        ``rollout_log_probs`` float32; ``finished`` bool ``[B]`` and ``rollout_weight_version`` int64 ``[B]`` (of the
-        last token).
+        ``rollout_log_probs`` float32; ``finished`` bool ``[B]``, and ``rollout_weight_version`` (of the last token) and
+        ``rollout_weight_version_min`` int64 ``[B]``, -1 for an empty response.
 
     Raises:
         RollcastError: a request cannot be served, or the rollout did not keep to its contract.
@@ -88,6 +88,7 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
     sequences = [output.sequences[0] for output in outputs]
     for index, sequence in enumerate(sequences):
         _check(index, sequence, max_tokens)
+    versions = [np.asarray(each.weight_versions if len(each.weight_versions) else (-1,)) for each in sequences]
     lengths = torch.tensor([len(sequence.token_ids) for sequence in sequences], dtype=torch.int64)
     responses = Jagged.from_lengths(_joined([each.token_ids for each in sequences], np.int32), lengths)
     given = Jagged.of(prompts["prompts"], "prompts")
@@ -98,10 +99,8 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
             "response_mask": responses.like(torch.ones(len(responses.values), dtype=torch.bool)),
             "rollout_log_probs": responses.like(_joined([each.log_probs for each in sequences], np.float32)),
             "finished": torch.tensor([sequence.finish_reason == "stop" for sequence in sequences], dtype=torch.bool),
-            "rollout_weight_version": torch.tensor(
-                [sequence.weight_versions[-1] if sequence.weight_versions else -1 for sequence in sequences],
-                dtype=torch.int64,
-            ),
+            "rollout_weight_version": torch.tensor([int(each[-1]) for each in versions], dtype=torch.int64),
+            "rollout_weight_version_min": torch.tensor([int(each.min()) for each in versions], dtype=torch.int64),
         }
     )
 

@@ -19,7 +19,7 @@ from rollcast_serving.replica_stream import ReplicaGoneError
 from rollcast_serving.requests import as_tokens
 from rollcast_serving.scheduling import SlidingWindow
 
-__all__ = ["Revive", "RoutingSettings", "ServerManager"]
+__all__ = ["Progress", "Revive", "RoutingSettings", "ServerManager"]
 
 logger = logging.getLogger(__name__)
 #: Starts the replica with a number again, with the current weights; returns its new address.

@@ -18,7 +18,7 @@ from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast_serving.generation import assemble_sequences, build_requests
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.manager import RoutingSettings, ServerManager
+from rollcast_serving.manager import Progress, RoutingSettings, ServerManager
 
 __all__ = ["LOOPBACK", "Replicas"]
 
@@ -82,6 +82,8 @@ class Replicas:
         self._errands: deque[_Errand] = deque()
         #: Notified when an errand comes or a call ends.
         self._changed = threading.Condition()
+        #: Called in the event loop before the connections are closed.
+        self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._manager = ServerManager(self._launch(), settings, self._revive, self._end)
         self._thread.start()
 
@@ -96,7 +98,7 @@ class Replicas:
         await self._in_owner(lambda: self._group.stop([index]))
 
     async def _in_owner(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that the next thread makes which waits in :meth:`_run`."""
+        """Return the result of a call that the next thread makes which waits in :meth:`run`."""
         errand = _Errand(call)
         with self._changed:
             self._errands.append(errand)
@@ -109,8 +111,8 @@ class Replicas:
             self.resync([started])
         return started
 
-    def _run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return the coroutine's result from the event loop; run the errands that come meanwhile."""
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Return a coroutine's result from the event loop of the replicas; bring replicas back that die meanwhile."""
         future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
         future.add_done_callback(self._wake)
         try:
@@ -141,7 +143,7 @@ class Replicas:
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutOutput | RollcastError]:
         """Return an output or an error for each request; see :meth:`ServerManager.generate_many`."""
-        return self._run(self._manager.generate_many(requests, _Progress()))
+        return self.run(self._manager.generate_many(requests, _Progress()))
 
     def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
@@ -149,7 +151,13 @@ class Replicas:
         Raises:
             RollcastError: a row failed; of the class of the first row's error, with the number of failed rows.
         """
-        answers = self.generate(build_requests(prompts, sampling))
+        return self.run(self.respond(prompts, sampling, _Progress()))
+
+    async def respond(
+        self, prompts: DataProto, sampling: SamplingParams, progress: Progress | None = None
+    ) -> DataProto:
+        """Return a response for each row, in the event loop of the replicas; see :meth:`generate_sequences`."""
+        answers = await self._manager.generate_many(build_requests(prompts, sampling), progress)
         outputs = [answer for answer in answers if isinstance(answer, RolloutOutput)]
         failed = [answer for answer in answers if isinstance(answer, RollcastError)]
         if failed:
@@ -162,11 +170,11 @@ class Replicas:
         async def take() -> dict[str, float]:
             return self._manager.take_metrics()
 
-        return self._run(take())
+        return self.run(take())
 
     def replace_dead(self, deaths: Mapping[int, RollcastError]) -> None:
         """Start replicas again that a weight sync found dead, by their numbers, and send them the current weights."""
-        self._run(self._replace(deaths))
+        self.run(self._replace(deaths))
 
     async def _replace(self, deaths: Mapping[int, RollcastError]) -> None:
         await self._manager.lose(deaths)
@@ -179,31 +187,36 @@ class Replicas:
         Raises:
             RollcastError: first error that a replica answered with.
         """
-        return self._run(self._manager.generate_on_each(request))
+        return self.run(self._manager.generate_on_each(request))
 
     def check_health(self) -> None:
         """See :meth:`ServerManager.check_health`."""
-        self._run(self._manager.check_health())
+        self.run(self._manager.check_health())
 
     def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Have all replicas give the named memory back."""
-        self._run(self._manager.call_all("release", {"tags": list(tags)}))
+        self.run(self._manager.call_all("release", {"tags": list(tags)}))
 
     def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
         """Have all replicas take the named memory again."""
-        self._run(self._manager.call_all("resume", {"tags": list(tags)}))
+        self.run(self._manager.call_all("resume", {"tags": list(tags)}))
 
     def close(self) -> None:
         """Close the connections; the processes end with their group. May be called twice."""
         if not self._thread.is_alive():
             return
         try:
-            self._run(self._manager.close())
+            self.run(self._close())
         except RollcastError as error:
             logger.debug("closing the connections to the replicas: %s", error)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _close(self) -> None:
+        for close in self.on_close:
+            await close()
+        await self._manager.close()
 
 
 class _Progress:

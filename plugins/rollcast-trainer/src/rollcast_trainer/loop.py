@@ -97,7 +97,7 @@ class LoopTrainer(StagedTrainer):
         run.emit("on_step_start", step=step)
         start = time.perf_counter()
         run.seeds.begin(f"step {step}")
-        self.run_stages(next(self.batches))
+        self.run_stages(self.draw_prompts())
         self.step = step
         with run.recorder.phase("update_weights"):
             run.record(self.sync_weights())

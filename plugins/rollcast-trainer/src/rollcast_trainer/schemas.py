@@ -257,6 +257,11 @@ class StagesConfig:
 class PpoTrainerConfig(TrainerConfig):
     """Keys of ``trainer=ppo``."""
 
+    max_staleness: NonNegative = 0
+    """Steps of training by which rollouts may start ahead: 0 generates and trains in turns, 1 generates the next step's
+    rollouts while a step trains, more keep more groups under way. Above 0 it needs replicas of their own."""
+    admission: str = "windowed_fifo"
+    """Registry name of the rule that paces rollouts where `max_staleness` is above 0."""
     critic_warmup: NonNegative = 0
     """Steps at the start that train the critic alone."""
     stages: StagesConfig = field(default_factory=StagesConfig)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -20,6 +22,13 @@ from rollcast_agents.training.manager import AgentLoopManager, Rollouts, refuse_
 from rollcast_agents.training.metrics import agent_metrics
 from rollcast_agents.training.worker import AgentWorkerSetup
 from rollcast_trainer.batch.columns import GENERATED, PROMPT
+from rollcast_trainer.run.rollouts_beside import (
+    PromptGroup,
+    RolloutsBeside,
+    age_metrics,
+    numbered,
+    refuse_without_replicas,
+)
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import rollout_log_probs_serve
 from rollcast_trainer.workers.roles import Role
@@ -48,6 +57,14 @@ class AgentGenerator:
         self._named = (0, 0)
         self._records: list[Record] = []
 
+    @property
+    def manager(self) -> AgentLoopManager:
+        """The manager of the run's workers, which have started."""
+        if self._manager is None:
+            addresses = self._run.sampler.serve if self._role == AGENT_LOOP else None
+            self._manager = AgentLoopManager(self._run.groups[self._role], addresses)
+        return self._manager
+
     def __call__(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         """Return the rows of a rollout for each row of prompts, failed ones included."""
         return self.roll_out(prompts, sampling).batch
@@ -55,13 +72,15 @@ class AgentGenerator:
     def roll_out(self, prompts: DataProto, sampling: SamplingParams) -> Rollouts:
         """Run a rollout for each row of prompts."""
         run = self._run
-        if self._manager is None:
-            addresses = run.sampler.serve if self._role == AGENT_LOOP else None
-            self._manager = AgentLoopManager(run.groups[self._role], addresses)
         step, number = self._named
         self._named = (run.step, number + 1 if step == run.step else 0)
         name = "{}.{}".format(*self._named)
-        return self._manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+        return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+
+    def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
+        """Run the rollouts of one prompt; several threads may do so at once."""
+        seed = self._run.task.trainer.seed
+        return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
 
     def keep(self, rollouts: Rollouts) -> None:
         """Keep training rollouts until they are saved."""
@@ -92,6 +111,7 @@ class AgentRollout(Stage):
         if config.loop is None:
             return None
         check_names(config)
+        refuse_without_replicas(run)
         serves = rollout_log_probs_serve(run)
         checks = serves and run.task.actor.log_prob_check_rows > 0
         saves = config.save_trajectories > 0
@@ -110,6 +130,10 @@ class AgentRollout(Stage):
         self._serves = rollout_log_probs_serve(run)
         self._generator = AgentGenerator(run, self._role)
         run.generator = self._generator
+        self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
+        # A thread for each group that may be under way waits for the group's workers.
+        threads = (run.max_staleness + 1) * run.task.data.train_batch_size
+        self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollcast-agents")
 
     def configure(self, role: str, setup: Any) -> Any:
         if role != self._role:
@@ -122,8 +146,12 @@ class AgentRollout(Stage):
     def __call__(self, batch: DataProto) -> DataProto:
         start = time.perf_counter()
         run = self.run
-        prompts = batch.with_columns({"uid": torch.arange(len(batch))})
-        rollouts = self._generator.roll_out(prompts.repeat(run.task.rollout.n, interleave=True), run.sampling())
+        if self._beside is None:
+            prompts = batch.with_columns({"uid": torch.arange(len(batch))})
+            rollouts = self._generator.roll_out(prompts.repeat(run.task.rollout.n, interleave=True), run.sampling())
+        else:
+            rollouts = _together([group.result for group in self._beside.take()])
+            run.record(age_metrics(rollouts.batch, run.step - 1))
         refuse_if_empty(rollouts, run.step)
         if self._config.save_trajectories > 0:
             self._generator.keep(rollouts)
@@ -144,6 +172,21 @@ class AgentRollout(Stage):
         run.emit_batch("on_batch_after_rollout", generated)
         return generated
 
+    async def _roll_out(self, group: PromptGroup) -> Rollouts:
+        """Return the scored rollouts of one prompt, in the event loop of the replicas."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._score_group, group)
+
+    def _score_group(self, group: PromptGroup) -> Rollouts:
+        rollouts = self._generator.roll_out_group(group, self.run.sampling())
+        return replace(rollouts, batch=self.run.scorer.scored(rollouts.batch))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._beside is None else self._beside.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._beside is not None:
+            self._beside.load_state_dict(state)
+
     def _without_failed(self, batch: DataProto) -> DataProto:
         """Return the batch as ``agent.on_failure`` has it; a row in which nothing was sampled goes in any case."""
         failed, mask = batch["rollout_failed"], Jagged.of(batch["response_mask"])
@@ -154,6 +197,16 @@ class AgentRollout(Stage):
         else:
             sampled &= failed.logical_not()
         return batch if bool(sampled.all()) else batch.select_idxs(sampled.nonzero().flatten())
+
+
+def _together(parts: Sequence[Rollouts]) -> Rollouts:
+    """Return the groups of a step as one batch."""
+    batch = DataProto.concat(list(numbered([part.batch for part in parts])))
+    sources, rows = [], 0
+    for part in parts:
+        sources += [rows + source for source in part.sources]
+        rows += max(part.sources, default=-1) + 1
+    return Rollouts(batch, [each for part in parts for each in part.trajectories], sources)
 
 
 class SaveTrajectories(Stage):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -58,8 +59,8 @@ class AgentLoopWorker(_AgentWorker):
 
     def __init__(self, setup: AgentWorkerSetup) -> None:
         super().__init__(setup)
-        self._manager: ServerManager | None = None
-        self._addresses: tuple[ReplicaAddress, ...] = ()
+        #: By the replicas: a manager, and how many calls use it.
+        self._managers: dict[tuple[ReplicaAddress, ...], tuple[ServerManager, int]] = {}
 
     @register(dispatch_mode="dp_compute_proto")
     async def run_rollouts(
@@ -72,28 +73,38 @@ class AgentLoopWorker(_AgentWorker):
             sampling: of every reply that names none.
             addresses: of the replicas.
         """
-        host, manager = await self._started(), await self._connected(tuple(addresses))
+        host = await self._started()
+        async with self._connected(tuple(addresses)) as manager:
 
-        async def generate(rollout: Rollout, request: RolloutRequest) -> RolloutOutput:
-            return await manager.generate(request, rollout.rollout_id)
+            async def generate(rollout: Rollout, request: RolloutRequest) -> RolloutOutput:
+                return await manager.generate(request, rollout.rollout_id)
 
-        return _collected(rows, await host.run(_rollouts(rows), generate, sampling))
+            return _collected(rows, await host.run(_rollouts(rows), generate, sampling))
 
-    async def _connected(self, addresses: tuple[ReplicaAddress, ...]) -> ServerManager:
-        """Return the manager of these replicas; a new one when some were started again."""
+    @asynccontextmanager
+    async def _connected(self, addresses: tuple[ReplicaAddress, ...]) -> AsyncIterator[ServerManager]:
+        """Give the manager of these replicas, which other calls may use at the same time.
+
+        A manager of replicas that were started again since is closed when its last call ends.
+        """
         from rollcast_serving.manager import ServerManager
 
-        if self._manager is None or addresses != self._addresses:
-            if self._manager is not None:
-                await self._manager.close()
-            self._manager, self._addresses = ServerManager(addresses, self.setup.routing), addresses
-        return self._manager
+        manager, calls = self._managers.get(addresses) or (ServerManager(addresses, self.setup.routing), 0)
+        self._managers[addresses] = manager, calls + 1
+        try:
+            yield manager
+        finally:
+            self._managers[addresses] = manager, self._managers[addresses][1] - 1
+            newest = next(reversed(self._managers))
+            old = [key for key, (_, used) in self._managers.items() if not used and key != newest]
+            for key in old:
+                await self._managers.pop(key)[0].close()
 
     async def close(self) -> None:
         """Free what the agents hold, and close the connections."""
         await super().close()
-        if self._manager is not None:
-            await self._manager.close()
+        for manager, _ in self._managers.values():
+            await manager.close()
 
 
 class InProcessAgentLoopWorker(_AgentWorker):

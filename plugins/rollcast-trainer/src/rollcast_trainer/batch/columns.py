@@ -23,5 +23,8 @@ POLICY_GAP: Final = ("entropy_sum", "log_prob_gap_sum", "log_prob_gap_max")
 """Columns of a pass of the policy, float32 ``[B]``: over the tokens under the mask the sum of the entropy, and the sum
 and the largest of the differences between the rollout's log-probs and the policy's."""
 
-GENERATED: Final = (*("uid", "finished", "rollout_log_probs", "rollout_weight_version"), *MODEL)
+GENERATED: Final = (
+    *("uid", "finished", "rollout_log_probs", "rollout_weight_version", "rollout_weight_version_min"),
+    *MODEL,
+)
 """Columns of a generated batch; rows of one prompt share ``uid`` (int64 ``[B]``)."""

@@ -29,8 +29,12 @@ class RowSeeds:
 
     def draw(self, rows: int) -> torch.Tensor:
         """The next batch's, int64 ``[rows]``, 0 or above."""
-        text = f"{self._seed}/{self._purpose}/{self._batches}"
-        self._batches += 1
+        number, self._batches = self._batches, self._batches + 1
+        return self.of(f"{self._purpose}/{number}", rows)
+
+    def of(self, purpose: str, rows: int) -> torch.Tensor:
+        """Return seeds that follow from the run's seed and a purpose alone, int64 ``[rows]``, 0 or above."""
+        text = f"{self._seed}/{purpose}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
         return torch.randint(2**63 - 1, (rows,), generator=generator)

@@ -16,6 +16,7 @@ from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.checkpoint_saver import CheckpointSaver
+from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recovery import Recovery
 from rollcast_trainer.run.run_dir import replacing_folder
 from rollcast_trainer.run.supply import Place
@@ -71,7 +72,7 @@ class StagedTrainer(BaseTrainer):
         self.places: Sequence[Place] = [place for place, _ in built]
         self.stages: list[Stage] = [stage for _, stage in built]
         self.run.use(self.places)
-        self.run.resample = lambda stage: self.run_stages(next(self.batches), stage)
+        self.run.resample = lambda stage: self.run_stages(self.draw_prompts(), stage)
 
     @property
     def run_name(self) -> str:
@@ -105,6 +106,7 @@ class StagedTrainer(BaseTrainer):
         """Read the data, start the workers, and go back to the last checkpoint if there is one."""
         task, run = self.task, self.run
         self.batches = task.train_batches()
+        run.prompts = Prompts(self.batches)
         self.total_steps = run.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
         run.scorer = task.scorer()
         self.val_batches = self.load_val_batches()
@@ -117,7 +119,14 @@ class StagedTrainer(BaseTrainer):
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout, as the version of the present step."""
-        return self.run.sampler.sync(self.step)
+        metrics = self.run.sampler.sync(self.step)
+        for tell in self.run.on_synced:
+            tell(self.step)
+        return metrics
+
+    def draw_prompts(self) -> DataProto:
+        """Return the prompts of a step; no rows where the rollout stage draws them itself, ahead of the steps."""
+        return DataProto.from_dict({}) if self.run.max_staleness else self.run.prompts.draw()
 
     def validate(self) -> dict[str, float]:
         """Generate and score the validation prompts."""

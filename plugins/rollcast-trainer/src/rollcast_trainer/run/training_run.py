@@ -18,6 +18,7 @@ from rollcast_eval.scoring import RewardScorer
 from rollcast_serving.requests import configured_sampling
 from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
+from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recorder import Recorder
 from rollcast_trainer.run.seeds import RowSeeds
 from rollcast_trainer.run.supply import Place
@@ -54,10 +55,13 @@ class TrainingRun:
         scorer, sampler: the reward, and the rollout; set when the run starts.
         generator: returns responses to prompts; a stage that samples in its own way sets another.
         resample: returns the rows of further prompts as they are before a stage that changes rows.
+        prompts: training prompts; set before the run starts.
+        on_synced: called with the version after each weight sync.
     """
 
     scorer: RewardScorer
     sampler: Sampler
+    prompts: Prompts
     resample: Callable[[Stage], DataProto]
 
     def __init__(self, task: TaskRunner, trainer: Any) -> None:
@@ -71,6 +75,7 @@ class TrainingRun:
         self.total_steps = 0
         self.model_paths: dict[str, str] = {}
         self.columns_read: frozenset[str] = frozenset()
+        self.on_synced: list[Callable[[int], None]] = []
         self.generator: Callable[[DataProto, SamplingParams], DataProto] = self._respond
 
     # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
@@ -101,6 +106,11 @@ class TrainingRun:
         """Return the rows that a method of a role's workers returns for the rows of ``batch``, in order."""
         handle = RoleHandle(self._playing(role))
         return handle.infer(method, getattr(handle.group, method).remote, batch)
+
+    @property
+    def max_staleness(self) -> int:
+        """Versions by which rollouts may start ahead of the step that trains them; 0 if they take turns with it."""
+        return int(getattr(self.task.trainer, "max_staleness", 0))
 
     # -- typed workers ------------------------------------------------------------------------
 

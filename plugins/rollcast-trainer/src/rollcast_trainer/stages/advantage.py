@@ -18,6 +18,7 @@ from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.mini_batches import without_advantage
 from rollcast_trainer.batch.rollouts import FINAL, ROLLOUT, JoinedRollouts, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
+from rollcast_trainer.stages.policy_gap import correction_of
 
 __all__ = ["Advantage", "estimate_advantages", "estimate_rollout_advantages"]
 
@@ -53,7 +54,7 @@ class Advantage(Stage):
                 raise CapabilityError(
                     f"algorithm.adv_estimator={name} needs {column}, which {section}.engine.name={engine} cannot give"
                 )
-        weights = ["rollout_is_weights"] if algorithm.rollout_correction.rollout_is is not None else []
+        weights = ["rollout_is_weights"] if correction_of(run).rollout_is is not None else []
         return StageSpec(
             reads=("token_level_rewards", "response_mask", "uid", *sorted(needs.columns), *weights),
             optional=("old_log_probs", *_ROLLOUT, *sorted(needs.optional)),

@@ -11,11 +11,17 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.rollout_correction import correct_rollout, may_bypass
-from rollcast_algorithms.schemas import AlgorithmConfig, RolloutCorrectionConfig
 from rollcast_serving.requests import configured_sampling, cut_keys
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.run.training_run import TrainingRun
-from rollcast_trainer.stages.policy_gap import KEPT, acts, correction_columns, log_prob_metrics, rollout_log_probs_serve
+from rollcast_trainer.stages.policy_gap import (
+    KEPT,
+    acts,
+    correction_columns,
+    correction_of,
+    log_prob_metrics,
+    rollout_log_probs_serve,
+)
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs", "configure_reference"]
@@ -37,7 +43,7 @@ class OldLogProb(Stage):
 
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec:
-        bypasses = run.section("algorithm", AlgorithmConfig).rollout_correction.bypass_mode
+        bypasses = correction_of(run).bypass_mode
         others = bypasses or rollout_log_probs_serve(run)
         gives = run.task.engine_class.capabilities.sum_pi_squared
         return StageSpec(
@@ -92,7 +98,7 @@ class RolloutCorrection(Stage):
 
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec | None:
-        config: RolloutCorrectionConfig = run.section("algorithm", AlgorithmConfig).rollout_correction
+        config = correction_of(run)
         if not acts(config):
             return None
         columns = correction_columns(config)
@@ -103,7 +109,7 @@ class RolloutCorrection(Stage):
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
-        self._config: RolloutCorrectionConfig = run.section("algorithm", AlgorithmConfig).rollout_correction
+        self._config = correction_of(run)
         self._last_gap: float | None = None
         self._steps_since = 0
 

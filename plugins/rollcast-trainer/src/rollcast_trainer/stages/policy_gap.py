@@ -9,10 +9,16 @@ from rollcast_serving.weight_sync import weight_syncs
 from rollcast_trainer.batch.columns import POLICY_GAP
 from rollcast_trainer.run.training_run import TrainingRun
 
-__all__ = ["KEPT", "acts", "correction_columns", "log_prob_metrics", "rollout_log_probs_serve"]
+__all__ = ["KEPT", "acts", "correction_columns", "correction_of", "log_prob_metrics", "rollout_log_probs_serve"]
 
 KEPT = "kept_mask"
 """Jagged column: the response mask without what the correction rejected."""
+
+
+def correction_of(run: TrainingRun) -> RolloutCorrectionConfig:
+    """Return the run's correction; where rollouts may be older than their step, it weights their tokens by default."""
+    config: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
+    return config.rollout_correction.resolved(is_stale=run.max_staleness > 0)
 
 
 def acts(config: RolloutCorrectionConfig) -> bool:
@@ -35,7 +41,7 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
     and cuts nothing off the distribution.
     """
     task, rollout = run.task, run.task.rollout
-    if task.actor.log_prob_check_rows < 0 or acts(run.section("algorithm", AlgorithmConfig).rollout_correction):
+    if task.actor.log_prob_check_rows < 0 or acts(correction_of(run)):
         return False
     same_process = bool(weight_syncs.get(rollout.weight_sync).capabilities.same_process)
     return same_process and rollout.temperature > 0 and not cut_keys(configured_sampling(rollout, 1))

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -12,6 +14,14 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT
 from rollcast_trainer.batch.groups import first_rows
+from rollcast_trainer.run.rollouts_beside import (
+    PromptGroup,
+    RolloutsBeside,
+    age_metrics,
+    numbered,
+    refuse_without_replicas,
+    replicas_of,
+)
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.stages.policy_gap import log_prob_metrics, rollout_log_probs_serve
 from rollcast_trainer.workers.roles import Role
@@ -27,6 +37,7 @@ class Rollout(Stage):
 
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec:
+        refuse_without_replicas(run)
         serves = rollout_log_probs_serve(run)
         checks = serves and run.task.actor.log_prob_check_rows > 0
         return StageSpec(
@@ -39,12 +50,17 @@ class Rollout(Stage):
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
         self._serves = rollout_log_probs_serve(run)
+        self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
 
     def __call__(self, batch: DataProto) -> DataProto:
         start = time.perf_counter()
-        prompts = batch.with_columns({"uid": torch.arange(len(batch))})
-        rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
-        generated = self.run.generate(rows, self.run.sampling())
+        if self._beside is None:
+            prompts = batch.with_columns({"uid": torch.arange(len(batch))})
+            rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
+            generated = self.run.generate(rows, self.run.sampling())
+        else:
+            generated = DataProto.concat(list(numbered([group.result for group in self._beside.take()])))
+            self.run.record(age_metrics(generated, self.run.step - 1))
         if self._serves:
             old = generated.select(["rollout_log_probs"], []).rename({"rollout_log_probs": "old_log_probs"})
             generated = generated.joined(old)
@@ -61,6 +77,19 @@ class Rollout(Stage):
         )
         self.run.emit_batch("on_batch_after_rollout", generated)
         return generated
+
+    async def _roll_out(self, group: PromptGroup) -> DataProto:
+        """Return the scored responses to one prompt, in the event loop of the replicas."""
+        run, replicas = self.run, replicas_of(self.run)
+        output = await replicas.respond(group.rows.select(PROMPT).with_columns({"seed": group.seeds}), run.sampling())
+        return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {} if self._beside is None else self._beside.state_dict()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if self._beside is not None:
+            self._beside.load_state_dict(state)
 
 
 class LogProbCheck(Stage):

@@ -13,7 +13,6 @@ from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_algorithms.losses import PpoLoss, make_ppo_loss
-from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_trainer.batch.balance import row_lengths, seqlen_metrics
 from rollcast_trainer.batch.columns import MODEL
 from rollcast_trainer.batch.mini_batches import draw_mini_batches, without_advantage
@@ -21,7 +20,7 @@ from rollcast_trainer.batch.rollouts import ROLLOUT, rollouts_of
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import PpoActorConfig
 from rollcast_trainer.stages.log_probs import check_offload, configure_reference
-from rollcast_trainer.stages.policy_gap import KEPT, correction_columns
+from rollcast_trainer.stages.policy_gap import KEPT, correction_columns, correction_of
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
@@ -42,7 +41,7 @@ class UpdateActor(Stage):
     def declare(cls, run: TrainingRun) -> StageSpec:
         policy: PpoActorConfig = run.task.actor
         exact = find_vocabulary_kl(run) is not None
-        correction = run.section("algorithm", AlgorithmConfig).rollout_correction
+        correction = correction_of(run)
         needs = build_loss(policy, correction.rollout_is is not None).needs
         columns = [name for name in sorted(needs.columns) if name != "advantages"]
         rejected = [KEPT] if KEPT in correction_columns(correction) else []
@@ -56,11 +55,10 @@ class UpdateActor(Stage):
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
         self._policy: PpoActorConfig = run.task.actor
-        config = run.section("algorithm", AlgorithmConfig).rollout_correction
         self.vocabulary_kl = find_vocabulary_kl(run)
         if self.vocabulary_kl is not None:
             check_offload(run)
-        self.loss_function = build_loss(self._policy, config.rollout_is is not None)
+        self.loss_function = build_loss(self._policy, correction_of(run).rollout_is is not None)
         self._may_skip = self._policy.skip_zero_advantage and needs_advantage(self.loss_function)
 
     def configure(self, role: str, setup: Any) -> Any:

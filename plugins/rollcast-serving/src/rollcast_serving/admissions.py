@@ -1,0 +1,93 @@
+"""First-party admissions: a windowed queue, AReaL's capacity, and dropping what is too old."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollcast.contracts.admission import AdmissionView, BaseAdmission, Selection, StartedGroup
+
+__all__ = ["Capacity", "Drop", "WindowedFifo"]
+
+#: Fraction of the buffer within which finished groups may overtake the oldest one.
+_WINDOW = 0.3
+
+
+class WindowedFifo(BaseAdmission):
+    """A first-in-first-out buffer in which only groups near its head may overtake (torchtitan's rule).
+
+    At most ``B = (max_staleness + 1) * groups_per_step`` groups have started and are not trained yet. A step takes
+    finished groups among the ``W = max(1, floor(0.3 B))`` starts from the oldest one on. So a group has at most
+    ``B - 1`` groups before it when it starts and is overtaken by at most ``W - 1``, which bounds the age of each of its
+    tokens by ``max_staleness + ceil((W - 1) / groups_per_step)``. Nothing is dropped.
+    """
+
+    @property
+    def buffer(self) -> int:
+        """Groups that have started and are not trained yet, at most."""
+        return (self.settings.max_staleness + 1) * self.settings.groups_per_step
+
+    @property
+    def window(self) -> int:
+        """Starts from the oldest group on, among which a step may choose."""
+        return max(1, int(_WINDOW * self.buffer))
+
+    @property
+    def max_age(self) -> int:
+        return self.settings.max_staleness + -(-(self.window - 1) // self.settings.groups_per_step)
+
+    def room(self, view: AdmissionView) -> int:
+        # A step that takes further groups in place of some that it leaves out trains no more than its size.
+        return self.buffer - len(view.groups) - min(view.in_training, self.settings.groups_per_step)
+
+    def select(self, view: AdmissionView, count: int) -> Selection:
+        if sum(each.is_finished for each in view.groups) < count:
+            return Selection()
+        left, window, taken = list(view.groups), self.window, []
+        while len(taken) < count:
+            last = left[0].number + window
+            place = next((place for place, each in enumerate(left) if each.is_finished or each.number >= last), None)
+            if place is None or left[place].number >= last:
+                return Selection()
+            taken.append(left.pop(place).number)
+        return Selection(tuple(taken))
+
+
+class Capacity(BaseAdmission):
+    """AReaL's rule: no more starts than ``(version + max_staleness + 1) * groups_per_step`` (arXiv:2505.24298, §5.1).
+
+    Steps take groups in the order in which they ended, so a long one can be overtaken without bound.
+    """
+
+    def room(self, view: AdmissionView) -> int:
+        size = self.settings.groups_per_step
+        waiting = len(view.groups) + min(view.in_training, size)
+        return (self.settings.max_staleness + 1) * size - waiting
+
+    def select(self, view: AdmissionView, count: int) -> Selection:
+        return Selection(_first_ended(view.groups, count))
+
+
+class Drop(BaseAdmission):
+    """Generation that never waits; what is older than ``max_staleness`` is thrown away, with the work in it.
+
+    For comparison with the others.
+    """
+
+    @property
+    def max_age(self) -> int:
+        return self.settings.max_staleness
+
+    def room(self, view: AdmissionView) -> int:
+        running = sum(not group.is_finished for group in view.groups)
+        return (self.settings.max_staleness + 1) * self.settings.groups_per_step - running
+
+    def select(self, view: AdmissionView, count: int) -> Selection:
+        oldest = view.version - self.settings.max_staleness
+        fresh = [each for each in view.groups if each.version >= oldest]
+        old = tuple(each.number for each in view.groups if each.version < oldest and each.is_finished)
+        return Selection(_first_ended(fresh, count), old)
+
+
+def _first_ended(groups: Sequence[StartedGroup], count: int) -> tuple[int, ...]:
+    ended = sorted((each.finished_as, each.number) for each in groups if each.finished_as is not None)
+    return tuple(number for _, number in ended[:count]) if len(ended) >= count else ()

@@ -1,0 +1,126 @@
+"""What starts and what is taken: bounds on the age of trained groups, and nothing lost."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rollcast.contracts.admission import AdmissionSettings, BaseAdmission, admissions
+from rollcast_serving.admissions import Capacity, Drop, WindowedFifo
+from rollcast_serving.service import GroupQueue
+from rollcast_serving.simulation import TrainingPlan, simulate_training
+
+
+def heavy_tailed(seed: int, samples: int = 4) -> Callable[[int], Sequence[float]]:
+    """Lengths with a mean of about 160 tokens, of which one in fifty is a hundred times the median."""
+
+    def lengths(prompt: int) -> list[float]:
+        drawn = random.Random(seed * 1_000_003 + prompt)
+        return [min(100 * drawn.paretovariate(1.2), 10_000.0) for _ in range(samples)]
+
+    return lengths
+
+
+@pytest.mark.parametrize("staleness", [0, 1, 2, 4])
+def test_ages_stay_within_the_bound_over_500_steps(staleness: int) -> None:
+    admission = WindowedFifo(AdmissionSettings(staleness, 8))
+    plan = TrainingPlan(500, 8, train_s=8.0, sync_s=0.5, replicas=2, limit=16)
+    run = simulate_training(admission, heavy_tailed(staleness), plan)
+    assert len(run.steps) == 500
+    ages = [age for step in run.steps for age in step.ages]
+    assert len(ages) == 500 * 8
+    assert max(ages) <= admission.max_age
+    assert max(ages) >= staleness  # the bound is used, not merely kept
+    assert run.dropped == 0
+
+
+def test_rollouts_beside_training_save_the_shorter_of_the_two() -> None:
+    """Generation takes about as long as training, so that turns cost twice as much."""
+    plan = TrainingPlan(200, 16, train_s=10.0, tokens_per_s=50.0, limit=256)
+
+    def lengths(prompt: int) -> list[float]:
+        return [random.Random(prompt).uniform(300, 500) for _ in range(4)]
+
+    turns = simulate_training(WindowedFifo(AdmissionSettings(0, 16)), lengths, plan)
+    beside = simulate_training(WindowedFifo(AdmissionSettings(1, 16)), lengths, plan)
+    assert beside.seconds <= 0.6 * turns.seconds
+    assert turns.seconds == pytest.approx(200 * (10.0 + 500 / 50.0), rel=0.05)
+
+
+def test_what_is_too_old_is_dropped_only_where_one_asks_for_it() -> None:
+    plan = TrainingPlan(60, 8, train_s=4.0, replicas=2, limit=16)
+    dropping = simulate_training(Drop(AdmissionSettings(1, 8)), heavy_tailed(3), plan)
+    pacing = simulate_training(WindowedFifo(AdmissionSettings(1, 8)), heavy_tailed(3), plan)
+    assert max(age for step in dropping.steps for age in step.ages) <= 1
+    assert dropping.dropped > 0 == pacing.dropped
+
+
+@given(
+    st.sampled_from([WindowedFifo, Capacity]),
+    st.integers(0, 4),
+    st.integers(1, 9),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=100)
+def test_every_group_is_taken_once_and_never_too_old(
+    kind: type[BaseAdmission], staleness: int, size: int, random: random.Random
+) -> None:
+    """Any order of ends, also where a step asks for groups several times."""
+    admission = kind(AdmissionSettings(staleness, size))
+    queue: GroupQueue[int, int] = GroupQueue(admission)
+    queue.submit(range(10_000))
+    running: list[tuple[int, int]] = []
+    trained: list[int] = []
+    for version in range(1, 25):
+        # Without staleness a step has all groups that may start; with it, a filter may ask for more of them.
+        takes = random.choice([1, 1, 1, 2, 4]) if staleness else 1
+        while takes:
+            running += queue.start()
+            assert len(running) + queue.load.ready <= (staleness + 1) * size
+            if taken := queue.take(size):
+                takes -= 1
+                assert [each.result for each in taken] == [-each.task for each in taken]
+                trained += [each.task for each in taken]
+                if admission.max_age is not None:
+                    assert max(version - 1 - each.version for each in taken) <= admission.max_age
+            else:
+                number, task = running.pop(random.randrange(len(running)))  # an empty list would be a deadlock
+                queue.finish(number, -task)
+        queue.publish(version)
+    assert len(trained) == len(set(trained))
+    left = {task for _, task in running} | {each.task for each in _drain(queue)}
+    assert set(trained) | left >= set(range(max(trained) + 1))
+
+
+def _drain(queue: GroupQueue[int, int]) -> list[object]:
+    """Take whatever has finished."""
+    found = []
+    while queue.load.ready:
+        number = next(number for number, group in queue._groups.items() if group.is_finished)
+        found.append(queue._remove(number))
+    return found
+
+
+def test_only_the_window_overtakes() -> None:
+    """Of 8 groups that have started, a step of 4 may take three that started after the first."""
+    admission = WindowedFifo(AdmissionSettings(3, 4))  # a buffer of 16 groups and a window of 4
+    queue: GroupQueue[str, None] = GroupQueue(admission)
+    queue.submit("abcdefghijklmnopqrst")
+    assert [task for _, task in queue.start()] == list("abcdefghijklmnop")
+    for number in range(1, 16):
+        queue.finish(number, None)
+    assert queue.take(4) == []  # only b, c and d may overtake a
+    queue.finish(0, None)
+    assert [each.task for each in queue.take(4)] == list("abcd")
+    assert queue.start() == []  # what is being trained still counts
+    queue.publish(1)
+    assert [task for _, task in queue.start()] == list("qrst")
+
+
+def test_the_default_is_registered() -> None:
+    assert admissions.get("windowed_fifo") is WindowedFifo
+    assert {"capacity", "drop"} <= set(admissions.names())

@@ -1,0 +1,33 @@
+"""The training prompts of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rollcast.protocol import DataProto
+from rollcast_data.loader import EpochIterator
+
+__all__ = ["Prompts"]
+
+
+class Prompts:
+    """Batches of prompts, with the position in the data before the last one.
+
+    Args:
+        batches: batches of the run's dataset.
+    """
+
+    def __init__(self, batches: EpochIterator) -> None:
+        self._batches = batches
+        #: Position before the batch that was drawn last.
+        self.position: Mapping[str, Any] = batches.state_dict()
+
+    def draw(self) -> DataProto:
+        """Return the next batch."""
+        self.position = self._batches.state_dict()
+        return next(self._batches)
+
+    def rewind(self, position: Mapping[str, Any]) -> None:
+        """Go on at an earlier position; raises CheckpointError if it is not one of these data."""
+        self._batches.load_state_dict(position)

@@ -1,0 +1,210 @@
+"""Rollouts beside training: groups that start before the step that trains them (``trainer.max_staleness``)."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+import torch
+
+from rollcast.contracts.admission import AdmissionSettings, BaseAdmission, admissions
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.errors import CapabilityError
+from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.replicas import Replicas
+from rollcast_serving.sampler import ReplicaSampler
+from rollcast_serving.service import RolloutService, TakenGroup
+from rollcast_trainer.run.training_run import TrainingRun
+
+__all__ = [
+    "PromptGroup",
+    "RolloutsBeside",
+    "age_metrics",
+    "numbered",
+    "refuse_without_replicas",
+    "replicas_of",
+]
+
+R = TypeVar("R")
+
+
+def refuse_without_replicas(run: TrainingRun) -> None:
+    """Refuse rollouts beside training where they have no engine of their own.
+
+    Raises:
+        CapabilityError: names the keys.
+    """
+    task, rollout = run.task, run.task.rollout
+    if run.max_staleness and (not task.uses_replicas or rollout.mode == RolloutMode.HYBRID.value):
+        raise CapabilityError(
+            f"trainer.max_staleness={run.max_staleness} generates while the actor trains, but with "
+            f"rollout.mode={rollout.mode} and rollout.weight_sync={rollout.weight_sync} generation and training take "
+            "turns; choose rollout.mode=standalone with a pool of its own, or colocated, and a weight sync that sends "
+            "to replicas, such as shared_memory"
+        )
+
+
+def replicas_of(run: TrainingRun) -> Replicas:
+    """Return the replicas of a run that has some.
+
+    Raises:
+        CapabilityError: it generates in the actor's processes.
+    """
+    if not isinstance(run.sampler, ReplicaSampler):
+        raise CapabilityError(f"trainer.max_staleness={run.max_staleness} needs replicas, and this run has none")
+    return run.sampler.replicas
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """One prompt whose rollouts are to be made.
+
+    Attributes:
+        number: place of the prompt among those of the run, from 0.
+        rows: the prompt's row ``rollout.n`` times, with ``uid`` 0.
+        seeds: of the rollouts, int64 ``[n]``.
+    """
+
+    number: int
+    rows: DataProto
+    seeds: torch.Tensor
+
+
+class RolloutsBeside(Generic[R]):
+    """The rollout service as a stage uses it: prompts of the loader in, groups for a step out.
+
+    A checkpoint keeps which groups were trained. The others are generated again from the same prompts after a restart,
+    so none is lost or counted twice.
+
+    Args:
+        run: run of the stage.
+        roll_out: runs the rollouts of a group in the event loop of the replicas, and scores them.
+    """
+
+    def __init__(self, run: TrainingRun, roll_out: Callable[[PromptGroup], Awaitable[R]]) -> None:
+        self._run, self._roll_out = run, roll_out
+        run.on_synced.append(self.publish)
+        self._size = int(run.task.data.train_batch_size)
+        settings = AdmissionSettings(run.max_staleness, self._size)
+        self.admission: BaseAdmission = admissions.get(run.task.trainer.admission)(settings)
+        self._service: RolloutService[PromptGroup, R] | None = None
+        self._version = 0
+        #: By the number of a batch of prompts that some step still has to train: the data's position before it, and
+        #: the numbers of its groups that no step has taken.
+        self._open: dict[int, tuple[Mapping[str, Any], set[int]]] = {}
+        self._batches = 0
+        #: Groups that an earlier run trained, of batches that are read again.
+        self._trained: set[int] = set()
+
+    def take(self) -> list[TakenGroup[PromptGroup, R]]:
+        """Return the groups of this step; wait until there are enough."""
+        replicas = replicas_of(self._run)
+        service = self._service
+        if service is None:
+            service = self._service = RolloutService(self.admission, self._roll_out, self._version)
+            replicas.on_close.append(service.close)
+        while self._is_short(service):
+            replicas.run(service.submit(self._groups(self._run.prompts.draw())))
+        taken = replicas.run(service.take(self._size))
+        for group in (*(each.task for each in taken), *service.queue.take_dropped()):
+            self._forget(group.number)
+        load = service.queue.load
+        self._run.record(
+            {
+                "rollout/groups_waiting": float(load.waiting),
+                "rollout/groups_running": float(load.running),
+                "rollout/groups_ready": float(load.ready),
+                "rollout/groups_dropped": float(load.dropped),
+                "rollout/idle_s": replicas.run(service.take_idle_seconds()),
+            }
+        )
+        return taken
+
+    def publish(self, version: int) -> None:
+        """Say which weights the replicas have."""
+        self._version = version
+        if self._service is not None:
+            replicas_of(self._run).run(self._service.publish(version))
+
+    def _is_short(self, service: RolloutService[PromptGroup, R]) -> bool:
+        """True if fewer groups are there than the admission may start, and later steps need more."""
+        ahead = (self._run.max_staleness + 1) * self._size
+        left = (self._run.total_steps - self._run.step + 1) * self._size
+        return len(service.queue) < min(ahead, left)
+
+    def _groups(self, prompts: DataProto) -> list[PromptGroup]:
+        batch, self._batches = self._batches, self._batches + 1
+        first, count = batch * self._size, int(self._run.task.rollout.n)
+        numbers = [first + row for row in range(len(prompts)) if first + row not in self._trained]
+        self._trained -= set(range(first, first + len(prompts)))
+        if numbers:
+            self._open[batch] = (self._run.prompts.position, set(numbers))
+        groups = []
+        for number in numbers:
+            row = prompts.select_idxs(torch.tensor([number - first])).with_columns({"uid": torch.zeros(1).long()})
+            seeds = self._run.seeds.of(f"group {number}", count)
+            groups.append(PromptGroup(number, row.repeat(count, interleave=True), seeds))
+        return groups
+
+    def _forget(self, number: int) -> None:
+        batch = number // self._size
+        numbers = self._open[batch][1]
+        numbers.discard(number)
+        if not numbers:
+            del self._open[batch]
+
+    # -- checkpoints --------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return where the data of untrained groups begin, and which groups from there on were trained, as JSON."""
+        first = min(self._open, default=self._batches)
+        untrained = {number for _, numbers in self._open.values() for number in numbers}
+        drawn = range(first * self._size, self._batches * self._size)
+        position = self._open[first][0] if self._open else None
+        return {
+            "first_batch": first,
+            "position": None if position is None else dict(position),
+            "trained": [number for number in drawn if number not in untrained],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on with the groups that no step had trained, from their prompts."""
+        self._batches, self._trained = int(state["first_batch"]), set(state["trained"])
+        if state["position"] is not None:
+            self._run.prompts.rewind(state["position"])
+
+
+def age_metrics(batch: DataProto, version: int) -> dict[str, float]:
+    """Return how old the tokens of a step are, in versions of the weights.
+
+    Args:
+        batch: ``rollout_weight_version`` and ``rollout_weight_version_min`` int64 ``[B]``, and ``response_mask``.
+        version: that the step begins with.
+
+    Returns:
+        Mean over the tokens under the mask of their row's oldest token's age, the largest, the share of tokens of each
+        age, and the share of rows whose tokens come from several versions.
+    """
+    oldest, newest = batch["rollout_weight_version_min"], batch["rollout_weight_version"]
+    weights = Jagged.of(batch["response_mask"]).sums().double() * (oldest >= 0)
+    ages = (version - oldest).clamp(min=0)
+    total = float(weights.sum().clamp(min=1))
+    shares = torch.zeros(int(ages.max()) + 1 if len(ages) else 1, dtype=torch.float64).index_add_(0, ages, weights)
+    found = {f"staleness/{age}": float(share) / total for age, share in enumerate(shares.tolist())}
+    counted = ages[weights > 0]
+    found["staleness/mean"] = float((ages * weights).sum()) / total
+    found["staleness/max"] = float(counted.max()) if len(counted) else 0.0
+    found["staleness/mixed_rows"] = float((newest != oldest).float().mean())
+    return found
+
+
+def numbered(parts: Sequence[DataProto]) -> Iterator[DataProto]:
+    """Yield the groups of a step with their places as ``uid``, and rollouts counted on over all of them."""
+    rollouts = 0
+    for place, part in enumerate(parts):
+        columns = {"uid": torch.full((len(part),), place)}
+        if "rollout_index" in part:
+            columns["rollout_index"] = part["rollout_index"] + rollouts
+            rollouts += int(part["rollout_index"].max()) + 1 if len(part) else 0
+        yield part.with_columns(columns)

@@ -1,0 +1,113 @@
+"""Training beside generation: groups of rollouts that start before the step that trains them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from trainer_tools import SmallTask, before_stage, launch, read_metrics
+
+from rollcast.config import compose
+from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast.protocol import DataProto
+from rollcast_trainer.batch.groups import first_rows
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.schemas import PpoConfig
+
+pytestmark = pytest.mark.long
+
+BESIDE = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
+
+
+def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(small_task.ppo(tmp_path, *BESIDE, "trainer.max_staleness=1", "trainer.total_steps=4"))
+    rows = [row for row in read_metrics(tmp_path) if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    ages = [row["staleness/max"] for row in rows]
+    assert ages[0] == 0
+    assert max(ages) == 1  # windows of 2 of 4 groups: at most one group overtakes
+    for row in rows:
+        shares = [value for key, value in row.items() if key.removeprefix("staleness/").isdigit()]
+        assert sum(shares) == pytest.approx(1.0)
+        assert row["rollout/groups_dropped"] == 0
+        assert row["rollout/tokens"] > 0
+        assert "rollout_corr/rollout_is_mean" in row  # the correction is on by itself
+    assert rows[-1]["rollout/groups_waiting"] == rows[-1]["rollout/groups_running"] == 0
+
+
+def test_a_resumed_run_trains_every_prompt_once(small_task: SmallTask, tmp_path: Path) -> None:
+    """Groups under way when the checkpoint was written are generated again, and those that were trained are not."""
+    changes = [*BESIDE, "trainer.max_staleness=2", "trainer.save_freq=1", "data.val_files=[]"]
+    before, after = Seen(), Seen()
+    train(small_task.ppo(tmp_path, *changes, "trainer.total_steps=4"), before)
+    state = json.loads((tmp_path / "checkpoints" / "step_2" / "trainer.json").read_text())["stages"]["rollout"]
+    assert state["position"] is not None
+    for step in (3, 4):
+        shutil.rmtree(tmp_path / "checkpoints" / f"step_{step}")
+    task = train(small_task.ppo(tmp_path, *changes, "trainer.total_steps=7"), after)
+    assert [row["step"] for row in read_metrics(tmp_path)] == list(range(1, 8))
+    batches = task.train_batches()
+    expected = [prompt for _ in range(7) for prompt in prompts_of(next(batches))]
+    assert Counter(before.prompts[: 2 * 4] + after.prompts) == Counter(expected)
+
+
+class Seen:
+    """Prompts that reached the reward, each once a group."""
+
+    def __init__(self) -> None:
+        self.prompts: list[str] = []
+
+    def __call__(self, batch: DataProto) -> None:
+        self.prompts += prompts_of(batch.select_idxs(first_rows(batch)[0]))
+
+
+def prompts_of(batch: DataProto) -> list[str]:
+    return [str(prompt) for prompt in batch.non_tensor_batch["raw_prompt"]]
+
+
+def train(overrides: list[str], seen: Seen) -> TaskRunner:
+    task = TaskRunner(compose(overrides).config, PpoConfig)
+    trainer = PpoTrainer(task)
+    before_stage(trainer, "reward", seen)
+    with task:
+        trainer.fit()
+    return task
+
+
+def test_a_filter_asks_for_further_groups(small_task: SmallTask, tmp_path: Path) -> None:
+    filters = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=accuracy"]
+    launch(small_task.ppo(tmp_path, *BESIDE, "trainer.max_staleness=1", *filters, "rollout.n=2"))
+    rows = [row for row in read_metrics(tmp_path) if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["rollout/gen_batches"] for row in rows) > 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        (["trainer.max_staleness=1"], CapabilityError, r"trainer\.max_staleness=1 .*rollout\.mode=hybrid.*standalone"),
+        ([*BESIDE, "trainer.max_staleness=1", "trainer.admission=fifo"], PluginNotFoundError, r"windowed_fifo"),
+        (["trainer.max_staleness=-1"], ConfigError, r"trainer\.max_staleness"),
+    ],
+)
+def test_what_cannot_work_is_refused_at_once(
+    small_task: SmallTask, tmp_path: Path, changes: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        launch(small_task.ppo(tmp_path, *changes))
+
+
+def test_tokens_that_may_be_older_are_corrected_by_default(small_task: SmallTask, tmp_path: Path) -> None:
+    def columns(*changes: str) -> frozenset[str]:
+        config = compose(small_task.ppo(tmp_path, *BESIDE, *changes)).config
+        return PpoTrainer(TaskRunner(config, PpoConfig)).run.columns_read
+
+    weights = "rollout_is_weights"
+    assert weights not in columns()
+    assert weights in columns("trainer.max_staleness=1")
+    assert weights not in columns("trainer.max_staleness=1", "algorithm.rollout_correction.rollout_is=null")
+    assert weights not in columns("trainer.max_staleness=1", "algorithm.rollout_correction.bypass_mode=true")
