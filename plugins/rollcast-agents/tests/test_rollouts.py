@@ -294,7 +294,7 @@ def test_five_bad_rollouts_of_64_leave_the_others_alone(renderer):
 
     kinds = ["hang", "raise", "loop", "die", "flood", *["well"] * 59]
     engine = ScriptedEngine(renderer, script)
-    loop = EnvironmentLoop(setup(act, limits=ToolLimits(timeout_s=0.2, max_length=50)))
+    loop = EnvironmentLoop(setup(act, limits=ToolLimits(timeout_s=3.0, max_length=50)))
     runner = RolloutRunner(loop, World, Limits(rollout_s=20))
 
     async def run():
@@ -318,7 +318,7 @@ def test_five_bad_rollouts_of_64_leave_the_others_alone(renderer):
         "well": "done",
     }
     assert found["die"].failure.boundary == "environment"
-    for kind, words in (("hang", "0.2 s"), ("raise", "RuntimeError: broken"), ("flood", "left out")):
+    for kind, words in (("hang", "within 3 s"), ("raise", "RuntimeError: broken"), ("flood", "left out")):
         assert words in found[kind].messages[2]["content"]
 
 

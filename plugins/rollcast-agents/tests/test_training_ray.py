@@ -61,3 +61,25 @@ def test_workers_in_a_pool_of_their_own_sample_from_replicas(task: AgentTask, tm
     assert metrics["agent/failures"] == 0
     assert metrics["agent/tool_calls_mean"] > 0
     assert len(sampled(tmp_path / "run", 1)) == 16
+
+
+@pytest.mark.parametrize("runtime", [(), ON_RAY], ids=["local", "ray"])
+def test_agents_roll_out_while_the_actor_trains(task: AgentTask, tmp_path: Path, runtime: tuple[str, ...]) -> None:
+    changes = (
+        "rollout.weight_sync=shared_memory",
+        "rollout.mode=colocated",
+        "trainer.max_staleness=1",
+        "trainer.total_steps=3",
+        "trainer.test_freq=-1",
+    )
+    launch(task.overrides(tmp_path / "run", *runtime, *changes))
+    rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3]
+    assert max(row["staleness/max"] for row in rows) == 1
+    assert sum(row["agent/failures"] for row in rows) == 0
+    for step in (1, 2, 3):
+        found = load_trajectories(record_path(tmp_path / "run", step))
+        assert len({each.rollout_id for each in found}) == 16
+        assert len({each.group_id for each in found}) == 4
+    # Each rollout has a row in a group of its own prompt.
+    assert all(row["reward/max"] >= row["reward/mean"] >= row["reward/min"] for row in rows)

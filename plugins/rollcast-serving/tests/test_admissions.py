@@ -9,10 +9,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rollcast.contracts.admission import AdmissionSettings, BaseAdmission, admissions
+from rollcast.contracts.admission import AdmissionSettings, AdmissionView, BaseAdmission, Selection, admissions
 from rollcast_serving.admissions import Capacity, Drop, WindowedFifo
 from rollcast_serving.service import GroupQueue
 from rollcast_serving.simulation import TrainingPlan, simulate_training
+from rollcast_testing import AdmissionSuite
+from rollcast_testing.admission import _Game
 
 
 def heavy_tailed(seed: int, samples: int = 4) -> Callable[[int], Sequence[float]]:
@@ -119,6 +121,51 @@ def test_only_the_window_overtakes() -> None:
     assert queue.start() == []  # what is being trained still counts
     queue.publish(1)
     assert [task for _, task in queue.start()] == list("qrst")
+
+
+class TestWindowedFifo(AdmissionSuite):
+    name = "windowed_fifo"
+
+
+class TestCapacity(AdmissionSuite):
+    name = "capacity"
+
+
+class TestDrop(AdmissionSuite):
+    name = "drop"
+
+
+class Greedy(BaseAdmission):
+    """Takes what has ended, whatever its age, and says that nothing is old."""
+
+    max_age = 0
+
+    def room(self, view: AdmissionView) -> int:
+        return 2 * self.settings.groups_per_step - len(view.groups)
+
+    def select(self, view: AdmissionView, count: int) -> Selection:
+        ended = [group.number for group in view.groups if group.is_finished]
+        return Selection(tuple(ended[:count]) if len(ended) >= count else ())
+
+
+class Stuck(Greedy):
+    """Starts less than a step needs."""
+
+    def room(self, view: AdmissionView) -> int:
+        return self.settings.groups_per_step - 1 - len(view.groups)
+
+
+@pytest.mark.parametrize(
+    ("kind", "law", "message"),
+    [
+        (Greedy, "test_trained_groups_are_no_older_than_promised", None),
+        (Stuck, "test_every_step_gets_its_groups", "deadlock in version 0"),
+    ],
+)
+def test_the_suite_fails_a_wrong_admission(kind: type[BaseAdmission], law: str, message: str | None) -> None:
+    games = [_Game(kind(AdmissionSettings(2, 4)), seed) for seed in range(3)]
+    with pytest.raises(AssertionError, match=message):
+        getattr(AdmissionSuite(), law)(games)
 
 
 def test_the_default_is_registered() -> None:

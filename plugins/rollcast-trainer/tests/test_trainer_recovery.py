@@ -103,6 +103,24 @@ def test_a_run_goes_on_after_the_loss_of_a_replica_with_its_worker(
     assert [each["step"] for each in read_jsonl(tmp_path / "recoveries.jsonl")] == [1]
 
 
+def test_a_run_that_generates_ahead_goes_on_with_the_groups_it_had_drawn(
+    small_task: SmallTask, ray_is_up: None, tmp_path: Path
+) -> None:
+    Killed.kills = {(3, "update_actor"): ("actor_rollout", 0)}
+    ahead = ["trainer.max_staleness=1", "rollout.mode=colocated", "rollout.weight_sync=shared_memory"]
+    changes = [
+        "trainer.name=killed",
+        *ON_RAY,
+        "data.val_files=[]",
+        *ahead,
+        "rollout.replica.env={OMP_NUM_THREADS: '1'}",
+    ]
+    assert launch(small_task.ppo(tmp_path, *changes)).step == 4
+    assert not Killed.kills
+    assert [row["step"] for row in read_metrics(tmp_path)] == [1, 2, 3, 4]
+    assert [each["step"] for each in read_jsonl(tmp_path / "recoveries.jsonl")] == [2]
+
+
 def died(rank: int) -> WorkerError:
     error = WorkerError(f"actor.update_actor failed on rank {rank}: the worker's process died\n  its last lines")
     error.cause_type = "ProcessDied"

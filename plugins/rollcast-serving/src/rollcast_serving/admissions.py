@@ -33,6 +33,8 @@ class WindowedFifo(BaseAdmission):
 
     @property
     def max_age(self) -> int:
+        if not self.settings.max_staleness:
+            return 0  # all groups that have started are taken together
         return self.settings.max_staleness + -(-(self.window - 1) // self.settings.groups_per_step)
 
     def room(self, view: AdmissionView) -> int:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from rollcast import lazy_exports
 
 if TYPE_CHECKING:
+    from rollcast_testing.admission import AdmissionSuite as AdmissionSuite
     from rollcast_testing.advantage import AdvantageSuite as AdvantageSuite
     from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
     from rollcast_testing.engine import EngineSuite as EngineSuite
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
+        "admission": ["AdmissionSuite"],
         "advantage": ["AdvantageSuite"],
         "dispatch": ["DispatchSuite"],
         "engine": ["EngineSuite"],
