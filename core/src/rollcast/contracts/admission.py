@@ -1,6 +1,7 @@
 """Contract of admissions: which groups of rollouts start when, and which finished ones a training step gets.
 
-An admission reads no clock and starts nothing: its answers follow from the views that it has seen. Example, a queue without a bound on the age of its tokens::
+An admission reads no clock and starts nothing: its answers follow from the views that it has seen. Example, a queue
+without a bound on the age of its tokens::
 
     class Eager(BaseAdmission):
         def room(self, view):

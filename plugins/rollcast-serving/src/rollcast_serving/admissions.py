@@ -21,7 +21,7 @@ class WindowedFifo(BaseAdmission):
     ``B - 1`` groups before it when it starts and is overtaken by at most ``W - 1``, which bounds the age of each of its
     tokens by ``max_staleness + ceil((W - 1) / groups_per_step)``. Nothing is dropped.
 
-    The buffer is filled only as far as training needs it, because every group that waits grows old: the number of groups
+    The buffer is filled only as far as training needs it, because every group that waits grows old: the groups
     under way begins with those of two steps, grows by those of one step whenever a step has to wait, up to ``B``, and
     shrinks by an eighth of the groups that a step leaves over.
     """
