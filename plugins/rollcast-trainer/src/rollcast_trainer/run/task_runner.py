@@ -408,6 +408,11 @@ class TaskRunner:
         sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
         return not sync.capabilities.same_process
 
+    @property
+    def rollout_dtype(self) -> str | None:
+        """Dtype that replicas hold weights in; None if only their engine knows."""
+        return self.rollout_class.weight_dtype(self.rollout, self.model.path, self.placement.device)
+
     def _replica_spec(self) -> ReplicaSpec:
         replica, tokenizer = self.rollout.replica, self.tokenizer
         hidden = hide_accelerators() if self.placement.device == "cpu" else {}
