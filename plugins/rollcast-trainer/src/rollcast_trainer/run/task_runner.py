@@ -460,7 +460,8 @@ class TaskRunner:
             ignore_eos=True,
         )
         ids = [size * (place + 1) // (count + 1) for place in range(count)]
-        return Canary(ids, sampling, self.rollout.canary)
+        actor = self.engine_class.compute_dtype(self.engine)
+        return Canary(ids, sampling, self.rollout.canary, actor, self.rollout_dtype)
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""
