@@ -69,6 +69,13 @@ def test_wrong_engine_keys_are_named(keys: dict[str, object], message: str) -> N
         )
 
 
+def test_passes_compute_in_param_dtype() -> None:
+    assert FsdpEngine.compute_dtype(FsdpConfig()) == "float32"
+    assert FsdpEngine.compute_dtype(FsdpConfig(model_dtype="bf16")) == "bfloat16"
+    assert FsdpEngine.compute_dtype(FsdpConfig(param_dtype="bf16")) == "bfloat16"
+    assert FsdpEngine.compute_dtype(FsdpConfig(model_dtype="bf16", param_dtype="fp32")) == "float32"
+
+
 def test_keys_are_named_as_those_of_the_role() -> None:
     setup = EngineSetup("value_model", ModelConfig("x"), FsdpConfig(fsdp_size=2), None, ALONE, section="critic")
     with pytest.raises(ConfigError, match=r"^critic\.engine\.fsdp_size is 2"):

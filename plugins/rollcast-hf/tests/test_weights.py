@@ -8,13 +8,16 @@ from typing import Any
 import pytest
 import torch
 from hf_tools import make_prompts, run_all, tokens_of
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.protocol import combine_checksums, tensor_checksum
 from rollcast_hf.errors import WeightUpdateError
+from rollcast_hf.model import build_model, load_model
 from rollcast_hf.rollout import HfRollout
+from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import load_buckets
+from rollcast_serving.casting import WeightCast
 from rollcast_testing.tiny import tiny_model_folder
 
 
@@ -28,6 +31,24 @@ def test_a_folder_without_weights_is_enough(make_rollout: Callable[..., HfRollou
     sampling = SamplingParams(temperature=0, max_tokens=8)
     rows = tokens_of(run_all(rollout, make_prompts(3), sampling))
     assert rows == tokens_of(run_all(make_rollout(), make_prompts(3), sampling))
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32, torch.bfloat16])
+def test_a_weight_sync_casts_to_the_dtype_of_the_own_copy(
+    model: Any, tmp_path: Path, dtype: torch.dtype | None
+) -> None:
+    folder = tiny_model_folder(tmp_path / "folder")
+    config = AutoConfig.from_pretrained(folder)
+    config.dtype = dtype
+    config.save_pretrained(folder)
+    named = dtype or torch.float32
+    name = HfRollout.weight_dtype(HfRolloutConfig(), str(folder), "cpu")
+    assert name == str(named).removeprefix("torch.")
+    for own in (build_model(str(folder)), load_model(str(folder))):
+        assert {each.dtype for each in own.parameters()} == {named}
+        load_buckets(own, [list(WeightCast(name).apply(model.named_parameters()))], 1)
+        for key, parameter in own.named_parameters():
+            assert torch.equal(parameter, model.get_parameter(key).to(named))
 
 
 def test_a_tied_head_may_come_once_or_twice(model: Any) -> None:

@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, SamplingParams
 from rollcast.contracts.sections import CanaryConfig
-from rollcast.errors import RolloutError
+from rollcast.errors import RolloutError, WeightSyncError
+from rollcast.protocol import DataProto, Jagged
 from rollcast_serving.client import ReplicaGoneError
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.sampler import Canary, ReplicaSampler
@@ -76,3 +78,62 @@ def test_a_replica_that_dies_again_as_it_comes_up_has_failed_to_restart() -> Non
     sampler, _ = make([{2: ReplicaGoneError("gone")}, {2: ReplicaGoneError("gone again")}])
     with pytest.raises(ReplicaGoneError, match="gone again"):  # the manager tries again; see its tests
         sampler.sync(7)
+
+
+# -- the canary -------------------------------------------------------------------------------
+
+
+class EchoingReplicas(FewReplicas):
+    """Replicas that continue the canary by one token, whose log-prob differs from the actor's by ``gap``."""
+
+    def __init__(self, gap: float) -> None:
+        super().__init__()
+        self.gap = gap
+
+    def generate_on_each(self, request: RolloutRequest) -> list[RolloutOutput]:
+        sequence = RolloutSequence([4], [-1.0 - self.gap], "length", [1])
+        return [RolloutOutput("canary", [sequence], request.sampling) for _ in self.addresses]
+
+
+class CertainActor(ScriptedActor):
+    """An actor for which every token has the log-prob -1."""
+
+    def compute_log_prob(self, batch: DataProto) -> DataProto:
+        responses = Jagged.of(batch["responses"])
+        return DataProto.from_dict(
+            {"old_log_probs": responses.with_values(-torch.ones(len(responses.values))).column()}
+        )
+
+
+def check(gap: float, canary: Canary) -> float:
+    return ReplicaSampler(CertainActor([]), EchoingReplicas(gap), canary, takes_turns=False)._check_canary()  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("tolerance", "actor", "rollout", "limit"),
+    [
+        (None, "float32", "float32", 0.05),
+        (None, "float32", "float16", 0.05),
+        (None, "float32", "bfloat16", 0.2),
+        (None, "bfloat16", "float32", 0.2),
+        (None, "float32", None, 0.2),
+        (None, None, "float32", 0.2),
+        (None, "float32", "float8_e4m3fn", 0.2),
+        (0.4, "float32", "float32", 0.4),
+        (0.01, "bfloat16", "bfloat16", 0.01),
+    ],
+)
+def test_the_canary_is_held_to_the_coarser_dtype(
+    tolerance: float | None, actor: str | None, rollout: str | None, limit: float
+) -> None:
+    config = CanaryConfig(tolerance=tolerance)
+    canary = Canary([5], SamplingParams(max_tokens=1), config, actor, rollout)
+    assert check(limit * 0.9, canary) == pytest.approx(limit * 0.9, rel=1e-4)
+    with pytest.raises(WeightSyncError, match=rf"further apart than rollout\.canary\.tolerance={limit:g}") as caught:
+        check(limit * 1.1, canary)
+    assert ("the default for an actor in" in str(caught.value)) == (tolerance is None)
+
+
+def test_a_log_prob_that_is_no_number_is_noticed() -> None:
+    with pytest.raises(WeightSyncError, match="canary"):
+        check(float("nan"), Canary([5], SamplingParams(max_tokens=1), CanaryConfig(tolerance=100.0)))

@@ -14,12 +14,14 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
 
 from rollcast.contracts.weights import AdapterWeights, WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.casting import WeightCast, loaded_dtype
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
@@ -314,3 +316,98 @@ def test_only_the_adapter_travels_once_the_base_is_there(name: str) -> None:
     engine.adapter = None  # an engine that trains the model itself sends all of it whatever it is asked
     asyncio.run(sync.sync(3, only_adapter=True))
     assert list(target.held) == [each for each, _ in engine.named]
+
+
+# -- the rollout's dtype ----------------------------------------------------------------------
+
+
+def test_a_narrower_rollout_is_sent_its_own_dtype(name: str) -> None:
+    named = many_tensors()
+    engine, target = ListEngine(named), KeepingTarget()
+    sync = make(name, engine, [target, KeepingTarget()], bucket_bytes=5000, cast=WeightCast("bfloat16"))
+    for report in asyncio.run(sync.sync(1)):  # attested: the checksums are of what arrived
+        assert report.bytes == sum(tensor.numel() * tensor.element_size() for tensor in target.held.values())
+    for each, tensor in named:
+        wide = tensor.dtype == torch.float32 and tensor.dim() > 1
+        expected = tensor.to(torch.bfloat16) if wide else tensor
+        assert target.held[each].dtype == expected.dtype
+        assert torch.equal(target.held[each], expected)
+    assert target.held["layer.4.weight"].dtype == torch.bfloat16
+    sync.close()
+
+
+@pytest.mark.parametrize("spoiled", ["corrupted", "missing"])
+def test_a_cast_tensor_that_arrives_wrong_is_named(name: str, spoiled: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sync = make(name, ListEngine(many_tensors()), [KeepingTarget()], cast=WeightCast("bfloat16"))
+    spoil(monkeypatch, name, spoiled)
+    with pytest.raises(WeightSyncError) as caught:
+        asyncio.run(sync.sync(1))
+    assert caught.value.tensor == "layer.4.weight"
+    sync.close()
+
+
+FLOATS = ["float64", "float32", "bfloat16", "float16"]
+SHAPES = [(7, 5), (6,), (), (0, 3), (3, 4, 2)]
+
+
+@given(
+    st.sampled_from(FLOATS[1:]),
+    st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from([*FLOATS, "int64", "uint8", "bool"])), max_size=6),
+    st.integers(0, 2**32),
+)
+def test_a_cast_is_the_conversion_that_the_engine_would_make(
+    target: str, tensors: list[tuple[tuple[int, ...], str]], seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, target)
+    named = [
+        (
+            f"h.{place}.weight",
+            (torch.randn(shape, generator=generator, dtype=torch.float64) * 50).to(getattr(torch, kind)),
+        )
+        for place, (shape, kind) in enumerate(tensors)
+    ]
+    for (name, tensor), (cast_name, cast) in zip(named, WeightCast(target).apply(named), strict=True):
+        assert cast_name == name
+        assert torch.equal(cast.to(dtype), tensor.to(dtype))  # whatever the engine then holds the tensor in
+        narrowed = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize and tensor.dim() > 1
+        assert cast.dtype == (dtype if narrowed else tensor.dtype)
+        if not narrowed:
+            assert cast is tensor
+
+
+def test_what_the_model_holds_in_float32_is_sent_in_it(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    transformers.Ernie4_5_MoeConfig().save_pretrained(folder)
+    cast = WeightCast.of_model("bfloat16", str(folder))
+    assert {"gate.weight", "moe_statics"} <= cast.kept
+    gate, expert, other = (
+        "model.layers.1.mlp.gate.weight",
+        "model.layers.1.mlp.experts.0.up_proj.weight",
+        "a.some_gate.weight",
+    )
+    dtypes = {
+        each: tensor.dtype for each, tensor in cast.apply([(each, torch.ones(2, 2)) for each in (gate, expert, other)])
+    }
+    assert dtypes == {gate: torch.float32, expert: torch.bfloat16, other: torch.bfloat16}
+
+
+def test_adapters_are_sent_as_they_are(name: str) -> None:
+    lora = {"q.lora_A.weight": torch.randn(4, 8), "q.lora_B.weight": torch.randn(8, 4)}
+    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    engine.adapter = AdapterWeights({"r": 4, "lora_alpha": 8}, lora)
+    sync = make(name, engine, [target], cast=WeightCast("bfloat16"))
+    asyncio.run(sync.sync(1))
+    assert target.held["layer.0.weight"].dtype == torch.bfloat16
+    for each, tensor in lora.items():
+        assert target.held[each].dtype == torch.float32
+        assert torch.equal(target.held[each], tensor)
+    sync.close()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "loaded"),
+    [("auto", True, "float32"), ("auto", False, None), ("half", True, "float16"), ("bfloat16", False, "bfloat16")],
+)
+def test_the_dtype_that_a_key_stands_for(dtype: str, on_cpu: bool, loaded: str | None) -> None:
+    assert loaded_dtype(dtype, on_cpu) == loaded

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import signal
 import time
 from collections.abc import Iterator
@@ -165,3 +167,19 @@ def test_sft_validates_with_replicas(small_task: SmallTask, tmp_path: Path) -> N
 
     run(small_task.sft(tmp_path, *SHARED))
     assert "val/accuracy" in read_metrics(tmp_path)[-1]
+
+
+def test_replicas_in_bfloat16_are_sent_bfloat16(small_task: SmallTask, tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(small_task.model, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    with set_up(small_task.ppo(tmp_path / "run", *SHARED, f"model.path={folder}")) as trainer:
+        actor = trainer.run.actor.group.workers[0].handle.workers[trainer.run.actor.group.role].actor
+        named = list(actor.engine.get_per_tensor_param())
+        (outcome,) = trainer.run.actor.group.update_weights(7, list(trainer.run.sampler.replicas.addresses))  # type: ignore[attr-defined]
+        assert {tensor.dtype for _, tensor in named} == {torch.float32}
+        sent = sum(tensor.numel() * (2 if tensor.dim() > 1 else 4) for _, tensor in named)
+        assert (outcome.metrics["sync/tensors"], outcome.metrics["sync/bytes"]) == (len(named), sent)
+        trainer.train_step()
+        assert 1e-5 < trainer.sync_weights()["sync/canary_gap"] < 0.2

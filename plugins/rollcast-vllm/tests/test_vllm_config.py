@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -65,6 +66,16 @@ def test_environment_of_a_launcher() -> None:
     assert variables["OMP_NUM_THREADS"] == "1"
     assert variables["VLLM_CPU_OMP_THREADS_BIND"] == "nobind"
     assert "TORCHDYNAMO_DISABLE" not in variables  # on a GPU it would turn compilation off
+
+
+@pytest.mark.parametrize(
+    ("dtype", "on_cpu", "on_gpu"),
+    [("auto", "float32", None), ("float", "float32", "float32"), ("bfloat16", "bfloat16", "bfloat16")],
+)
+def test_dtype_of_the_weights(dtype: Any, on_cpu: str, on_gpu: str | None) -> None:
+    config = VllmRolloutConfig(dtype=dtype)
+    assert VllmRollout.weight_dtype(config, "", "cpu") == on_cpu
+    assert VllmRollout.weight_dtype(config, "", "cuda") == on_gpu
 
 
 def test_each_tensor_parallel_rank_gets_a_core(monkeypatch: pytest.MonkeyPatch) -> None:

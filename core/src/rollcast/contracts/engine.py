@@ -257,6 +257,15 @@ class BaseEngine(ABC):
     def __init__(self, setup: EngineSetup) -> None:
         self.setup = setup
 
+    @classmethod
+    def compute_dtype(cls, config: Any) -> str | None:  # noqa: ARG003  # for subclasses
+        """Return torch's name of the dtype of forward passes, such as ``bfloat16``; None if not known.
+
+        Args:
+            config: engine's own keys, an instance of ``config_schema``.
+        """
+        return None
+
     @abstractmethod
     def initialize(self) -> None:
         """Build model, optimizer and scheduler; join the process group if there are more ranks."""

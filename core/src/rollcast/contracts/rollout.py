@@ -236,6 +236,20 @@ class BaseRollout(ABC):
         """
         return {}
 
+    @classmethod
+    def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # for subclasses
+        """Return torch's name of the dtype that the engine holds weights in, such as ``bfloat16``; None if not known.
+
+        A weight sync casts to it before it sends, so it has to be the dtype to which :meth:`update_weights` would
+        convert. The engine's library must not be imported here.
+
+        Args:
+            config: the ``rollout`` section, an instance of ``config_schema``.
+            model_path: Hugging Face folder of the model.
+            device: ``placement.device``, the kind of device that the rollout runs on.
+        """
+        return None
+
     @abstractmethod
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt; many calls may be in flight at once.

@@ -93,10 +93,10 @@ def _fixed_cache(task: TaskRunner) -> int | None:
 
 def _computed(task: TaskRunner, layout: EngineLayout) -> int:
     """Bytes a number in the replicas; what they choose themselves on a GPU has two."""
-    dtype = getattr(task.rollout, "dtype", None)
+    dtype = task.rollout_dtype
     if dtype in _BYTES:
         return _BYTES[dtype]
-    return 2 if dtype == "auto" and task.placement.device == "cuda" else layout.computed
+    return 2 if task.placement.device == "cuda" else layout.computed
 
 
 def _phase(task: TaskRunner) -> Phase:

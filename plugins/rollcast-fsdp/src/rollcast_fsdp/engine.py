@@ -85,6 +85,10 @@ class FsdpEngine(TorchEngine):
         self._pending_save: checkpoints.PendingSave | None = None
         self._checkpoint_group: Any = None
 
+    @classmethod
+    def compute_dtype(cls, config: FsdpConfig) -> str:
+        return str(DTYPES[config.param_dtype or config.model_dtype]).removeprefix("torch.")
+
     def initialize(self) -> None:
         """Load the model on this rank, shard it if there are more, and build the optimizer.
 

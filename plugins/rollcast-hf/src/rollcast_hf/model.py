@@ -13,7 +13,7 @@ from rollcast.errors import CheckpointError
 from rollcast_serving.model_weights import read_model_config
 from rollcast_serving.requests import ModelLimits
 
-__all__ = ["build_model", "load_model", "read_limits"]
+__all__ = ["build_model", "load_model", "read_dtype", "read_limits"]
 
 
 def read_limits(path: str) -> ModelLimits:
@@ -25,6 +25,16 @@ def read_limits(path: str) -> ModelLimits:
     return ModelLimits.of(read_model_config(path))
 
 
+def read_dtype(path: str) -> torch.dtype:
+    """Return the dtype that a folder's model is held in: that of its config, else float32.
+
+    Raises:
+        CheckpointError: there is no readable ``config.json``.
+    """
+    dtype: torch.dtype | None = read_model_config(path).dtype
+    return dtype or torch.float32
+
+
 def build_model(path: str) -> nn.Module:
     """The folder's architecture in evaluation mode, with weights that mean nothing yet.
 
@@ -33,18 +43,18 @@ def build_model(path: str) -> nn.Module:
     """
     config = read_model_config(path)
     with torch.random.fork_rng(devices=[]):  # the random initial weights are nobody's business
-        model: nn.Module = _auto_class().from_config(config)
+        model: nn.Module = _auto_class().from_config(config, dtype=read_dtype(path))
     return model.to(local_device(0)).eval()
 
 
 def load_model(path: str) -> nn.Module:
-    """The folder's model in evaluation mode, in the dtype that it was saved in.
+    """The folder's model in evaluation mode, in the dtype of :func:`read_dtype`.
 
     Raises:
         CheckpointError: config or weights are missing or unreadable.
     """
     try:
-        model: nn.Module = _auto_class().from_pretrained(path)
+        model: nn.Module = _auto_class().from_pretrained(path, dtype=read_dtype(path))
     except (OSError, ValueError) as error:
         raise CheckpointError(f"no model could be loaded from {path}: {error}") from error
     return model.to(local_device(0)).eval()

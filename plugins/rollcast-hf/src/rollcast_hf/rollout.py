@@ -33,7 +33,7 @@ from rollcast.errors import CapabilityError, CheckpointError, ConfigError, Rollc
 from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
 from rollcast_hf.errors import GenerationError, WeightUpdateError
-from rollcast_hf.model import build_model, load_model, read_limits
+from rollcast_hf.model import build_model, load_model, read_dtype, read_limits
 from rollcast_hf.requests import Job, admit
 from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
@@ -97,6 +97,10 @@ class HfRollout(BaseRollout):
         self._first_row = 0
         self._server: asyncio.Task[None] | None = None
         self._turn = asyncio.Lock()  # a batch, or an update of the weights
+
+    @classmethod
+    def weight_dtype(cls, config: Any, model_path: str, device: str) -> str:  # noqa: ARG003  # the contract's
+        return str(read_dtype(model_path)).removeprefix("torch.")
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with ``engine``'s module from now on, as ``version``.

@@ -92,6 +92,10 @@ class MegatronEngine(TorchEngine):
         self._reference: MegatronEngine | None = None
         self._whole: nn.Module | None = None
 
+    @classmethod
+    def compute_dtype(cls, config: MegatronConfig) -> str:
+        return config.dtype
+
     def initialize(self) -> None:
         """Join the mesh, load this rank's part of the model, and build the optimizer.
 

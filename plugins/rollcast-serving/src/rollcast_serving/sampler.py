@@ -23,6 +23,9 @@ __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 
 logger = logging.getLogger(__name__)
 _MODEL = ("prompts", "responses", "response_mask")
+#: Tolerance of the canary where a dtype rounds to 11 bits or more, and where one rounds to fewer, or is not known.
+_FINE, _COARSE = 0.05, 0.2
+_FINE_DTYPES = frozenset({"float64", "float32", "float16"})
 
 
 class Sampler(ABC):
@@ -85,11 +88,29 @@ class Canary:
         prompt_ids: the prompt.
         sampling: with the temperature at which the actor computes log-probs.
         config: whether, and how far apart log-probs may be.
+        actor_dtype, rollout_dtype: dtypes in which both sides compute; None if not known.
     """
 
     prompt_ids: Sequence[int]
     sampling: SamplingParams
     config: CanaryConfig
+    actor_dtype: str | None = None
+    rollout_dtype: str | None = None
+
+    @property
+    def tolerance(self) -> float:
+        """Largest difference of a log-prob: the config's, or else the one of the coarser dtype."""
+        if self.config.tolerance is not None:
+            return self.config.tolerance
+        return _FINE if {self.actor_dtype, self.rollout_dtype} <= _FINE_DTYPES else _COARSE
+
+    def describe_tolerance(self) -> str:
+        """Return the tolerance with its key, and why it is this one."""
+        told = f"rollout.canary.tolerance={self.tolerance:g}"
+        if self.config.tolerance is not None:
+            return told
+        actor, rollout = self.actor_dtype or "an unknown dtype", self.rollout_dtype or "an unknown dtype"
+        return f"{told}, the default for an actor in {actor} and a rollout in {rollout}"
 
 
 class ReplicaSampler(Sampler):
@@ -212,7 +233,7 @@ class ReplicaSampler(Sampler):
         generated = Jagged.of(batch["rollout_log_probs"])
         gaps = (own - generated.values).abs()
         worst = float(gaps.max()) if len(gaps) else 0.0
-        if not worst <= canary.config.tolerance:
+        if not worst <= canary.tolerance:
             place = int(gaps.argmax())
             row, token = int(generated.rows[place]), int(generated.places[place])
             address = self.replicas.addresses[row]
@@ -220,6 +241,6 @@ class ReplicaSampler(Sampler):
                 f"replica {address.index} on {address.node} does not generate with the weights of version "
                 f"{self._version}, though all tensors arrived as they were sent: the log-prob of token {token} of the "
                 f"canary is {float(generated.values[place]):.4f} there and {float(own[place]):.4f} "
-                f"in the actor, further apart than rollout.canary.tolerance={canary.config.tolerance:g}"
+                f"in the actor, further apart than {canary.describe_tolerance()}"
             )
         return worst

@@ -21,6 +21,7 @@ from rollcast.plugins import Registry, subclass_of
 if TYPE_CHECKING:
     from rollcast.contracts.engine import BaseEngine
     from rollcast.contracts.rollout import BaseRollout
+    from rollcast_serving.casting import WeightCast
 
 __all__ = [
     "BaseWeightSync",
@@ -80,11 +81,14 @@ class SyncSettings:
         bucket_bytes: largest bucket in flight; a larger tensor goes alone.
         timeout_s: deadline for the receiver to take a bucket, in seconds.
         folder: folder that both ends see, for syncs through files.
+        cast: conversion of the model's weights before they are sent; None sends them as the engine has them. Adapters
+            are never converted.
     """
 
     bucket_bytes: int = 64 << 20
     timeout_s: float = 600.0
     folder: str | None = None
+    cast: WeightCast | None = None
 
 
 class RemoteRollout(Protocol):

@@ -24,6 +24,7 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
+from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.model_weights import ModelWeights, read_model_config
 from rollcast_serving.requests import ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
@@ -104,6 +105,10 @@ class SglangRollout(BaseRollout):
         self._released: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: tuple[asyncio.AbstractEventLoop, asyncio.Lock, asyncio.Lock] | None = None
+
+    @classmethod
+    def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # the contract's
+        return loaded_dtype(config.dtype, device == "cpu")
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import field
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from rollcast.contracts.config import Gt, Le, Positive, config
 from rollcast.contracts.sections import RolloutConfig
@@ -17,8 +17,9 @@ class SglangRolloutConfig(RolloutConfig):
 
     name: str = "sglang"
     """Registry name of the rollout."""
-    dtype: str = "auto"
-    """Dtype of weights and activations; `auto` is float32 on a CPU, and the model's own on a GPU."""
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
+    """Dtype of weights and activations; `auto` is float32 on a CPU, and SGLang's choice on a GPU.
+    A weight sync casts to a dtype that is named before it sends; with `auto` on a GPU it sends the actor's."""
     load_format: str = "auto"
     """SGLang's way to read the folder's weights. `dummy` starts without them and waits for the first update, as does
     `auto` with a folder that has none."""

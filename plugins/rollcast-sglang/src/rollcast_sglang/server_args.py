@@ -9,6 +9,7 @@ from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError
+from rollcast_serving.casting import loaded_dtype
 from rollcast_sglang.environment import find_sglang
 from rollcast_sglang.schemas import SglangRolloutConfig
 
@@ -80,7 +81,7 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
     values: dict[str, Any] = {
         "model_path": setup.model_path,
         "random_seed": setup.seed % 2**31,
-        "dtype": "float32" if config.dtype == "auto" and not gpu else config.dtype,
+        "dtype": loaded_dtype(config.dtype, not gpu) or config.dtype,
         "load_format": "dummy" if without_weights else config.load_format,
         "attention_backend": config.attention_backend or (None if gpu else "torch_native"),
         "mem_fraction_static": config.mem_fraction_static,

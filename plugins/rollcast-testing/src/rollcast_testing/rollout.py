@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from rollcast.contracts.rollout import (
     BaseRollout,
@@ -64,6 +65,13 @@ class RolloutSuite(RolloutUpdates):
         capabilities = rollouts.get(self.name).capabilities
         assert capabilities.modes, "capabilities.modes is empty"
         assert not capabilities.in_process or RolloutMode.HYBRID in capabilities.modes
+
+    def test_weight_dtype(self, model_folder: Path) -> None:
+        """The dtype of the weights is torch's name of one that floats have, or not known."""
+        rollout_class = rollouts.get(self.name)
+        config = rollout_class.config_schema(**self.rollout_config)
+        dtype = rollout_class.weight_dtype(config, str(model_folder), "cpu")
+        assert dtype is None or getattr(torch, dtype).is_floating_point
 
     def test_greedy_is_that_of_transformers(self, rollout: BaseRollout, reference: Any) -> None:
         """Temperature 0: the same tokens for 64 prompts of 64, and log-probs under the plain softmax."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
 from rollcast.errors import ConfigError
+from rollcast_serving.casting import loaded_dtype
 from rollcast_vllm.environment import has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
@@ -78,7 +79,7 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
     values = {
         "model": setup.model_path,
         "seed": setup.seed,
-        "dtype": "float32" if config.dtype == "auto" and not gpu else config.dtype,
+        "dtype": loaded_dtype(config.dtype, not gpu) or config.dtype,
         "load_format": "dummy" if starts_without_weights(setup) else config.load_format,
         "enforce_eager": config.enforce_eager or not gpu,
         "gpu_memory_utilization": config.gpu_memory_utilization,

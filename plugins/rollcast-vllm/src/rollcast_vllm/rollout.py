@@ -23,6 +23,7 @@ from rollcast.contracts.rollout import (
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
+from rollcast_serving.casting import loaded_dtype
 from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_request, fit_request
@@ -127,6 +128,10 @@ class VllmRollout(BaseRollout):
     @classmethod
     def environment(cls, config: Any) -> dict[str, str]:
         return process_environment(config)
+
+    @classmethod
+    def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # the contract's
+        return loaded_dtype(config.dtype, device == "cpu")
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
         """Continue one prompt; a caller that is cancelled takes the request back.

@@ -17,8 +17,9 @@ class VllmRolloutConfig(RolloutConfig):
 
     name: str = "vllm"
     """Registry name of the rollout."""
-    dtype: str = "auto"
-    """Dtype of weights and activations; `auto` is float32 on a CPU, and vLLM's choice on a GPU."""
+    dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
+    """Dtype of weights and activations; `auto` is float32 on a CPU, and vLLM's choice on a GPU.
+    A weight sync casts to a dtype that is named before it sends; with `auto` on a GPU it sends the actor's."""
     load_format: str = "auto"
     """vLLM's way to read the folder's weights. `dummy` starts without them and waits for the first update, as does
     `auto` with a folder that has none."""

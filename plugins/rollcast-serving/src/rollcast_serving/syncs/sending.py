@@ -147,10 +147,15 @@ class BucketSync(BaseWeightSync):
         adapter = self.engine.get_adapter()
         reports: list[Delivery] = []
         if adapter is None or not only_adapter:
-            reports = self._send_all(self.engine.get_per_tensor_param(), version)
+            reports = self._send_all(self._cast(self.engine.get_per_tensor_param()), version)
         if adapter is not None:
             reports = self._send_all(adapter.tensors.items(), version, {"adapter": dict(adapter.config)})
         return reports
+
+    def _cast(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
+        """Cast for the targets before checksums are taken; a rank without targets casts nothing."""
+        cast = self.settings.cast
+        return named if cast is None or not self.targets else cast.apply(named)
 
     def _send_all(
         self, named: Iterable[tuple[str, Tensor]], version: int, described: Mapping[str, Any] | None = None

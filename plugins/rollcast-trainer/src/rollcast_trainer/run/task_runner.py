@@ -409,6 +409,11 @@ class TaskRunner:
         sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
         return not sync.capabilities.same_process
 
+    @property
+    def rollout_dtype(self) -> str | None:
+        """Dtype that replicas hold weights in; None if only their engine knows."""
+        return self.rollout_class.weight_dtype(self.rollout, self.model.path, self.placement.device)
+
     def _replica_spec(self) -> ReplicaSpec:
         replica, tokenizer = self.rollout.replica, self.tokenizer
         hidden = hide_accelerators() if self.placement.device == "cpu" else {}
@@ -456,7 +461,8 @@ class TaskRunner:
             ignore_eos=True,
         )
         ids = [size * (place + 1) // (count + 1) for place in range(count)]
-        return Canary(ids, sampling, self.rollout.canary)
+        actor = self.engine_class.compute_dtype(self.engine)
+        return Canary(ids, sampling, self.rollout.canary, actor, self.rollout_dtype)
 
     def emit(self, event: str, **values: Any) -> None:
         """Call a hook of every tracker and plugin."""

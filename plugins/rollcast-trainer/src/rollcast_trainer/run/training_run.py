@@ -182,6 +182,7 @@ class TrainingRun:
             model=task.model if is_actor else task.model.without_adapter(),
             optim=self.schedule(task.actor.optim) if is_actor else None,
             rollout=task.rollout if is_actor else None,
+            rollout_dtype=task.rollout_dtype if is_actor and task.uses_replicas else None,
             loss_function=None,
             has_reference=False,
             forward=settings,

@@ -19,6 +19,7 @@ from rollcast.contracts.weights import WeightReport
 from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_serving.casting import WeightCast
 from rollcast_serving.client import ReplicaReceiver
 from rollcast_serving.generation import generate_sequences
 from rollcast_serving.launcher import ReplicaAddress
@@ -90,8 +91,12 @@ class ActorRolloutRefWorker(Worker):
         config = self.setup.rollout
         sync_class = weight_syncs.get(config.weight_sync, requested_by="rollout.weight_sync")
         if not sync_class.capabilities.same_process:
+            dtype, model = self.setup.rollout_dtype, self.setup.model
             settings = SyncSettings(
-                config.update_weights_bucket_megabytes << 20, config.sync_timeout_s, config.sync_folder
+                bucket_bytes=config.update_weights_bucket_megabytes << 20,
+                timeout_s=config.sync_timeout_s,
+                folder=config.sync_folder,
+                cast=WeightCast.of_model(dtype, model.path, model.trust_remote_code) if dtype else None,
             )
             self.weight_sync = sync_class(self.actor.engine, (), settings)
             return

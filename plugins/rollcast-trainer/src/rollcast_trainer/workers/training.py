@@ -36,6 +36,7 @@ class WorkerSetup:
         engine: the engine's own config, an instance of its schema, whose ``name`` is its registry name.
         optim: None for a worker that never trains.
         rollout: the rollout's config, or None for a worker that never generates.
+        rollout_dtype: dtype that replicas of the rollout hold weights in; None if not known or without replicas.
         loss_function: what ``update_actor`` minimises.
         has_reference: keep a frozen copy of the initial model. Not needed where an adapter trains: there the
             actor without it is the reference.
@@ -59,6 +60,7 @@ class WorkerSetup:
     infer: ForwardSettings
     offload_reference: bool = False
     key: str = "actor"
+    rollout_dtype: str | None = None
 
 
 class TrainingWorker(Worker):

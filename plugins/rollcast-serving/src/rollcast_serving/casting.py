@@ -1,0 +1,77 @@
+"""Weights cast to the dtype in which a rollout holds them, before they are sent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from rollcast_serving.model_weights import read_model_config
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["WeightCast", "loaded_dtype"]
+
+_LONG_NAMES = {"half": "float16", "float": "float32"}
+
+
+def loaded_dtype(dtype: str, on_cpu: bool) -> str | None:
+    """Return torch's name of the dtype that ``rollout.dtype`` stands for in vLLM and SGLang.
+
+    Args:
+        dtype: value of the key.
+        on_cpu: True if the engine runs on a CPU, where rollcast replaces ``auto`` by float32.
+
+    Returns:
+        None for ``auto`` on a GPU: the engine chooses by the model and the generation of the GPU.
+    """
+    if dtype == "auto":
+        return "float32" if on_cpu else None
+    return _LONG_NAMES.get(dtype, dtype)
+
+
+@dataclass(frozen=True)
+class WeightCast:
+    """Conversion of a model's weights to a rollout's dtype, as the rollout itself would convert them.
+
+    Only matrices are cast, and only to a narrower floating dtype. Vectors are sent as they are: engines hold some of
+    them in float32 (decays of state-space layers, corrections of expert routing), and they are a thousandth of the
+    bytes.
+
+    Attributes:
+        dtype: torch's name of the rollout's dtype.
+        kept: names of modules or parameters, parts of a weight's dotted name, whose matrices are sent as they are.
+    """
+
+    dtype: str
+    kept: frozenset[str] = frozenset()
+
+    @classmethod
+    def of_model(cls, dtype: str, model_path: str, trust_remote_code: bool = False) -> WeightCast:
+        """Return the cast that keeps the matrices which the model's class in transformers holds in float32.
+
+        Raises:
+            CheckpointError: the folder has no readable config.
+        """
+        import transformers
+
+        mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
+        model_class = mapping.get(type(read_model_config(model_path, trust_remote_code)), None)
+        attributes = ["_keep_in_fp32_modules_strict"]
+        if dtype == "float16":  # transformers holds these in float32 for the range that bfloat16 has
+            attributes.append("_keep_in_fp32_modules")
+        return cls(dtype, frozenset(name for each in attributes for name in getattr(model_class, each, None) or ()))
+
+    def apply(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        """Yield the tensors in their order, each cast when its turn comes."""
+        import torch
+
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        for name, tensor in named:
+            wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
+            cast = wider and tensor.dim() > 1 and not self._keeps(name)
+            yield name, tensor.detach().to(dtype) if cast else tensor
+
+    def _keeps(self, name: str) -> bool:
+        return any(f".{part}." in f".{name}." for part in self.kept)
