@@ -16,7 +16,7 @@ from rollcast.errors import DispatchError
 from rollcast.protocol import DataProtoFuture, Jagged, karmarkar_karp
 from rollcast.protocol.future import Kept, store_batch
 from rollcast_dispatch import TokenBalanced, make_token_balanced_dispatch_fn
-from rollcast_dispatch.balance import exchange_items, plan_shards
+from rollcast_dispatch.balance import deal_near, exchange_items, plan_shards
 from rollcast_testing.dispatch import FakeGroup
 
 law = settings(deadline=None, max_examples=150)
@@ -113,6 +113,35 @@ def test_of_two_parts_no_exchange_is_left_that_would_help(weights) -> None:
     for a in one:
         for b in other:
             assert abs(gap - 2 * (weights[a] - weights[b])) >= abs(gap)
+
+
+@law
+@given(weights=weights, parts=parts)
+def test_items_near_home_are_dealt_about_as_evenly(weights, parts) -> None:
+    weights = weights[: len(weights) // parts * parts]
+    size = len(weights) // parts
+    homes = [list(range(number * size, (number + 1) * size)) for number in range(parts)]
+    even = karmarkar_karp(weights, parts, equal_size=True)
+    near = deal_near(homes, even, weights)
+    assert sorted(item for part in near for item in part) == list(range(len(weights)))
+    assert {len(part) for part in near} == {size}
+    assert max(load(weights, part) for part in near) <= 1.01 * max(load(weights, part) for part in even)
+
+
+def test_rows_leave_their_run_only_for_the_balance() -> None:
+    lengths = [9, 5, 5, 1, 1, 5, 5, 5]  # the first run has 20 tokens, the second 16
+    assert [shard.rows for shard in plan_shards(lengths, 2, None, equal_size=True)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    lengths = [9, 9, 5, 5, 1, 1, 5, 5]
+    plan = plan_shards(lengths, 2, None, equal_size=True)
+    assert [load(lengths, shard.rows) for shard in plan] == [20, 20]
+    assert len({0, 1, 2, 3} & set(plan[0].rows)) == 3
+
+
+def test_groups_stay_in_their_run_too() -> None:
+    lengths = [9, 9, 5, 5, 5, 5, 5, 5, 1, 1, 5, 5]
+    plan = plan_shards(lengths, 2, [[row, row + 1] for row in range(0, 12, 2)], equal_size=True)
+    assert [load(lengths, shard.rows) for shard in plan] == [30, 30]
+    assert len(set(range(6)) & set(plan[0].rows)) == 4
 
 
 def test_the_rank_of_a_very_long_row_gets_short_ones() -> None:

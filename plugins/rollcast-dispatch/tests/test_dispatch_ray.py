@@ -100,7 +100,8 @@ def test_a_handle_goes_through_modes_of_every_kind(group) -> None:
     assert out.select(["x", "id", "length"]).equal(batch.select(["x", "id", "length"]))
     assert out["rank"].tolist() == [0, 0, 1, 1, 2, 2, 3]
     loads = torch.zeros(4, dtype=torch.int64).index_add(0, out["balanced_on"], out["length"])
-    assert sorted(loads.tolist()) == [0, 0, 8, 11]
+    # The lighter shard repeats a row of one token to have four rows; in runs the heavier one would have 16.
+    assert sorted(loads.tolist()) == [0, 0, 7, 12]
 
 
 def test_modes_by_name_in_the_workers(group) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -75,6 +77,30 @@ def test_dealing(some: list[int], parts: int) -> None:
     assert {len(part) for part in dealt} <= {len(some)}
     in_turn = [sum(lengths[part::parts]) for part in range(parts)]
     assert max(sum(lengths[row] for row in part) for part in dealt) <= max(in_turn)
+
+
+@given(st.lists(st.integers(0, 50), max_size=10), st.integers(1, 6), st.randoms(use_true_random=False))
+def test_dealing_rows_that_lie_with_ranks(some: list[int], parts: int, random: Random) -> None:
+    lengths = some * parts
+    dealt = deal_rows(lengths, parts, [random.randrange(parts) for _ in lengths])
+    assert sorted(row for part in dealt for row in part) == list(range(len(lengths)))
+    assert {len(part) for part in dealt} <= {len(some)}
+    heaviest, least = (
+        max(sum(lengths[row] for row in part) for part in each) for each in (dealt, deal_rows(lengths, parts))
+    )
+    assert heaviest <= 1.01 * least
+    assert heaviest <= max(sum(lengths[part::parts]) for part in range(parts))
+
+
+def test_most_rows_of_an_update_stay_with_their_rank() -> None:
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.empty(512).log_normal_(4, 1, generator=generator).clamp(1, 800).long().tolist()
+    ranks = 8
+    mini_batches, _ = draw_mini_batches(512, 2, 1, seed=0)
+    arranged, _ = plan_update(make_batch(lengths), mini_batches, ranks, 800, lengths=lengths)
+    home = arranged["row"] // (512 // ranks)
+    there = torch.arange(ranks).repeat_interleave(512 // ranks)
+    assert int((home == there).sum()) > 0.7 * 512
 
 
 @given(

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollcast.protocol import karmarkar_karp
 
-__all__ = ["Shard", "exchange_items", "plan_shards"]
+__all__ = ["Shard", "deal_near", "exchange_items", "plan_shards"]
+
+#: Tokens of the heaviest shard against the most even deal, up to which rows stay where they are.
+_TOLERANCE = 1.01
+#: Light parts that the heaviest tries to swap with.
+_TRIED = 16
 
 
-def exchange_items(parts: Sequence[list[int]], weights: Sequence[int]) -> list[list[int]]:
-    """Parts of the same sizes, of which the heaviest is as heavy or lighter.
+def exchange_items(
+    parts: Sequence[list[int]], weights: Sequence[int], enough: float = -1, tried: int = 1
+) -> list[list[int]]:
+    """Return parts of the same sizes, of which the heaviest is as heavy or lighter.
 
     One very heavy item leaves its part heaviest when all parts must have one size. So, as long as
     it helps, the heaviest and the lightest part swap the two items that make them most equal.
+
+    Args:
+        parts: items of each part.
+        weights: weight of each item.
+        enough: weight of the heaviest part at which exchanges end.
+        tried: number of light parts that the heaviest tries in turn, until a swap helps.
     """
     swapped = [sorted(part, key=lambda item: weights[item]) for part in parts]
     loads = [sum(weights[item] for item in part) for part in swapped]
     for _ in range(4 * len(parts)):
-        high, low = loads.index(max(loads)), loads.index(min(loads))
-        found = _best_swap(swapped[high], swapped[low], loads[high] - loads[low], weights)
-        if found is None:
+        high = loads.index(max(loads))
+        if loads[high] <= enough:
+            break
+        for low in heapq.nsmallest(tried, range(len(loads)), key=loads.__getitem__):
+            found = _best_swap(swapped[high], swapped[low], loads[high] - loads[low], weights)
+            if found is not None:
+                break
+        else:
             break
         i, j = found
         moved = weights[swapped[high][i]] - weights[swapped[low][j]]
@@ -46,6 +65,20 @@ def _best_swap(high: list[int], low: list[int], gap: int, weights: Sequence[int]
     return best
 
 
+def deal_near(homes: Sequence[Sequence[int]], even: Sequence[list[int]], weights: Sequence[int]) -> list[list[int]]:
+    """Return parts in which few items leave their home, if these are about as even as ``even``, else ``even``.
+
+    Args:
+        homes: items of each part before they are balanced, with the part sizes of ``even``.
+        even: the most even parts that are known.
+        weights: weight of each item.
+    """
+    enough = _TOLERANCE * max(sum(weights[item] for item in part) for part in even)
+    near = exchange_items([list(home) for home in homes], weights, enough, _TRIED)
+    heaviest = max(sum(weights[item] for item in part) for part in near)
+    return near if heaviest <= enough else [list(part) for part in even]
+
+
 @dataclass(frozen=True)
 class Shard:
     """Rows of one shard.
@@ -64,7 +97,9 @@ def plan_shards(
 ) -> list[Shard]:
     """Rows for each shard; every row is in one shard.
 
-    If consecutive runs of rows are balanced as well, they are chosen, because they need no copy.
+    Rows of a handle lie with the ranks in consecutive runs, as an earlier call returned them. If runs are balanced
+    as well, they are chosen, because they need no copy; else rows leave their run only as far as the balance needs it,
+    because most that do are read from another node.
 
     Args:
         lengths: tokens of each row.
@@ -99,7 +134,32 @@ def _balance(lengths: Sequence[int], shards: int, items: list[list[int]], equal_
     dealt = karmarkar_karp(weights, shards, even)
     if even:
         dealt = exchange_items(dealt, weights)
+        homes = _homes(items, len(lengths), shards, missing)
+        dealt = dealt if homes is None else deal_near(homes, dealt, weights)
     return [sorted(row for number in part if number < len(items) for row in items[number]) for part in dealt]
+
+
+def _homes(items: list[list[int]], rows: int, shards: int, missing: int) -> list[list[int]] | None:
+    """Return the items of each run of rows, with the missing items in runs that are short; None if a run cuts an item.
+
+    Args:
+        items: equally many rows each.
+        missing: items to make up, numbered behind the others.
+    """
+    size = (len(items) + missing) // shards
+    owner = {row: number for number, run in enumerate(_cut(rows, shards, True)) for row in run}
+    homes: list[list[int]] = [[] for _ in range(shards)]
+    for number, item in enumerate(items):
+        owners = {owner[row] for row in item}
+        if len(owners) > 1:
+            return None
+        homes[owners.pop()].append(number)
+    made_up = iter(range(len(items), len(items) + missing))
+    for home in homes:
+        if len(home) > size:
+            return None
+        home += [next(made_up) for _ in range(size - len(home))]
+    return homes
 
 
 def _cut(rows: int, shards: int, equal_size: bool) -> list[list[int]]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, karmarkar_karp
-from rollcast_dispatch.balance import Shard, exchange_items, plan_shards
+from rollcast_dispatch.balance import Shard, deal_near, exchange_items, plan_shards
 
 __all__ = ["deal_rows", "row_lengths", "seqlen_metrics", "spread_rows"]
 
@@ -26,8 +26,8 @@ def row_lengths(batch: DataProto) -> list[int]:
     return found
 
 
-def deal_rows(lengths: Sequence[int], parts: int) -> list[list[int]]:
-    """Rows (their numbers) in ``parts`` parts of one size.
+def deal_rows(lengths: Sequence[int], parts: int, homes: Sequence[int] | None = None) -> list[list[int]]:
+    """Return rows (their numbers) in ``parts`` parts of one size.
 
     The heaviest part is never heavier than if the rows were dealt out one after the other, which is
     what happens where that is as good.
@@ -35,12 +35,31 @@ def deal_rows(lengths: Sequence[int], parts: int) -> list[list[int]]:
     Args:
         lengths: tokens of each row; ``parts`` divides their number.
         parts: at least 1.
+        homes: part on whose rank each row lies; rows then leave it only as far as the balance needs it.
     """
     in_turn = [list(range(part, len(lengths), parts)) for part in range(parts)]
     if parts == 1 or len(set(lengths)) < 2:
         return in_turn
     balanced = exchange_items(karmarkar_karp(lengths, parts, equal_size=True), lengths)
-    return balanced if max(_tokens(balanced, lengths)) < max(_tokens(in_turn, lengths)) else in_turn
+    even = balanced if max(_tokens(balanced, lengths)) < max(_tokens(in_turn, lengths)) else in_turn
+    if homes is None:
+        return even
+    near = deal_near(_at_home(homes, parts), even, lengths)
+    return near if max(_tokens(near, lengths)) <= max(_tokens(in_turn, lengths)) else even
+
+
+def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
+    """Return the rows of each part, as many in each; rows for which their home has no place fill up the others."""
+    size = len(homes) // parts
+    found: list[list[int]] = [[] for _ in range(parts)]
+    left: list[int] = []
+    for row, home in enumerate(homes):
+        (found[home] if len(found[home]) < size else left).append(row)
+    for part in found:
+        places = size - len(part)
+        part.extend(left[:places])
+        del left[:places]
+    return found
 
 
 def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks: int) -> T:

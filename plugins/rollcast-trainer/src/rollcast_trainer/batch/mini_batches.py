@@ -102,6 +102,7 @@ def plan_update(
     sequence_tokens: list[list[int]] = [[] for _ in range(dp_size)]
     rows_per_rank: list[int] = []
     denominators: list[Denominators] = []
+    run = -(-len(batch) // dp_size)
     for rows in mini_batches:
         kept = rows if skip_rows is None else rows[~skip_rows[rows]]
         sums = _rollout_tokens(tokens, rows, rollouts)
@@ -116,7 +117,9 @@ def plan_update(
         indices += [candidates[0] if lengths is None else min(candidates, key=lengths.__getitem__)] * missing
         rows_per_rank.append(per_rank)
         weights = [0] * len(indices) if lengths is None else [lengths[index] for index in indices]
-        for rank, part in enumerate(deal_rows(weights, dp_size)):
+        # The workers' columns lie in the order of the batch, a run of rows on each rank.
+        homes = [index // run for index in indices]
+        for rank, part in enumerate(deal_rows(weights, dp_size, homes)):
             blocks[rank] += [indices[place] for place in part]
             filler[rank] += [real[place] for place in part]
             sequence_tokens[rank] += own[[indices[place] for place in part]].tolist()
