@@ -112,15 +112,30 @@ def test_only_the_window_overtakes() -> None:
     admission = WindowedFifo(AdmissionSettings(3, 4))  # a buffer of 16 groups and a window of 4
     queue: GroupQueue[str, None] = GroupQueue(admission)
     queue.submit("abcdefghijklmnopqrst")
-    assert [task for _, task in queue.start()] == list("abcdefghijklmnop")
-    for number in range(1, 16):
+    assert [task for _, task in queue.start()] == list("abcdefgh")  # two steps' groups at first
+    for number in range(1, 8):
         queue.finish(number, None)
     assert queue.take(4) == []  # only b, c and d may overtake a
     queue.finish(0, None)
     assert [each.task for each in queue.take(4)] == list("abcd")
-    assert queue.start() == []  # what is being trained still counts
+    assert queue.start() == []  # groups in training still count
     queue.publish(1)
-    assert [task for _, task in queue.start()] == list("qrst")
+    assert [task for _, task in queue.start()] == list("ijkl")
+
+
+def test_the_buffer_is_filled_as_far_as_training_needs_it() -> None:
+    """Fast generation keeps tokens young at no cost; slow generation gets the whole buffer."""
+    admission = WindowedFifo(AdmissionSettings(4, 8))
+
+    def ages(tokens: float) -> tuple[float, float]:
+        run = simulate_training(admission, lambda _: [tokens] * 4, TrainingPlan(100, 8, train_s=10.0, limit=512))
+        found = [age for step in run.steps[20:] for age in step.ages]
+        return sum(found) / len(found), (run.steps[-1].ended_s - run.steps[20].ended_s) / 79
+
+    assert ages(100.0) == (1.0, pytest.approx(10.0, rel=0.02))  # two seconds of generation, ten of training
+    slow, seconds = ages(1900.0)  # 38 seconds of generation: all five steps' groups have to be under way
+    assert slow > 3.5
+    assert seconds == pytest.approx(10.0, rel=0.2)  # of the 48 seconds that taking turns needs
 
 
 class TestWindowedFifo(AdmissionSuite):

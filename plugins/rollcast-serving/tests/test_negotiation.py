@@ -52,6 +52,18 @@ EVERYWHERE = {"modes": frozenset(RolloutMode)}
             EVERYWHERE,
             r"no tensor parallelism \(rollout.tensor_model_parallel_size\); this would work: .*sync=disk",
         ),
+        (
+            {"mode": "colocated", "weight_sync": "shared_memory", "update_in_flight": "interrupt"},
+            {},
+            EVERYWHERE,
+            r"rollout 'r' cannot abort requests, as rollout.update_in_flight=interrupt needs",
+        ),
+        (
+            {"update_in_flight": "finish"},
+            {"in_process_module": True},
+            {**EVERYWHERE, "in_process": True},
+            r"rollout.update_in_flight=finish is for replicas, .*this would work: .*sync=shared_memory",
+        ),
         ({}, {}, {}, r"has the modes none; nothing else that is installed works either"),
     ],
 )

@@ -14,6 +14,7 @@ import torch
 
 from rollcast.contracts.rollout import RolloutRequest, SamplingParams
 from rollcast.errors import RequestError, WeightSyncError
+from rollcast_serving.in_flight import hold_requests
 from rollcast_testing.rollout import RolloutSuite
 from rollcast_testing.rollout_tools import (
     GREEDY,
@@ -48,6 +49,12 @@ class TestSglang(RolloutSuite):
             sequence = only_sequence(output)
             assert list(sequence.token_ids) == greedy_tokens(model, prompt, GREEDY.max_tokens)
             self.check_log_probs(model, prompt, sequence, replace(GREEDY, temperature=1.0))
+
+    def test_interrupted_requests_go_on_with_the_new_weights(
+        self, rollout: Any, reference: Any, tmp_path: Path
+    ) -> None:
+        held = hold_requests(rollout, "interrupt")
+        self.test_requests_under_way_during_a_weight_update(held, reference, tmp_path)
 
     def test_an_update_forgets_cached_prompts(self, rollout: Any, reference: Any, tmp_path: Path) -> None:
         """The same long prompt before and after: its keys and values are not those of the old weights."""

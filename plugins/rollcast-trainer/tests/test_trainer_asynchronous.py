@@ -23,8 +23,10 @@ pytestmark = pytest.mark.long
 BESIDE = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory", "rollout.replica.env={OMP_NUM_THREADS: '1'}"]
 
 
-def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path: Path) -> None:
-    launch(small_task.ppo(tmp_path, *BESIDE, "trainer.max_staleness=1", "trainer.total_steps=4"))
+@pytest.mark.parametrize("policy", ["continue", "interrupt"])
+def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path: Path, policy: str) -> None:
+    changes = ["trainer.max_staleness=1", "trainer.total_steps=4", f"rollout.update_in_flight={policy}"]
+    launch(small_task.ppo(tmp_path, *BESIDE, *changes))
     rows = [row for row in read_metrics(tmp_path) if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     ages = [row["staleness/max"] for row in rows]

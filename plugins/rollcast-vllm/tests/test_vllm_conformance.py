@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import os
 import signal
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
 
 from rollcast.contracts.rollout import BaseRollout
+from rollcast_serving.in_flight import hold_requests
 from rollcast_testing.rollout import RolloutSuite
 from rollcast_vllm.rollout import VllmRollout
 
@@ -29,3 +31,9 @@ class TestVllm(RolloutSuite):
     @classmethod
     def shared_rollouts(cls, shared: VllmRollout) -> list[BaseRollout]:
         return [shared]
+
+    def test_interrupted_requests_go_on_with_the_new_weights(
+        self, rollout: Any, reference: Any, tmp_path: Path
+    ) -> None:
+        held = hold_requests(rollout, "interrupt")
+        self.test_requests_under_way_during_a_weight_update(held, reference, tmp_path)

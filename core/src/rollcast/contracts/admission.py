@@ -1,6 +1,7 @@
 """Contract of admissions: which groups of rollouts start when, and which finished ones a training step gets.
 
-An admission reads no clock and starts nothing. Example, a queue without a bound on the age of its tokens::
+An admission reads no clock and starts nothing: its answers follow from the views that it has seen. Example, a queue
+without a bound on the age of its tokens::
 
     class Eager(BaseAdmission):
         def room(self, view):
@@ -95,6 +96,9 @@ class BaseAdmission(ABC):
     def max_age(self) -> int | None:
         """Largest age of a trained token that this rule guarantees, in versions; None if it guarantees none."""
         return None
+
+    def observe(self, view: AdmissionView) -> None:  # noqa: B027  # most admissions keep nothing in mind
+        """Look at the groups at the moment when a step has published its weights and the next one asks for groups."""
 
     @abstractmethod
     def room(self, view: AdmissionView) -> int:

@@ -138,6 +138,10 @@ class RolloutConfig:
     """Devices per replica."""
     update_weights_bucket_megabytes: Positive = 64
     """Largest bucket of weights in flight, in MiB."""
+    update_in_flight: Literal["continue", "finish", "interrupt"] = "continue"
+    """Treatment by a replica of the requests in flight when new weights come. `continue` leaves them to the engine,
+    which computes their next tokens with the new weights where it can; `finish` ends them on the old weights first,
+    while new requests wait; `interrupt` aborts them, and continues them from their own tokens with the new weights."""
     sync_timeout_s: Seconds = 600.0
     """Timeout in seconds for a replica to take one bucket of weights."""
     sync_folder: str | None = None

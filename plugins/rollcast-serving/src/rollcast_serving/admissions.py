@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
-from rollcast.contracts.admission import AdmissionView, BaseAdmission, Selection, StartedGroup
+from rollcast.contracts.admission import AdmissionSettings, AdmissionView, BaseAdmission, Selection, StartedGroup
 
 __all__ = ["Capacity", "Drop", "WindowedFifo"]
 
@@ -19,7 +20,23 @@ class WindowedFifo(BaseAdmission):
     finished groups among the ``W = max(1, floor(0.3 B))`` starts from the oldest one on. So a group has at most
     ``B - 1`` groups before it when it starts and is overtaken by at most ``W - 1``, which bounds the age of each of its
     tokens by ``max_staleness + ceil((W - 1) / groups_per_step)``. Nothing is dropped.
+
+    The buffer is filled only as far as training needs it, because every group that waits grows old: the groups
+    under way begins with those of two steps, grows by those of one step whenever a step has to wait, up to ``B``, and
+    shrinks by an eighth of the groups that a step leaves over.
     """
+
+    def __init__(self, settings: AdmissionSettings) -> None:
+        super().__init__(settings)
+        self._limit = min(2 * settings.groups_per_step, self.buffer)
+
+    def observe(self, view: AdmissionView) -> None:
+        size = self.settings.groups_per_step
+        if not self.select(view, size).take:
+            self._limit = min(self._limit + size, self.buffer)
+        else:
+            spare = sum(group.is_finished for group in view.groups) - size
+            self._limit = max(self._limit - math.ceil(spare / 8), min(2 * size, self.buffer))
 
     @property
     def buffer(self) -> int:
@@ -35,16 +52,17 @@ class WindowedFifo(BaseAdmission):
     def max_age(self) -> int:
         if not self.settings.max_staleness:
             return 0  # all groups that have started are taken together
-        return self.settings.max_staleness + -(-(self.window - 1) // self.settings.groups_per_step)
+        return self.settings.max_staleness + math.ceil((self.window - 1) / self.settings.groups_per_step)
 
     def room(self, view: AdmissionView) -> int:
         # A step that takes further groups in place of some that it leaves out trains no more than its size.
-        return self.buffer - len(view.groups) - min(view.in_training, self.settings.groups_per_step)
+        return self._limit - len(view.groups) - min(view.in_training, self.settings.groups_per_step)
 
     def select(self, view: AdmissionView, count: int) -> Selection:
         if sum(each.is_finished for each in view.groups) < count:
             return Selection()
-        left, window, taken = list(view.groups), self.window, []
+        left, window = list(view.groups), self.window
+        taken: list[int] = []
         while len(taken) < count:
             last = left[0].number + window
             place = next((place for place, each in enumerate(left) if each.is_finished or each.number >= last), None)

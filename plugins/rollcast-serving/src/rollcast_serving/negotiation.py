@@ -23,6 +23,7 @@ class Choice:
         weight_sync: registry name.
         tensor_parallel: devices of one replica.
         trains_adapter: what trains is a LoRA adapter.
+        update_in_flight: treatment of requests in flight.
     """
 
     engine: str
@@ -31,6 +32,7 @@ class Choice:
     weight_sync: str
     tensor_parallel: int = 1
     trains_adapter: bool = False
+    update_in_flight: str = "continue"
 
     def __str__(self) -> str:
         return (
@@ -84,6 +86,14 @@ def _problem(
         return f"engine {choice.engine!r} trains no adapters (model.lora_rank, model.lora_adapter_path)"
     if choice.trains_adapter and not sync.same_process and not rollout.lora:
         return f"rollout {choice.rollout!r} takes no adapters (model.lora_rank, model.lora_adapter_path)"
+    return _in_flight_problem(choice, rollout, sync)
+
+
+def _in_flight_problem(choice: Choice, rollout: RolloutCapabilities, sync: WeightSyncCapabilities) -> str | None:
+    if sync.same_process and choice.update_in_flight != "continue":
+        return f"rollout.update_in_flight={choice.update_in_flight} is for replicas, and this sync has none"
+    if choice.update_in_flight == "interrupt" and not rollout.abort:
+        return f"rollout {choice.rollout!r} cannot abort requests, as rollout.update_in_flight=interrupt needs"
     return None
 
 

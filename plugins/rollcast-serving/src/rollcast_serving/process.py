@@ -23,6 +23,7 @@ from omegaconf import OmegaConf
 from rollcast import build_section
 from rollcast.contracts.rollout import BaseRollout, RolloutSetup, rollouts
 from rollcast_serving.engine_watch import EngineWatch
+from rollcast_serving.in_flight import hold_requests
 from rollcast_serving.openai_api import build_openai_app
 from rollcast_serving.server import build_app
 from rollcast_serving.wire import encode_error
@@ -48,7 +49,7 @@ def _end_with_parent(parent: int) -> None:
 def _build(spec: Mapping[str, Any]) -> BaseRollout:
     rollout_class = rollouts.get(spec["rollout"]["name"], requested_by="rollout.name")
     config: Any = build_section(rollout_class.config_schema, OmegaConf.create(spec["rollout"]), "rollout")
-    return rollout_class(
+    rollout = rollout_class(
         RolloutSetup(
             config,
             spec["model_path"],
@@ -58,6 +59,7 @@ def _build(spec: Mapping[str, Any]) -> BaseRollout:
             tuple(spec["stop_token_ids"]),
         )
     )
+    return hold_requests(rollout, config.update_in_flight)
 
 
 async def _listen(app: web.Application, host: str) -> tuple[web.AppRunner, int]:

@@ -124,6 +124,7 @@ class GroupQueue(Generic[T, R]):
     def publish(self, version: int) -> None:
         """Begin to use new weights: what was taken before is trained."""
         self.version, self._in_training = version, 0
+        self.admission.observe(self._view())
 
     def _remove(self, number: int) -> TakenGroup[T, R]:
         return TakenGroup(self._tasks.pop(number), self._results.pop(number), self._groups.pop(number).version)

@@ -128,7 +128,8 @@ class TaskRunner:
         rollout = self.rollout
         size = rollout.tensor_model_parallel_size
         trains_adapter = self.model.trains_adapter
-        return Choice(self.engine.name, rollout.name, rollout.mode, rollout.weight_sync, size, trains_adapter)
+        names = (self.engine.name, rollout.name, rollout.mode, rollout.weight_sync)
+        return Choice(*names, size, trains_adapter, rollout.update_in_flight)
 
     def section(self, path: str, schema: type) -> Any:
         """A section of the config as an instance of its dataclass.
