@@ -21,7 +21,7 @@ from serving_tools import KeepingTarget, ListEngine, many_tensors
 
 from rollcast.contracts.weights import AdapterWeights, WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast_serving.casting import WeightCast, loaded_dtype
+from rollcast_serving.casting import CastRoom, WeightCast, loaded_dtype
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
@@ -346,6 +346,7 @@ def test_a_cast_tensor_that_arrives_wrong_is_named(name: str, spoiled: str, monk
     sync.close()
 
 
+Named = list[tuple[str, torch.Tensor]]
 FLOATS = ["float64", "float32", "bfloat16", "float16"]
 SHAPES = [(7, 5), (6,), (), (0, 3), (3, 4, 2)]
 
@@ -354,9 +355,10 @@ SHAPES = [(7, 5), (6,), (), (0, 3), (3, 4, 2)]
     st.sampled_from(FLOATS[1:]),
     st.lists(st.tuples(st.sampled_from(SHAPES), st.sampled_from([*FLOATS, "int64", "uint8", "bool"])), max_size=6),
     st.integers(0, 2**32),
+    st.sampled_from([1, 60, 150, 10_000]),
 )
 def test_a_cast_is_the_conversion_that_the_engine_would_make(
-    target: str, tensors: list[tuple[tuple[int, ...], str]], seed: int
+    target: str, tensors: list[tuple[tuple[int, ...], str]], seed: int, limit: int
 ) -> None:
     generator = torch.Generator().manual_seed(seed)
     dtype = getattr(torch, target)
@@ -367,7 +369,17 @@ def test_a_cast_is_the_conversion_that_the_engine_would_make(
         )
         for place, (shape, kind) in enumerate(tensors)
     ]
-    for (name, tensor), (cast_name, cast) in zip(named, WeightCast(target).apply(named), strict=True):
+    room = CastRoom()
+    seen = 0
+    for bucket in sending.pack_buckets(named, limit, WeightCast(target), room):
+        assert len(bucket) == 1 or sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) <= limit
+        check_cast(bucket, named[seen : seen + len(bucket)], dtype)
+        seen += len(bucket)
+    assert seen == len(named)
+
+
+def check_cast(bucket: Named, named: Named, dtype: torch.dtype) -> None:
+    for (cast_name, cast), (name, tensor) in zip(bucket, named, strict=True):
         assert cast_name == name
         assert torch.equal(cast.to(dtype), tensor.to(dtype))  # whatever the engine then holds the tensor in
         narrowed = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize and tensor.dim() > 1
@@ -386,9 +398,7 @@ def test_what_the_model_holds_in_float32_is_sent_in_it(tmp_path: Path) -> None:
         "model.layers.1.mlp.experts.0.up_proj.weight",
         "a.some_gate.weight",
     )
-    dtypes = {
-        each: tensor.dtype for each, tensor in cast.apply([(each, torch.ones(2, 2)) for each in (gate, expert, other)])
-    }
+    dtypes = {each: cast.dtype_of(each, torch.ones(2, 2)) for each in (gate, expert, other)}
     assert dtypes == {gate: torch.float32, expert: torch.bfloat16, other: torch.bfloat16}
 
 

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from rollcast_serving.model_weights import read_model_config
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
-__all__ = ["WeightCast", "loaded_dtype"]
+__all__ = ["CastRoom", "WeightCast", "loaded_dtype"]
 
+_ALIGNMENT = 64
 _LONG_NAMES = {"half": "float16", "float": "float32"}
 
 
@@ -63,15 +64,48 @@ class WeightCast:
             attributes.append("_keep_in_fp32_modules")
         return cls(dtype, frozenset(name for each in attributes for name in getattr(model_class, each, None) or ()))
 
-    def apply(self, named: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-        """Yield the tensors in their order, each cast when its turn comes."""
+    def dtype_of(self, name: str, tensor: Tensor) -> torch.dtype:
+        """Return the dtype in which a weight is sent."""
         import torch
 
         dtype: torch.dtype = getattr(torch, self.dtype)
-        for name, tensor in named:
-            wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
-            cast = wider and tensor.dim() > 1 and not self._keeps(name)
-            yield name, tensor.detach().to(dtype) if cast else tensor
+        wider = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize
+        return dtype if wider and tensor.dim() > 1 and not self._keeps(name) else tensor.dtype
 
     def _keeps(self, name: str) -> bool:
         return any(f".{part}." in f".{name}." for part in self.kept)
+
+
+class CastRoom:
+    """Memory for the tensors of one bucket that were cast, used again for the next bucket.
+
+    Memory that is fresh for each tensor takes longer to come by than the cast itself.
+    """
+
+    def __init__(self) -> None:
+        self._flat: Tensor | None = None
+        self._used = 0
+
+    def clear(self) -> None:
+        """Start a bucket; the tensors of the one before may be overwritten."""
+        self._used = 0
+
+    def put(self, tensor: Tensor, dtype: torch.dtype, capacity: int) -> Tensor:
+        """Return a tensor in another dtype, in the room while that has space.
+
+        Args:
+            tensor: tensor to cast.
+            dtype: dtype to cast to.
+            capacity: bytes of the room if it is made here, unless the tensor needs more.
+        """
+        import torch
+
+        size = tensor.numel() * dtype.itemsize
+        flat = self._flat
+        if not self._used and (flat is None or len(flat) < size or flat.device != tensor.device):
+            self._flat = flat = torch.empty(max(capacity, size), dtype=torch.uint8, device=tensor.device)
+        if flat is None or len(flat) < self._used + size or flat.device != tensor.device:
+            return tensor.detach().to(dtype)
+        cast = flat[self._used : self._used + size].view(dtype).view(tensor.shape)
+        self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
+        return cast.copy_(tensor.detach())

@@ -6,14 +6,26 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
-from typing import Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
+from typing import cast as typed
 
 from torch import Tensor
 
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
-from rollcast_serving.weight_sync import BaseWeightSync, Delivery, RemoteRollout, SyncInterruptedError
+from rollcast_serving.casting import CastRoom, WeightCast
+from rollcast_serving.weight_sync import (
+    BaseWeightSync,
+    Delivery,
+    RemoteRollout,
+    SyncInterruptedError,
+    SyncSettings,
+)
+
+if TYPE_CHECKING:
+    from rollcast.contracts.engine import BaseEngine
+    from rollcast.contracts.rollout import BaseRollout
 
 __all__ = ["ACCOUNT_S", "BucketSync", "Receivers", "TargetLostError", "Transport", "pack_buckets"]
 
@@ -24,16 +36,29 @@ ACCOUNT_S = 5.0
 _BREAK_S = 1.0
 
 
-def pack_buckets(named: Iterable[tuple[str, Tensor]], size: int) -> Iterator[list[tuple[str, Tensor]]]:
-    """Tensors in their order, in buckets of at most ``size`` bytes; a larger tensor goes alone."""
+def pack_buckets(
+    named: Iterable[tuple[str, Tensor]], size: int, cast: WeightCast | None = None, room: CastRoom | None = None
+) -> Iterator[list[tuple[str, Tensor]]]:
+    """Yield tensors in their order, in buckets of at most ``size`` bytes; a larger tensor goes alone.
+
+    Args:
+        named: names and tensors.
+        size: largest bucket in bytes, after the cast.
+        cast: conversion of each tensor before it goes into its bucket.
+        room: memory of the cast tensors, so that a bucket is valid until the next one is asked for.
+    """
+    room = room or CastRoom()
     bucket: list[tuple[str, Tensor]] = []
     held = 0
     for name, tensor in named:
-        count = tensor.numel() * tensor.element_size()
+        dtype = tensor.dtype if cast is None else cast.dtype_of(name, tensor)
+        count = tensor.numel() * dtype.itemsize
         if bucket and held + count > size:
             yield bucket
             bucket, held = [], 0
-        bucket.append((name, tensor))
+        if not bucket:
+            room.clear()
+        bucket.append((name, tensor if dtype == tensor.dtype else room.put(tensor, dtype, size)))
         held += count
     if bucket:
         yield bucket
@@ -138,6 +163,15 @@ class BucketSync(BaseWeightSync):
     #: Its name in the registry, which the targets are told.
     name: ClassVar[str]
 
+    def __init__(
+        self,
+        engine: BaseEngine,
+        targets: Sequence[BaseRollout | RemoteRollout] = (),
+        settings: SyncSettings | None = None,
+    ) -> None:
+        super().__init__(engine, targets, settings)
+        self._room = CastRoom()
+
     @abstractmethod
     def transport(self) -> AbstractContextManager[Transport]:
         """A way to the present targets, for one sync."""
@@ -147,20 +181,20 @@ class BucketSync(BaseWeightSync):
         adapter = self.engine.get_adapter()
         reports: list[Delivery] = []
         if adapter is None or not only_adapter:
-            reports = self._send_all(self._cast(self.engine.get_per_tensor_param()), version)
+            reports = self._send_all(self.engine.get_per_tensor_param(), version, cast=self.settings.cast)
         if adapter is not None:
             reports = self._send_all(adapter.tensors.items(), version, {"adapter": dict(adapter.config)})
         return reports
 
-    def _cast(self, named: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
-        """Cast for the targets before checksums are taken; a rank without targets casts nothing."""
-        cast = self.settings.cast
-        return named if cast is None or not self.targets else cast.apply(named)
-
     def _send_all(
-        self, named: Iterable[tuple[str, Tensor]], version: int, described: Mapping[str, Any] | None = None
+        self,
+        named: Iterable[tuple[str, Tensor]],
+        version: int,
+        described: Mapping[str, Any] | None = None,
+        cast: WeightCast | None = None,
     ) -> list[Delivery]:
-        buckets = pack_buckets(named, self.settings.bucket_bytes)
+        # A rank that sends nothing casts nothing.
+        buckets = pack_buckets(named, self.settings.bucket_bytes, cast if self.targets else None, self._room)
         try:
             return self._send(buckets, version, described or {}) if self.targets else []
         finally:
@@ -170,7 +204,7 @@ class BucketSync(BaseWeightSync):
     def _send(
         self, buckets: Iterator[list[tuple[str, Tensor]]], version: int, described: Mapping[str, Any]
     ) -> list[Delivery]:
-        targets = cast("Sequence[RemoteRollout]", self.targets)
+        targets = typed("Sequence[RemoteRollout]", self.targets)
         sent = _Sent()
         pool = ThreadPoolExecutor(len(targets), "weights")
         receivers = Receivers([])
