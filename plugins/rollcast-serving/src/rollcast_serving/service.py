@@ -28,7 +28,7 @@ class TakenGroup(Generic[T, R]):
 
     Attributes:
         task: the task that was submitted.
-        result: what its rollouts gave.
+        result: return value of the service's ``run_group``.
         version: version of the newest weights when it started.
     """
 
@@ -122,7 +122,7 @@ class GroupQueue(Generic[T, R]):
         return dropped
 
     def publish(self, version: int) -> None:
-        """Begin to use new weights: what was taken before is trained."""
+        """Count new weights; the groups that were taken before are trained."""
         self.version, self._in_training = version, 0
         self.admission.observe(self._view())
 
@@ -169,7 +169,7 @@ class RolloutService(Generic[T, R]):
             if taken := self.queue.take(count):
                 self._start()
                 return taken
-            self._start()  # what the admission dropped makes room
+            self._start()  # dropped groups make room
             await self._changed.wait()
 
     async def publish(self, version: int) -> None:
@@ -204,7 +204,7 @@ class RolloutService(Generic[T, R]):
     async def _run(self, number: int, task: T) -> None:
         try:
             result = await self._run_group(task)
-        except Exception as error:  # noqa: BLE001  # the next take raises it
+        except Exception as error:  # noqa: BLE001  # `take` raises it, in the trainer's thread
             self._failure = self._failure or error
         else:
             self.queue.finish(number, result)

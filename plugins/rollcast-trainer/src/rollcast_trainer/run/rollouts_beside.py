@@ -1,4 +1,4 @@
-"""Rollouts beside training: groups that start before the step that trains them (``trainer.max_staleness``)."""
+"""Rollouts beside training: groups that start ahead of the step that trains them (``trainer.max_staleness``)."""
 
 from __future__ import annotations
 
@@ -72,10 +72,10 @@ class PromptGroup:
 
 
 class RolloutsBeside(Generic[R]):
-    """The rollout service as a stage uses it: prompts of the loader in, groups for a step out.
+    """The rollout service of a stage: it draws prompts ahead of the steps, and returns the groups of each step.
 
-    A checkpoint keeps which groups were trained. The others are generated again from the same prompts after a restart,
-    so none is lost or counted twice.
+    A checkpoint keeps the numbers of the trained groups. After a restart the other groups are generated again from the
+    same prompts, so that none is lost or trained twice.
 
     Args:
         run: run of the stage.
@@ -94,7 +94,7 @@ class RolloutsBeside(Generic[R]):
         #: the numbers of its groups that no step has taken.
         self._open: dict[int, tuple[Mapping[str, Any], set[int]]] = {}
         self._batches = 0
-        #: Groups that an earlier run trained, of batches that are read again.
+        #: Trained groups of batches that are read again after a restart.
         self._trained: set[int] = set()
 
     def take(self) -> list[TakenGroup[PromptGroup, R]]:
@@ -122,7 +122,7 @@ class RolloutsBeside(Generic[R]):
         return taken
 
     def publish(self, version: int) -> None:
-        """Say which weights the replicas have."""
+        """Tell the service which weights the replicas have now."""
         self._version = version
         if self._service is not None:
             replicas_of(self._run).run(self._service.publish(version))
