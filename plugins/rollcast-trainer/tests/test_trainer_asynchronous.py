@@ -8,13 +8,15 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+import torch
 from trainer_tools import SmallTask, before_stage, launch, read_metrics
 
 from rollcast.config import compose
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
-from rollcast.protocol import DataProto
+from rollcast.protocol import DataProto, Jagged
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.rollouts_beside import age_metrics
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import PpoConfig
 
@@ -78,6 +80,23 @@ def train(overrides: list[str], seen: Seen) -> TaskRunner:
     with task:
         trainer.fit()
     return task
+
+
+def test_ages_are_those_of_the_oldest_tokens_of_rows_that_train() -> None:
+    mask = Jagged.from_lengths(torch.tensor([True] * 6 + [False] * 2), torch.tensor([1, 2, 3, 2]))
+    batch = DataProto.from_dict(
+        {
+            "response_mask": mask.column(),
+            "rollout_weight_version_min": torch.tensor([7, 6, 4, -1]),  # nothing was sampled in the last row
+            "rollout_weight_version": torch.tensor([7, 7, 4, -1]),
+        }
+    )
+    found = age_metrics(batch, version=7)
+    assert [found[f"staleness/{age}"] for age in range(4)] == pytest.approx([1 / 6, 2 / 6, 0, 3 / 6])
+    assert found["staleness/mean"] == pytest.approx((0 + 2 * 1 + 3 * 3) / 6)
+    assert found["staleness/max"] == 3
+    assert found["staleness/mixed_rows"] == pytest.approx(1 / 3)
+    assert "staleness/4" not in found
 
 
 def test_a_filter_asks_for_further_groups(small_task: SmallTask, tmp_path: Path) -> None:

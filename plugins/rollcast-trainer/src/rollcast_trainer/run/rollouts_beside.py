@@ -186,17 +186,18 @@ def age_metrics(batch: DataProto, version: int) -> dict[str, float]:
         Mean over the tokens under the mask of their row's oldest token's age, the largest, the share of tokens of each
         age, and the share of rows whose tokens come from several versions.
     """
-    oldest, newest = batch["rollout_weight_version_min"], batch["rollout_weight_version"]
-    weights = Jagged.of(batch["response_mask"]).sums().double() * (oldest >= 0)
+    tokens = Jagged.of(batch["response_mask"]).sums()
+    sampled = (batch["rollout_weight_version_min"] >= 0) & (tokens > 0)
+    oldest, newest = batch["rollout_weight_version_min"][sampled], batch["rollout_weight_version"][sampled]
+    weights = tokens[sampled].double() / max(float(tokens[sampled].sum()), 1.0)
     ages = (version - oldest).clamp(min=0)
-    total = float(weights.sum().clamp(min=1))
     shares = torch.zeros(int(ages.max()) + 1 if len(ages) else 1, dtype=torch.float64).index_add_(0, ages, weights)
-    found = {f"staleness/{age}": float(share) / total for age, share in enumerate(shares.tolist())}
-    counted = ages[weights > 0]
-    found["staleness/mean"] = float((ages * weights).sum()) / total
-    found["staleness/max"] = float(counted.max()) if len(counted) else 0.0
-    found["staleness/mixed_rows"] = float((newest != oldest).float().mean())
-    return found
+    return {
+        **{f"staleness/{age}": share for age, share in enumerate(shares.tolist())},
+        "staleness/mean": float((ages * weights).sum()),
+        "staleness/max": float(ages.max()) if len(ages) else 0.0,
+        "staleness/mixed_rows": float((newest != oldest).float().mean()) if len(ages) else 0.0,
+    }
 
 
 def numbered(parts: Sequence[DataProto]) -> Iterator[DataProto]:
