@@ -236,6 +236,19 @@ def test_a_supervised_run(small_task: SmallTask, tmp_path: Path) -> None:
     assert "trainer.stop_at may end the run before its last step, at val/accuracy >= 0.9" in plan.notes
 
 
+def test_rollouts_ahead_of_training_have_their_bound(small_task: SmallTask, tmp_path: Path) -> None:
+    replicas = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory"]
+    changes = [*replicas, "trainer.max_staleness=4"]
+    batch = make_plan(small_task.ppo(tmp_path, *changes)).as_dict()["batch"]
+    assert (batch["max_staleness"], batch["max_age"]) == (
+        4,
+        6,
+    )  # five of the six in the window may overtake: two steps of 4
+    unbounded = make_plan(small_task.ppo(tmp_path, *changes, "trainer.admission=capacity")).as_dict()["batch"]
+    assert unbounded["max_age"] is None
+    assert "max_staleness" not in make_plan(small_task.ppo(tmp_path, *replicas)).as_dict()["batch"]
+
+
 def test_what_is_generated_beyond_the_batch_is_noted(config_folder: Path) -> None:
     changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=4"]
     plan = make_plan(gsm8k(config_folder, "algorithm=remax", *changes), read_data=False)

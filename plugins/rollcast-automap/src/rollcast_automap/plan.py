@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.admission import AdmissionSettings, admissions
 from rollcast.errors import ConfigError
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_automap.memory_facts import largest_pass, placed_roles, plan_memory
@@ -111,6 +112,7 @@ def _batch(trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str]) -> lis
         Fact("rows_per_rank", algebra.rows_per_rank, f"{_count(algebra.rows_per_rank, 'row')} of a mini-batch on each"),
         Fact("micro_batches_per_rank", passes, f"{most}{_count(passes, 'micro-batch')} of a mini-batch on each"),
         *_critic_facts(algebra, critic),
+        *_staleness_facts(trainer, algebra),
     ]
 
 
@@ -120,6 +122,20 @@ def _critic_facts(algebra: BatchAlgebra, critic: Any) -> list[Fact]:
     prompts = critic.ppo_mini_batch_size or algebra.mini_batch_prompts
     steps = max(algebra.prompts // prompts, 1) * critic.ppo_epochs
     return [Fact("critic_optimizer_steps", steps, f"{_count(steps, 'optimizer step')} of the critic a step")]
+
+
+def _staleness_facts(trainer: LoopTrainer, algebra: BatchAlgebra) -> list[Fact]:
+    """Return how far rollouts start ahead; nothing for a run in which generation and training take turns."""
+    staleness = trainer.run.max_staleness
+    if not staleness:
+        return []
+    name = trainer.task.trainer.admission
+    age = admissions.get(name)(AdmissionSettings(staleness, algebra.prompts)).max_age
+    promised = "no bound" if age is None else f"at most {_count(age, 'version')}"
+    return [
+        Fact("max_staleness", staleness, f"rollouts start up to {_count(staleness, 'step')} ahead of training"),
+        Fact("max_age", age, f"age of a trained token: {promised} (trainer.admission={name})"),
+    ]
 
 
 def _count(number: int, noun: str) -> str:
