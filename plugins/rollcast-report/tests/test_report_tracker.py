@@ -87,6 +87,8 @@ def _drive(run_dir: Path, steps: int = 20, error: BaseException | None = None, e
     hook.on_fit_start(trainer=_TRAINER)
     for step in range(steps + 1):
         metrics = {} if step == 0 else {"reward/mean": math.sin(step), "time/step_s": 0.3, "actor/kl": 1e-4 * step}
+        if step:
+            metrics |= {"staleness/mean": 1.0, "rollout/idle_s": 0.1}
         if step % 10 == 0:
             metrics["val/accuracy"] = step / 40
             hook.on_validation_end(trainer=_TRAINER, step=step, metrics=metrics, samples=_samples(step))
@@ -105,7 +107,8 @@ def test_finished_run(tmp_path: Path) -> None:
     page = _page(tmp_path / "report.html")
     assert "demo <run>" in page.text and "Finished" in page.text
     assert "rose from 0.0 % before training to 50.0 % at step 20" in page.text
-    assert page.count("svg") == 4
+    assert page.count("svg") == 6
+    assert "KL to the policy before the update" in page.text and "Age of trained tokens" in page.text
     assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in page.tags if tag == "svg")
     assert "before training" in page.text and "Became correct3" in page.text
     assert "lr: 1e-6" in page.text and "x: '<b>'" in page.text and "pad_token: keep" in page.text

@@ -27,7 +27,7 @@ _LARGE = (
 # Metrics that every run of reinforcement learning should have; the report shows that one is missing.
 _EXPECTED = ("reward/mean", "val/accuracy")
 _SMALL = (
-    ChartSpec("actor/kl", "KL to reference"),
+    ChartSpec("actor/kl", "KL to the policy before the update"),
     ChartSpec("actor/entropy", "Entropy", "nats"),
     ChartSpec("actor/clip_fraction", "Clipped tokens", "%", 0.0, 1.0),
     ChartSpec("actor/grad_norm", "Gradient norm", floor=0.0),
@@ -37,6 +37,8 @@ _SMALL = (
     ChartSpec("rollout/tokens_per_s", "Throughput", "tokens/s", floor=0.0),
     ChartSpec("sft/tokens_per_s", "Throughput", "tokens/s", floor=0.0),
     ChartSpec("time/step_s", "Step time", "s", floor=0.0),
+    ChartSpec("staleness/mean", "Age of trained tokens", "versions", floor=0.0),
+    ChartSpec("rollout/idle_s", "Engines idle", "s", floor=0.0),
     ChartSpec("rollout/logprob_gap_max", "Log-probability gap, largest", "nats", floor=0.0),
 )
 # Subject of the first sentence: the first of these metrics that was recorded.
