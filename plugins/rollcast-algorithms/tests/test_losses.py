@@ -149,6 +149,16 @@ def test_ppo_reports_what_has_no_weight() -> None:
     assert "actor/entropy_loss" in out.metrics
 
 
+def test_metrics_of_a_policy_loss_stand_under_the_actor_however_it_names_them() -> None:
+    def named(inputs: PolicyLossInputs) -> PolicyLossOutput:
+        ones = torch.ones_like(inputs.log_probs).detach()
+        return PolicyLossOutput(-inputs.log_probs, {"one": ones, "actor/two": 2 * ones})
+
+    metrics = make_ppo_loss(named, token_mean)(batch()).metrics
+    assert (float(metrics["actor/one"]), float(metrics["actor/two"])) == pytest.approx((1.0, 2.0))
+    assert not any(name.startswith("actor/actor/") for name in metrics)
+
+
 def test_ppo_survives_pickling() -> None:
     loss = full_loss()
     again = pickle.loads(pickle.dumps(loss))

@@ -92,6 +92,13 @@ def test_eval_scores_and_counts(small_task: SmallTask, tmp_path: Path) -> None:
     assert metrics["val/acc/best@2/mean"] == pytest.approx(sum(pass_at_2) / 5)
 
 
+def test_eval_scores_as_many_rows_as_a_validation(small_task: SmallTask, tmp_path: Path) -> None:
+    config = compose(["trainer=sample", *settings(small_task, "data.val_max_samples=3")]).config
+    prompts = small_task.folder / "test.jsonl"
+    assert len(SampleJob(config, prompts, tmp_path / "scored.jsonl", scored=True).dataset) == 3
+    assert len(SampleJob(config, prompts, tmp_path / "samples.jsonl", scored=False).dataset) == 5
+
+
 @pytest.mark.parametrize(
     ("changes", "error", "words"),
     [

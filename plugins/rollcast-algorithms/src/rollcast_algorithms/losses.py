@@ -153,7 +153,7 @@ class PpoLoss:
         metrics = {"actor/pg_loss": loss.detach()}
         present = counts if counts.present_tokens is None else replace(counts, tokens=counts.present_tokens)
         for name, values in policy.metrics.items():
-            metrics[f"actor/{name}"] = token_mean(values.detach(), mask, present)
+            metrics[f"actor/{name.removeprefix('actor/')}"] = token_mean(values.detach(), mask, present)
         if inputs.entropy is not None:
             entropy = self.aggregation(inputs.entropy, mask, counts)
             metrics["actor/entropy_loss"] = entropy.detach()

@@ -51,7 +51,7 @@ class DataConfig:
     truncation: Literal["error", "left", "right"] = "error"
     """Treatment of longer prompts that were not left out: `error`, or cut at the `left` or at the `right`."""
     val_max_samples: PositiveOrOff = -1
-    """Validate on the first so many rows; -1 for all."""
+    """Validate on the first so many rows, as does `rollcast eval`; -1 for all."""
     num_workers: NonNegative = 0
     """Processes that tokenize and collate ahead; 0 does both in the trainer's process."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"

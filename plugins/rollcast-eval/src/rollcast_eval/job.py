@@ -23,6 +23,7 @@ from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
+from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
@@ -73,7 +74,9 @@ class SampleJob:
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
-        self.dataset: BaseDataset = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
+        rows = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
+        # A recipe's limit is that of its validations; samples of a file are wanted for every prompt.
+        self.dataset: BaseDataset = FirstRows(rows, self._data.val_max_samples) if scored else rows
         self.scorer = self._build_scorer() if scored else None
         self._generator = self._build_generator(output)
         self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n)
