@@ -333,9 +333,13 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
-        known = batch.non_tensor_batch.get(RESULTS)
         samples, rollouts = self._samples(batch), RolloutRows.of(batch)
-        results = list(known) if known is not None else self._results(batch, samples, rollouts)
+        results: Sequence[RewardResult]
+        if RESULTS in batch:
+            # Only this column: those that lie with workers stay there.
+            results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
+        else:
+            results = self._results(batch, samples, rollouts)
         return Scored(samples, results, self.reward.max_score, rollouts)
 
     def scored(self, batch: DataProto) -> DataProto:
