@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
@@ -16,6 +17,7 @@ from rollcast.protocol import DataProto
 from rollcast_trainer.run.recovery import Recoveries
 from rollcast_trainer.run.staged_trainer import StagedTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.timeline import TimelineWriter
 from rollcast_trainer.workers.heap import frozen_heap
 
 __all__ = ["LoopTrainer"]
@@ -25,6 +27,9 @@ logger = logging.getLogger(__name__)
 
 class LoopTrainer(StagedTrainer):
     """A trainer whose step is a list of stages; subclasses choose the stages."""
+
+    #: Open while :meth:`fit` runs.
+    _timeline: TimelineWriter | None = None
 
     @classmethod
     def launch(cls, config: DictConfig) -> RunResult:
@@ -59,7 +64,7 @@ class LoopTrainer(StagedTrainer):
             self.run.emit("on_recovery", step=self.step, message=self.recovery.describe())
             self.run.record(self.recovery.metrics())
         try:
-            with frozen_heap():
+            with frozen_heap(), closing(TimelineWriter(self.task.run_dir, self.step)) as self._timeline:
                 self._fit()
         except BaseException as raised:
             error = raised
@@ -74,10 +79,11 @@ class LoopTrainer(StagedTrainer):
     def _fit(self) -> None:
         if self._is_complete():
             logger.info("%s is complete at step %d of %d", self.task.run_dir, self.step, self.total_steps)
-        with mark("update_weights"):
+        timeline = self.run.timeline
+        with mark("update_weights"), timeline.stage("update_weights"):
             self.sync_weights()
         if self.step == 0 and self.task.trainer.val_before_train and self.val_batches:
-            with mark("validate"):
+            with mark("validate"), timeline.stage("validate"):
                 metrics = self.validate()
             self._report(metrics)
         while not self._is_complete():
@@ -109,7 +115,7 @@ class LoopTrainer(StagedTrainer):
         self._report(run.recorder.take())
         # After the metrics are written, so that they are complete up to any checkpoint.
         if self._is_due(self.task.trainer.save_freq):
-            with mark("save_checkpoint"):
+            with mark("save_checkpoint"), run.timeline.stage("save_checkpoint"):
                 self.save_checkpoint()
         run.emit("on_step_end", step=step, metrics=self.metrics)
 
@@ -128,6 +134,10 @@ class LoopTrainer(StagedTrainer):
     def _report(self, metrics: Mapping[str, float]) -> None:
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.latest |= self.metrics
+        # Before the trackers: the report that one of them writes shows this step too.
+        line = self.run.timeline.take()
+        if self._timeline is not None:
+            self._timeline.append(self.step, line)
         self.run.emit("on_metrics", step=self.step, metrics=self.metrics)
 
 

@@ -75,12 +75,14 @@ class AgentGenerator:
         step, number = self._named
         self._named = (run.step, number + 1 if step == run.step else 0)
         name = "{}.{}".format(*self._named)
-        return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+        with run.timeline.replicas_busy("generate"):
+            return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
 
     def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
         """Run the rollouts of one prompt; several threads may do so at once."""
         seed = self._run.task.trainer.seed
-        return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
+        with self._run.timeline.replicas_busy("generate"):
+            return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
 
     def keep(self, rollouts: Rollouts) -> None:
         """Keep training rollouts until they are saved."""

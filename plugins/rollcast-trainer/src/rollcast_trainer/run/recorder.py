@@ -12,9 +12,14 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Collects the metrics of a step; given to stages when they are built."""
+    """Collects the metrics of a step; given to stages when they are built.
 
-    def __init__(self) -> None:
+    Args:
+        on_phase: called with name, start and end (wall-clock seconds) of each stretch of a phase.
+    """
+
+    def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_phase = on_phase
         self._metrics: dict[str, float] = {}
         self._later: list[Callable[[], Mapping[str, float]]] = []
         self._seconds: dict[str, float] = {}
@@ -57,7 +62,11 @@ class Recorder:
     def _stop_clock(self) -> None:
         if self._running:
             name, start = self._running[-1]
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                now = time.time()
+                self._on_phase(name, now - seconds, now)
 
     def seconds(self, phase: str) -> float:
         """Return the seconds that a phase of this step has taken so far."""

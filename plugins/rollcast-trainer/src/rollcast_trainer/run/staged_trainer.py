@@ -21,6 +21,7 @@ from rollcast_trainer.run.recovery import Recovery
 from rollcast_trainer.run.run_dir import replacing_folder
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.timeline import check_timeline
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.run.validation import validate
 from rollcast_trainer.schemas import RunConfig
@@ -110,6 +111,7 @@ class StagedTrainer(BaseTrainer):
         self.total_steps = run.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
         run.scorer = task.scorer()
         self.val_batches = self.load_val_batches()
+        check_timeline(task.run_dir, task.start_step)
         task.start()
         run.start(self.stages)
         trained = [group for role, group in run.groups.items() if role_trains(role)]
@@ -119,7 +121,8 @@ class StagedTrainer(BaseTrainer):
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout, as the version of the present step."""
-        metrics = self.run.sampler.sync(self.step)
+        with self.run.timeline.replicas_busy("update_weights"):
+            metrics = self.run.sampler.sync(self.step)
         for tell in self.run.on_synced:
             tell(self.step)
         return metrics

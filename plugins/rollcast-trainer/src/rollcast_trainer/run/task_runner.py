@@ -250,6 +250,10 @@ class TaskRunner:
         """Worker processes of all pools."""
         return sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
 
+    def pool_of(self, role: str) -> str:
+        """Return the name of the pool that a role lives in."""
+        return str(self.pools.mapping[role])
+
     def has_own_pool(self, role: str) -> bool:
         """True if a role lives apart from the actor."""
         return self.pools.mapping[role] != self.pools.mapping[Role.ACTOR_ROLLOUT]

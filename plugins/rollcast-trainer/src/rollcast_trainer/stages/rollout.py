@@ -81,7 +81,9 @@ class Rollout(Stage):
     async def _roll_out(self, group: PromptGroup) -> DataProto:
         """Return the scored responses to one prompt, in the event loop of the replicas."""
         run, replicas = self.run, replicas_of(self.run)
-        output = await replicas.respond(group.rows.select(PROMPT).with_columns({"seed": group.seeds}), run.sampling())
+        prompts = group.rows.select(PROMPT).with_columns({"seed": group.seeds})
+        with run.timeline.replicas_busy(self.phase):
+            output = await replicas.respond(prompts, run.sampling())
         return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
 
     def state_dict(self) -> dict[str, Any]:
