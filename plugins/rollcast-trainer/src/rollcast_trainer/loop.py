@@ -15,6 +15,7 @@ from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import RunResult
 from rollcast.protocol import DataProto
 from rollcast_trainer.run.recovery import Recoveries
+from rollcast_trainer.run.replay import recorded_columns
 from rollcast_trainer.run.staged_trainer import StagedTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.timeline import TimelineWriter
@@ -121,11 +122,22 @@ class LoopTrainer(StagedTrainer):
 
     def run_stages(self, batch: DataProto, before: Stage | None = None) -> DataProto:
         """Return the batch after all stages; or, without metrics, as it is before one that asks for further rows."""
-        for place, stage in zip(self.places, self.stages, strict=True):
+        recorder = self.run.recorder
+        made: dict[str, float] = {}
+        last = max((n for n, place in enumerate(self.places) if place.spec.is_recorded), default=-1)
+        for number, (place, stage) in enumerate(zip(self.places, self.stages, strict=True)):
             if stage is before:
                 break
-            with self.run.recorder.phase(stage.phase or place.name), self.run.recorder.muted(before is not None):
+            collected = made if self.records and before is None and place.spec.is_recorded else None
+            with (
+                recorder.phase(stage.phase or place.name),
+                recorder.muted(before is not None),
+                recorder.collecting(collected),
+            ):
                 batch = stage(batch)
+            if collected is not None and number == last:
+                with recorder.phase("record_trajectories"):
+                    self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), made)
         return batch
 
     def _is_due(self, every: int) -> bool:

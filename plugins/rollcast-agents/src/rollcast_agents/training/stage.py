@@ -123,6 +123,7 @@ class AgentRollout(Stage):
             roles=(Role.ACTOR_ROLLOUT, _role_of(run)),
             brings=(*(["log_prob_check"] if checks else []), *(["save_trajectories"] if saves else [])),
             replaces=("rollout",),
+            is_recorded=True,
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -221,7 +222,11 @@ class SaveTrajectories(Stage):
         config: AgentConfig = run.section("agent", AgentConfig)
         if config.loop is None or config.save_trajectories < 1:
             return None
-        return StageSpec(reads=("token_level_scores", "rollout_id"), after=("reward", "filter_groups", "kl_in_reward"))
+        return StageSpec(
+            reads=("token_level_scores", "rollout_id"),
+            after=("reward", "filter_groups", "kl_in_reward"),
+            is_recorded=True,
+        )
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

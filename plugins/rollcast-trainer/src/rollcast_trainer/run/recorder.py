@@ -25,15 +25,23 @@ class Recorder:
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
         self._is_muted = False
+        self._collected: dict[str, float] | None = None
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Add metrics; ignored while muted."""
-        if not self._is_muted:
-            self._metrics.update(metrics)
+        if self._is_muted:
+            return
+        self._metrics.update(metrics)
+        if self._collected is not None:
+            self._collected.update(metrics)
 
     def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         """Add metrics that are asked for at the end of the step, because calls that they need go on; see `record`."""
-        if not self._is_muted:
+        if self._is_muted:
+            return
+        if self._collected is not None:
+            self.record(metrics())  # whoever collects has to have them now
+        else:
             self._later.append(metrics)
 
     @contextmanager
@@ -44,6 +52,15 @@ class Recorder:
             yield
         finally:
             self._is_muted = before
+
+    @contextmanager
+    def collecting(self, into: dict[str, float] | None) -> Iterator[None]:
+        """Put metrics that are recorded in the block into a dict too, if there is one."""
+        before, self._collected = self._collected, into
+        try:
+            yield
+        finally:
+            self._collected = before
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:

@@ -20,6 +20,7 @@ from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
 from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recorder import Recorder
+from rollcast_trainer.run.replay import StoppedSampler
 from rollcast_trainer.run.seeds import RowSeeds
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
@@ -172,7 +173,8 @@ class TrainingRun:
         classes = {role: roles.get(self.task.worker_role(role)) for role in setups}
         workers = {role: ClassWithInitArgs(classes[role], setup) for role, setup in setups.items()}
         self.groups = self.task.start_roles(workers)
-        self.sampler = self.task.start_sampler(self.groups)
+        is_replay = self.task.replay_of is not None
+        self.sampler = StoppedSampler() if is_replay else self.task.start_sampler(self.groups)
         self.timeline.watch(self.groups)
 
     def _base_setup(self, role: str) -> WorkerSetup:
@@ -185,7 +187,7 @@ class TrainingRun:
             engine=task.role_engine(key),
             model=task.model if is_actor else task.model.without_adapter(),
             optim=self.schedule(task.actor.optim) if is_actor else None,
-            rollout=task.rollout if is_actor else None,
+            rollout=task.rollout if is_actor and task.replay_of is None else None,
             rollout_dtype=task.rollout_dtype if is_actor and task.uses_replicas else None,
             loss_function=None,
             has_reference=False,

@@ -45,6 +45,7 @@ class Rollout(Stage):
             writes=(*GENERATED, *(["old_log_probs"] if serves else [])),
             roles=(Role.ACTOR_ROLLOUT,),
             brings=("log_prob_check",) if checks else (),
+            is_recorded=True,
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -116,7 +117,11 @@ class RewardBaselines(Stage):
     run: TrainingRun
     phase: ClassVar[str] = "baseline"
     spec: ClassVar[StageSpec] = StageSpec(
-        reads=("uid", "prompts"), writes=("reward_baselines",), roles=(Role.ACTOR_ROLLOUT,), after=("reward",)
+        reads=("uid", "prompts"),
+        writes=("reward_baselines",),
+        roles=(Role.ACTOR_ROLLOUT,),
+        after=("reward",),
+        is_recorded=True,
     )
 
     def __call__(self, batch: DataProto) -> DataProto:
