@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from trainer_tools import SmallTask, launch, read_checkpoint, read_metrics, without_times
 
 from rollcast.config import compose
@@ -35,8 +36,10 @@ RUN = ["trainer.total_steps=4", "trainer.save_freq=2", "actor.entropy_coeff=0.01
 KINDS = {
     "synchronous": [],
     "ahead": BESIDE,
-    "filtered": ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=accuracy"],
-    "reference": ["actor.use_kl_loss=true", "algorithm.adv_estimator=gae"],
+    "filtered": [
+        *("algorithm.filter_groups.enable=true", "algorithm.filter_groups.metric=accuracy"),
+        *("actor.use_kl_loss=true", "algorithm.adv_estimator=gae"),
+    ],
 }
 
 
@@ -47,6 +50,16 @@ def training_metrics(run_dir: Path) -> list[dict[str, Any]]:
     return [{key: value for key, value in row.items() if not key.startswith(left_out)} for row in rows]
 
 
+def saved_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    """Every tensor of a checkpoint, weights and optimizer, by name."""
+    shards = folder / "shards"
+    about = dcp.FileSystemReader(shards).read_metadata().state_dict_metadata
+    sizes = {name: (each.size, each.properties.dtype) for name, each in about.items() if hasattr(each, "size")}
+    found = {name: torch.empty(size, dtype=dtype) for name, (size, dtype) in sorted(sizes.items())}
+    dcp.load(dict(found), checkpoint_id=shards, no_dist=True)
+    return found
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_replay_repeats_training_bit_by_bit(small_task: SmallTask, tmp_path: Path, kind: str) -> None:
     recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
@@ -54,12 +67,14 @@ def test_a_replay_repeats_training_bit_by_bit(small_task: SmallTask, tmp_path: P
     launch(small_task.ppo(recorded, *changes, RECORD))
     launch(small_task.ppo(replayed, *changes, f"trainer.replay={recorded}"))
     assert training_metrics(replayed) == training_metrics(recorded)
-    for step in (2, 4):
-        before, after = (read_checkpoint(run / "checkpoints" / f"step_{step}" / "actor") for run in (recorded, replayed))
+    roles = ["actor", *(["critic"] if kind == "filtered" else [])]
+    for folder in (f"step_{step}/{role}" for step in (2, 4) for role in roles):
+        before, after = (saved_tensors(run / "checkpoints" / folder) for run in (recorded, replayed))
+        assert {name.partition(".")[0] for name in before} >= {"model", "optim"}
         assert list(before) == list(after)
-        assert all(torch.equal(before[name], after[name]) for name in before)
-    early = read_checkpoint(recorded / "checkpoints" / "step_2" / "actor")
-    assert any(not torch.equal(before[name], early[name]) for name in early)  # it trained
+        assert [name for name in before if not torch.equal(before[name], after[name])] == []
+    early, late = (read_checkpoint(replayed / "checkpoints" / f"step_{step}" / "actor") for step in (2, 4))
+    assert any(not torch.equal(early[name], late[name]) for name in early)  # it trained
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +118,9 @@ def test_a_resumed_replay_and_a_resumed_record_are_those_of_one_run(
 
 def test_a_record_has_what_training_reads_and_no_pickle(recorded: Path) -> None:
     batch, metrics = RolloutRecord(recorded).read(2)
-    assert {"prompts", "responses", "response_mask", "rollout_log_probs", "uid", "token_level_scores"} <= set(batch.keys())
+    assert {"prompts", "responses", "response_mask", "rollout_log_probs", "uid", "token_level_scores"} <= set(
+        batch.keys()
+    )
     assert {"rollout_weight_version", "rollout_weight_version_min"} <= set(batch.keys())
     assert metrics["reward/mean"] == read_metrics(recorded)[2]["reward/mean"]
     file = recorded / "rollouts" / "step_2.batch"

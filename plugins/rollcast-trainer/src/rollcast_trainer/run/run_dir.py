@@ -329,9 +329,7 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def differing_settings(
-    earlier: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = ()
-) -> list[str]:
+def differing_settings(earlier: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
     """Return the keys in which a run differs from an earlier one, with both values; keys that may differ are left out.
 
     Args:

@@ -212,7 +212,10 @@ class TaskRunner:
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
             # These keys mean the calls and rollouts of the run itself.
-            shared = {"runtime": {**self.plain["runtime"], "record": None, "record_trajectories": False}, "placement": self.plain["placement"]}
+            shared = {
+                "runtime": {**self.plain["runtime"], "record": None, "record_trajectories": False},
+                "placement": self.plain["placement"],
+            }
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
             self.model = dataclasses.replace(self.model, path=str(exported), random_init=False)
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
