@@ -43,6 +43,25 @@ def test_a_tool_loop_is_trained(task: AgentTask, tmp_path: Path) -> None:
     assert all(each.score < 0.75 for each in records if not each.trajectory.metrics.get("tool_calls"))
 
 
+def test_training_on_recorded_agents_repeats_bit_by_bit(task: AgentTask, tmp_path: Path) -> None:
+    recorded, replayed = tmp_path / "recorded", tmp_path / "replayed"
+    launch(task.overrides(recorded, "runtime.record_trajectories=true"))
+    with set_up(task.overrides(replayed, f"trainer.replay={recorded}")) as trainer:
+        assert set(trainer.run.groups) == {"actor_rollout"}  # no worker runs loops
+    launch(task.overrides(replayed, f"trainer.replay={recorded}"))
+
+    def training(run_dir: Path) -> list[dict[str, float]]:
+        left_out = ("val/", "time/", "perf/", "sync/", "rollout/weight_version")
+        return [
+            {key: value for key, value in row.items() if not key.startswith(left_out) and not key.endswith("_per_s")}
+            for row in read_metrics(run_dir)
+            if row["step"]
+        ]
+
+    assert training(replayed) == training(recorded)
+    assert all("agent/turns_mean" in row and row["actor/grad_norm"] > 0 for row in training(replayed))
+
+
 def test_an_environment_scores_turns_where_they_belong(task: AgentTask, tmp_path: Path) -> None:
     changes = ("agent.loop=environment", "agent.environment=vowels")
     with set_up(task.overrides(tmp_path / "run", *changes)) as trainer:

@@ -166,7 +166,7 @@ def test_other_weights_have_another_fingerprint(small_task: SmallTask, tmp_path:
     shutil.copytree(small_task.model, model)
     (weights,) = model.glob("*.safetensors")
     tensors = load_file(weights)
-    name = sorted(tensors)[0]
+    name = min(tensors)
     tensors[name] = tensors[name] + 1
     save_file(tensors, weights, metadata={"format": "pt"})
     config = compose([*small_task.ppo(tmp_path / "run"), f"model.path={model}"]).config

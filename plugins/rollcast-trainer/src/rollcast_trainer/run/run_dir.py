@@ -359,7 +359,7 @@ def read_config(file: Path) -> dict[str, Any]:
     from omegaconf.errors import OmegaConfBaseException
 
     try:
-        config = OmegaConf.to_container(OmegaConf.load(file))
+        config: Any = OmegaConf.to_container(OmegaConf.load(file))
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
