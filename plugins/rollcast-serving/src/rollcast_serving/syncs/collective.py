@@ -24,7 +24,7 @@ from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
-from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import lay_out, read_bucket, view_tensor
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
