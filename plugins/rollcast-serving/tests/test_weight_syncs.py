@@ -28,7 +28,7 @@ from rollcast_serving.server import IncomingWeights
 from rollcast_serving.syncs import sending, shared_memory
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 
-SYNCS = ["shared_memory", "collective", "disk"]
+SYNCS = ["shared_memory", "collective", "disk", "delta"]
 
 
 def make(name: str, engine: Any, targets: list[Any], **changes: Any) -> Any:
@@ -91,6 +91,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
         "shared_memory": ("rollcast_serving.syncs.shared_memory", "read_bucket"),
         "collective": ("rollcast_serving.syncs.collective", "read_bucket"),
         "disk": ("rollcast_serving.syncs.disk", "WeightBucket"),
+        "delta": ("rollcast_serving.syncs.delta", "WeightBucket"),
     }[name]
     import importlib
 
@@ -248,7 +249,7 @@ def test_shared_memory_keeps_two_buffers_and_leaves_nothing() -> None:
         asyncio.run(sync.sync(version))
         counts.append(descriptors())
     assert len(set(counts[1:])) == 1
-    assert sum(len(buffer.flat) for buffer in sync._buffers) <= 2 * (1000 * 33 * 4 + 64)
+    assert sum(buffer.size for buffer in sync._buffers) <= 2 * (1000 * 33 * 4 + 64)
     sync.close()
     assert descriptors() == before
 

@@ -77,6 +77,11 @@ class MappedMemory:
         self._flat: Tensor | None = None
 
     @property
+    def size(self) -> int:
+        """Size in bytes; 0 before the first :meth:`reserve`."""
+        return 0 if self._flat is None else len(self._flat)
+
+    @property
     def path(self) -> str:
         """Path by which another process of the same user opens the memory."""
         return self._path
