@@ -62,6 +62,8 @@ class RuntimeConfig:
     """CPU threads per worker; null shares a node's cores evenly."""
     record: str | None = None
     """A method to record in `RUN_DIR/records`, such as `actor.update_actor:2` for its second call."""
+    record_trajectories: bool = False
+    """Write the rollouts of each step, as training gets them, to `RUN_DIR/rollouts`, for `trainer.replay`."""
 
 
 @dataclass(frozen=True)

@@ -41,6 +41,8 @@ class StageSpec:
         brings: names of stages that are put into the list with this one.
         replaces: names of stages that this one takes the place of in a run in which it has a part.
         changes_rows: True if it adds, removes or reorders rows; all that it does not depend on comes after it.
+        is_recorded: True if it makes or scores rollouts: what it does is part of the record that a run replays in its
+            place.
     """
 
     reads: tuple[str, ...] = ()
@@ -51,6 +53,7 @@ class StageSpec:
     brings: tuple[str, ...] = ()
     replaces: tuple[str, ...] = ()
     changes_rows: bool = False
+    is_recorded: bool = False
 
 
 class StageRun(Protocol):

@@ -15,6 +15,7 @@ from rollcast_report.charts import ChartSpec, format_number, render_chart
 from rollcast_report.conversations import render_trajectories
 from rollcast_report.run_data import RunData
 from rollcast_report.samples import render_samples
+from rollcast_report.timeline import render_timeline
 
 __all__ = ["render_page"]
 
@@ -218,7 +219,7 @@ def render_page(run: RunData) -> str:
         style=_asset("report.css").strip(),
         header=_header(run),
         charts=_charts(run),
-        phases=_recoveries(run) + _phases(run),
+        phases=_recoveries(run) + _phases(run) + render_timeline(run.timeline),
         samples=render_samples(run),
         trajectories=trajectories,
         details=_details(run),

@@ -18,6 +18,7 @@ from typing import Any
 from rollcast.contracts.files import replace_file
 from rollcast.errors import DataError
 from rollcast_report.records import Unreadable, read_records
+from rollcast_report.timeline import TIMELINE_FILE, TimelineData, read_timeline
 from rollcast_report.trajectories import FOLDER, SavedTrajectories, read_trajectories
 
 __all__ = [
@@ -94,6 +95,7 @@ class RunData:
         first, last: first and last validation with samples; ``last`` is None if there is only one.
         recoveries: recoveries from lost processes, as the trainer recorded them.
         trajectories: saved trajectories of agents, a selection that fits a page.
+        timeline: when stages and pools were at work, a selection that fits a page.
         config: resolved config as text.
         notes: messages about files and lines that could not be read.
     """
@@ -106,6 +108,7 @@ class RunData:
     last: Validation | None = None
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     trajectories: SavedTrajectories = field(default_factory=SavedTrajectories)
+    timeline: TimelineData = field(default_factory=TimelineData)
     config: str = ""
     notes: list[str] = field(default_factory=list)
 
@@ -169,7 +172,7 @@ def _is_alive(status: Status) -> bool:
     return True
 
 
-PARTS = ("metrics", "samples", "recoveries", "trajectories")
+PARTS = ("metrics", "samples", "recoveries", "trajectories", "timeline")
 
 
 def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Collection[str] = PARTS) -> RunData:
@@ -194,6 +197,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Coll
         "samples": lambda: _read_samples(run_dir / "samples.jsonl", run),
         "recoveries": lambda: _read_recoveries(run_dir / RECOVERIES_FILE, run),
         "trajectories": lambda: _read_trajectories(run_dir, run),
+        "timeline": lambda: _read_timeline(run_dir, run),
     }
     for part in parts:
         readers[part]()
@@ -250,6 +254,11 @@ def _read_trajectories(run_dir: Path, run: RunData) -> None:
     run.trajectories = read_trajectories(run_dir)
     for name, lines in run.trajectories.unreadable.items():
         _note_lines(f"{FOLDER}/{name}", lines, run)
+
+
+def _read_timeline(run_dir: Path, run: RunData) -> None:
+    run.timeline = read_timeline(run_dir / TIMELINE_FILE)
+    _note_lines(TIMELINE_FILE, run.timeline.unreadable, run)
 
 
 def _note(path: Path, unreadable: list[Unreadable], run: RunData) -> None:

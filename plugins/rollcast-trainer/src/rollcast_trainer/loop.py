@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
@@ -14,8 +15,10 @@ from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import RunResult
 from rollcast.protocol import DataProto
 from rollcast_trainer.run.recovery import Recoveries
+from rollcast_trainer.run.replay import recorded_columns
 from rollcast_trainer.run.staged_trainer import StagedTrainer
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.timeline import TimelineWriter
 from rollcast_trainer.workers.heap import frozen_heap
 
 __all__ = ["LoopTrainer"]
@@ -25,6 +28,9 @@ logger = logging.getLogger(__name__)
 
 class LoopTrainer(StagedTrainer):
     """A trainer whose step is a list of stages; subclasses choose the stages."""
+
+    #: Open while :meth:`fit` runs.
+    _timeline: TimelineWriter | None = None
 
     @classmethod
     def launch(cls, config: DictConfig) -> RunResult:
@@ -59,7 +65,7 @@ class LoopTrainer(StagedTrainer):
             self.run.emit("on_recovery", step=self.step, message=self.recovery.describe())
             self.run.record(self.recovery.metrics())
         try:
-            with frozen_heap():
+            with frozen_heap(), closing(TimelineWriter(self.task.run_dir, self.step)) as self._timeline:
                 self._fit()
         except BaseException as raised:
             error = raised
@@ -74,10 +80,11 @@ class LoopTrainer(StagedTrainer):
     def _fit(self) -> None:
         if self._is_complete():
             logger.info("%s is complete at step %d of %d", self.task.run_dir, self.step, self.total_steps)
-        with mark("update_weights"):
+        timeline = self.run.timeline
+        with mark("update_weights"), timeline.stage("update_weights"):
             self.sync_weights()
         if self.step == 0 and self.task.trainer.val_before_train and self.val_batches:
-            with mark("validate"):
+            with mark("validate"), timeline.stage("validate"):
                 metrics = self.validate()
             self._report(metrics)
         while not self._is_complete():
@@ -109,17 +116,28 @@ class LoopTrainer(StagedTrainer):
         self._report(run.recorder.take())
         # After the metrics are written, so that they are complete up to any checkpoint.
         if self._is_due(self.task.trainer.save_freq):
-            with mark("save_checkpoint"):
+            with mark("save_checkpoint"), run.timeline.stage("save_checkpoint"):
                 self.save_checkpoint()
         run.emit("on_step_end", step=step, metrics=self.metrics)
 
     def run_stages(self, batch: DataProto, before: Stage | None = None) -> DataProto:
         """Return the batch after all stages; or, without metrics, as it is before one that asks for further rows."""
-        for place, stage in zip(self.places, self.stages, strict=True):
+        recorder = self.run.recorder
+        made: dict[str, float] = {}
+        last = max((n for n, place in enumerate(self.places) if place.spec.is_recorded), default=-1)
+        for number, (place, stage) in enumerate(zip(self.places, self.stages, strict=True)):
             if stage is before:
                 break
-            with self.run.recorder.phase(stage.phase or place.name), self.run.recorder.muted(before is not None):
+            collected = made if self.records and before is None and place.spec.is_recorded else None
+            with (
+                recorder.phase(stage.phase or place.name),
+                recorder.muted(before is not None),
+                recorder.collecting(collected),
+            ):
                 batch = stage(batch)
+            if collected is not None and number == last:
+                with recorder.phase("record_trajectories"):
+                    self.record.write(self.run.step, batch.select(recorded_columns(batch, self.places)), made)
         return batch
 
     def _is_due(self, every: int) -> bool:
@@ -128,6 +146,10 @@ class LoopTrainer(StagedTrainer):
     def _report(self, metrics: Mapping[str, float]) -> None:
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.latest |= self.metrics
+        # Before the trackers: the report that one of them writes shows this step too.
+        line = self.run.timeline.take()
+        if self._timeline is not None:
+            self._timeline.append(self.step, line)
         self.run.emit("on_metrics", step=self.step, metrics=self.metrics)
 
 

@@ -9,6 +9,7 @@ from rollcast.contracts.stage import Stage, stages
 from rollcast_trainer.batch.columns import DATA
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer
+from rollcast_trainer.run.replay import ReplayedRollouts, replayed_places
 from rollcast_trainer.run.supply import Changes, Place, declare_stages, supply
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import PpoConfig
@@ -38,7 +39,11 @@ class PpoTrainer(LoopTrainer):
         changes = Changes(chosen.insert, chosen.replace, chosen.remove)
         places = supply(self.goals, declare_stages(self.run, changes), DATA, changes)
         self.run.use(places)
-        return [(place, stages.get(place.name)(self.run)) for place in places]
+        if self.task.replay_of is None:
+            return [(place, stages.get(place.name)(self.run)) for place in places]
+        replay, *kept = replayed_places(places)
+        built = [(place, stages.get(place.name)(self.run)) for place in kept]
+        return [(replay, ReplayedRollouts(self.run, self.record)), *built]
 
     def setup(self) -> None:
         logger.info("%s", self.algebra.describe())

@@ -262,6 +262,9 @@ class PpoTrainerConfig(TrainerConfig):
     rollouts while a step trains, more keep more groups under way. Above 0 it needs replicas of their own."""
     admission: str = "windowed_fifo"
     """Registry name of the rule that paces rollouts where `max_staleness` is above 0."""
+    replay: str | None = None
+    """Run directory of a run with `runtime.record_trajectories`: train on its rollouts and rewards, and start no rollout
+    and no reward."""
     critic_warmup: NonNegative = 0
     """Steps at the start that train the critic alone."""
     stages: StagesConfig = field(default_factory=StagesConfig)

@@ -75,12 +75,14 @@ class AgentGenerator:
         step, number = self._named
         self._named = (run.step, number + 1 if step == run.step else 0)
         name = "{}.{}".format(*self._named)
-        return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
+        with run.timeline.replicas_busy("generate"):
+            return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
 
     def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
         """Run the rollouts of one prompt; several threads may do so at once."""
         seed = self._run.task.trainer.seed
-        return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
+        with self._run.timeline.replicas_busy("generate"):
+            return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
 
     def keep(self, rollouts: Rollouts) -> None:
         """Keep training rollouts until they are saved."""
@@ -121,6 +123,7 @@ class AgentRollout(Stage):
             roles=(Role.ACTOR_ROLLOUT, _role_of(run)),
             brings=(*(["log_prob_check"] if checks else []), *(["save_trajectories"] if saves else [])),
             replaces=("rollout",),
+            is_recorded=True,
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -219,7 +222,11 @@ class SaveTrajectories(Stage):
         config: AgentConfig = run.section("agent", AgentConfig)
         if config.loop is None or config.save_trajectories < 1:
             return None
-        return StageSpec(reads=("token_level_scores", "rollout_id"), after=("reward", "filter_groups", "kl_in_reward"))
+        return StageSpec(
+            reads=("token_level_scores", "rollout_id"),
+            after=("reward", "filter_groups", "kl_in_reward"),
+            is_recorded=True,
+        )
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

@@ -73,6 +73,34 @@
     });
   }
 
+  // Timeline: the steps that are drawn; the arrow keys on a drawing go to the steps before and after.
+  const steps = document.getElementById("timeline-steps");
+  if (steps) {
+    const drawings = [...document.querySelectorAll("[data-window]")];
+    const moves = [...document.querySelectorAll("[data-move]")];
+    const choose = (place, focus) => {
+      const next = Math.max(0, Math.min(drawings.length - 1, place));
+      steps.value = String(next);
+      for (const drawing of drawings) drawing.hidden = drawing.dataset.window !== steps.value;
+      for (const button of moves) button.disabled = drawings[next + Number(button.dataset.move)] === undefined;
+      if (focus) drawings[next].querySelector("svg").focus();
+    };
+    steps.addEventListener("change", () => choose(Number(steps.value), false));
+    for (const button of moves) {
+      button.addEventListener("click", () => choose(Number(steps.value) + Number(button.dataset.move), false));
+    }
+    for (const drawing of drawings) {
+      drawing.addEventListener("keydown", (event) => {
+        const here = Number(steps.value);
+        const place = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: drawings.length - 1 }[event.key];
+        if (place === undefined) return;
+        event.preventDefault();
+        choose(place, true);
+      });
+    }
+    choose(Number(steps.value), false);
+  }
+
   // Long texts: clipped, with a button.
   const clip = () => {
     for (const text of document.querySelectorAll(".clip:not(.done)")) {

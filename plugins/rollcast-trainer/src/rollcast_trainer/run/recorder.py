@@ -12,23 +12,36 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Collects the metrics of a step; given to stages when they are built."""
+    """Collects the metrics of a step; given to stages when they are built.
 
-    def __init__(self) -> None:
+    Args:
+        on_phase: called with name, start and end (wall-clock seconds) of each stretch of a phase.
+    """
+
+    def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
+        self._on_phase = on_phase
         self._metrics: dict[str, float] = {}
         self._later: list[Callable[[], Mapping[str, float]]] = []
         self._seconds: dict[str, float] = {}
         self._running: list[tuple[str, float]] = []
         self._is_muted = False
+        self._collected: dict[str, float] | None = None
 
     def record(self, metrics: Mapping[str, float]) -> None:
         """Add metrics; ignored while muted."""
-        if not self._is_muted:
-            self._metrics.update(metrics)
+        if self._is_muted:
+            return
+        self._metrics.update(metrics)
+        if self._collected is not None:
+            self._collected.update(metrics)
 
     def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
         """Add metrics that are asked for at the end of the step, because calls that they need go on; see `record`."""
-        if not self._is_muted:
+        if self._is_muted:
+            return
+        if self._collected is not None:
+            self.record(metrics())  # whoever collects has to have them now
+        else:
             self._later.append(metrics)
 
     @contextmanager
@@ -39,6 +52,15 @@ class Recorder:
             yield
         finally:
             self._is_muted = before
+
+    @contextmanager
+    def collecting(self, into: dict[str, float] | None) -> Iterator[None]:
+        """Put metrics that are recorded in the block into a dict too, if there is one."""
+        before, self._collected = self._collected, into
+        try:
+            yield
+        finally:
+            self._collected = before
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -57,7 +79,11 @@ class Recorder:
     def _stop_clock(self) -> None:
         if self._running:
             name, start = self._running[-1]
-            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+            seconds = time.perf_counter() - start
+            self._seconds[name] = self._seconds.get(name, 0.0) + seconds
+            if self._on_phase is not None:
+                now = time.time()
+                self._on_phase(name, now - seconds, now)
 
     def seconds(self, phase: str) -> float:
         """Return the seconds that a phase of this step has taken so far."""

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,8 +21,10 @@ __all__ = [
     "CONFIG_FILE",
     "Checkpoints",
     "check_same_run",
+    "differing_settings",
     "lock_run_dir",
     "prepare_run_dir",
+    "read_config",
     "replacing_folder",
     "write_config",
 ]
@@ -318,16 +320,7 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
     """
     if not (run_dir / CONFIG_FILE).exists():
         return
-    before = flatten(_read_config(run_dir / CONFIG_FILE))
-    now = flatten(dict(config))
-    old_home, new_home = str(before.get("run_dir", "")), str(now.get("run_dir", ""))
-    different = [
-        f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
-        for key in sorted({*before, *now})
-        if not any(key == free or key.startswith(f"{free}.") for free in _FREE)
-        # A directory that was moved is still the same run's.
-        and _without(before.get(key), old_home) != _without(now.get(key), new_home)
-    ]
+    different = differing_settings(read_config(run_dir / CONFIG_FILE), config)
     if different:
         more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
         raise ConfigError(
@@ -336,7 +329,31 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
         )
 
 
-def _read_config(file: Path) -> Any:
+def differing_settings(earlier: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
+    """Return the keys in which a run differs from an earlier one, with both values; keys that may differ are left out.
+
+    Args:
+        earlier: the earlier run's config.
+        config: the run's config.
+        free: further keys that may differ.
+    """
+    before, now = flatten(dict(earlier)), flatten(dict(config))
+    old_home, new_home = str(before.get("run_dir", "")), str(now.get("run_dir", ""))
+    return [
+        f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
+        for key in sorted({*before, *now})
+        if not any(key == each or key.startswith(f"{each}.") for each in (*_FREE, *free))
+        # A directory that was moved is still the same run's.
+        and _without(before.get(key), old_home) != _without(now.get(key), new_home)
+    ]
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """Return the config of a run.
+
+    Raises:
+        ConfigError: the file cannot be read.
+    """
     import yaml
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException

@@ -11,16 +11,18 @@ from typing import Any, ClassVar
 
 from rollcast.contracts.stage import Stage
 from rollcast.contracts.trainer import BaseTrainer
-from rollcast.errors import CheckpointError
+from rollcast.errors import CheckpointError, ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.checkpoint_saver import CheckpointSaver
 from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recovery import Recovery
+from rollcast_trainer.run.replay import RolloutRecord, fingerprints
 from rollcast_trainer.run.run_dir import replacing_folder
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.timeline import check_timeline
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.run.validation import validate
 from rollcast_trainer.schemas import RunConfig
@@ -43,6 +45,8 @@ class StagedTrainer(BaseTrainer):
         metrics, latest: metrics of the last step, and the last value of each metric of the run.
         batches, val_batches: training and validation prompts; set by :meth:`setup`.
         saver: writes the checkpoints; set by :meth:`setup`.
+        record: rollouts that this run writes or trains on.
+        records: True if it writes them.
         recovery: the loss of processes that this trainer goes on after; None for the first trainer of a run.
 
     Args:
@@ -68,9 +72,18 @@ class StagedTrainer(BaseTrainer):
         longest = task.data.max_prompt_length + task.data.max_response_length
         task.actor.check(longest, ParallelSizes.read(task.engine).context)
         self.run = TrainingRun(task, self)
+        self.record = RolloutRecord(task.replay_of or task.run_dir)
+        self.records = task.replay_of is None and task.runtime_config.record_trajectories
+        if task.replay_of is not None:
+            self.record.check_config(task.plain)
         built = self.build_stages()
         self.places: Sequence[Place] = [place for place, _ in built]
         self.stages: list[Stage] = [stage for _, stage in built]
+        if self.records and not any(place.spec.is_recorded for place in self.places):
+            raise ConfigError(
+                f"runtime.record_trajectories records rollouts, and trainer={task.trainer.name} makes none; leave the "
+                "key out"
+            )
         self.run.use(self.places)
         self.run.resample = lambda stage: self.run_stages(self.draw_prompts(), stage)
 
@@ -108,9 +121,18 @@ class StagedTrainer(BaseTrainer):
         self.batches = task.train_batches()
         run.prompts = Prompts(self.batches)
         self.total_steps = run.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
-        run.scorer = task.scorer()
-        self.val_batches = self.load_val_batches()
+        if task.replay_of is None:
+            run.scorer = task.scorer()
+            self.val_batches = self.load_val_batches()
+        else:
+            self.val_batches = []  # a validation generates
+            self.record.check_steps(task.start_step + 1, self.total_steps)
+        check_timeline(task.run_dir, task.start_step)
         task.start()
+        if self.records:
+            self.record.begin(fingerprints(task), task.start_step)
+        elif task.replay_of is not None:
+            self.record.check_parts(fingerprints(task), task.model.path)
         run.start(self.stages)
         trained = [group for role, group in run.groups.items() if role_trains(role)]
         self.saver = CheckpointSaver(task.checkpoints, trained, task.trainer.async_save, self._announce)
@@ -119,14 +141,16 @@ class StagedTrainer(BaseTrainer):
 
     def sync_weights(self) -> dict[str, float]:
         """Send the actor's weights to the rollout, as the version of the present step."""
-        metrics = self.run.sampler.sync(self.step)
+        with self.run.timeline.replicas_busy("update_weights"):
+            metrics = self.run.sampler.sync(self.step)
         for tell in self.run.on_synced:
             tell(self.step)
         return metrics
 
     def draw_prompts(self) -> DataProto:
         """Return the prompts of a step; no rows where the rollout stage draws them itself, ahead of the steps."""
-        return DataProto.from_dict({}) if self.run.max_staleness else self.run.prompts.draw()
+        drawn_elsewhere = self.run.max_staleness or self.task.replay_of is not None
+        return DataProto.from_dict({}) if drawn_elsewhere else self.run.prompts.draw()
 
     def validate(self) -> dict[str, float]:
         """Generate and score the validation prompts."""

@@ -108,6 +108,8 @@ class TaskRunner:
         check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
+        if self.replay_of is not None:
+            self._leave_out_replicas()
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
@@ -123,6 +125,14 @@ class TaskRunner:
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stop_token_ids: tuple[int, ...] | None = None
         self.emit("on_configure", config=config)
+
+    def _leave_out_replicas(self) -> None:
+        """Drop the pool of replicas, of which a replay starts none."""
+        mapping = self.pools.mapping
+        own = mapping[Role.ROLLOUT]
+        mapping[Role.ROLLOUT] = mapping[Role.ACTOR_ROLLOUT]
+        if own not in mapping.values():
+            del self.pools.resource_pool_dict[own]
 
     def _choice(self) -> Choice:
         rollout = self.rollout
@@ -201,8 +211,11 @@ class TaskRunner:
             self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
-            # runtime.record means the calls of the run itself.
-            shared = {"runtime": {**self.plain["runtime"], "record": None}, "placement": self.plain["placement"]}
+            # These keys mean the calls and rollouts of the run itself.
+            shared = {
+                "runtime": {**self.plain["runtime"], "record": None, "record_trajectories": False},
+                "placement": self.plain["placement"],
+            }
             exported = train_warm_start(self.trainer.warm_start, self.run_dir, self.trainer.seed, shared)
             self.model = dataclasses.replace(self.model, path=str(exported), random_init=False)
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
@@ -249,6 +262,10 @@ class TaskRunner:
     def processes(self) -> int:
         """Worker processes of all pools."""
         return sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
+
+    def pool_of(self, role: str) -> str:
+        """Return the name of the pool that a role lives in."""
+        return str(self.pools.mapping[role])
 
     def has_own_pool(self, role: str) -> bool:
         """True if a role lives apart from the actor."""
@@ -360,7 +377,7 @@ class TaskRunner:
         """Start the groups of a run; return their roles."""
         self.emit("on_start_workers", workers=chosen, runtime=runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
-        if self.uses_replicas:
+        if self.starts_replicas:
             replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
             everyone[Role.ROLLOUT] = replica
         groups = start_groups(
@@ -408,6 +425,17 @@ class TaskRunner:
         """Whether the rollout runs in processes of its own."""
         sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
         return not sync.capabilities.same_process
+
+    @property
+    def replay_of(self) -> Path | None:
+        """Run directory whose rollouts this run trains on, if it makes none itself (``trainer.replay``)."""
+        found = getattr(self.trainer, "replay", None)
+        return None if found is None else Path(found)
+
+    @property
+    def starts_replicas(self) -> bool:
+        """True if the run has replicas that generate."""
+        return self.uses_replicas and self.replay_of is None
 
     @property
     def rollout_dtype(self) -> str | None:

@@ -20,9 +20,11 @@ from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
 from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recorder import Recorder
+from rollcast_trainer.run.replay import StoppedSampler
 from rollcast_trainer.run.seeds import RowSeeds
 from rollcast_trainer.run.supply import Place
 from rollcast_trainer.run.task_runner import TaskRunner
+from rollcast_trainer.run.timeline import Timeline
 from rollcast_trainer.workers.handles import (
     ActorHandle,
     CriticHandle,
@@ -47,6 +49,7 @@ class TrainingRun:
         roles: names of the roles that the stages call, the actor's first.
         groups: workers by role; empty before :meth:`start`.
         recorder: metrics and times of the step under way.
+        timeline: when stages and pools are at work.
         columns_read: columns that the stages of the list read.
         model_paths: folder of each role's model; filled by :meth:`start`.
         meter: counts what calls to workers cost; a hook may set another in ``on_fit_start``.
@@ -69,7 +72,8 @@ class TrainingRun:
         self.trainer = trainer
         self.roles: list[str] = [str(Role.ACTOR_ROLLOUT)]
         self.groups: dict[str, WorkerGroup] = {}
-        self.recorder = Recorder()
+        self.timeline = Timeline(task.pool_of)
+        self.recorder = Recorder(self.timeline.add_stage)
         self.meter = Meter()
         self.seeds = RowSeeds(task.trainer.seed)
         self.total_steps = 0
@@ -169,7 +173,9 @@ class TrainingRun:
         classes = {role: roles.get(self.task.worker_role(role)) for role in setups}
         workers = {role: ClassWithInitArgs(classes[role], setup) for role, setup in setups.items()}
         self.groups = self.task.start_roles(workers)
-        self.sampler = self.task.start_sampler(self.groups)
+        is_replay = self.task.replay_of is not None
+        self.sampler = StoppedSampler() if is_replay else self.task.start_sampler(self.groups)
+        self.timeline.watch(self.groups)
 
     def _base_setup(self, role: str) -> WorkerSetup:
         """Return the setup of a role's workers before its stages adjust it: a frozen model on the role's engine."""
@@ -181,7 +187,7 @@ class TrainingRun:
             engine=task.role_engine(key),
             model=task.model if is_actor else task.model.without_adapter(),
             optim=self.schedule(task.actor.optim) if is_actor else None,
-            rollout=task.rollout if is_actor else None,
+            rollout=task.rollout if is_actor and task.replay_of is None else None,
             rollout_dtype=task.rollout_dtype if is_actor and task.uses_replicas else None,
             loss_function=None,
             has_reference=False,
@@ -241,7 +247,8 @@ class TrainingRun:
         Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
         """
         seeds = {"seed": self.seeds.draw(len(prompts))}
-        output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling)
+        with self.timeline.replicas_busy("generate"):
+            output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling)
         return prompts.drop(PROMPT).joined(output)
 
     def emit(self, event: str, **values: Any) -> None:

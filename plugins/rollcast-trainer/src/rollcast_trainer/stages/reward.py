@@ -46,7 +46,7 @@ class RewardModelScores(Stage):
     def declare(cls, run: TrainingRun) -> StageSpec | None:
         if not run.section("reward_model", RewardModelConfig).enable:
             return None
-        return StageSpec(reads=MODEL, writes=("rm_scores",), roles=(Role.REWARD_MODEL,))
+        return StageSpec(reads=MODEL, writes=("rm_scores",), roles=(Role.REWARD_MODEL,), is_recorded=True)
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
@@ -86,6 +86,7 @@ class Reward(Stage):
             optional=("rollout_index", "is_final", "is_scored", "environment_scores", "turn_ids", "messages"),
             writes=("token_level_scores", *rewards, REWARD_COMPONENT, *([_FILTERED] if filters else [])),
             brings=("filter_groups",) if filters else (),
+            is_recorded=True,
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -153,7 +154,9 @@ class FilterGroups(Stage):
         algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         if not algorithm.filter_groups.enable:
             return None
-        return StageSpec(reads=("uid", "response_mask", _FILTERED), after=("reward",), changes_rows=True)
+        return StageSpec(
+            reads=("uid", "response_mask", _FILTERED), after=("reward",), changes_rows=True, is_recorded=True
+        )
 
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)

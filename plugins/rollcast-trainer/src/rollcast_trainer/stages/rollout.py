@@ -45,6 +45,7 @@ class Rollout(Stage):
             writes=(*GENERATED, *(["old_log_probs"] if serves else [])),
             roles=(Role.ACTOR_ROLLOUT,),
             brings=("log_prob_check",) if checks else (),
+            is_recorded=True,
         )
 
     def __init__(self, run: TrainingRun) -> None:
@@ -81,7 +82,9 @@ class Rollout(Stage):
     async def _roll_out(self, group: PromptGroup) -> DataProto:
         """Return the scored responses to one prompt, in the event loop of the replicas."""
         run, replicas = self.run, replicas_of(self.run)
-        output = await replicas.respond(group.rows.select(PROMPT).with_columns({"seed": group.seeds}), run.sampling())
+        prompts = group.rows.select(PROMPT).with_columns({"seed": group.seeds})
+        with run.timeline.replicas_busy(self.phase):
+            output = await replicas.respond(prompts, run.sampling())
         return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
 
     def state_dict(self) -> dict[str, Any]:
@@ -114,7 +117,11 @@ class RewardBaselines(Stage):
     run: TrainingRun
     phase: ClassVar[str] = "baseline"
     spec: ClassVar[StageSpec] = StageSpec(
-        reads=("uid", "prompts"), writes=("reward_baselines",), roles=(Role.ACTOR_ROLLOUT,), after=("reward",)
+        reads=("uid", "prompts"),
+        writes=("reward_baselines",),
+        roles=(Role.ACTOR_ROLLOUT,),
+        after=("reward",),
+        is_recorded=True,
     )
 
     def __call__(self, batch: DataProto) -> DataProto:

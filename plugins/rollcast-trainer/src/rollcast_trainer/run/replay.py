@@ -1,0 +1,239 @@
+"""Rollouts on disk: a run writes those of each step (``runtime.record_trajectories``), another trains on them again."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import math
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.files import replace_file
+from rollcast.contracts.rollout import SamplingParams
+from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import ConfigError, DataProtoError
+from rollcast.protocol import DataProto
+from rollcast_serving.sampler import Sampler
+from rollcast_trainer.run.run_dir import CONFIG_FILE, differing_settings, read_config
+from rollcast_trainer.run.supply import Place
+
+if TYPE_CHECKING:
+    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.run.training_run import TrainingRun
+
+__all__ = [
+    "FOLDER",
+    "ReplayedRollouts",
+    "RolloutRecord",
+    "StoppedSampler",
+    "fingerprints",
+    "recorded_columns",
+    "replayed_places",
+]
+
+logger = logging.getLogger(__name__)
+#: Folder of a record in its run directory, and the file in it that says what the record belongs to.
+FOLDER, INDEX_FILE = "rollouts", "index.json"
+_VERSION = 1
+_STEP = re.compile(r"step_(\d+)\.batch")
+#: Key of a batch's meta info with the metrics of the recorded stages.
+_METRICS = "metrics"
+#: Metrics of a recorded stage that say how fast it was.
+_RATES = "_per_s"
+#: Bytes of each weight file that a fingerprint covers; its size is part of it.
+_HEAD = 1 << 20
+#: Keys that may differ between a recorded run and its replay, beside those of a continued run.
+_FREE = ("trainer.replay", "data.val_files", "data.val_batch_size", "data.val_max_samples", "trainer.val_before_train")
+
+
+def fingerprints(task: TaskRunner) -> dict[str, str]:
+    """Return name → digest of what a record depends on beside its configuration: ``tokenizer`` and ``model``.
+
+    Large files of a model are covered by their size and their first MiB.
+    """
+    tokenizer = task.tokenizer
+    known = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids), list(task.stop_token_ids)]
+    model = hashlib.sha256()
+    folder = Path(task.model.path)
+    for file in sorted(folder.iterdir()) if folder.is_dir() else []:
+        if file.suffix in (".safetensors", ".bin") or file.name == "config.json":
+            model.update(f"{file.name}:{file.stat().st_size}:".encode())
+            with file.open("rb") as content:
+                model.update(content.read(_HEAD))
+    return {"tokenizer": hashlib.sha256(json.dumps(known).encode()).hexdigest(), "model": model.hexdigest()}
+
+
+class RolloutRecord:
+    """The record of a run's rollouts: a file a step, and an index.
+
+    Args:
+        run_dir: run directory of the recorded run.
+    """
+
+    def __init__(self, run_dir: Path) -> None:
+        self.run_dir = run_dir
+        self.folder = run_dir / FOLDER
+
+    def steps(self) -> list[int]:
+        """Return the recorded steps, rising."""
+        if not self.folder.is_dir():
+            return []
+        return sorted(int(found[1]) for file in self.folder.iterdir() if (found := _STEP.fullmatch(file.name)))
+
+    def _file(self, step: int) -> Path:
+        return self.folder / f"step_{step}.batch"
+
+    # -- writing ------------------------------------------------------------------------------
+
+    def begin(self, prints: Mapping[str, str], start_step: int) -> None:
+        """Write the index, and drop the steps that a run which goes on from ``start_step`` will write again.
+
+        Raises:
+            OSError: the folder cannot be written.
+        """
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for step in self.steps():
+            if step > start_step:
+                self._file(step).unlink()
+        index = {"version": _VERSION, **prints}
+        replace_file(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+
+    def write(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> None:
+        """Write the batch of a step, whole or not at all.
+
+        Raises:
+            DataProtoError: an object column is not JSON.
+            OSError: the file cannot be written.
+        """
+        kept = {name: value for name, value in metrics.items() if math.isfinite(value) and not name.endswith(_RATES)}
+        whole = batch.local()
+        whole.meta_info = {_METRICS: kept}
+        whole.save(self._file(step))
+
+    # -- reading ------------------------------------------------------------------------------
+
+    def read(self, step: int) -> tuple[DataProto, dict[str, float]]:
+        """Return the batch of a step, and the metrics of the stages that made it.
+
+        Raises:
+            ConfigError: the step is not there, or its file is damaged.
+        """
+        try:
+            batch = DataProto.load(self._file(step))
+        except (OSError, DataProtoError) as error:
+            raise ConfigError(f"trainer.replay={self.run_dir}: step {step} cannot be read: {error}") from error
+        metrics = dict(batch.meta_info.pop(_METRICS, {}))
+        return batch, metrics
+
+    def check_config(self, config: Mapping[str, Any]) -> None:
+        """Refuse to replay the record in a run with other settings.
+
+        Raises:
+            ConfigError: there is no record, or keys differ; names them.
+        """
+        if not (self.folder / INDEX_FILE).is_file():
+            raise ConfigError(
+                f"trainer.replay={self.run_dir} holds no record of rollouts ({FOLDER}/{INDEX_FILE} is missing); give "
+                "the run directory of a run with runtime.record_trajectories=true"
+            )
+        different = differing_settings(read_config(self.run_dir / CONFIG_FILE), config, _FREE)
+        if different:
+            more = f"; and {len(different) - 5} more" if len(different) > 5 else ""
+            raise ConfigError(
+                f"trainer.replay={self.run_dir} was recorded with other settings ({'; '.join(different[:5])}{more}). "
+                "Start the replay with the recorded run's settings"
+            )
+
+    def check_parts(self, prints: Mapping[str, str], model_path: str) -> None:
+        """Refuse to replay the record with another tokenizer or model.
+
+        Raises:
+            ConfigError: names what differs.
+        """
+        index = self._index()
+        different = [name for name, digest in prints.items() if index.get(name) != digest]
+        if different:
+            raise ConfigError(
+                f"trainer.replay={self.run_dir} was recorded with another {' and another '.join(different)} than "
+                f"model.path={model_path} has now; give the one that the recorded run started from"
+            )
+
+    def check_steps(self, first: int, last: int) -> None:
+        """Refuse a record that lacks a step from ``first`` to ``last``.
+
+        Raises:
+            ConfigError: names the first missing step, and those that are there.
+        """
+        steps = self.steps()
+        missing = sorted({*range(first, last + 1)}.difference(steps))
+        if missing:
+            there = f"steps {steps[0]} to {steps[-1]}" if steps else "no steps"
+            raise ConfigError(
+                f"trainer.replay={self.run_dir} has {there}, but this run trains steps {first} to {last}, and step "
+                f"{missing[0]} is not recorded; set trainer.total_steps to at most {missing[0] - 1}, or record a run "
+                "that is as long"
+            )
+
+    def _index(self) -> dict[str, Any]:
+        file = self.folder / INDEX_FILE
+        try:
+            index = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"trainer.replay={self.run_dir}: {file} cannot be read: {error}") from error
+        if not isinstance(index, dict) or index.get("version") != _VERSION:
+            raise ConfigError(f"trainer.replay={self.run_dir}: {file} is no index of version {_VERSION}")
+        return index
+
+
+class ReplayedRollouts(Stage):
+    """The recorded batch of the step, in place of the stages that made and scored it."""
+
+    run: TrainingRun
+    phase = "replay"
+
+    def __init__(self, run: TrainingRun, record: RolloutRecord) -> None:
+        super().__init__(run)
+        self._record = record
+
+    def __call__(self, batch: DataProto) -> DataProto:
+        replayed, metrics = self._record.read(self.run.step)
+        self.run.record(metrics)
+        self.run.emit_batch("on_batch_after_rollout", replayed)
+        self.run.emit_batch("on_batch_after_reward", replayed)
+        return replayed
+
+
+def replayed_places(places: Sequence[Place]) -> list[Place]:
+    """Return the list of stages with the replay, which comes first, in place of the recorded ones."""
+    writes = tuple(dict.fromkeys(name for place in places if place.spec.is_recorded for name in place.spec.writes))
+    replay = Place("replay", StageSpec(writes=writes), "trainer.replay")
+    return [replay, *(place for place in places if not place.spec.is_recorded)]
+
+
+class StoppedSampler(Sampler):
+    """The sampler of a replay: it takes no weights, and nothing may be generated."""
+
+    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        raise ConfigError(
+            "trainer.replay trains on recorded rollouts and starts no rollout, but a stage of this run generates; leave "
+            "it out by trainer.stages.remove, or declare it with is_recorded=True and record again"
+        )
+
+    def sync(self, version: int) -> dict[str, float]:
+        return {}
+
+
+def recorded_columns(batch: DataProto, places: Sequence[Place]) -> list[str]:
+    """Return the columns of a record: tensors that no other stage writes, and objects that a later stage reads."""
+    later = [place.spec for place in places if not place.spec.is_recorded]
+    computed = {name for spec in later for name in spec.writes}
+    computed -= {name for place in places if place.spec.is_recorded for name in place.spec.writes}
+    read = {name for spec in later for name in (*spec.reads, *spec.optional)}
+    return [name for name, dtype in batch.dtypes().items() if _is_kept(name, dtype is object, computed, read)]
+
+
+def _is_kept(name: str, is_object: bool, computed: Collection[str], read: Collection[str]) -> bool:
+    return name not in computed and (not is_object or name in read)

@@ -1,0 +1,179 @@
+"""The timeline of a run: when each stage of a step, and each pool's processes, were at work (``timeline.jsonl``)."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from rollcast import WorkerGroup
+from rollcast_report.records import RecordWriter, check_records
+from rollcast_trainer.workers.busy import BusyClock, Span, clipped, limited, merged, start_watch, take_spans
+from rollcast_trainer.workers.roles import Role
+
+__all__ = ["TIMELINE_FILE", "Timeline", "TimelineWriter", "check_timeline"]
+
+logger = logging.getLogger(__name__)
+#: The file in the run directory with one JSON line a step.
+TIMELINE_FILE = "timeline.jsonl"
+#: Most intervals of a stage in a line.
+_MOST_SPANS = 64
+#: Decimals of a second in the file.
+_DECIMALS = 4
+#: Methods of the workers → the phase of a step that calls them, as in ``time/<phase>_s``.
+_PHASES = {
+    "generate_sequences": "generate",
+    "compute_rm_score": "reward",
+    "compute_log_prob": "old_log_prob",
+    "compute_ref_log_prob": "ref_log_prob",
+    "compute_values": "values",
+}
+#: Calls by which the trainer asks about the workers.
+_QUESTIONS = frozenset({"run_function", "query_mesh"})
+
+
+class Timeline:
+    """Collects when stages and pools were at work since the last line.
+
+    Lines follow each other without a gap: each covers the time from the end of the one before. Times are those of the
+    machines' wall clocks.
+
+    Args:
+        pool_of: returns the name of the pool that a role lives in.
+    """
+
+    def __init__(self, pool_of: Callable[[str], str]) -> None:
+        self._pool_of = pool_of
+        self._groups: list[WorkerGroup] = []
+        self._has_replicas = False
+        self._stages: dict[str, list[Span]] = {}
+        self._replicas = BusyClock()
+        self._began = time.time()
+
+    def watch(self, groups: Mapping[str, WorkerGroup]) -> None:
+        """Record the calls on the workers of these groups, by role, from now on."""
+        # Roles of one pool share its processes, which are asked once. Those of replicas compute in child processes.
+        self._groups = list({group.name: group for role, group in groups.items() if role != Role.ROLLOUT}.values())
+        self._has_replicas = Role.ROLLOUT in groups
+        for group in self._groups:
+            group.execute_func(start_watch)
+        self._began = time.time()
+
+    def add_stage(self, name: str, start: float, end: float) -> None:
+        """Add an interval in which the trainer was in a stage."""
+        self._stages.setdefault(name, []).append((start, end))
+
+    @contextmanager
+    def stage(self, name: str) -> Iterator[None]:
+        """Record a block of the trainer's as a stage."""
+        start = time.time()
+        try:
+            yield
+        finally:
+            self.add_stage(name, start, time.time())
+
+    @contextmanager
+    def replicas_busy(self, stage: str) -> Iterator[None]:
+        """Record a block in which replicas, if the run has some, generate; any thread may do so."""
+        if not self._has_replicas:
+            yield
+            return
+        with self._replicas.busy(stage):
+            yield
+
+    def take(self) -> dict[str, Any]:
+        """Return the line of the time since the last one, and begin the next.
+
+        Returns:
+            ``began`` in seconds since 1970, ``seconds``, ``stages`` (stage → intervals) and ``pools`` (pool →
+            ``busy_s`` and ``calls``, stage → intervals). An interval is a pair of seconds after ``began``.
+        """
+        pools = self._pool_spans()
+        began, ended = self._began, time.time()
+        self._began = ended
+        stages, self._stages = self._stages, {}
+
+        def shown(spans: Iterable[Span]) -> list[list[float]]:
+            kept = limited(clipped(spans, began, ended), _MOST_SPANS)
+            return [[round(start - began, _DECIMALS), round(end - began, _DECIMALS)] for start, end in kept]
+
+        return {
+            "began": round(began, 3),
+            "seconds": round(ended - began, _DECIMALS),
+            "stages": {name: shown(spans) for name, spans in stages.items()},
+            "pools": {
+                pool: {
+                    "busy_s": round(_busy_seconds(calls.values(), began, ended), _DECIMALS),
+                    "calls": {stage: shown(spans) for stage, spans in calls.items()},
+                }
+                for pool, calls in pools.items()
+            },
+        }
+
+    def _pool_spans(self) -> dict[str, dict[str, list[Span]]]:
+        """Return pool → stage → intervals of its processes, of pools that did nothing too."""
+        pools: dict[str, dict[str, list[Span]]] = {}
+        for group in self._groups:
+            for role in group.roles:
+                pools.setdefault(self._pool_of(role), {})
+            for rank in group.execute_func(take_spans):
+                for call, spans in rank.items():
+                    role, _, method = call.partition(".")
+                    if method not in _QUESTIONS:
+                        stage = _PHASES.get(method, method)
+                        pools.setdefault(self._pool_of(role), {}).setdefault(stage, []).extend(spans)
+        if self._has_replicas:
+            calls = pools.setdefault(self._pool_of(Role.ROLLOUT), {})
+            for stage, spans in self._replicas.take().items():
+                calls.setdefault(stage, []).extend(spans)
+        return pools
+
+
+def _busy_seconds(calls: Iterable[Sequence[Span]], began: float, ended: float) -> float:
+    everything = clipped((span for spans in calls for span in spans), began, ended)
+    return sum(end - start for start, end in merged(everything))
+
+
+def check_timeline(run_dir: Path, start_step: int) -> None:
+    """Check that a run that goes on from ``start_step`` can append to the timeline; change nothing.
+
+    Raises:
+        DataError: the path is no regular file, or a line of it cannot be read.
+    """
+    check_records(run_dir / TIMELINE_FILE, start_step)
+
+
+class TimelineWriter:
+    """Appends lines to ``timeline.jsonl``; a run that goes on drops the lines that it will write again.
+
+    Args:
+        run_dir: run directory.
+        start_step: step that the run goes on from.
+
+    Raises:
+        DataError: the file of the earlier run cannot be continued.
+    """
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        self._path = run_dir / TIMELINE_FILE
+        self._file: RecordWriter | None = RecordWriter(self._path, start_step)
+
+    def append(self, step: int, line: Mapping[str, Any]) -> None:
+        """Append the line of a step; if it cannot be written, warn and write no more."""
+        if self._file is None:
+            return
+        try:
+            self._file.append(step, line)
+        except OSError as error:
+            # The run is worth more than its timeline.
+            logger.warning("%s cannot be written, and goes on no further: %s", self._path, error)
+            self.close()
+
+    def close(self) -> None:
+        """Close the file; may be called again."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
