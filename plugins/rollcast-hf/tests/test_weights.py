@@ -11,6 +11,7 @@ from hf_tools import make_prompts, run_all, tokens_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollcast.contracts.rollout import SamplingParams
+from rollcast.errors import WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
 from rollcast_hf.errors import WeightUpdateError
 from rollcast_hf.model import build_model, load_model
@@ -73,9 +74,9 @@ def test_an_untied_head_must_come(tmp_path: Path) -> None:
 def test_wrong_shape_names_the_tensor_and_stops_generation(make_rollout: Callable[..., HfRollout], model: Any) -> None:
     rollout = make_rollout()
     bucket = [("model.norm.weight", torch.zeros(3))]
-    with pytest.raises(WeightUpdateError, match=r"model\.norm\.weight.*\(3,\).*\(64,\)"):
+    with pytest.raises(WeightSyncError, match=r"model\.norm\.weight.*\(3,\).*\(64,\)"):
         asyncio.run(rollout.update_weights([bucket], 2))
-    with pytest.raises(WeightUpdateError, match="version 2 failed"):
+    with pytest.raises(WeightSyncError, match="version 2 failed"):
         run_all(rollout, [[5]], SamplingParams())
     asyncio.run(rollout.update_weights([list(model.named_parameters())], 3))
     (output,) = run_all(rollout, [[5]], SamplingParams())

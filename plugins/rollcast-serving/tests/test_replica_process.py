@@ -67,7 +67,7 @@ def test_serves_updates_and_ends(start_replica: Start, model_folder: Path, tmp_p
         assert len(sequence.log_probs) == len(sequence.token_ids)
     other = load_model(write_model(tmp_path / "other", seed=1))
     named = list(other.named_parameters())
-    for version, name in enumerate(["shared_memory", "collective", "disk"], 4):
+    for version, name in enumerate(["shared_memory", "collective", "disk", "delta", "delta"], 4):
         sync = weight_syncs.get(name)(ListEngine(named), [ReplicaReceiver(address)], SyncSettings(50_000, 30.0))  # type: ignore[arg-type]
         (report,) = asyncio.run(sync.sync(version))
         assert (report.version, report.tensors) == (version, len(named))

@@ -19,16 +19,16 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
 
-from rollcast.contracts.weights import AdapterWeights, WeightBucket
+from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RolloutError, WeightSyncError
 from rollcast_serving.casting import CastRoom, WeightCast, loaded_dtype
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
-from rollcast_serving.syncs import sending, shared_memory
+from rollcast_serving.syncs import collective, sending, shared_memory
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 
-SYNCS = ["shared_memory", "collective", "disk"]
+SYNCS = ["shared_memory", "collective", "disk", "delta"]
 
 
 def make(name: str, engine: Any, targets: list[Any], **changes: Any) -> Any:
@@ -91,6 +91,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
         "shared_memory": ("rollcast_serving.syncs.shared_memory", "read_bucket"),
         "collective": ("rollcast_serving.syncs.collective", "read_bucket"),
         "disk": ("rollcast_serving.syncs.disk", "WeightBucket"),
+        "delta": ("rollcast_serving.syncs.delta", "WeightBucket"),
     }[name]
     import importlib
 
@@ -248,9 +249,51 @@ def test_shared_memory_keeps_two_buffers_and_leaves_nothing() -> None:
         asyncio.run(sync.sync(version))
         counts.append(descriptors())
     assert len(set(counts[1:])) == 1
-    assert sum(len(buffer.flat) for buffer in sync._buffers) <= 2 * (1000 * 33 * 4 + 64)
+    assert sum(buffer.size for buffer in sync._buffers) <= 2 * (1000 * 33 * 4 + 64)
     sync.close()
     assert descriptors() == before
+
+
+def test_a_collective_group_is_kept_while_all_is_well(monkeypatch: pytest.MonkeyPatch) -> None:
+    joined: list[int] = []
+    original = collective._join
+
+    def join(store: Any, rank: int, *args: Any) -> Any:
+        joined.append(rank)
+        return original(store, rank, *args)
+
+    monkeypatch.setattr(collective, "_join", join)
+
+    def groups() -> list[int]:
+        ranks = sorted(joined)
+        joined.clear()
+        return ranks
+
+    engine, first, second = ListEngine(many_tensors()), KeepingTarget(), KeepingTarget()
+    sync = make("collective", engine, [first, second], bucket_bytes=3000)
+    for version in range(4):
+        engine.named = many_tensors(version)
+        asyncio.run(sync.sync(version))
+        assert all(
+            torch.equal(target.held[each], tensor) for target in (first, second) for each, tensor in engine.named
+        )
+    assert groups() == [0, 1, 2]
+    sync.targets = [first]
+    asyncio.run(sync.sync(4))
+    assert groups() == [0, 1]
+    sync.targets = [first, Dying(1, silently=False)]
+    deliveries = asyncio.run(sync.sync(5))
+    assert not any(isinstance(each, WeightReport) for each in deliveries)
+    groups()
+    sync.targets = [first]
+    for version in (6, 7):
+        assert asyncio.run(sync.sync(version))[0].version == version
+    assert groups() == [0, 1]
+    monkeypatch.setattr(collective, "_members", {})  # as in a replica that was started again under the same address
+    with pytest.raises(WeightSyncError, match="has left the group"):
+        asyncio.run(sync.sync(8))
+    asyncio.run(sync.sync(9))
+    sync.close()
 
 
 def test_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
-from rollcast_sglang.client import RefusedError
+from rollcast_serving.engines.http_client import RefusedError
 from rollcast_sglang.requests import Job, Row
 from rollcast_sglang.rollout import SglangRollout
 
@@ -31,7 +31,7 @@ class RefusingClient:
         self.ids: list[str] = []
         self.aborted: list[str] = []
 
-    async def post(self, path: str, body: Mapping[str, Any]) -> None:
+    async def change(self, path: str, body: Mapping[str, Any]) -> None:
         self.aborted.append(body["rid"])
 
     async def generate(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
@@ -56,7 +56,7 @@ def test_a_refused_request_fails_alone(raises: bool) -> None:
         jobs = []
         for prompt in ([5], [BAD], [6]):
             request = RolloutRequest(str(prompt), prompt, SamplingParams(n=2))
-            job = Job(request, array("i", prompt), asyncio.get_running_loop().create_future())
+            job = Job(request, asyncio.get_running_loop().create_future(), array("i", prompt))
             job.rows = [Row(job, rollout._new_id(), seed) for seed in range(2)]
             jobs.append(job)
         await rollout._send(jobs)

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from rollcast.contracts.rollout import RolloutRequest, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
-from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed, read_sequence
+from rollcast_serving.engines.job import derive_seed
+from rollcast_sglang.requests import Adapter, Job, Row, build_batch, read_sequence
 from rollcast_sglang.server.sampling import filter_probs, pick_tokens, uniform_numbers
 
 SETUP = RolloutSetup(None, "", seed=0, pad_token_id=0, eos_token_id=2, stop_token_ids=(2, 9))
@@ -64,7 +65,7 @@ def make_row(sampling: SamplingParams, adapter: Adapter | None = None) -> Row:
     from array import array
 
     request = RolloutRequest("r", [5, 6], sampling)
-    job = Job(request, array("q", [5, 6]), future=None, adapter=adapter)  # type: ignore[arg-type]
+    job = Job(request, None, array("q", [5, 6]), adapter=adapter)  # type: ignore[arg-type]
     return Row(job, "00", 7)
 
 

@@ -82,10 +82,11 @@ def none_is_left() -> Iterator[None]:
         ["rollout.weight_sync=shared_memory", "rollout.update_weights_bucket_megabytes=1"],
         ["rollout.weight_sync=collective", "rollout.mode=hybrid"],
         ["rollout.weight_sync=disk"],
+        ["rollout.weight_sync=delta"],
         ["rollout.weight_sync=shared_memory", *ON_RAY, *STANDALONE],
         ["rollout.weight_sync=collective", *ON_RAY, *STANDALONE],
     ],
-    ids=["shared_memory", "collective", "disk", "standalone", "standalone-collective"],
+    ids=["shared_memory", "collective", "disk", "delta", "standalone", "standalone-collective"],
 )
 def test_the_same_run(
     small_task: SmallTask,
@@ -98,7 +99,7 @@ def test_the_same_run(
         request.getfixturevalue("ray_is_up")
     folder = tmp_path / "weights"
     launch(small_task.ppo(tmp_path, *REPLICAS, *changes, f"rollout.sync_folder={folder}"))
-    assert folder.exists() == ("rollout.weight_sync=disk" in changes)
+    assert folder.exists() == (bool({"rollout.weight_sync=disk", "rollout.weight_sync=delta"} & set(changes)))
     rows = read_metrics(tmp_path)
     assert rows[-1]["rollout/window"] % 1024 == 0 < rows[-1]["rollout/window"]  # rollout.max_batch_size for each
     assert len(rows) == len(in_process)

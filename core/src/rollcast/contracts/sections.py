@@ -145,7 +145,8 @@ class RolloutConfig:
     sync_timeout_s: Seconds = 600.0
     """Timeout in seconds for a replica to take one bucket of weights."""
     sync_folder: str | None = None
-    """Folder for the weights of the sync `disk`, seen by trainer and replicas; null for the node's temporary folder."""
+    """Folder for the weights of the syncs `disk` and `delta`, seen by trainer and replicas: a path, or an fsspec URL
+    such as `s3://bucket/weights`; null for the node's temporary folder."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling during validation."""
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)

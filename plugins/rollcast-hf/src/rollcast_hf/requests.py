@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from rollcast.contracts.rollout import RolloutCapabilities, RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup
+from rollcast.contracts.rollout import RolloutCapabilities, RolloutRequest, RolloutSequence, RolloutSetup
 from rollcast_hf.decoding import DecodedRow, DecodeRow
 from rollcast_hf.errors import GenerationError
+from rollcast_serving.engines.job import BaseJob
 from rollcast_serving.requests import ModelLimits, check_request
 from rollcast_serving.stops import StopStrings
 
@@ -17,21 +16,24 @@ __all__ = ["Job", "admit"]
 
 
 @dataclass(eq=False)
-class Job:
-    """A request in the queue or under way, and the future that its caller waits for."""
+class Job(BaseJob):
+    """A request in the queue or in flight.
 
-    request: RolloutRequest
+    Attributes:
+        row: row that each of its sequences starts from.
+        is_aborted: True if it was aborted while it ran.
+    """
+
     row: DecodeRow
-    future: asyncio.Future[RolloutOutput] = field(repr=False)
     is_aborted: bool = False
 
     @property
     def rows(self) -> int:
-        """How many sequences it asks for."""
+        """Number of sequences that the request asks for."""
         return self.request.sampling.n
 
     def finish(self, decoded: Sequence[DecodedRow]) -> None:
-        """Hand the sequences over, unless the caller has gone; a broken one fails this request and no other."""
+        """Answer with the sequences; a broken one fails this request and no other."""
         for row in decoded:
             if row.broken is not None:
                 self.fail(
@@ -40,18 +42,7 @@ class Job:
                         f"{row.broken}"
                     )
                 )
-        sequences = [RolloutSequence(row.token_ids, row.log_probs, row.finish_reason, row.versions) for row in decoded]
-        if not self.future.done():
-            self.future.set_result(RolloutOutput(self.request.request_id, sequences, self.request.sampling))
-
-    def fail(self, error: Exception) -> None:
-        """Hand an error over, unless the caller has gone."""
-        if not self.future.done():
-            self.future.set_exception(error)
-
-    def abort(self) -> None:
-        """Hand over that nothing was generated."""
-        self.finish([DecodedRow(array("i"), array("f"), array("q"), "abort")] * self.rows)
+        self.answer([RolloutSequence(row.token_ids, row.log_probs, row.finish_reason, row.versions) for row in decoded])
 
 
 def admit(

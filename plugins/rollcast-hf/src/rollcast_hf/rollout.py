@@ -32,12 +32,13 @@ from rollcast.contracts.weights import AdapterWeights
 from rollcast.errors import CapabilityError, CheckpointError, ConfigError, RollcastError
 from rollcast_hf.adapters import AdapterHooks
 from rollcast_hf.decoding import DecodedRow, Decoding
-from rollcast_hf.errors import GenerationError, WeightUpdateError
+from rollcast_hf.errors import GenerationError
 from rollcast_hf.model import build_model, load_model, read_dtype, read_limits
 from rollcast_hf.requests import Job, admit
 from rollcast_hf.sampling import make_streams
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import count_weights, load_buckets
+from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, check_adapter
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, fit_request
@@ -90,7 +91,8 @@ class HfRollout(BaseRollout):
         self._held: nn.Module | None = None
         self._adapter = AdapterHooks()
         self._weights: ModelWeights | None = None
-        self._unusable: RollcastError | None = None
+        self._state = WeightState()
+        self._is_closed = False
         self._queue: deque[Job] = deque()
         self._batch: list[Job] = []
         self._decoding: Decoding | None = None
@@ -116,7 +118,8 @@ class HfRollout(BaseRollout):
             with engine.in_process_module() as module:
                 limits, size = ModelLimits.of(module.config), count_weights(module)
             self._engine, self._limits, self._engine_size = engine, limits, size
-            self._own, self._unusable = None, None
+            self._own = None
+            self._state.accept("weights")
         self._version = version
         tensors, size_bytes = self._engine_size
         return WeightReport(version, tensors, size_bytes, time.perf_counter() - start, {})
@@ -144,11 +147,10 @@ class HfRollout(BaseRollout):
                 # In a thread: the buckets may come from another process, and the loop has to answer meanwhile.
                 report = await asyncio.to_thread(load_buckets, self._own, buckets, version)
             except Exception as error:  # handed to the waiting callers
-                self._unusable = WeightUpdateError(
-                    f"the update of the weights to version {version} failed: {error}", getattr(error, "tensor", "")
-                )
+                self._state.fail("weights", version, error)
                 raise
-            self._version, self._unusable = version, None
+            self._state.accept("weights")
+            self._version = version
         return report
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
@@ -175,11 +177,10 @@ class HfRollout(BaseRollout):
                     self._own = load_model(self.setup.model_path)
                 self._adapter.attach(self._own, adapter)
             except RollcastError as error:
-                self._unusable = WeightUpdateError(
-                    f"the update of the adapter to version {version} failed: {error}", getattr(error, "tensor", "")
-                )
+                self._state.fail("adapter", version, error)
                 raise
-            self._version, self._unusable = version, None
+            self._state.accept("adapter")
+            self._version = version
         return tally.report(version)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
@@ -189,18 +190,17 @@ class HfRollout(BaseRollout):
             RequestError: the request cannot be served by this model.
             GenerationError: the run of its batch failed; the cause is chained.
             CheckpointError: there is no engine, and ``setup.model_path`` holds no model.
-            WeightUpdateError: the last weight update failed.
+            WeightSyncError: the last weight update failed.
 
         After :meth:`close` it raises GenerationError.
         """
-        if self._unusable is not None:
-            raise copy.copy(self._unusable)
+        self._check_usable()
         if self._limits is None:
             self._limits = read_limits(self.setup.model_path)
         request = fit_request(request, self._limits, self.setup.config.on_long_prompt)
         row = admit(request, self._limits, self.setup, self._stops, self.capabilities)
         loop = asyncio.get_running_loop()
-        job = Job(request, row, loop.create_future())
+        job = Job(request, loop.create_future(), row)
         self._queue.append(job)
         if self._server is None or self._server.done():
             self._server = loop.create_task(self._serve())
@@ -250,15 +250,20 @@ class HfRollout(BaseRollout):
 
     def close(self) -> None:
         """Let go of engine and model; requests under way are aborted."""
-        self._unusable = GenerationError("the rollout is closed")
+        self._is_closed = True
         self._abort([*self._queue, *self._batch])
         self._engine = self._own = None
+
+    def _check_usable(self) -> None:
+        if self._is_closed:
+            raise GenerationError("the rollout is closed")
+        self._state.check()
 
     def _abort(self, jobs: Sequence[Job]) -> None:
         chosen = set(jobs)
         for job in [each for each in self._queue if each in chosen]:
             self._queue.remove(job)
-            job.abort()
+            job.answer_empty()
         rows: list[int] = []
         first = -self._first_row  # in the numbering of the part that is being decoded
         for job in self._batch:
@@ -295,11 +300,8 @@ class HfRollout(BaseRollout):
         return batch
 
     async def _run_batch(self, batch: Sequence[Job]) -> None:
-        if self._unusable is not None:
-            for job in batch:
-                job.fail(copy.copy(self._unusable))
-            return
         try:
+            self._check_usable()
             decoded = await self._decode(batch)
         except RollcastError as error:
             for job in batch:

@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from rollcast.errors import PluginLoadError
+from rollcast_serving.engines.arguments import bind_threads
 from rollcast_sglang.schemas import SglangRolloutConfig
 
-__all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "has_gpu", "server_environment"]
+__all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "server_environment"]
 
 #: Set in SGLang's processes that rollcast started; only those are changed by this package's hooks. Holds the model's
 #: folder and whether code of it may run, as a JSON list.
@@ -20,13 +21,6 @@ SERVER_VARIABLE = "ROLLCAST_SGLANG_SERVER"
 STOP_STRINGS = "rollcast_stop"
 
 _STAND_INS = Path(__file__).parent / "stand_ins"
-
-
-def has_gpu() -> bool:
-    """Whether SGLang will run on a GPU here."""
-    import torch
-
-    return torch.cuda.is_available()
 
 
 def find_sglang() -> Path:
@@ -54,7 +48,7 @@ def server_environment(
         config: the rollout section.
         model_path: folder of the model.
         base: what it would inherit; wins where a user may have an opinion.
-        gpu: whether it runs on a GPU. Without one it gets stand-ins for packages that are not installed.
+        gpu: True if it runs on a GPU. Without one it gets stand-ins for packages that are not installed.
     """
     wanted = {
         "OMP_NUM_THREADS": "1",
@@ -62,8 +56,9 @@ def server_environment(
         # /health then only says whether the server is up; the default generates a token and takes a second.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
-    if not gpu and config.tensor_model_parallel_size > 1:
-        wanted["SGLANG_CPU_OMP_THREADS_BIND"] = _bind_threads(config.tensor_model_parallel_size)
+    ranks = config.tensor_model_parallel_size
+    if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
+        wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound
     # SGLang keeps a position or two of its context to itself, so it is given more than the model's.
     model = json.dumps([model_path, bool(config.engine_kwargs.get("trust_remote_code", False))])
     forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
@@ -76,8 +71,3 @@ def server_environment(
 
 def _is_installed(name: str) -> bool:
     return importlib.util.find_spec(name) is not None
-
-
-def _bind_threads(ranks: int) -> str:
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(ranks))
-    return "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, cast
 
-from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, RolloutSequence, RolloutSetup, SamplingParams
+from rollcast.contracts.rollout import RolloutSequence, RolloutSetup, SamplingParams
 from rollcast.errors import RolloutError
+from rollcast_serving.engines.job import BaseJob
 from rollcast_sglang.environment import STOP_STRINGS
 
-__all__ = ["Adapter", "Job", "Row", "build_batch", "derive_seed", "read_sequence"]
+__all__ = ["Adapter", "Job", "Row", "build_batch", "read_sequence"]
 
 #: SGLang streams a request's tokens when it has this many; the end comes at once.
 _NEVER = 2**30
@@ -28,21 +28,17 @@ class Adapter:
 
 
 @dataclass(eq=False)
-class Job:
-    """A request under way.
+class Job(BaseJob):
+    """A request in flight.
 
     Attributes:
-        request: the caller's.
-        prompt: its ids, checked.
-        future: what the caller waits for.
-        rows: its sequences.
-        adapter: that they are computed with; chosen when they are sent.
-        sender: the task that waits for SGLang's answer.
+        prompt: checked token ids.
+        rows: sequences of the request.
+        adapter: adapter that computes them, chosen when they are sent.
+        sender: task that waits for SGLang's answer.
     """
 
-    request: RolloutRequest
     prompt: array[int]
-    future: asyncio.Future[RolloutOutput] = field(repr=False)
     rows: list[Row] = field(default_factory=list)
     adapter: Adapter | None = None
     sender: asyncio.Task[None] | None = None
@@ -51,19 +47,14 @@ class Job:
         """Take one sequence; the last one answers the request."""
         row.sequence, row.is_over = sequence, True
         sequences = [each.sequence for each in self.rows if each.sequence is not None]
-        if len(sequences) == len(self.rows) and not self.future.done():
-            request = self.request
-            self.future.set_result(RolloutOutput(request.request_id, sequences, request.sampling))
+        if len(sequences) == len(self.rows):
+            self.answer(sequences)
 
     def finish_empty(self) -> None:
         """Answer that nothing was generated."""
         for row in self.rows:
-            self.finish(row, RolloutSequence(array("i"), array("f"), "abort", array("q")))
-
-    def fail(self, error: Exception) -> None:
-        """Hand an error over, unless there is an answer or the caller has gone."""
-        if not self.future.done():
-            self.future.set_exception(error)
+            row.is_over = True
+        self.answer_empty()
 
 
 @dataclass(eq=False)
@@ -71,11 +62,11 @@ class Row:
     """One sequence of a request.
 
     Attributes:
-        job: whose it is.
-        rid: its id in SGLang. All have the same length: SGLang aborts whatever begins with an id.
-        seed: of its sampling.
-        sequence: the answer, once it is there.
-        is_over: whether SGLang is done with it, with or without an answer.
+        job: request that it belongs to.
+        rid: id in SGLang. All ids have the same length: SGLang aborts whatever begins with an id.
+        seed: seed of its sampling.
+        sequence: answer, once it is there.
+        is_over: True once SGLang is done with it, with or without an answer.
     """
 
     job: Job
@@ -83,12 +74,6 @@ class Row:
     seed: int
     sequence: RolloutSequence | None = None
     is_over: bool = False
-
-
-def derive_seed(seed: int, number: int) -> int:
-    """A seed below 2**62 of one of many things that share a seed."""
-    digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "little") >> 2
 
 
 def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:

@@ -23,17 +23,21 @@ from rollcast.contracts.rollout import (
     RolloutSetup,
 )
 from rollcast.contracts.weights import AdapterWeights, WeightReport
-from rollcast.errors import CapabilityError, CheckpointError, RolloutError, WeightSyncError
+from rollcast.errors import CapabilityError, CheckpointError, RolloutError
 from rollcast_serving.casting import loaded_dtype
+from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
+from rollcast_serving.engines.http_client import RefusedError
+from rollcast_serving.engines.job import derive_seed, request_failure
+from rollcast_serving.engines.server_process import ServerProcess
+from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, read_model_config
 from rollcast_serving.requests import ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
-from rollcast_sglang.client import RefusedError, SglangClient
-from rollcast_sglang.environment import has_gpu, server_environment
-from rollcast_sglang.process import ServerProcess
-from rollcast_sglang.requests import Adapter, Job, Row, build_batch, derive_seed, read_sequence
+from rollcast_sglang.client import SglangClient
+from rollcast_sglang.environment import server_environment
+from rollcast_sglang.requests import Adapter, Job, Row, build_batch, read_sequence
 from rollcast_sglang.schemas import SglangRolloutConfig
-from rollcast_sglang.server_args import SPARE_POSITIONS, build_server_args, starts_without_weights
+from rollcast_sglang.server_args import SPARE_POSITIONS, build_server_args
 from rollcast_sglang.updates import WeightUpdater
 
 if TYPE_CHECKING:
@@ -42,6 +46,8 @@ if TYPE_CHECKING:
 __all__ = ["SglangRollout"]
 
 _ABORT_POLL_S = 0.1
+#: Beginning of the paths of files in memory that SGLang removes only when it ends by itself, which takes it seconds.
+_LEFTOVERS = "/dev/shm/sglang_loads_"  # noqa: S108  # SGLang's choice
 
 
 class SglangRollout(BaseRollout):
@@ -80,21 +86,20 @@ class SglangRollout(BaseRollout):
         )
         trust = bool(self._config.engine_kwargs.get("trust_remote_code", False))
         limits = ModelLimits.of(read_model_config(setup.model_path, trust))
-        self._limits = _limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
+        self._limits = limit_positions(limits, self._config.max_model_len, "rollout.max_model_len")
         args = build_server_args(setup, self._limits.max_positions, gpu)
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-sglang-"))
         environment = server_environment(self._config, setup.model_path, os.environ, gpu)
-        self.server = ServerProcess(args, environment, self._folder)
+        self.server = ServerProcess("SGLang", "rollcast_sglang.server", args, environment, self._folder, _LEFTOVERS)
         self._client = SglangClient(self.server)
         self._stops = StopStrings(setup.model_path, trust)
         weights = ModelWeights.of(setup.model_path, trust)
         self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
         self._is_ready = False
-        # Why nothing may be generated: with the present weights, and with the present adapter.
-        self._unusable: RolloutError | None = None
-        self._wrong_adapter: WeightSyncError | None = None
-        if starts_without_weights(setup):
-            self._unusable = WeightSyncError(f"{setup.model_path} has no weights, and none have come yet")
+        self._state = WeightState(
+            f"{setup.model_path} has no weights, and none have come yet" if starts_without_weights(setup) else ""
+        )
+        self._is_closed = False
         self._rows = 0  # so far; SGLang's ids come from it
         self._unseeded = 0  # sequences so far whose request had no seed
         self._adapters = 0
@@ -119,12 +124,12 @@ class SglangRollout(BaseRollout):
             RolloutError: the server died or failed.
         """
         await self._wait_ready()
-        self._raise_unusable()
+        self._state.check()
         request = fit_request(request, self._limits, self._config.on_long_prompt)
         prompt = check_request(request, self._limits, self.capabilities)
         self._stops.check(request.request_id, request.sampling.stop)
         loop = asyncio.get_running_loop()
-        job = Job(request, prompt, loop.create_future())
+        job = Job(request, loop.create_future(), prompt)
         for number in range(request.sampling.n):
             job.rows.append(Row(job, self._new_id(), self._choose_seed(request, number)))
         self._jobs[job] = None
@@ -161,7 +166,7 @@ class SglangRollout(BaseRollout):
                 except BaseException as error:
                     await self._fail_update(error, version)
                     raise
-                self._unusable = self._wrong_adapter = None
+                self._state.accept("weights")
             finally:
                 await self._go_on()
         return report
@@ -181,9 +186,10 @@ class SglangRollout(BaseRollout):
             try:
                 report = await self._updater.load_adapter(name, adapter, version)
             except BaseException as error:
-                self._wrong_adapter = _update_failure("adapter", version, error)
+                self._state.fail("adapter", version, error)
                 raise
-            self._adapter, self._wrong_adapter = Adapter(name, version), None
+            self._state.accept("adapter")
+            self._adapter = Adapter(name, version)
         return report
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
@@ -220,7 +226,7 @@ class SglangRollout(BaseRollout):
             self._is_open = False
             await self._pause()
             if self._frees_memory:
-                await self._client.post("/release_memory_occupation", {"tags": new})
+                await self._client.change("/release_memory_occupation", {"tags": new})
             self._released.update(new)
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
@@ -228,9 +234,9 @@ class SglangRollout(BaseRollout):
         async with self._alone():
             back = [tag for tag in tags if tag in self._released]
             if back and self._frees_memory:
-                await self._client.post("/resume_memory_occupation", {"tags": back})
+                await self._client.change("/resume_memory_occupation", {"tags": back})
                 if "weights" in back and not self._config.enable_weights_cpu_backup:
-                    self._unusable = WeightSyncError("the weights were dropped, and none have come since")
+                    self._state.forbid("weights", "the weights were dropped, and none have come since")
             self._released.difference_update(back)
             if back:
                 await self._go_on()
@@ -252,14 +258,9 @@ class SglangRollout(BaseRollout):
 
     def close(self) -> None:
         """Kill the server; requests under way get a RolloutError."""
-        self._unusable = RolloutError("the rollout is closed")
+        self._is_closed = True
         self.server.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _raise_unusable(self) -> None:
-        problem = self._unusable or self._wrong_adapter
-        if problem is not None:
-            raise copy.copy(problem)
 
     def _new_id(self) -> str:
         self._rows += 1
@@ -272,13 +273,17 @@ class SglangRollout(BaseRollout):
         return derive_seed(self.setup.seed, self._unseeded)
 
     async def _wait_ready(self) -> None:
+        if self._is_closed:
+            raise RolloutError("the rollout is closed")
         if self._is_ready:
             return
         async with self._loop_locks()[0]:
             if not self._is_ready:
-                info = await self._client.wait_ready(self._config.replica.launch_timeout_s)
+                limit = self._config.replica.launch_timeout_s
+                await self._client.wait_ready(limit)
+                info = await self._client.server_info(limit)
                 pool = int(info["max_total_num_tokens"]) - SPARE_POSITIONS
-                self._limits = _limit_positions(self._limits, pool, "rollout.max_total_tokens")
+                self._limits = limit_positions(self._limits, pool, "rollout.max_total_tokens")
                 self._is_ready = True
 
     @asynccontextmanager
@@ -328,7 +333,7 @@ class SglangRollout(BaseRollout):
                 await self._send_apart(waiting)
                 return
             for job in waiting:
-                job.fail(_failure(error, job))
+                job.fail(request_failure(error, job.request.request_id))
         finally:
             for row in rows:
                 row.is_over = True
@@ -337,21 +342,21 @@ class SglangRollout(BaseRollout):
         """Send the requests of a refused batch one by one: SGLang refuses all for the sake of one."""
         # SGLang may have started some of the others.
         names = [row.rid for job in batch for row in job.rows]
-        await asyncio.gather(*(self._client.post("/abort_request", {"rid": name}) for name in names))
+        await asyncio.gather(*(self._client.change("/abort_request", {"rid": name}) for name in names))
         for job in batch:
             job.rows = [Row(job, self._new_id(), row.seed) for row in job.rows]
             job.sender = self._start(self._send([job]))
 
     async def _pause(self) -> None:
         # In this mode SGLang takes requests out and computes them anew, which no other does right.
-        await self._client.post("/pause_generation", {"mode": "retract"})
+        await self._client.change("/pause_generation", {"mode": "retract"})
 
     async def _go_on(self) -> None:
         if self._released:
             return
         try:
             if self.server.is_alive:
-                await self._client.post("/continue_generation")
+                await self._client.change("/continue_generation")
         finally:
             # With a dead server too: what waits has to learn of it.
             self._is_open = True
@@ -360,10 +365,10 @@ class SglangRollout(BaseRollout):
     async def _fail_update(self, error: BaseException, version: int) -> None:
         if not self.server.is_alive:
             return
-        self._unusable = _update_failure("weights", version, error)
+        failure = self._state.fail("weights", version, error)
         for job in self._jobs:
-            job.fail(copy.copy(self._unusable))
-        await self._client.post("/abort_request", {"abort_all": True})
+            job.fail(copy.copy(failure))
+        await self._client.change("/abort_request", {"abort_all": True})
 
     async def _end(self, jobs: Sequence[Job]) -> None:
         """Abort jobs, and wait until they are ended."""
@@ -373,27 +378,5 @@ class SglangRollout(BaseRollout):
                 job.finish_empty()
         while rows := [row for job in jobs for row in job.rows if not row.is_over]:
             # Again and again: SGLang ignores an abort that is faster than its request.
-            await asyncio.gather(*(self._client.post("/abort_request", {"rid": row.rid}) for row in rows))
+            await asyncio.gather(*(self._client.change("/abort_request", {"rid": row.rid}) for row in rows))
             await asyncio.sleep(_ABORT_POLL_S)
-
-
-def _update_failure(what: str, version: int, error: BaseException) -> WeightSyncError:
-    message = f"the update of the {what} to version {version} failed: {error or type(error).__name__}"
-    return WeightSyncError(message, getattr(error, "tensor", ""))
-
-
-def _failure(error: Exception, job: Job) -> RolloutError:
-    """One of many errors with the same cause: each is raised in another place."""
-    if isinstance(error, RolloutError):
-        failure: RolloutError = copy.copy(error)
-    else:
-        failure = RolloutError(f"request {job.request.request_id!r}: {type(error).__name__}: {error}")
-    failure.__cause__ = error
-    return failure
-
-
-def _limit_positions(limits: ModelLimits, positions: int | None, key: str) -> ModelLimits:
-    """The limits, with fewer positions if ``key`` allows no more."""
-    if positions is None or (limits.max_positions is not None and limits.max_positions <= positions):
-        return limits
-    return dataclasses.replace(limits, max_positions=positions, key=key)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import ast
-import difflib
 from pathlib import Path
 from typing import Any
 
 from rollcast.contracts.rollout import RolloutSetup
-from rollcast.errors import ConfigError
 from rollcast_serving.casting import loaded_dtype
+from rollcast_serving.engines.arguments import join_arguments, starts_without_weights
 from rollcast_sglang.environment import find_sglang
 from rollcast_sglang.schemas import SglangRolloutConfig
 
-__all__ = ["CUSTOM_LOADER", "SAMPLING_BACKEND", "SPARE_POSITIONS", "build_server_args", "starts_without_weights"]
+__all__ = ["CUSTOM_LOADER", "SAMPLING_BACKEND", "SPARE_POSITIONS", "build_server_args"]
 
 CUSTOM_LOADER = "rollcast_sglang.server.loading.load"
 #: The one whose sampler is replaced by this package's; SGLang has it on every device.
@@ -33,35 +32,19 @@ OWN_NAMES = {
 
 
 def build_server_args(setup: RolloutSetup, max_positions: int | None, gpu: bool) -> dict[str, Any]:
-    """SGLang's ``ServerArgs`` for a rollout, less where it listens.
+    """Return SGLang's ``ServerArgs`` for a rollout, less where it listens.
 
     Args:
-        setup: of the rollout.
+        setup: setup of the rollout.
         max_positions: most positions of a sequence; None if nothing limits them.
-        gpu: whether it runs on a GPU.
+        gpu: True if it runs on a GPU.
 
     Raises:
         ConfigError: ``engine_kwargs`` has a key that SGLang has not, or that is not the user's to set.
         PluginLoadError: SGLang is not installed here.
     """
-    values = _own_arguments(setup, max_positions, gpu)
-    extra: dict[str, Any] = dict(setup.config.engine_kwargs)
-    known = _known_arguments(find_sglang())
-    for key in extra:
-        if key in values:
-            raise ConfigError(_taken(key, setup.config))
-        if known and key not in known:
-            near = difflib.get_close_matches(key, known, 3)
-            hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"rollout.engine_kwargs.{key} is no argument of SGLang's ServerArgs{hint}")
-    return {**values, **extra}
-
-
-def _taken(key: str, config: SglangRolloutConfig) -> str:
-    name = OWN_NAMES.get(key, key)
-    if hasattr(config, name):
-        return f"rollout.engine_kwargs.{key}: set rollout.{name} instead"
-    return f"rollout.engine_kwargs.{key} cannot be set: what rollcast does depends on its value"
+    own = _own_arguments(setup, max_positions, gpu)
+    return join_arguments(own, setup.config, _known_arguments(find_sglang()), "SGLang's ServerArgs", OWN_NAMES)
 
 
 def _known_arguments(sglang: Path) -> list[str]:
@@ -117,14 +100,3 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         # An idle scheduler would keep a core busy that the trainer needs.
         values |= {"device": "cpu", "sleep_on_idle": True}
     return values
-
-
-def starts_without_weights(setup: RolloutSetup) -> bool:
-    """Whether the engine starts with weights that mean nothing, and has to wait for an update."""
-    load_format = setup.config.load_format
-    return load_format == "dummy" or (load_format == "auto" and not _has_weights(Path(setup.model_path)))
-
-
-def _has_weights(folder: Path) -> bool:
-    """Whether a folder holds weights; what is no folder is taken for a model hub's name."""
-    return not folder.is_dir() or any(path.suffix in {".safetensors", ".bin", ".pt"} for path in folder.iterdir())

@@ -5,17 +5,21 @@ from __future__ import annotations
 import os
 
 from rollcast.errors import PluginLoadError
+from rollcast_serving.engines.arguments import bind_threads, has_gpu
 from rollcast_vllm.schemas import VllmRolloutConfig
 
-__all__ = ["has_gpu", "prepare_environment", "process_environment", "require_vllm"]
+__all__ = ["prepare_environment", "process_environment", "require_vllm"]
 
 
 def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
-    """What an engine's process needs from its start, on any device; vLLM's CPU variables are not read on a GPU."""
+    """Return what an engine's process needs from its start, on any device; a GPU's vLLM reads no CPU variables."""
+    ranks = config.tensor_model_parallel_size
+    bound = bind_threads(ranks) if ranks > 1 else None
     return {
         # Engines with several threads each slow one another down by orders of magnitude on a busy CPU.
         "OMP_NUM_THREADS": "1",
-        "VLLM_CPU_OMP_THREADS_BIND": _bind_threads(config.tensor_model_parallel_size),
+        # vLLM wants to know the cores of tensor-parallel ranks.
+        "VLLM_CPU_OMP_THREADS_BIND": bound or "nobind",
         # A fork would copy the locks of whatever threads there are.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "WARNING",
@@ -36,13 +40,6 @@ def prepare_environment(config: VllmRolloutConfig) -> None:
         os.environ.setdefault(name, value)
 
 
-def has_gpu() -> bool:
-    """Whether vLLM will run on a GPU here."""
-    import torch
-
-    return torch.cuda.is_available()
-
-
 def require_vllm() -> None:
     """Import vLLM.
 
@@ -57,11 +54,3 @@ def require_vllm() -> None:
             'Install it with pip install "rollcast-vllm[cuda]" (on a machine without a GPU as the README of '
             "rollcast-vllm says), or name the interpreter that has it in rollout.replica.python"
         ) from error
-
-
-def _bind_threads(tensor_parallel_size: int) -> str:
-    """One core for each rank of a tensor-parallel engine, for which vLLM wants to know them; else no binding."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
-    if tensor_parallel_size == 1 or len(cores) < tensor_parallel_size:
-        return "nobind"
-    return "|".join(str(core) for core in cores[:tensor_parallel_size])

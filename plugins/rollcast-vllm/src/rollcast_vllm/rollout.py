@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from array import array
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
@@ -24,14 +23,17 @@ from rollcast.contracts.rollout import (
 from rollcast.contracts.weights import AdapterWeights, WeightReport
 from rollcast.errors import CapabilityError, RolloutError, WeightSyncError
 from rollcast_serving.casting import loaded_dtype
+from rollcast_serving.engines.arguments import has_gpu, limit_positions, starts_without_weights
+from rollcast_serving.engines.job import empty_output
+from rollcast_serving.engines.weight_state import WeightState
 from rollcast_serving.model_weights import ModelWeights, check_adapter, read_model_config
 from rollcast_serving.receiving import WeightTally
 from rollcast_serving.requests import OPTIONAL_SAMPLING, ModelLimits, check_request, fit_request
 from rollcast_serving.stops import StopStrings
 from rollcast_vllm.adapters import AdapterFolder
 from rollcast_vllm.engine import EngineThread, build_llm, prepare_llm
-from rollcast_vllm.engine_args import build_engine_args, check_config, starts_without_weights
-from rollcast_vllm.environment import has_gpu, prepare_environment, process_environment, require_vllm
+from rollcast_vllm.engine_args import build_engine_args
+from rollcast_vllm.environment import prepare_environment, process_environment, require_vllm
 from rollcast_vllm.load import LoadReader
 from rollcast_vllm.sampling import SequenceReader, build_params, check_temperature, read_sequence
 from rollcast_vllm.schemas import VllmRolloutConfig
@@ -43,7 +45,6 @@ if TYPE_CHECKING:
 __all__ = ["VllmRollout"]
 
 WEIGHTS, KV_CACHE = "weights", "kv_cache"
-ADAPTER = "adapter"
 ADAPTER_ID = 1
 
 
@@ -55,7 +56,7 @@ class _Job:
         key: its own id here, which no other request has.
         keys: ids that vLLM has for it, one a submission.
         base_only: the engine has it, and computes it without an adapter.
-        failure: why it ends with a WeightSyncError.
+        failure: error of the update that ended it.
     """
 
     request: RolloutRequest
@@ -63,7 +64,7 @@ class _Job:
     keys: list[str] = field(default_factory=list)
     base_only: bool = False
     aborted: bool = False
-    failure: str = ""
+    failure: WeightSyncError | None = None
 
 
 class VllmRollout(BaseRollout):
@@ -93,7 +94,6 @@ class VllmRollout(BaseRollout):
     def __init__(self, setup: RolloutSetup) -> None:
         super().__init__(setup)
         config = cast(VllmRolloutConfig, setup.config)
-        check_config(config)
         self._config = config
         prepare_environment(config)
         require_vllm()
@@ -115,15 +115,12 @@ class VllmRollout(BaseRollout):
         self._open.set()
         self._released: set[str] = set()
         self._adapter: AdapterFolder | None = None
-        # Why nothing may be generated: with the present weights, and with the present adapter.
-        self._problems = {WEIGHTS: "the engine started without weights" if starts_without_weights(setup) else ""}
+        self._state = WeightState("the engine started without weights" if starts_without_weights(setup) else "")
         self._load = LoadReader()
         self._engine = EngineThread(lambda: build_llm(arguments, self._load), prepare_llm)
         self._llm = self._engine.llm
-        limits = ModelLimits.of(model_config)
-        self._limits = replace(
-            limits, max_positions=int(self._llm.model_config.max_model_len), key="rollout.max_model_len"
-        )
+        positions = int(self._llm.model_config.max_model_len)
+        self._limits = limit_positions(ModelLimits.of(model_config), positions, "rollout.max_model_len")
 
     @classmethod
     def environment(cls, config: Any) -> dict[str, str]:
@@ -141,7 +138,7 @@ class VllmRollout(BaseRollout):
             WeightSyncError: the engine has no weights that may be used.
             RolloutError: the engine died, or failed at this request.
         """
-        self._raise_if_unusable()
+        self._state.check()
         request = fit_request(request, self._limits, self._config.on_long_prompt)
         prompt = check_request(request, self._limits, self.capabilities)
         check_temperature(request)
@@ -153,15 +150,15 @@ class VllmRollout(BaseRollout):
         self._jobs[job.key] = job
         try:
             await self._open.wait()
-            self._raise_if_unusable()
+            self._state.check()
             if job.aborted:
-                return _nothing(request)
+                return empty_output(request)
             job.base_only = self._adapter is None
             sequences = await self._sample(job, prompt)
         finally:
             del self._jobs[job.key]
-        if job.failure:
-            raise WeightSyncError(job.failure)
+        if job.failure is not None:
+            raise WeightSyncError(str(job.failure), tensor=job.failure.tensor)
         return RolloutOutput(request.request_id, sequences, request.sampling)
 
     async def _sample(self, job: _Job, prompt: list[int]) -> list[RolloutSequence]:
@@ -210,7 +207,7 @@ class VllmRollout(BaseRollout):
         job.keys.append(key)
         outputs = await self._llm.add_request(key, tokens, params, lora_request=self._adapter_request())
         try:
-            if job.aborted or job.failure:
+            if job.aborted or job.failure is not None:
                 await self._llm.abort(key)
             yield outputs
         except asyncio.CancelledError:
@@ -270,10 +267,10 @@ class VllmRollout(BaseRollout):
                 if self._adapter is not None:
                     self._adapter.write_zeros()
                     await self._load_adapter(self._adapter)
-                self._problems = {}
+                self._state.accept("weights")
                 await self._commit(version)
             except BaseException as error:
-                await self._fail(WEIGHTS, f"the update of the weights to version {version} failed: {error!s}")
+                await self._fail(self._state.fail("weights", version, error))
                 raise
             return report
 
@@ -308,10 +305,10 @@ class VllmRollout(BaseRollout):
                     folder.write(AdapterWeights(adapter.config, dict(bucket)))
                 await self._load_adapter(folder)
                 self._adapter = folder
-                self._problems.pop(ADAPTER, None)
+                self._state.accept("adapter")
                 await self._commit(version)
             except BaseException as error:
-                await self._fail(ADAPTER, f"the update of the adapter to version {version} failed: {error!s}")
+                await self._fail(self._state.fail("adapter", version, error))
                 raise
             finally:
                 self._open.set()
@@ -361,7 +358,7 @@ class VllmRollout(BaseRollout):
             await self._llm.wake_up(sorted(back))
             self._released -= back
             if WEIGHTS in back and self._config.sleep_level == 2:
-                self._problems[WEIGHTS] = "the weights were dropped when their memory was released"
+                self._state.forbid("weights", "the weights were dropped when their memory was released")
 
     def close(self) -> None:
         """End the engine's processes; requests under way get a RolloutError."""
@@ -371,13 +368,8 @@ class VllmRollout(BaseRollout):
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the engine's processes."""
+        """Process ids of the engine."""
         return self._engine.process_ids
-
-    def _raise_if_unusable(self) -> None:
-        for problem in self._problems.values():
-            if problem:
-                raise WeightSyncError(f"{problem}; nothing is generated until an update succeeds")
 
     def _raise_if_released(self) -> None:
         if WEIGHTS in self._released:
@@ -405,12 +397,11 @@ class VllmRollout(BaseRollout):
         if not self._released:
             await self._llm.resume_generation()
 
-    async def _fail(self, part: str, problem: str) -> None:
-        """End every request with the problem, and refuse those to come."""
-        self._problems[part] = problem
+    async def _fail(self, failure: WeightSyncError) -> None:
+        """End every request with the failure of an update."""
         jobs = list(self._jobs.values())
         for job in jobs:
-            job.failure = problem
+            job.failure = failure
         if self._engine.death is None and not self._llm.errored:
             await self._llm.abort([key for job in jobs for key in job.keys])
             if not self._released:
@@ -436,8 +427,3 @@ def _check_tags(tags: Sequence[str]) -> None:
     unknown = [tag for tag in tags if tag not in {WEIGHTS, KV_CACHE}]
     if unknown:
         raise CapabilityError(f"there is no memory named {unknown[0]!r}; there are {WEIGHTS} and {KV_CACHE}")
-
-
-def _nothing(request: RolloutRequest) -> RolloutOutput:
-    sequences = [RolloutSequence(array("i"), array("f"), "abort", array("q")) for _ in range(request.sampling.n)]
-    return RolloutOutput(request.request_id, sequences, request.sampling)

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import WeightReport
 from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_serving.bucket_memory import SharedBucket
 from rollcast_serving.model_weights import ModelWeights, UpdateCheck
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
-from rollcast_vllm.buckets import SharedBucket
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -45,40 +45,38 @@ class WeightsExtension:
     def rollcast_load_all(self, pickled: bytes, version: int) -> bytes:
         """Load all of ``(ModelWeights, buckets)``; returns a report or an error."""
 
-        def load() -> list[WeightReport]:
+        def load() -> WeightReport:
             expected, buckets = pickle.loads(pickled)
             if isinstance(buckets, BucketsForReaders):
                 buckets = buckets.for_reader(self.rank, self.vllm_config.parallel_config.world_size)
             self._rollcast_load = _Load(self, expected)
-            return [self._rollcast_load.take(buckets, version)]
+            return self._rollcast_load.take(buckets, version)
 
         return _answer(load)
 
     def rollcast_load_begin(self, pickled: bytes) -> bytes:
         """Begin an update with :class:`ModelWeights`."""
 
-        def begin() -> list[WeightReport]:
+        def begin() -> None:
             self._rollcast_load = _Load(self, pickle.loads(pickled))
-            return []
 
         return _answer(begin)
 
     def rollcast_load_bucket(self, pickled: bytes, version: int) -> bytes:
         """Load one :class:`SharedBucket`; returns a report or an error."""
 
-        def load() -> list[WeightReport]:
+        def load() -> WeightReport:
             bucket: SharedBucket = pickle.loads(pickled)
-            return [self._present_load().take([bucket.open()], version)]
+            return self._present_load().take(bucket, version)
 
         return _answer(load)
 
     def rollcast_load_finish(self, version: int) -> bytes:
         """End an update: everything has to be there."""
 
-        def finish() -> list[WeightReport]:
+        def finish() -> None:
             self._present_load().finish(version)
             self._rollcast_load = None
-            return []
 
         return _answer(finish)
 

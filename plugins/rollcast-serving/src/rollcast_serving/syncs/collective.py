@@ -1,17 +1,20 @@
 """Weight sync ``collective``: broadcasts in a process group that trainer and replicas join for it.
 
-Gloo between CPUs, NCCL where the weights lie on CUDA devices; any nodes that reach each other. What a
-bucket holds travels through the group's store, its bytes in one broadcast.
+Gloo between CPUs, NCCL where the weights lie on CUDA devices; any nodes that reach each other. What a bucket holds
+travels through the group's store, its bytes in one broadcast. The group is kept from one sync to the next, as long as
+the targets are the same and every one of them got its weights.
 """
 
 from __future__ import annotations
 
 import json
+import secrets
 import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -22,11 +25,11 @@ from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.dis
 
 from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
-from rollcast.contracts.weights import WeightBucket
+from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
-from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import lay_out, read_bucket, view_tensor
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
-from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
+from rollcast_serving.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
 
 __all__ = ["CollectiveSync"]
 
@@ -39,19 +42,39 @@ _JOIN = timedelta(seconds=60)
 class CollectiveSync(BucketSync):
     """See the module."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._name = secrets.token_hex(8)
+        self._sender: _Sender | None = None
+        self._members: tuple[Any, ...] = ()
+
     name: ClassVar[str] = "collective"
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
         modes=frozenset(RolloutMode), own_devices=True
     )
 
+    async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
+        """See :meth:`BucketSync.sync`."""
+        deliveries = await super().sync(version, only_adapter)
+        if not all(isinstance(result, WeightReport) for result in deliveries):
+            self._sender = None
+        return deliveries
+
     @contextmanager
     def transport(self) -> Iterator[Transport]:
-        sender = _Sender(len(self.targets), {target.node for target in self.targets}, self.settings)  # type: ignore[union-attr]
+        members = tuple(getattr(target, "address", target) for target in self.targets)
+        # Taken out: after a failure the members have left the group, and the next sync needs a new one.
+        sender, self._sender = self._sender, None
+        if sender is None or members != self._members:
+            nodes = {target.node for target in self.targets}  # type: ignore[union-attr]
+            sender = _Sender(self._name, len(members), nodes, self.settings)
+        sender.begin()
         try:
             yield sender
         except BaseException:
             sender.break_off()
             raise
+        self._sender, self._members = sender, members
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -61,6 +84,9 @@ class CollectiveSync(BucketSync):
             WeightSyncError: from the iteration; the group broke.
         """
         return _receive(source)
+
+    def close(self) -> None:
+        self._sender = None
 
 
 def _join(store: Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
@@ -100,16 +126,29 @@ class _Room:
 
 
 class _Sender(Transport):
-    def __init__(self, targets: int, nodes: set[str], settings: SyncSettings) -> None:
+    def __init__(self, name: str, targets: int, nodes: set[str], settings: SyncSettings) -> None:
         self._timeout = timedelta(seconds=settings.timeout_s)
         self._host = _own_address(nodes)
         self._store = serve_store(self._host, 0, self._timeout)
         self._group: Any = None
         self._work: Any = None
-        self._sent = 0
+        self._sent = self._number = 0
         self._room = _Room()
         self._targets = targets
-        self.source = {"host": self._host, "port": self._store.port, "timeout_s": settings.timeout_s}
+        self._meeting = {
+            "host": self._host,
+            "port": self._store.port,
+            "timeout_s": settings.timeout_s,
+            "sender": name,
+        }
+
+    def begin(self) -> None:
+        """Start a sync: its buckets have keys of their own in the store."""
+        for number in range(self._sent + 1):
+            self._store.delete_key(f"{self._number}/bucket/{number}")
+        self._number += 1
+        self._sent = 0
+        self.source = {**self._meeting, "number": self._number}
 
     def _open(self, receivers: Receivers, backend: str) -> None:
         if self._group is not None:
@@ -133,7 +172,7 @@ class _Sender(Transport):
         flat = self._room.take(size, device)
         for (_, tensor), entry in zip(bucket, entries, strict=True):
             view_tensor(flat, entry).copy_(tensor)
-        self._store.set(f"bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
+        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
         self._work = self._group.broadcast([flat], _root())
         # Not wait(): with a target dead or silent it would take the whole timeout.
         while not self._work.is_completed():
@@ -144,7 +183,7 @@ class _Sender(Transport):
 
     def finish(self, receivers: Receivers) -> None:
         self._open(receivers, "gloo")
-        self._store.set(f"bucket/{self._sent}", json.dumps({"end": True}))
+        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"end": True}))
 
     def break_off(self) -> None:
         """Leave the group in the middle of a broadcast; members that wait for this one learn that it is gone."""
@@ -170,31 +209,66 @@ def _root() -> Any:
     return options
 
 
+@dataclass
+class _Member:
+    """The receiving end of a group.
+
+    Attributes:
+        store: store of the group.
+        group: process group.
+        device: device of the broadcasts.
+        meeting: port of the sender's store, which is another one for each group.
+        room: buffer for the buckets.
+    """
+
+    store: Any
+    group: Any
+    device: torch.device
+    meeting: int
+    room: _Room = field(default_factory=_Room)
+
+
+#: Groups that this process is in between two syncs, by the sender's name, target and reader.
+_members: dict[tuple[str, int, int], _Member] = {}
+
+
+def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
+    """Meet the sender and the other members."""
+    store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
+    store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
+    plan = json.loads(store.get("group"))
+    rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
+    device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
+    host = _own_address({source["host"]})
+    group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
+    group._set_default_timeout(timeout)
+    return _Member(store, group, device, int(source["port"]))
+
+
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     timeout = timedelta(seconds=float(source["timeout_s"]))
-    group: Any = None
+    key = (source["sender"], int(source["target"]), int(source.get("reader", 0)))
+    # Taken out: whoever breaks off has left the group.
+    member = _members.pop(key, None)
     try:
-        store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
-        store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
-        plan = json.loads(store.get("group"))
-        rank = plan["offsets"][source["target"]] + int(source.get("reader", 0))
-        device = torch.device("cuda" if plan["backend"] == "nccl" else "cpu")
-        host = _own_address({source["host"]})
-        group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
-        group._set_default_timeout(timeout)
-        number, room = 0, _Room()
+        if source["number"] == 1:
+            member = _enter(source, timeout)
+        elif member is None or member.meeting != source["port"]:
+            raise WeightSyncError("this process has left the group that carries the weights")
+        number = 0
         while True:
-            header = json.loads(store.get(f"bucket/{number}"))
+            header = json.loads(member.store.get(f"{source['number']}/bucket/{number}"))
             if "end" in header:
-                return
-            flat = room.take(header["size"], device)
-            group.broadcast([flat], _root()).wait()
+                break
+            flat = member.room.take(header["size"], member.device)
+            member.group.broadcast([flat], _root()).wait()
             yield read_bucket(flat, header["tensors"])
             number += 1
+        _members[key] = member
     except RuntimeError as error:
         if isinstance(error, WeightSyncError):
             raise
         raise WeightSyncError(f"the group that carries the weights broke: {error}") from error
     finally:
         # Members that wait for this one learn of its end from closed connections, so no traceback may keep the group.
-        del group
+        del member

@@ -1,25 +1,24 @@
-"""Weight sync ``disk``: safetensors files in a folder that both ends see, complete or not there at all."""
+"""Weight sync ``disk``: safetensors files in a folder that both ends see, also by an fsspec URL."""
 
 from __future__ import annotations
 
 import json
-import shutil
+import secrets
 import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any, ClassVar
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import WeightSyncError
+from rollcast_serving.syncs.folder import SharedFolder
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import WeightSyncCapabilities
 
-__all__ = ["DiskSync"]
+__all__ = ["DiskSync", "FileWriter", "read_files", "temporary_folder"]
 
 _MANIFEST = "manifest.json"
 
@@ -32,11 +31,8 @@ class DiskSync(BucketSync):
 
     @contextmanager
     def transport(self) -> Iterator[Transport]:
-        parent = self.settings.folder
-        if parent is not None:
-            Path(parent).mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix="weights-", dir=parent) as folder:
-            yield _Writer(Path(folder))
+        with temporary_folder(self.settings.folder) as folder:
+            yield FileWriter(folder)
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -45,35 +41,54 @@ class DiskSync(BucketSync):
         Raises:
             WeightSyncError: from the iteration; a file is missing or malformed.
         """
-        return _read(Path(source["folder"]))
+        return read_files(source["folder"])
 
 
-class _Writer(Transport):
+@contextmanager
+def temporary_folder(parent: str | None) -> Iterator[SharedFolder]:
+    """Yield a new folder for one sync, in ``parent`` or else in the node's temporary folder, and remove it."""
+    folder = SharedFolder(f"{parent or tempfile.gettempdir()}/weights-{secrets.token_hex(8)}")
+    folder.make()
+    try:
+        yield folder
+    finally:
+        folder.remove()
+
+
+class FileWriter(Transport):
+    """Writes one file a bucket, and the manifest last; targets are called when all is there.
+
+    Args:
+        folder: folder for the files.
+    """
+
     calls_first: ClassVar[bool] = False
 
-    def __init__(self, folder: Path) -> None:
-        self._partial, self._folder = folder / "partial", folder / "complete"
-        self._partial.mkdir()
+    def __init__(self, folder: SharedFolder) -> None:
+        self._folder = folder
         self._manifest: list[dict[str, Any]] = []
-        self.source = {"folder": str(self._folder)}
+        self.source = {"folder": folder.url}
 
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # nobody receives yet
         name = f"bucket_{len(self._manifest):05d}.safetensors"
-        save_file({key: tensor.detach().contiguous().cpu() for key, tensor in bucket}, self._partial / name)
+        self._folder.save(name, dict(bucket))
         self._manifest.append({"file": name, "checksums": dict(bucket.expected)})
 
     def finish(self, receivers: Receivers) -> None:  # nobody receives yet
-        (self._partial / _MANIFEST).write_text(json.dumps(self._manifest))
-        if self._folder.exists():
-            shutil.rmtree(self._folder)
-        self._partial.rename(self._folder)
+        self._folder.write_text(_MANIFEST, json.dumps(self._manifest))
 
 
-def _read(folder: Path) -> Iterator[WeightBucket]:
+def read_files(url: str) -> Iterator[WeightBucket]:
+    """Yield the buckets of a folder that a :class:`FileWriter` wrote.
+
+    Raises:
+        WeightSyncError: a file is missing or malformed.
+    """
     try:
-        for entry in json.loads((folder / _MANIFEST).read_text()):
-            tensors = load_file(folder / entry["file"])
+        folder = SharedFolder(url)
+        for entry in json.loads(folder.read_text(_MANIFEST)):
+            tensors = folder.load(entry["file"])
             order = [name for name in entry["checksums"] if name in tensors]
             yield WeightBucket([(name, tensors[name]) for name in order], entry["checksums"])
     except (OSError, ValueError, SafetensorError) as error:
-        raise WeightSyncError(f"weights in {folder} cannot be read: {error}") from error
+        raise WeightSyncError(f"weights in {url} cannot be read: {error}") from error

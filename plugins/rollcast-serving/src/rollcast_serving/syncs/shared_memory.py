@@ -7,7 +7,6 @@ be left behind, and no mount's size limits them. While a replica loads one buffe
 from __future__ import annotations
 
 import json
-import mmap
 import os
 import secrets
 import shutil
@@ -21,14 +20,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
+from rollcast_serving.bucket_memory import MappedMemory, lay_out, map_memory, read_bucket, view_tensor
 from rollcast_serving.polling import wait_readable
-from rollcast_serving.syncs.layout import lay_out, read_bucket, view_tensor
 from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
@@ -46,12 +44,12 @@ class SharedMemorySync(BucketSync):
         modes=frozenset(RolloutMode), same_node=True
     )
 
-    _buffers: tuple[_Buffer, _Buffer] | None = None
+    _buffers: tuple[MappedMemory, MappedMemory] | None = None
 
     @contextmanager
     def transport(self) -> Iterator[Transport]:
         if self._buffers is None:
-            self._buffers = (_Buffer(), _Buffer())
+            self._buffers = (MappedMemory(), MappedMemory())
         with _Sender(self._buffers, self.settings) as sender:
             yield sender
 
@@ -70,38 +68,6 @@ class SharedMemorySync(BucketSync):
         self._buffers = None
 
 
-class _Buffer:
-    """Memory that can be mapped by other processes, and is gone with the last of them."""
-
-    def __init__(self) -> None:
-        self.fd = -1
-        self.number = 0  # of files so far: a descriptor's number comes again
-        self.flat = torch.empty(0, dtype=torch.uint8)
-
-    def reserve(self, size: int) -> None:
-        """Hold at least ``size`` bytes, in another file if this one is too small."""
-        if len(self.flat) >= size:
-            return
-        self.close()
-        if hasattr(os, "memfd_create"):
-            self.fd = os.memfd_create("rollcast-weights")
-        else:
-            with tempfile.TemporaryFile() as file:
-                self.fd = os.dup(file.fileno())
-        os.truncate(self.fd, size)
-        self.flat = _map(self.fd)
-        self.number += 1
-
-    def close(self) -> None:
-        if self.fd >= 0:
-            os.close(self.fd)
-        self.fd, self.flat = -1, torch.empty(0, dtype=torch.uint8)
-
-
-def _map(fd: int) -> Tensor:
-    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
-
-
 @dataclass
 class _Reader:
     """A connected process that takes buckets: how many it has taken, and which buffers it has mapped."""
@@ -115,7 +81,7 @@ class _Reader:
 class _Sender(Transport):
     """Listens, fills buffers, and waits until all readers have taken them."""
 
-    def __init__(self, buffers: Sequence[_Buffer], settings: SyncSettings) -> None:
+    def __init__(self, buffers: Sequence[MappedMemory], settings: SyncSettings) -> None:
         self._buffers = buffers
         self._timeout_s = settings.timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-weights-"))  # for this user only
@@ -144,9 +110,9 @@ class _Sender(Transport):
         self._wait_taken(self._sent - len(self._buffers) + 1, receivers)
         buffer = self._buffers[self._sent % len(self._buffers)]
         entries, size = lay_out(bucket)
-        buffer.reserve(size)
+        flat = buffer.reserve(size)
         for (_, tensor), entry in zip(bucket, entries, strict=True):
-            view_tensor(buffer.flat, entry).copy_(tensor)
+            view_tensor(flat, entry).copy_(tensor)
         self._sent += 1
         which = (self._sent - 1) % len(self._buffers)
         for reader in self._living(receivers):
@@ -243,7 +209,7 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
                     _send(connection, {"taken": taken + 1})
                     return
                 if fds:
-                    buffers[message["buffer"]] = _map(fds[0])
+                    buffers[message["buffer"]] = map_memory(fds[0])
                     os.close(fds[0])
                 yield read_bucket(buffers[message["buffer"]], message["tensors"])
                 taken += 1

@@ -1,4 +1,4 @@
-"""SGLang's server as a child process: started, looked at, and ended by its own handle."""
+"""An engine's server as a child process: started, watched, and ended by its own handle."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
 from contextlib import suppress
@@ -17,12 +18,12 @@ from typing import Any
 
 from rollcast.errors import RolloutError
 
-__all__ = ["ServerProcess"]
+__all__ = ["ServerProcess", "read_spec"]
 
+_HOST = "127.0.0.1"
 _LOG_LINES = 20
 _STOP_GRACE_S = 3.0
-_LOADS = "/dev/shm/sglang_loads_"  # noqa: S108  # SGLang's choice
-_HOST = "127.0.0.1"
+_PARENT_POLL_S = 0.5
 
 
 class ServerProcess:
@@ -31,20 +32,33 @@ class ServerProcess:
     It ends with :meth:`stop`, and by itself when this process is gone.
 
     Args:
-        args: SGLang's ``ServerArgs`` by name, less where it listens.
-        environment: of the process.
-        folder: for its log.
+        engine: engine's name, for messages.
+        module: module that serves, run as ``python -m``; it begins with :func:`read_spec`.
+        args: arguments of the engine by name, less where it listens.
+        environment: environment variables of the process.
+        folder: folder of its log and its temporary files.
+        leftovers: beginning of the paths of files in shared memory that the engine removes only if it ends by itself.
     """
 
-    def __init__(self, args: Mapping[str, Any], environment: Mapping[str, str], folder: Path) -> None:
+    def __init__(
+        self,
+        engine: str,
+        module: str,
+        args: Mapping[str, Any],
+        environment: Mapping[str, str],
+        folder: Path,
+        leftovers: str = "",
+    ) -> None:
+        self.engine = engine
         self.api_key = secrets.token_urlsafe(24)
         self.log = folder / "server.log"
+        self._leftovers = leftovers
         self._reserved = _reserve_port()
         port: int = self._reserved.getsockname()[1]
         self.url = f"http://{_HOST}:{port}"
         with self.log.open("wb") as log:
-            self._popen = subprocess.Popen(
-                [sys.executable, "-m", "rollcast_sglang.server"],
+            self._popen = subprocess.Popen(  # noqa: S603  # the module is the adapter's own
+                [sys.executable, "-m", module],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -52,23 +66,23 @@ class ServerProcess:
                 process_group=0,
             )
         listening = {"host": _HOST, "port": port, "api_key": self.api_key}
-        message = {"args": {**args, **listening}, "parent": os.getpid()}
-        # A process that is gone already is told of when it is asked for.
+        message = {"args": dict(args), "listening": listening, "parent": os.getpid()}
+        # death() tells of a process that is gone already.
         with suppress(BrokenPipeError), self._popen.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(json.dumps(message).encode())
 
     @property
     def pid(self) -> int:
-        """The server's process id, and its group's."""
+        """Process id of the server, and of its group."""
         return self._popen.pid
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self._popen.poll() is None
 
-    def death(self, what: str) -> RolloutError:
-        """An error that says how the server ended, and how its log does."""
+    def death(self, problem: str) -> RolloutError:
+        """Return an error with the way in which the server ended, and the end of its log."""
         code = self._popen.poll()
         if code is None:
             end = "while its process runs"
@@ -77,10 +91,10 @@ class ServerProcess:
         else:
             end = f"its process ended with exit code {code}"
         lines = self.log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if self.log.exists() else []
-        return RolloutError(f"{what}, {end}; the end of its log:" + "".join(f"\n    {line}" for line in lines))
+        return RolloutError(f"{problem}, {end}; the end of its log:" + "".join(f"\n    {line}" for line in lines))
 
     def stop(self) -> None:
-        """End the server and all that it started; it has nothing to save."""
+        """End the server and all processes that it started; it has nothing to save."""
         self._reserved.close()
         group = self._popen.pid
         leftovers = self._mapped_files()
@@ -99,14 +113,37 @@ class ServerProcess:
             path.unlink(missing_ok=True)
 
     def _mapped_files(self) -> set[Path]:
-        """Files in memory that SGLang removes only when it ends by itself, which takes it seconds."""
+        """Return the files of the group in shared memory that would be left behind."""
         found: set[Path] = set()
-        for maps in Path("/proc").glob("[0-9]*/maps"):
+        for maps in Path("/proc").glob("[0-9]*/maps") if self._leftovers else ():
             with suppress(OSError):
                 if os.getpgid(int(maps.parent.name)) == self._popen.pid:
-                    lines = [line for line in maps.read_text().splitlines() if line.endswith(".shm")]
-                    found.update(Path(line[line.index(_LOADS) :]) for line in lines if _LOADS in line)
-        return found
+                    lines = [line for line in maps.read_text().splitlines() if self._leftovers in line]
+                    found.update(Path(line[line.index(self._leftovers) :]) for line in lines)
+        # A file that was unlinked while it was mapped is listed with a note behind its name.
+        return {path for path in found if path.exists()}
+
+
+def read_spec() -> tuple[dict[str, Any], dict[str, Any]]:
+    """Read in the server's process what to serve; from now on the process ends with its parent.
+
+    The spec comes through standard input, because a command line would show the API key to every user of the machine.
+
+    Returns:
+        Arguments of the engine by name, and ``host``, ``port`` and ``api_key`` of the server.
+    """
+    spec = json.load(sys.stdin)
+    threading.Thread(target=_end_with_parent, args=(int(spec["parent"]),), daemon=True).start()
+    return spec["args"], spec["listening"]
+
+
+def _end_with_parent(parent: int) -> None:
+    """Kill this process and all that it started once the rollout's process is gone."""
+    while os.getppid() == parent:
+        time.sleep(_PARENT_POLL_S)
+    # The first ends the others, except Python's resource tracker, which removes their semaphores.
+    os.killpg(0, signal.SIGTERM)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _reserve_port() -> socket.socket:

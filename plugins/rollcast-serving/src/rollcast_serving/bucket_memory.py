@@ -1,0 +1,146 @@
+"""Buckets of weights in one flat buffer, and memory for it that several processes of one node map."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.weights import WeightBucket
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["BucketMemory", "MappedMemory", "SharedBucket", "lay_out", "map_memory", "read_bucket", "view_tensor"]
+
+_ALIGNMENT = 64
+
+
+def lay_out(bucket: WeightBucket) -> tuple[list[dict[str, Any]], int]:
+    """Return an entry for each tensor, JSON-like, and the bytes of the buffer (at least 1)."""
+    entries: list[dict[str, Any]] = []
+    offset = 0
+    for name, tensor in bucket:
+        entries.append(
+            {
+                "name": name,
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "shape": list(tensor.shape),
+                "offset": offset,
+                "checksum": bucket.expected.get(name),
+            }
+        )
+        offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    return entries, max(offset, 1)
+
+
+def view_tensor(flat: Tensor, entry: Mapping[str, Any]) -> Tensor:
+    """Return an entry's tensor as a view of the buffer, uint8 ``[N]``."""
+    import torch
+
+    dtype: torch.dtype = getattr(torch, entry["dtype"])
+    size = torch.Size(entry["shape"]).numel() * dtype.itemsize
+    return flat[entry["offset"] : entry["offset"] + size].view(dtype).view(entry["shape"])
+
+
+def read_bucket(flat: Tensor, entries: Sequence[Mapping[str, Any]]) -> WeightBucket:
+    """Return the bucket that lies in the buffer."""
+    return WeightBucket(
+        [(entry["name"], view_tensor(flat, entry)) for entry in entries],
+        {entry["name"]: entry["checksum"] for entry in entries if entry["checksum"]},
+    )
+
+
+def map_memory(fd: int) -> Tensor:
+    """Return the bytes of a file descriptor's file, uint8 ``[N]``, mapped for reading and writing."""
+    import torch
+
+    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+
+
+class MappedMemory:
+    """Memory that other processes can map, by descriptor or by path; gone with the last process that has it.
+
+    Attributes:
+        fd: descriptor; -1 before the first :meth:`reserve`.
+        number: number of files so far, because a descriptor's number comes again.
+    """
+
+    def __init__(self) -> None:
+        self.fd = -1
+        self.number = 0
+        self._path = ""
+        self._flat: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        """Size in bytes; 0 before the first :meth:`reserve`."""
+        return 0 if self._flat is None else len(self._flat)
+
+    @property
+    def path(self) -> str:
+        """Path by which another process of the same user opens the memory."""
+        return self._path
+
+    def reserve(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes, uint8; in another file if the present one is too small."""
+        if self._flat is None or len(self._flat) < size:
+            self.close()
+            if hasattr(os, "memfd_create"):
+                self.fd = os.memfd_create("rollcast-weights")
+                self._path = f"/proc/{os.getpid()}/fd/{self.fd}"
+            else:
+                self.fd, self._path = tempfile.mkstemp(prefix="rollcast-weights-")
+            os.truncate(self.fd, size)
+            self._flat = map_memory(self.fd)
+            self.number += 1
+        return self._flat
+
+    def close(self) -> None:
+        """Give the memory back, as soon as no other process has it."""
+        if self.fd >= 0:
+            os.close(self.fd)
+            if not hasattr(os, "memfd_create"):
+                Path(self._path).unlink(missing_ok=True)
+        self.fd, self._path, self._flat = -1, "", None
+
+
+@dataclass(frozen=True)
+class SharedBucket:
+    """A bucket's place in memory; small, and can be pickled. Its only item is the bucket.
+
+    Attributes:
+        path: path of the memory.
+        entries: name, dtype, shape, offset and checksum of each tensor.
+    """
+
+    path: str
+    entries: Sequence[Mapping[str, Any]]
+
+    def __iter__(self) -> Iterator[WeightBucket]:
+        with Path(self.path).open("r+b") as file:
+            flat = map_memory(file.fileno())
+        yield read_bucket(flat, self.entries)
+
+
+class BucketMemory:
+    """The sender's side: one memory, used again for each bucket."""
+
+    def __init__(self) -> None:
+        self._memory = MappedMemory()
+
+    def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
+        """Copy a bucket into the memory, over the one before."""
+        entries, size = lay_out(bucket if isinstance(bucket, WeightBucket) else WeightBucket(list(bucket), {}))
+        flat = self._memory.reserve(size)
+        for (_, tensor), entry in zip(bucket, entries, strict=True):
+            view_tensor(flat, entry).copy_(tensor.detach())
+        return SharedBucket(self._memory.path, entries)
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._memory.close()

@@ -1,0 +1,85 @@
+"""From the ``rollout`` section to the arguments of an engine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.rollout import RolloutSetup
+from rollcast.errors import ConfigError
+from rollcast_serving.requests import ModelLimits
+
+__all__ = ["bind_threads", "has_gpu", "join_arguments", "limit_positions", "starts_without_weights"]
+
+_WEIGHT_FILES = {".safetensors", ".bin", ".pt"}
+
+
+def join_arguments(
+    own: Mapping[str, Any], config: Any, known: Collection[str], of: str, names: Mapping[str, str]
+) -> dict[str, Any]:
+    """Return an engine's arguments with those of ``rollout.engine_kwargs``.
+
+    Args:
+        own: arguments that rollcast sets.
+        config: ``rollout`` section.
+        known: all of the engine's arguments; empty if unknown.
+        of: class or command that takes the arguments, for messages.
+        names: engine's names of keys that the section has under another name.
+
+    Raises:
+        ConfigError: a key of ``rollout.engine_kwargs`` is set by rollcast, or is no argument of the engine.
+    """
+    extra: dict[str, Any] = dict(config.engine_kwargs)
+    for key in extra:
+        if key in own:
+            name = names.get(key, key)
+            problem = (
+                f": set rollout.{name} instead"
+                if hasattr(config, name)
+                else " cannot be set: what rollcast does depends on its value"
+            )
+            raise ConfigError(f"rollout.engine_kwargs.{key}{problem}")
+        if known and key not in known:
+            near = difflib.get_close_matches(key, known, 3)
+            hint = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(f"rollout.engine_kwargs.{key} is no argument of {of}{hint}")
+    return {**extra, **own}
+
+
+def starts_without_weights(setup: RolloutSetup) -> bool:
+    """Return True if the engine starts with meaningless weights, and an update has to follow."""
+    load_format = setup.config.load_format
+    return load_format == "dummy" or (load_format == "auto" and not _has_weights(Path(setup.model_path)))
+
+
+def _has_weights(folder: Path) -> bool:
+    # A path that is no folder is taken for a model hub's name.
+    return not folder.is_dir() or any(path.suffix in _WEIGHT_FILES for path in folder.iterdir())
+
+
+def limit_positions(limits: ModelLimits, positions: int | None, key: str) -> ModelLimits:
+    """Return the limits, with fewer positions if ``key`` allows no more."""
+    if positions is None or (limits.max_positions is not None and limits.max_positions <= positions):
+        return limits
+    return replace(limits, max_positions=positions, key=key)
+
+
+def has_gpu() -> bool:
+    """Return True if an engine of this process would run on a GPU."""
+    import torch
+
+    return torch.cuda.is_available()
+
+
+def bind_threads(ranks: int) -> str | None:
+    """Return one core of this process for each rank of a tensor-parallel engine on a CPU, as ``0|1``.
+
+    Returns:
+        None if there are fewer cores than ranks, or the system does not say.
+    """
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
+    return "|".join(str(core) for core in cores[:ranks]) if len(cores) >= ranks else None

@@ -1,0 +1,184 @@
+"""An update of the weights through an engine's own call for updates, which takes texts and returns nothing.
+
+The update is a series of steps. Each travels as a text into every rank's process, and is answered by a file a rank: the
+answers carry checksums, counts and errors that the engine's call would lose.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import dataclasses
+import pickle
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from contextlib import aclosing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rollcast.contracts.weights import WeightReport
+from rollcast.errors import RollcastError, WeightSyncError
+from rollcast_serving.engines.updates import dump_remote, join_reports, same_report, share_buckets
+from rollcast_serving.model_weights import ModelWeights, UpdateCheck
+from rollcast_serving.receiving import WeightTally
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+__all__ = ["LoadStep", "StepLoader", "StepUpdater", "answer_step"]
+
+Buckets = Iterable[Sequence[tuple[str, "Tensor"]]]
+
+
+@dataclasses.dataclass(frozen=True)
+class LoadStep:
+    """Part of an update, or all of it.
+
+    Attributes:
+        answer: beginning of the path of each rank's answer.
+        version: version of the weights.
+        begins: names and shapes of the model's weights, if the update begins here.
+        buckets: buckets to load; can be pickled.
+        ends: True if the update ends here.
+    """
+
+    answer: str
+    version: int
+    begins: ModelWeights | None = None
+    buckets: Buckets = ()
+    ends: bool = False
+
+    def encode(self) -> str:
+        """Return the step as a text.
+
+        Raises:
+            TypeError, AttributeError, pickle.PicklingError: the buckets cannot be pickled.
+        """
+        # The path apart, so that a step that cannot be unpickled is answered too.
+        return f"{self.answer}\n{base64.b64encode(pickle.dumps(self)).decode()}"
+
+
+class StepUpdater:
+    """The rollout's side of updates in steps.
+
+    Args:
+        carry: sends a step's text to every rank, and returns when all have carried it out.
+        engine: engine's name, for messages.
+        weights: names and shapes of the model's weights.
+        ranks: number of processes that load weights.
+        folder: folder for the answers.
+    """
+
+    def __init__(
+        self, carry: Callable[[str], Awaitable[None]], engine: str, weights: ModelWeights, ranks: int, folder: Path
+    ) -> None:
+        self._carry, self._engine = carry, engine
+        self._weights, self._ranks, self._folder = weights, ranks, folder
+        self._steps = 0
+
+    async def update(self, buckets: Buckets, version: int) -> WeightReport:
+        """Load all of the weights into an engine that computes nothing meanwhile.
+
+        The ranks iterate over buckets that can be pickled themselves. Others are copied to them one by one, through
+        memory of one bucket's size.
+
+        Raises:
+            WeightSyncError: see :meth:`BaseRollout.update_weights`.
+            RolloutError: the engine failed.
+        """
+        whole = dump_remote(buckets, lambda: self._encode_whole(buckets, version))
+        if whole is not None:
+            return await self._send(*whole)
+        reports: list[WeightReport] = []
+        await self._send(LoadStep(self._answer_path(), version, self._weights))
+        async with aclosing(share_buckets(buckets)) as shared:
+            async for bucket in shared:
+                reports.append(await self._send(LoadStep(self._answer_path(), version, buckets=bucket)))
+        await self._send(LoadStep(self._answer_path(), version, ends=True))
+        return join_reports(reports, version)
+
+    def _encode_whole(self, buckets: Any, version: int) -> tuple[LoadStep, str]:
+        if dataclasses.is_dataclass(buckets) and hasattr(buckets, "readers"):
+            # The sender waits for each process that iterates over them.
+            buckets = dataclasses.replace(buckets, readers=self._ranks)  # type: ignore[type-var]
+        step = LoadStep(self._answer_path(), version, self._weights, buckets, ends=True)
+        return step, step.encode()
+
+    async def _send(self, step: LoadStep, text: str = "") -> WeightReport:
+        await self._carry(text or step.encode())
+        return await asyncio.to_thread(self._read_answers, step)
+
+    def _read_answers(self, step: LoadStep) -> WeightReport:
+        paths = sorted(Path(step.answer).parent.glob(f"{Path(step.answer).name}.*"))
+        answers = [pickle.loads(path.read_bytes()) for path in paths]
+        for path in paths:
+            path.unlink()
+        if len(answers) != self._ranks:
+            raise WeightSyncError(
+                f"{len(answers)} of {self._ranks} ranks of {self._engine} loaded weights of version {step.version}"
+            )
+        return same_report(answers, step.version)
+
+    def _answer_path(self) -> str:
+        self._steps += 1
+        return str(self._folder / f"answer-{self._steps}")
+
+
+class StepLoader:
+    """The side of a rank: loads the weights of a step after the other into one model.
+
+    Args:
+        load: loads ``(name, tensor)`` pairs into the model.
+        engine: engine's name, for messages.
+    """
+
+    def __init__(self, load: Callable[[Iterator[tuple[str, Tensor]]], object], engine: str) -> None:
+        self._load, self._engine = load, engine
+        self._check: UpdateCheck | None = None
+        self._name = ""
+
+    def carry_out(self, step: LoadStep) -> WeightReport:
+        """Load a step's buckets, checked against the model.
+
+        Raises:
+            WeightSyncError: a tensor is not the model's, or the engine does not take it; names the tensor.
+        """
+        if step.begins is not None:
+            self._check = UpdateCheck(step.begins)
+        if self._check is None:
+            raise WeightSyncError("no update of the weights has begun")
+        check, tally = self._check, WeightTally(step.buckets)
+        for bucket in tally:
+            try:
+                self._load(self._admit(check, bucket))
+            except RollcastError:
+                raise
+            except Exception as error:
+                raise WeightSyncError(
+                    f"{self._engine} failed to load weight {self._name!r}: {type(error).__name__}: {error}",
+                    tensor=self._name,
+                ) from error
+        if step.ends:
+            check.finish(step.version)
+            self._check = None
+        return tally.report(step.version)
+
+    def _admit(self, check: UpdateCheck, bucket: Sequence[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+        for name, tensor in bucket:
+            self._name = name
+            known = check.admit(name, tensor)
+            if known is not None:
+                # Some models keep a tensor until its partner comes, and the bucket's memory is used again.
+                yield known, tensor.clone()
+
+
+def answer_step(text: str, rank: int, carry_out: Callable[[LoadStep], WeightReport]) -> None:
+    """Carry out a step in a rank's process, and write its report or error to the answer's file."""
+    path, _, encoded = text.partition("\n")
+    answer: WeightReport | RollcastError
+    try:
+        answer = carry_out(pickle.loads(base64.b64decode(encoded)))
+    except RollcastError as error:
+        answer = error
+    except Exception as error:  # noqa: BLE001  # raised again in the rollout's process
+        answer = WeightSyncError(f"the engine failed to load weights: {type(error).__name__}: {error}")
+    Path(f"{path}.{rank}").write_bytes(pickle.dumps(answer))

@@ -1,0 +1,184 @@
+"""Weight sync ``delta``: only the elements that changed since a replica's last update, in files.
+
+A step of training at a small learning rate leaves most bfloat16 weights as they were, bit for bit. The sender keeps a
+copy of what it sent last, and writes the positions and values of the elements that differ; a replica keeps a copy too,
+and patches it. Both copies lie in host memory, in the rollout's dtype. Every tensor is attested whole, so a patch on
+other weights than the sender's is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.contracts.weights import WeightBucket, WeightReport
+from rollcast.errors import WeightSyncError
+from rollcast_serving.syncs.disk import temporary_folder
+from rollcast_serving.syncs.folder import SharedFolder
+from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
+from rollcast_serving.weight_sync import Delivery, WeightSyncCapabilities
+
+__all__ = ["DeltaSync"]
+
+_MANIFEST = "manifest.json"
+#: Integers as wide as an element, to compare bits: NaN differs from itself, and 0 does not from -0.
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+#: Bytes of a position. A tensor goes whole where its positions and values would take more.
+_POSITION = 4
+_MOST_POSITIONS = 2**31
+
+
+class DeltaSync(BucketSync):
+    """See the module. A replica that is new, or whose last update failed, gets every tensor whole."""
+
+    name: ClassVar[str] = "delta"
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(modes=frozenset(RolloutMode))
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._last = _Last()
+        #: By the target, the name under which its process keeps what it received last.
+        self._holders: dict[Any, str] = {}
+        #: Bytes that the last transport wrote to files.
+        self.written_bytes = 0
+        self._names: list[str] = []
+        self._lacking: set[str] = set()
+
+    async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
+        """See :meth:`BucketSync.sync`."""
+        keys = [getattr(target, "address", target) for target in self.targets]
+        known = self._holders
+        self._holders = {}  # after a failure every replica gets all tensors
+        try:
+            self._names = [known.get(key) or secrets.token_hex(8) for key in keys]
+            self._lacking = {name for name, key in zip(self._names, keys, strict=True) if key not in known}
+            deliveries = await super().sync(version, only_adapter)
+        except BaseException:
+            self._last = _Last()
+            raise
+        done = zip(keys, self._names, deliveries, strict=True)
+        self._holders = {key: name for key, name, result in done if isinstance(result, WeightReport)}
+        return deliveries
+
+    @contextmanager
+    def transport(self) -> Iterator[Transport]:
+        with temporary_folder(self.settings.folder) as folder:
+            writer = _Writer(folder, self._last, self._names, self._lacking)
+            yield writer
+            self.written_bytes = writer.written_bytes
+
+    @classmethod
+    def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+        """See :meth:`BaseWeightSync.open`.
+
+        Raises:
+            WeightSyncError: from the iteration; a file is missing or malformed, or this process holds no weights to
+                patch.
+        """
+        return _read(source)
+
+    def close(self) -> None:
+        self._last, self._holders = _Last(), {}
+
+
+@dataclass
+class _Last:
+    """The weights of the last update, in host memory."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+
+    def difference(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return positions, int32 ``[K]``, and values ``[K]`` of the changed elements; None if all are to be sent.
+
+        Args:
+            name: name of the weight.
+            tensor: new value on the CPU, contiguous; kept as the last one.
+        """
+        last = self.tensors.get(name)
+        if last is None or last.shape != tensor.shape or last.dtype != tensor.dtype:
+            self.tensors[name] = tensor.clone()
+            return None
+        width = tensor.element_size()
+        new, old = tensor.reshape(-1), last.reshape(-1)
+        positions = (new.view(_BITS[width]) != old.view(_BITS[width])).nonzero().reshape(-1)
+        values = new[positions]
+        last.copy_(tensor)
+        if len(positions) * (width + _POSITION) > tensor.numel() * width or tensor.numel() >= _MOST_POSITIONS:
+            return None
+        return positions.to(torch.int32), values
+
+
+class _Writer(Transport):
+    """Writes each bucket as a patch, and whole if a target lacks what the patch is for."""
+
+    calls_first: ClassVar[bool] = False
+
+    def __init__(self, folder: SharedFolder, last: _Last, names: Sequence[str], lacking: set[str]) -> None:
+        self._folder, self._last, self._lacking = folder, last, lacking
+        self._patches = len(lacking) < len(set(names))
+        self._manifest: list[dict[str, Any]] = []
+        self.written_bytes = 0
+        self.source = {"folder": folder.url, "holders": list(names), "whole": sorted(lacking)}
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # nobody receives yet
+        held = [(name, tensor.detach().contiguous().cpu()) for name, tensor in bucket]
+        patch: dict[str, Tensor] = {}
+        for index, (name, tensor) in enumerate(held):
+            difference = self._last.difference(name, tensor)
+            if difference is None:
+                patch[f"{index}.whole"] = tensor
+            else:
+                patch[f"{index}.at"], patch[f"{index}.to"] = difference
+        number = len(self._manifest)
+        whole = {f"{index}.whole": tensor for index, (_, tensor) in enumerate(held)}
+        entry: dict[str, Any] = {"names": [name for name, _ in held], "checksums": dict(bucket.expected)}
+        for kind, tensors, is_needed in (("patch", patch, self._patches), ("whole", whole, bool(self._lacking))):
+            if is_needed:
+                entry[kind] = f"{kind}_{number:05d}.safetensors"
+                self.written_bytes += self._folder.save(entry[kind], tensors)
+        self._manifest.append(entry)
+
+    def finish(self, receivers: Receivers) -> None:  # nobody receives yet
+        self._folder.write_text(_MANIFEST, json.dumps(self._manifest))
+
+
+#: By the name that the sender gave to this process, the tensors that it received last.
+_held: dict[str, dict[str, Tensor]] = {}
+
+
+def _read(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+    holder = source["holders"][source["target"]]
+    # Each process of a tensor-parallel engine has its own copy, and so has each target that shares a process.
+    key = f"{holder}.{source.get('reader', 0)}"
+    kind = "whole" if holder in source["whole"] else "patch"
+    # Taken out: an update that is broken off leaves a mixture, which must not be patched again.
+    held = _held.pop(key, {})
+    try:
+        folder = SharedFolder(source["folder"])
+        for entry in json.loads(folder.read_text(_MANIFEST)):
+            tensors = folder.load(entry[kind])
+            named = [(name, _patched(held, name, tensors, index)) for index, name in enumerate(entry["names"])]
+            yield WeightBucket(named, entry["checksums"])
+    except (OSError, ValueError, SafetensorError) as error:
+        raise WeightSyncError(f"weights in {source['folder']} cannot be read: {error}") from error
+    _held[key] = held
+
+
+def _patched(held: dict[str, Tensor], name: str, tensors: Mapping[str, Tensor], index: int) -> Tensor:
+    whole = tensors.get(f"{index}.whole")
+    if whole is not None:
+        held[name] = whole
+    elif name not in held:
+        raise WeightSyncError(f"weight {name!r} came as a change, and this replica holds no earlier one", tensor=name)
+    else:
+        held[name].view(-1)[tensors[f"{index}.at"].long()] = tensors[f"{index}.to"]
+    return held[name]

@@ -1,0 +1,82 @@
+"""From the ``rollout`` section to the arguments and the environment of TensorRT-LLM's server."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Mapping
+from typing import Any
+
+from rollcast.contracts.rollout import RolloutSetup
+from rollcast.errors import PluginLoadError
+from rollcast_serving.casting import loaded_dtype
+from rollcast_serving.engines.arguments import join_arguments, starts_without_weights
+from rollcast_trtllm.schemas import TrtllmRolloutConfig
+
+__all__ = ["STEP", "build_arguments", "require_trtllm", "server_environment"]
+
+#: Key of a step of an update among the weights of ``/update_weights``.
+STEP = "rollcast_step"
+#: TensorRT-LLM's names of keys that have verl's in the ``rollout`` section.
+_OWN_NAMES = {
+    "max_seq_len": "max_model_len",
+    "max_batch_size": "max_num_seqs",
+    "max_num_tokens": "max_num_batched_tokens",
+    "tensor_parallel_size": "tensor_model_parallel_size",
+    "kv_cache_config": "gpu_memory_utilization",
+    "cuda_graph_config": "enforce_eager",
+    "enable_sleep": "free_cache_engine",
+}
+
+
+def build_arguments(setup: RolloutSetup, max_positions: int | None) -> dict[str, Any]:
+    """Return the arguments of TensorRT-LLM's ``AsyncLLM``, which checks their names itself.
+
+    Raises:
+        ConfigError: ``rollout.engine_kwargs`` sets an argument that rollcast sets.
+    """
+    config: TrtllmRolloutConfig = setup.config
+    own: dict[str, Any] = {
+        "model": setup.model_path,
+        "backend": "pytorch",
+        "dtype": loaded_dtype(config.dtype, on_cpu=False) or config.dtype,
+        "load_format": "dummy" if starts_without_weights(setup) else config.load_format,
+        "tensor_parallel_size": config.tensor_model_parallel_size,
+        "max_seq_len": max_positions,
+        "max_batch_size": config.max_num_seqs,
+        "max_num_tokens": config.max_num_batched_tokens,
+        "kv_cache_config": {
+            "enable_block_reuse": config.enable_prefix_caching,
+            "free_gpu_memory_fraction": config.gpu_memory_utilization,
+        },
+        "enable_sleep": config.free_cache_engine,
+        "orchestrator_type": "ray",
+        "ray_worker_extension_cls": "rollcast_trtllm.server.worker.WeightsExtension",
+        "enable_iter_perf_stats": True,
+    }
+    if config.enforce_eager:
+        own["cuda_graph_config"] = None
+    return join_arguments(own, config, (), "TensorRT-LLM's TorchLlmArgs", _OWN_NAMES)
+
+
+def server_environment(base: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment variables of the server.
+
+    Args:
+        base: variables that it inherits; they win where a user may have an opinion.
+    """
+    wanted = {"TOKENIZERS_PARALLELISM": "false", "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
+    # The engine's workers are actors of a Ray of its own: in the trainer's they would ask for devices once more.
+    return {**wanted, **base, "RAY_ADDRESS": "local"}
+
+
+def require_trtllm() -> None:
+    """Check that TensorRT-LLM is installed; it is not imported, which takes long and needs a driver.
+
+    Raises:
+        PluginLoadError: it is not.
+    """
+    if importlib.util.find_spec("tensorrt_llm") is None:
+        raise PluginLoadError(
+            "rollout=trtllm needs TensorRT-LLM in the replica's environment, and it is not installed there. Install it "
+            'with pip install "rollcast-trtllm[cuda]", or name the interpreter that has it in rollout.replica.python'
+        )

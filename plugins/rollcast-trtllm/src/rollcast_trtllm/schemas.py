@@ -1,0 +1,24 @@
+"""Schema of the config's ``rollout`` section for ``rollout=trtllm``; importable without torch and TensorRT-LLM."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from rollcast.contracts.config import Gt, Le, Positive, config
+from rollcast_serving.engines.schema import EngineRolloutConfig
+
+__all__ = ["TrtllmRolloutConfig"]
+
+
+@config
+class TrtllmRolloutConfig(EngineRolloutConfig):
+    """Keys of the TensorRT-LLM rollout, beside those of every engine. Names are verl's where it has one."""
+
+    name: str = "trtllm"
+    """Registry name of the rollout."""
+    gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
+    """Fraction of the GPU's free memory for the KV cache."""
+    max_num_seqs: Positive = 256
+    """Sequences computed at once, at most."""
+    max_num_batched_tokens: Positive = 8192
+    """Tokens of one step, at most."""
