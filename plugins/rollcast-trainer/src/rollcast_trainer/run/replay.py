@@ -218,8 +218,8 @@ class StoppedSampler(Sampler):
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
         raise ConfigError(
-            "trainer.replay trains on recorded rollouts and starts no rollout, but a stage of this run generates. Leave "
-            "the stage out by trainer.stages.remove, or declare it with is_recorded=True and record again"
+            "trainer.replay trains on recorded rollouts and starts no rollout, but a stage of this run generates; "
+            "remove the stage by trainer.stages.remove, or declare it with is_recorded=True and record again"
         )
 
     def sync(self, version: int) -> dict[str, float]:
