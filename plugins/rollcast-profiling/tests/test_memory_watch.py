@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +15,8 @@ from rollcast import Worker
 from rollcast.contracts import marks
 from rollcast.contracts.marks import mark
 from rollcast.errors import WorkerError
-from rollcast_profiling.memory_watch import Peak, start_watch, stop_watch, take_peaks
+from rollcast_profiling import memory_watch
+from rollcast_profiling.memory_watch import MemoryWatch, Peak, start_watch, stop_watch, take_peaks
 
 HERE = Worker()
 
@@ -85,3 +88,43 @@ def test_a_run_leaves_nothing_behind_and_has_no_utilization_on_a_device_without_
     assert not [key for key in row if "mfu" in key or "allocated" in key]
     # 16 rows of 3 prompt tokens (of 4 characters at most) and up to 6 more.
     assert 16 * 4 <= row["perf/total_num_tokens"] <= 16 * (5 + 6)
+
+
+def test_calls_beside_each_other_have_peaks_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call knows the most memory while it was under way, whatever ended meanwhile."""
+    peaks = iter([1, 2, 30, 4])
+    monkeypatch.setattr(memory_watch, "reset_peak", lambda: None)
+    monkeypatch.setattr(memory_watch, "read_peak", lambda: Peak(resident=next(peaks, 0)))
+    watch = MemoryWatch()
+    first, second = watch("role.first"), watch("role.second")
+    first.__enter__()  # reads 1, which was before it
+    second.__enter__()  # 2: in the first alone
+    first.__exit__(None, None, None)  # 30: in both
+    second.__exit__(None, None, None)  # 4: in the second
+    taken = watch.take()
+    assert {name: peak.resident for name, peak in taken.items()} == {"first": 30, "second": 30}
+
+
+def test_threads_may_call_at_once() -> None:
+    watch, errors = MemoryWatch(), []
+
+    def call(name: str) -> None:
+        try:
+            for _ in range(300):
+                with watch(name):
+                    pass
+        except Exception as error:  # shown below
+            errors.append(error)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        threads = [threading.Thread(target=call, args=(f"role.method{number % 2}",)) for number in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(before)
+    assert errors == []
+    assert set(watch.take()) == {"method0", "method1"}

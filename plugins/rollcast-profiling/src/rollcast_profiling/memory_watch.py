@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -73,14 +74,17 @@ def reset_peak() -> None:
 
 
 class MemoryWatch:
-    """Hears of blocks that are marked ``role.method``, which may lie within each other.
+    """A listener of blocks that are marked ``role.method``, which may lie within and beside each other in any thread.
 
-    Resets torch's peak statistics of the device at the start and end of each.
+    The peak of the process is read and reset at the start and the end of each block, and counts for every block that
+    was open until then.
     """
 
     def __init__(self) -> None:
-        self.peaks: dict[str, Peak] = {}
-        self._open: list[Peak] = []
+        self._lock = threading.Lock()
+        self._peaks: dict[str, Peak] = {}
+        self._open: dict[int, Peak] = {}
+        self._blocks = 0
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -88,24 +92,29 @@ class MemoryWatch:
         if not method:
             yield
             return
-        if self._open:
-            self._open[-1] |= read_peak()
-        self._open.append(Peak())
-        reset_peak()
+        with self._lock:
+            self._count_peak()
+            self._blocks += 1
+            block = self._blocks
+            self._open[block] = Peak()
         start = time.perf_counter()
         try:
             yield
         finally:
-            peak = self._open.pop() | read_peak()
-            before = self.peaks.get(method, Peak())
-            self.peaks[method] = replace(before | peak, seconds=before.seconds + time.perf_counter() - start)
-            if self._open:
-                self._open[-1] |= peak
-            reset_peak()
+            with self._lock:
+                self._count_peak()
+                before, seconds = self._peaks.get(method, Peak()), time.perf_counter() - start
+                self._peaks[method] = replace(before | self._open.pop(block), seconds=before.seconds + seconds)
+
+    def _count_peak(self) -> None:
+        peak = read_peak()
+        self._open = {block: before | peak for block, before in self._open.items()}
+        reset_peak()
 
     def take(self) -> dict[str, Peak]:
-        """Method → peak of its calls since the last time, of those that are over."""
-        taken, self.peaks = self.peaks, {}
+        """Return method → peak of its calls that have ended since the last time."""
+        with self._lock:
+            taken, self._peaks = self._peaks, {}
         return taken
 
 

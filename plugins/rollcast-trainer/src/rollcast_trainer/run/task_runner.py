@@ -47,6 +47,7 @@ from rollcast_trainer.run.preparation import check_positions, preprocess_data, t
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config
 from rollcast_trainer.run.run_lock import RunLock
 from rollcast_trainer.schemas import RunConfig
+from rollcast_trainer.workers.busy import stop_watch
 from rollcast_trainer.workers.roles import Role, placed_as, role_trains
 from rollcast_trainer.workers.training import WorkerSetup
 
@@ -174,6 +175,8 @@ class TaskRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with ExitStack() as stack:
+            # Workers of the runtime `local` were in this process.
+            stack.callback(stop_watch)
             if self._lock is not None:
                 stack.callback(self._lock.release)
             if self._runtime is not None:

@@ -9,9 +9,9 @@ from contextlib import contextmanager
 from typing import TypeAlias
 
 from rollcast import Worker
-from rollcast.contracts.marks import add_listener
+from rollcast.contracts.marks import add_listener, remove_listener
 
-__all__ = ["BusyClock", "Span", "clipped", "limited", "merged", "start_watch", "take_spans"]
+__all__ = ["BusyClock", "Span", "clipped", "limited", "merged", "start_watch", "stop_watch", "take_spans"]
 
 #: Start and end in wall-clock seconds.
 Span: TypeAlias = tuple[float, float]
@@ -116,3 +116,11 @@ def start_watch(worker: Worker) -> None:  # noqa: ARG001  # called as every func
 def take_spans(worker: Worker) -> dict[str, Sequence[Span]]:  # noqa: ARG001
     """Return the intervals of this process's calls, ``role.method``, since the last time."""
     return {} if _clock is None else dict(_clock.take())
+
+
+def stop_watch() -> None:
+    """Record no more calls of the process in which this is called."""
+    global _clock  # noqa: PLW0603
+    if _clock is not None:
+        remove_listener(_clock)
+        _clock = None
