@@ -9,10 +9,11 @@ from rollcast.contracts.stage import Stage, stages
 from rollcast_trainer.batch.columns import DATA
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.run.replay import ReplayedRollouts, replayed_places
+from rollcast_trainer.run.replay import replayed_places
 from rollcast_trainer.run.supply import Changes, Place, declare_stages, supply
 from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import PpoConfig
+from rollcast_trainer.stages.replay import ReplayedRollouts
 
 __all__ = ["PpoTrainer"]
 

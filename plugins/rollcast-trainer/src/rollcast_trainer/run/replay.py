@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.rollout import SamplingParams
-from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.contracts.stage import StageSpec
 from rollcast.errors import ConfigError, DataProtoError
 from rollcast.protocol import DataProto
 from rollcast_serving.sampler import Sampler
@@ -22,11 +22,9 @@ from rollcast_trainer.run.supply import Place
 
 if TYPE_CHECKING:
     from rollcast_trainer.run.task_runner import TaskRunner
-    from rollcast_trainer.run.training_run import TrainingRun
 
 __all__ = [
     "FOLDER",
-    "ReplayedRollouts",
     "RolloutRecord",
     "StoppedSampler",
     "fingerprints",
@@ -186,24 +184,6 @@ class RolloutRecord:
         if not isinstance(index, dict) or index.get("version") != _VERSION:
             raise ConfigError(f"trainer.replay={self.run_dir}: {file} is no index of version {_VERSION}")
         return index
-
-
-class ReplayedRollouts(Stage):
-    """The recorded batch of the step, in place of the stages that made and scored it."""
-
-    run: TrainingRun
-    phase = "replay"
-
-    def __init__(self, run: TrainingRun, record: RolloutRecord) -> None:
-        super().__init__(run)
-        self._record = record
-
-    def __call__(self, batch: DataProto) -> DataProto:
-        replayed, metrics = self._record.read(self.run.step)
-        self.run.record(metrics)
-        self.run.emit_batch("on_batch_after_rollout", replayed)
-        self.run.emit_batch("on_batch_after_reward", replayed)
-        return replayed
 
 
 def replayed_places(places: Sequence[Place]) -> list[Place]:
