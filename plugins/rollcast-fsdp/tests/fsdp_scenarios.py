@@ -253,3 +253,41 @@ def compute_in_bf16(context: WorkerContext, folder: Path) -> float:
     engine = build(context, folder, param_dtype="bf16")
     with engine.train_mode():
         return engine.train_batch(share(context, [2, 2]), nll, ForwardSettings()).grad_norm
+
+
+def gather_many(context: WorkerContext, folder: Path, limit: int) -> tuple[int, list[bool], list[str]]:
+    """Gather shards of many shapes; return the number of collectives, and what came as it was sent."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from rollcast_fsdp.sharding import full_tensors
+
+    build(context, folder)  # joins the ranks
+    mesh = init_device_mesh("cpu", (context.world_size,))
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 3), (5, 3), (1,), (7,), (2, 2, 2), (3, 1), (1, 6), (64, 8)]
+    wholes: dict[str, Tensor] = {str(shape): torch.randn(shape, generator=generator) for shape in shapes}
+    wholes["bf16"] = torch.randn(9, 2, generator=generator).bfloat16()
+    sharded: dict[str, Tensor] = {name: distribute_tensor(each, mesh, [Shard(0)]) for name, each in wholes.items()}
+    wholes |= {"plain": torch.ones(3), "copied": torch.ones(4), "columns": torch.randn(4, 6, generator=generator)}
+    sharded["plain"] = wholes["plain"]
+    sharded["copied"] = distribute_tensor(wholes["copied"], mesh, [Replicate()])
+    sharded["columns"] = distribute_tensor(wholes["columns"], mesh, [Shard(1)])
+    name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+    counted, gather = [0], getattr(dist, name)
+
+    def count(*args: Any, **kwargs: Any) -> Any:
+        counted[0] += 1
+        return gather(*args, **kwargs)
+
+    setattr(dist, name, count)
+    try:
+        found = list(full_tensors(sharded.items(), torch.device("cpu"), limit))
+    finally:
+        setattr(dist, name, gather)
+    expected = [sharded[name].full_tensor() if hasattr(sharded[name], "full_tensor") else each for name, each in found]
+    same = [
+        torch.equal(each, whole) and each.shape == whole.shape for (_, each), whole in zip(found, expected, strict=True)
+    ]
+    return counted[0], same, [name for name, _ in found]

@@ -146,3 +146,13 @@ def test_one_rank_computes_in_bf16_too(ranks: Any, model_folder: Path) -> None:
     norm = ranks.run(scenarios.compute_in_bf16, world_size=1, folder=model_folder)[0]
     both = ranks.run(scenarios.compute_in_bf16, folder=model_folder)
     assert both[0] == both[1] == pytest.approx(norm, rel=1e-3)
+
+
+@pytest.mark.parametrize(("limit", "collectives"), [(1 << 20, 2), (1, 9), (130, 4)])
+def test_small_tensors_are_gathered_together(ranks: Any, model_folder: Path, limit: int, collectives: int) -> None:
+    """Whatever their shapes, they come whole and in order, with a collective for each ``limit`` bytes or dtype."""
+    for count, same, names in ranks.run(scenarios.gather_many, folder=model_folder, limit=limit):
+        assert all(same)
+        assert len(names) == 12
+        assert names[-4:] == ["bf16", "plain", "copied", "columns"]
+        assert count == collectives

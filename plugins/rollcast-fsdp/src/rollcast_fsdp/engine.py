@@ -224,9 +224,9 @@ class FsdpEngine(TorchEngine):
         self._reference = Reference(reference.forward, reference.mode, reference.sharding)
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by their Hugging Face names, gathered one at a time; tied ones once.
+        """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.
 
-        All ranks have to go through it to the end together.
+        All ranks have to iterate to the end together.
         """
         yield from self._tensors().gather()
 

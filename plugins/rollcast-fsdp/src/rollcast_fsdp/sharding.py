@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+import math
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -14,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from rollcast_engine.hf import DTYPES
 from rollcast_engine.keys import EngineKeyError
@@ -25,11 +26,13 @@ if TYPE_CHECKING:
     from rollcast.contracts.worker import WorkerContext
     from rollcast_fsdp.schemas import FsdpConfig
 
-__all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "shard_module"]
+__all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "full_tensors", "shard_module"]
 
 log = logging.getLogger(__name__)
 
 _MANAGED_MARK = "_is_fsdp_managed_module"
+#: Bytes that ranks gather in one collective, at most; a larger tensor is gathered alone.
+_GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
@@ -154,6 +157,61 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
         whole: Tensor = tensor.full_tensor()
         return whole
     return tensor
+
+
+def full_tensors(
+    named: Iterable[tuple[str, Tensor]], device: torch.device, limit: int = _GATHERED_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield whole tensors on ``device`` without gradient, in their order; all ranks iterate to the end together.
+
+    Shards that follow one another are gathered in one collective: a model has hundreds of small tensors, and each
+    collective waits for every rank.
+
+    Args:
+        named: names and tensors, sharded or not.
+        device: device of the whole tensors.
+        limit: bytes of the whole tensors of one collective; a larger tensor goes alone.
+    """
+    waiting: list[tuple[str, DTensor]] = []
+    held = 0
+    for name, tensor in named:
+        size = tensor.numel() * tensor.element_size()
+        if waiting and (held + size > limit or not _travels_with(tensor, waiting[0][1])):
+            yield from _gather(waiting, device)
+            waiting, held = [], 0
+        if isinstance(tensor, DTensor) and _travels_with(tensor, tensor):
+            waiting.append((name, tensor))
+            held += size
+        else:
+            yield name, full_tensor(tensor, device)
+    if waiting:
+        yield from _gather(waiting, device)
+
+
+def _travels_with(tensor: Tensor, first: DTensor) -> bool:
+    """Return True if a tensor's rows are sharded over the same ranks as those of ``first``, in the same dtype."""
+    if not isinstance(tensor, DTensor) or tensor.device_mesh != first.device_mesh or tensor.dtype != first.dtype:
+        return False
+    *copies, rows = tensor.placements
+    return rows == Shard(0) and all(isinstance(each, Replicate) for each in copies)
+
+
+def _gather(named: list[tuple[str, DTensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
+    mesh = named[0][1].device_mesh
+    ranks = mesh.size(mesh.ndim - 1)
+    # Each rank has as many rows as the first one, but the last ranks, whose parts are filled up.
+    lengths = [-(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:]) for _, tensor in named]
+    part = torch.empty(sum(lengths), dtype=named[0][1].dtype, device=device)
+    for (_, tensor), room in zip(named, part.split(lengths), strict=True):  # type: ignore[no-untyped-call]
+        local = tensor.to_local().detach().reshape(-1)
+        room[: len(local)].copy_(local)
+    whole = part.new_empty(ranks * len(part))
+    # Its name from torch 2.13 on; the old one warns there.
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+    gather(whole, part, group=mesh.get_group(mesh.ndim - 1))
+    parts = whole.view(ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
+    for (name, tensor), rows in zip(named, parts, strict=True):
+        yield name, rows.reshape(-1)[: tensor.numel()].view(tensor.shape)
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from rollcast.contracts.weights import AdapterWeights
 from rollcast_engine.hf import parameters_by_name
 from rollcast_fsdp.lora import merge_pair
-from rollcast_fsdp.sharding import full_tensor
+from rollcast_fsdp.sharding import full_tensor, full_tensors
 
 if TYPE_CHECKING:
     import torch
@@ -49,9 +49,8 @@ class ModelTensors:
         return {name: tensor for name, tensor in self._all().items() if tensor.requires_grad}
 
     def gather(self) -> Iterator[tuple[str, Tensor]]:
-        """Whole tensors of the model without its adapter, one at a time."""
-        for name, tensor in self.base().items():
-            yield name, full_tensor(tensor, self.device)
+        """Yield whole tensors of the model without its adapter, gathered over the ranks in few collectives."""
+        yield from full_tensors(self.base().items(), self.device)
 
     def gather_merged(self) -> Iterator[tuple[str, Tensor]]:
         """The same with the adapter added to the weights."""
