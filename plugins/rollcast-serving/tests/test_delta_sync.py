@@ -192,3 +192,22 @@ def test_a_folder_may_be_a_url(tmp_path: Path) -> None:
     assert list((tmp_path / "weights").iterdir()) == []
     with pytest.raises(WeightSyncError, match=r"rollout\.sync_folder=nofs://x.*fsspec"):
         send(make(ListEngine([("w", weight)]), [KeepingTarget()], folder="nofs://x"), 1)
+
+
+def test_a_replica_keeps_one_copy_whatever_happens_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(delta, "_held", {})
+    engine, survivor, failing = ListEngine([("w", torch.randn(50))]), KeepingTarget(), Failing()
+    sync = make(engine, [survivor, failing])
+    send(sync, 0)
+    for version in (1, 2, 3):
+        sync.targets = [failing]  # as after its revival
+        send(sync, version)
+        sync.targets = [survivor, failing]
+        send(sync, version)
+        failing.error = WeightSyncError("no room")
+        with pytest.raises(WeightSyncError, match="no room"):
+            send(sync, version)
+        failing.error = None
+        send(sync, version)
+        assert len(delta._held) == 2
+    check(survivor, engine.named)

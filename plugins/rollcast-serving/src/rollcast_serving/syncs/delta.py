@@ -48,6 +48,8 @@ class DeltaSync(BucketSync):
         self._last = _Last()
         #: By the target, the name under which its process keeps what it received last.
         self._holders: dict[Any, str] = {}
+        #: Targets that hold the weights of the last sync.
+        self._current: set[Any] = set()
         #: Bytes that the last transport wrote to files.
         self.written_bytes = 0
         self._names: list[str] = []
@@ -56,17 +58,17 @@ class DeltaSync(BucketSync):
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
         """See :meth:`BucketSync.sync`."""
         keys = [getattr(target, "address", target) for target in self.targets]
-        known = self._holders
-        self._holders = {}  # after a failure every replica gets all tensors
+        known, self._current = self._current, set()  # after a failure every replica gets all tensors
         try:
-            self._names = [known.get(key) or secrets.token_hex(8) for key in keys]
+            # A target keeps its name, so that its process replaces the copy that it has.
+            self._names = [self._holders.setdefault(key, secrets.token_hex(8)) for key in keys]
             self._lacking = {name for name, key in zip(self._names, keys, strict=True) if key not in known}
             deliveries = await super().sync(version, only_adapter)
         except BaseException:
             self._last = _Last()
             raise
-        done = zip(keys, self._names, deliveries, strict=True)
-        self._holders = {key: name for key, name, result in done if isinstance(result, WeightReport)}
+        done = zip(keys, deliveries, strict=True)
+        self._current = {key for key, result in done if isinstance(result, WeightReport)}
         return deliveries
 
     @contextmanager
@@ -87,7 +89,7 @@ class DeltaSync(BucketSync):
         return _read(source)
 
     def close(self) -> None:
-        self._last, self._holders = _Last(), {}
+        self._last, self._holders, self._current = _Last(), {}, set()
 
 
 @dataclass
@@ -176,7 +178,8 @@ def _read(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
 def _patched(held: dict[str, Tensor], name: str, tensors: Mapping[str, Tensor], index: int) -> Tensor:
     whole = tensors.get(f"{index}.whole")
     if whole is not None:
-        held[name] = whole
+        # A copy: a tensor that is mapped from a file keeps the file, which the sender removes.
+        held[name] = whole.clone()
     elif name not in held:
         raise WeightSyncError(f"weight {name!r} came as a change, and this replica holds no earlier one", tensor=name)
     else:
