@@ -1,0 +1,469 @@
+"""Contract of mapping: problems, mappings, cost models that price mappings and planners that search them.
+
+A cost model prices one stage of one role on one pool. A planner composes those prices into the time of a step and
+returns its best mappings. Units are seconds, bytes, bytes per second, FLOP per second and tokens.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
+from typing import Literal
+
+from rollcast.plugins import Registry, subclass_of
+
+__all__ = [
+    "BaseCostModel",
+    "BasePlanner",
+    "Cluster",
+    "Constraints",
+    "DeviceKind",
+    "Lengths",
+    "Mapping",
+    "MemoryParts",
+    "Mesh",
+    "ModelFacts",
+    "Node",
+    "Placement",
+    "Pool",
+    "Prediction",
+    "Problem",
+    "RoleSpec",
+    "StageCost",
+    "StageSpec",
+    "cost_models",
+    "planners",
+]
+
+#: As ``rollout.mode``. ``hybrid``: in the training processes or on their devices, taking turns with training;
+#: ``colocated``: other processes on those devices, side by side; ``standalone``: devices of their own.
+Mode = Literal["colocated", "standalone", "hybrid"]
+RoleKind = Literal["trains", "forwards", "generates"]
+StageKind = Literal["generate", "forward", "update"]
+
+
+@dataclass(frozen=True)
+class DeviceKind:
+    """Published peak figures of a device.
+
+    Attributes:
+        name: such as ``h100``.
+        memory_bytes: device memory.
+        flops: dense peak FLOP per second by dtype, such as ``{"bfloat16": 989e12}``.
+        memory_bandwidth: peak bytes per second of the device memory.
+        host_bandwidth: peak bytes per second from host to device, one way.
+        source: document with these figures.
+    """
+
+    name: str
+    memory_bytes: int
+    flops: MappingType[str, float]
+    memory_bandwidth: float
+    host_bandwidth: float
+    source: str = ""
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.memory_bytes))
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of the cluster.
+
+    Attributes:
+        kind: kind of its devices.
+        devices: number of devices.
+        link_bandwidth: bytes per second of one device to another of the node, one way.
+    """
+
+    kind: DeviceKind
+    devices: int
+    link_bandwidth: float
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Nodes and the network between them.
+
+    Attributes:
+        nodes: kinds may differ by node.
+        network_bandwidth: bytes per second of one device to a device of another node, one way.
+    """
+
+    nodes: tuple[Node, ...]
+    network_bandwidth: float
+
+    @property
+    def devices(self) -> int:
+        """Number of devices on all nodes."""
+        return sum(node.devices for node in self.nodes)
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Statistics of token counts.
+
+    Attributes:
+        mean: mean.
+        maximum: largest possible count.
+        quantiles: probability → tokens, such as ``((0.5, 310.0), (0.99, 900.0))``, by rising probability.
+    """
+
+    mean: float
+    maximum: int
+    quantiles: tuple[tuple[float, float], ...] = ()
+
+
+@dataclass(frozen=True)
+class ModelFacts:
+    """Sizes of a decoder.
+
+    Attributes:
+        layers, hidden, heads, kv_heads, ffn, vocab: as in a Hugging Face config.
+        parameters: number of parameters, tied ones once.
+        head_size: numbers in an attention head.
+        tied: input and output embeddings are one tensor.
+        dtype_bytes: bytes of a stored parameter.
+    """
+
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    vocab: int
+    parameters: int
+    head_size: int
+    tied: bool = False
+    dtype_bytes: int = 2
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """A model with one purpose.
+
+    Attributes:
+        name: such as ``actor``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
+        kind: ``trains``, ``forwards`` or ``generates``.
+        model: sizes of its model.
+        plugin: name of the engine or the rollout, such as ``fsdp`` or ``vllm``.
+        optimizer_bytes: bytes of the optimizer's state per parameter, a master copy included.
+        gradient_bytes: bytes of a gradient per parameter.
+        recompute: layers recompute their activations in the backward pass.
+        offload: weights and optimizer state are in host memory outside of their use.
+        value_head: the output is a number per token, so there are no logits.
+    """
+
+    name: str
+    kind: RoleKind
+    model: ModelFacts
+    plugin: str
+    optimizer_bytes: int = 12
+    gradient_bytes: int = 4
+    recompute: bool = True
+    offload: bool = False
+    value_head: bool = False
+
+
+@dataclass(frozen=True)
+class StageSpec:
+    """One stage of a step.
+
+    Attributes:
+        name: unique in the problem.
+        role: name of the role that computes the stage.
+        kind: ``generate``, ``forward`` or ``update``.
+        waits_for: names of stages that end first; all of them precede this stage in the problem.
+    """
+
+    name: str
+    role: str
+    kind: StageKind
+    waits_for: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Constraints:
+    """Limits on mappings.
+
+    Attributes:
+        pinned: role → number of devices of its pool.
+        forbidden: pairs of roles that share no pool.
+        together: pairs of roles that share a pool.
+        headroom: fraction of each device's memory that stays free.
+        max_staleness: largest allowed ``trainer.max_staleness``.
+        meshes: role → the only meshes that it may have; other roles may have any.
+    """
+
+    pinned: MappingType[str, int] = field(default_factory=dict)
+    forbidden: tuple[tuple[str, str], ...] = ()
+    together: tuple[tuple[str, str], ...] = ()
+    headroom: float = 0.05
+    max_staleness: int = 0
+    meshes: MappingType[str, tuple[Mesh, ...]] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Everything that a planner decides by.
+
+    Attributes:
+        roles: at most one of them generates.
+        stages: in an order in which each follows those that it waits for.
+        prompts: prompts of a step.
+        samples: responses per prompt.
+        mini_batches: optimizer steps per epoch over the batch.
+        epochs: passes over the batch.
+        prompt_lengths, response_lengths: statistics in tokens.
+        cluster: devices.
+        constraints: limits on mappings.
+    """
+
+    roles: tuple[RoleSpec, ...]
+    stages: tuple[StageSpec, ...]
+    prompts: int
+    samples: int
+    mini_batches: int
+    epochs: int
+    prompt_lengths: Lengths
+    response_lengths: Lengths
+    cluster: Cluster
+    constraints: Constraints = field(default_factory=Constraints)
+
+    @property
+    def rows(self) -> int:
+        """Sequences of a step."""
+        return self.prompts * self.samples
+
+    @property
+    def tokens(self) -> float:
+        """Mean tokens of a step, prompts included."""
+        return self.rows * (self.prompt_lengths.mean + self.response_lengths.mean)
+
+    def role(self, name: str) -> RoleSpec:
+        """Return the role with this name.
+
+        Raises:
+            KeyError: there is none.
+        """
+        return {role.name: role for role in self.roles}[name]
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """Sizes by which a role's pool is divided; their product is the number of its devices.
+
+    Attributes:
+        data: data-parallel ranks; of a rollout, its replicas.
+        tensor: ranks that share each layer.
+        pipeline: ranks that each hold part of the layers.
+    """
+
+    data: int = 1
+    tensor: int = 1
+    pipeline: int = 1
+
+    @property
+    def size(self) -> int:
+        """Number of devices."""
+        return self.data * self.tensor * self.pipeline
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Devices on nodes.
+
+    Attributes:
+        name: unique in the mapping.
+        places: (index of the node in the cluster, number of devices there), by rising index.
+    """
+
+    name: str
+    places: tuple[tuple[int, int], ...]
+
+    @property
+    def devices(self) -> int:
+        """Number of devices."""
+        return sum(count for _, count in self.places)
+
+    @property
+    def process_on_nodes(self) -> tuple[int, ...]:
+        """Processes per node, as in ``placement.pools``."""
+        return tuple(count for _, count in self.places)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A role's place.
+
+    Attributes:
+        role: name of the role.
+        pool: name of the pool.
+        mesh: mesh on the pool; of a rollout, ``mesh.data`` replicas of ``mesh.tensor`` devices.
+        micro_batch_rows: rows of a micro-batch on each data-parallel rank; of a rollout, sequences at a time.
+    """
+
+    role: str
+    pool: str
+    mesh: Mesh
+    micro_batch_rows: int
+
+
+@dataclass(frozen=True)
+class Mapping:
+    """Pools, and the place of each role.
+
+    Attributes:
+        pools: disjoint sets of devices.
+        placements: one per role.
+        mode: way in which rollouts share devices with training.
+        max_staleness: steps by which generation may run ahead; with 1 or more, generation overlaps training.
+    """
+
+    pools: tuple[Pool, ...]
+    placements: tuple[Placement, ...]
+    mode: Mode
+    max_staleness: int = 0
+
+
+@dataclass(frozen=True)
+class StageCost:
+    """Predicted duration of a stage in its parts, each in seconds.
+
+    Attributes:
+        compute: arithmetic at the achieved rate.
+        memory: time bound by the device memory beyond ``compute``.
+        communication: exposed collectives and transfers.
+        bubble: pipeline bubbles.
+        tail: wait for the longest responses.
+        idle: wait for other stages.
+        note: how far the prediction extrapolates; empty if it does not.
+    """
+
+    compute: float = 0.0
+    memory: float = 0.0
+    communication: float = 0.0
+    bubble: float = 0.0
+    tail: float = 0.0
+    idle: float = 0.0
+    note: str = ""
+
+    @property
+    def seconds(self) -> float:
+        """Sum of the parts."""
+        return self.compute + self.memory + self.communication + self.bubble + self.tail + self.idle
+
+    @property
+    def limit(self) -> str:
+        """Name of the largest part."""
+        names = ("compute", "memory", "communication", "bubble", "tail", "idle")
+        return max(names, key=lambda name: float(getattr(self, name)))
+
+
+@dataclass(frozen=True)
+class MemoryParts:
+    """Predicted bytes of a role on each of its devices; with a pipeline, on the fullest one.
+
+    Attributes:
+        parameters, gradients, optimizer: held during the whole step, unless ``visiting``.
+        activations, logits, buckets: present while the role computes or its weights are synced.
+        kv_cache: cache of a rollout.
+        reserve: CUDA context, graphs and fragmentation; held.
+        visiting: the role leaves the device outside of its use; only ``reserve`` is held.
+    """
+
+    parameters: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0
+    logits: int = 0
+    kv_cache: int = 0
+    buckets: int = 0
+    reserve: int = 0
+    visiting: bool = False
+
+    @property
+    def total(self) -> int:
+        """All bytes at the role's peak."""
+        return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "visiting")
+
+    @property
+    def held(self) -> int:
+        """Bytes that stay while another role of the pool computes."""
+        return self.reserve if self.visiting else self.parameters + self.gradients + self.optimizer + self.reserve
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A mapping with its predicted figures.
+
+    Attributes:
+        mapping: the mapping.
+        step_seconds: duration of a step.
+        tokens_per_second: tokens of a step, prompts included, divided by its duration.
+        stages: stage → cost; ``weight_sync`` and ``switch`` are among the names.
+        memory: role → bytes on each of its devices.
+        device_bytes: pool → peak bytes on each of its devices, all its roles together.
+    """
+
+    mapping: Mapping
+    step_seconds: float
+    tokens_per_second: float
+    stages: MappingType[str, StageCost]
+    memory: MappingType[str, MemoryParts]
+    device_bytes: MappingType[str, int]
+
+    @property
+    def limits(self) -> dict[str, str]:
+        """Stage → name of the largest part of its cost."""
+        return {name: cost.limit for name, cost in self.stages.items()}
+
+
+class BaseCostModel(ABC):
+    """Prices the stages of a mapping. Equal arguments have equal prices, so that planners may keep them."""
+
+    @abstractmethod
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+        """Return the cost of a stage of one step, without its waits for other stages."""
+
+    @abstractmethod
+    def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
+        """Return the memory of a role on each of its devices."""
+
+    @abstractmethod
+    def sync_cost(
+        self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
+    ) -> StageCost:
+        """Return the cost of one transfer of the trained weights to the rollout, resharding included."""
+
+    @abstractmethod
+    def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
+        """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
+
+
+class BasePlanner(ABC):
+    """Searches mappings. Equal problems and cost models have equal results."""
+
+    @abstractmethod
+    def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
+        """Return up to ``count`` mappings by rising step time.
+
+        Raises:
+            ResourceError: no mapping fits; names the role and the memory that it lacks.
+        """
+
+
+cost_models: Registry[type[BaseCostModel]] = Registry(
+    "rollcast.cost_models",
+    subclass_of(BaseCostModel),
+    "rollcast map --cost-model",
+    description="prices of a mapping's stages",
+)
+planners: Registry[type[BasePlanner]] = Registry(
+    "rollcast.planners",
+    subclass_of(BasePlanner),
+    "rollcast map --planner",
+    description="searches for the best mapping",
+)
