@@ -1,0 +1,126 @@
+"""The time and memory of a mapping, composed of the prices of its stages; every planner uses this composition."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping as MappingType
+from collections.abc import Sequence
+
+from rollcast.contracts.mapping import (
+    BaseCostModel,
+    Mapping,
+    MemoryParts,
+    Mode,
+    Placement,
+    Pool,
+    Prediction,
+    Problem,
+    RoleSpec,
+    StageCost,
+)
+
+__all__ = [
+    "find_generator",
+    "find_trained",
+    "fits_pool",
+    "makespan",
+    "mode_of",
+    "pool_bytes",
+    "predict",
+    "step_seconds",
+]
+
+
+def find_generator(problem: Problem) -> RoleSpec | None:
+    """Return the role that generates; None if none does."""
+    return next((role for role in problem.roles if role.kind == "generates"), None)
+
+
+def find_trained(problem: Problem) -> RoleSpec | None:
+    """Return the role whose weights the rollout takes: ``actor``, else the first that trains."""
+    trained = [role for role in problem.roles if role.kind == "trains"]
+    return next((role for role in trained if role.name == "actor"), trained[0] if trained else None)
+
+
+def mode_of(problem: Problem, pool_of: MappingType[str, str]) -> Mode | None:
+    """Return the mode that follows from the pools of the roles.
+
+    Returns None if the rollout shares devices with other roles but not with the one that it takes its weights from.
+    """
+    generator, trained = find_generator(problem), find_trained(problem)
+    if generator is None or trained is None:
+        return "hybrid"
+    home = pool_of[generator.name]
+    if home == pool_of[trained.name]:
+        return "hybrid"
+    alone = sum(pool == home for pool in pool_of.values()) == 1
+    return "standalone" if alone else None
+
+
+def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float]) -> float:
+    """Return the end of the last stage in seconds.
+
+    A stage starts after those that it waits for and after the earlier stages of its pool, so times add up within a
+    pool, and across pools the longest counts.
+    """
+    ends: dict[str, float] = {}
+    free: dict[str, float] = {}
+    for stage in problem.stages:
+        pool = pool_of[stage.role]
+        start = max([free.get(pool, 0.0), *(ends[name] for name in stage.waits_for)])
+        free[pool] = ends[stage.name] = start + seconds[stage.name]
+    return max(ends.values(), default=0.0)
+
+
+def step_seconds(
+    problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float], extra: float, overlaps: bool
+) -> float:
+    """Return the duration of a step.
+
+    Args:
+        problem: the problem.
+        pool_of: role → name of its pool.
+        seconds: stage → duration.
+        extra: weight sync and switches in seconds, during which neither side computes.
+        overlaps: generation runs beside the other stages, so the longer of both counts.
+    """
+    if not overlaps:
+        return makespan(problem, pool_of, seconds) + extra
+    generation = sum(seconds[stage.name] for stage in problem.stages if stage.kind == "generate")
+    others = {stage.name: 0.0 if stage.kind == "generate" else seconds[stage.name] for stage in problem.stages}
+    return max(generation, makespan(problem, pool_of, others)) + extra
+
+
+def pool_bytes(memory: Sequence[MemoryParts]) -> int:
+    """Return the peak on each device of a pool whose roles take turns."""
+    return sum(parts.held for parts in memory) + max((parts.total - parts.held for parts in memory), default=0)
+
+
+def fits_pool(problem: Problem, pool: Pool, peak: int) -> bool:
+    """Return True if ``peak`` bytes fit each device of the pool beside the required headroom."""
+    smallest = min(problem.cluster.nodes[node].kind.memory_bytes for node, _ in pool.places)
+    return peak <= smallest * (1 - problem.constraints.headroom)
+
+
+def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Prediction:
+    """Return the predicted figures of a mapping, whether or not it fits its devices."""
+    pools = {pool.name: pool for pool in mapping.pools}
+    placed: dict[str, tuple[Placement, Pool]] = {each.role: (each, pools[each.pool]) for each in mapping.placements}
+    pool_of = {each.role: each.pool for each in mapping.placements}
+    stages = {stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role]) for stage in problem.stages}
+    seconds = {name: cost.seconds for name, cost in stages.items()}
+    memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
+    extras: dict[str, StageCost] = {}
+    generator, trained = find_generator(problem), find_trained(problem)
+    if generator is not None and trained is not None:
+        extras["weight_sync"] = cost_model.sync_cost(
+            problem, placed[trained.name], placed[generator.name], mapping.mode
+        )
+    for role in problem.roles:
+        cost = cost_model.switch_cost(problem, role, *placed[role.name], mapping.mode)
+        if cost.seconds:
+            extras[f"switch {role.name}"] = cost
+    overlaps = mapping.max_staleness >= 1 and mapping.mode == "standalone"
+    total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), overlaps)
+    peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}
+    rate = problem.tokens / total if total else 0.0
+    return Prediction(mapping, total, rate, {**stages, **extras}, memory, peaks)

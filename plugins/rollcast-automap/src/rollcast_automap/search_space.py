@@ -1,0 +1,110 @@
+"""The mappings that planners search: partitions of roles, allocations of devices, meshes and micro-batches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from rollcast.contracts.mapping import Mesh, Pool, Problem, RoleSpec
+
+__all__ = ["Share", "allocate", "list_meshes", "list_micro_batches", "list_shares", "partitions"]
+
+#: Up to this number of devices every pool size is tried; beyond it, 2^a and 3 * 2^a, and the whole cluster.
+EVERY_SIZE = 16
+#: Kind of the devices of a pool ("" for any), and their number.
+Share = tuple[str, int]
+
+
+def partitions(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
+    """Yield the set partitions of ``names`` in a fixed order."""
+    if not names:
+        yield ()
+        return
+    first, rest = names[0], names[1:]
+    for found in partitions(rest):
+        yield ((first,), *found)
+        for index, group in enumerate(found):
+            yield (*found[:index], (first, *group), *found[index + 1 :])
+
+
+def is_allowed(problem: Problem, groups: Sequence[Sequence[str]]) -> bool:
+    """Return True if a partition obeys the constraints on colocation."""
+    home = {role: index for index, group in enumerate(groups) for role in group}
+    limits = problem.constraints
+    apart = all(home.get(a, -1) != home.get(b, -2) for a, b in limits.forbidden)
+    return apart and all(home.get(a) == home.get(b) for a, b in limits.together)
+
+
+def list_shares(problem: Problem, group: Sequence[str]) -> list[Share]:
+    """Return the shares of the cluster that a group of roles may have."""
+    counts: dict[str, int] = {}
+    for node in problem.cluster.nodes:
+        counts[node.kind.name] = counts.get(node.kind.name, 0) + node.devices
+    if len(counts) > 1:
+        counts[""] = problem.cluster.devices
+    pinned = {problem.constraints.pinned[role] for role in group if role in problem.constraints.pinned}
+    shares = [(kind, size) for kind, count in sorted(counts.items()) for size in _sizes(count)]
+    if pinned:
+        return [
+            (kind, max(pinned)) for kind, count in sorted(counts.items()) if len(pinned) == 1 and max(pinned) <= count
+        ]
+    return shares
+
+
+def _sizes(count: int) -> list[int]:
+    if count <= EVERY_SIZE:
+        return list(range(1, count + 1))
+    grid = {step * 2**power for step in (1, 3) for power in range(count.bit_length()) if step * 2**power <= count}
+    return sorted({*grid, count})
+
+
+def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | None:
+    """Return pools of these shares; None if they do not fit beside each other.
+
+    Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order.
+    """
+    nodes = problem.cluster.nodes
+    free = [node.devices for node in nodes]
+    found: dict[int, Pool] = {}
+    order = sorted(range(len(shares)), key=lambda index: (shares[index][0] == "", -shares[index][1], index))
+    for index in order:
+        kind, size = shares[index]
+        mine = [number for number, node in enumerate(nodes) if kind in ("", node.kind.name) and free[number]]
+        whole = next((number for number in mine if free[number] >= size), None)
+        if whole is not None:
+            places = [(whole, size)]
+        else:
+            places, left = [], size
+            for number in sorted(mine, key=lambda number: (-free[number], number)):
+                taken = min(free[number], left)
+                left -= taken
+                places += [(number, taken)] if taken else []
+            if left:
+                return None
+        for number, taken in places:
+            free[number] -= taken
+        found[index] = Pool(f"pool_{index}", tuple(sorted(places)))
+    return tuple(found[index] for index in range(len(shares)))
+
+
+def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
+    """Return the meshes of a role on a pool: tensor parallelism within a node, stages of equal size."""
+    devices, narrow = pool.devices, min(pool.process_on_nodes)
+    if role.name in problem.constraints.meshes:
+        return [mesh for mesh in problem.constraints.meshes[role.name] if mesh.size == devices]
+    tensors = [size for size in range(1, narrow + 1) if devices % size == 0 and role.model.heads % size == 0]
+    meshes = []
+    for tensor, pipeline in itertools.product(tensors, range(1, devices + 1)):
+        data = devices // (tensor * pipeline)
+        single = pipeline == 1 or (role.kind != "generates" and role.model.layers % pipeline == 0)
+        if data * tensor * pipeline == devices and single and data <= problem.rows:
+            meshes.append(Mesh(data, tensor, pipeline))
+    return meshes
+
+
+def list_micro_batches(problem: Problem, role: RoleSpec, mesh: Mesh) -> list[int]:
+    """Return the numbers of rows of a micro-batch, by powers of 4, and all rows of a rank."""
+    batches = problem.mini_batches if role.kind == "trains" else 1
+    rows = -(-problem.rows // (batches * mesh.data))
+    powers = [4**power for power in range(10) if 4**power < rows]
+    return [*powers, rows]

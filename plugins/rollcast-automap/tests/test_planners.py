@@ -1,0 +1,196 @@
+"""Planners against the exhaustive oracle, and the time that a search takes.
+
+All 500 problems: ``python plugins/rollcast-automap/tests/test_planners.py 500``.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+import time
+
+import pytest
+
+from rollcast.contracts.mapping import (
+    BaseCostModel,
+    Cluster,
+    Constraints,
+    DeviceKind,
+    Lengths,
+    MemoryParts,
+    Mode,
+    ModelFacts,
+    Node,
+    Placement,
+    Pool,
+    Problem,
+    RoleSpec,
+    StageCost,
+    StageSpec,
+)
+from rollcast.errors import ResourceError
+from rollcast_automap.planners import BranchAndBound, Exhaustive, HybridFlow
+
+FAST = DeviceKind("fast", 80 * 10**9, {"bfloat16": 1e15}, 3e12, 5e10)
+SLOW = DeviceKind("slow", 40 * 10**9, {"bfloat16": 3e14}, 1.5e12, 2.5e10)
+
+
+class Synthetic(BaseCostModel):
+    """A cheap model with a trade-off in every dimension of a placement."""
+
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+        """Arithmetic over devices, a latency per micro-batch, collectives by tensor size, a pipeline bubble."""
+        role, mesh = problem.role(stage.role), placement.mesh
+        speed = min(problem.cluster.nodes[node].kind.flops["bfloat16"] for node, _ in pool.places) / 2
+        work = {"generate": 12.0, "forward": 2.0, "update": 6.0}[stage.kind] * role.model.parameters * problem.tokens
+        compute = work / (speed * mesh.size)
+        passes = -(-problem.rows // (mesh.data * placement.micro_batch_rows))
+        across = 4.0 if len(pool.places) > 1 else 1.0
+        return StageCost(
+            compute=compute,
+            memory=2e-3 * passes,
+            communication=compute * 0.05 * (mesh.tensor - 1) + 0.01 * across * (mesh.data - 1),
+            bubble=compute * (mesh.pipeline - 1) / passes,
+        )
+
+    def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
+        """Weights over the model-parallel ranks, activations by the rows of a micro-batch."""
+        mesh = placement.mesh
+        mine = role.model.parameters // (mesh.tensor * mesh.pipeline)
+        trains = role.kind == "trains"
+        return MemoryParts(
+            parameters=2 * mine,
+            gradients=2 * mine * trains,
+            optimizer=12 * mine // mesh.data * trains,
+            activations=placement.micro_batch_rows * 10**8 // mesh.tensor,
+            reserve=10**9,
+            visiting=role.kind == "generates" and mode == "hybrid",
+        )
+
+    def sync_cost(
+        self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
+    ) -> StageCost:
+        """Resharding is free between equal tensor sizes."""
+        equal = trained[0].mesh.tensor == rollout[0].mesh.tensor
+        return StageCost(communication=(0.05 if equal else 0.3) * (1 if mode == "hybrid" else 2))
+
+    def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
+        """A rollout that takes turns is loaded and released."""
+        return StageCost(memory=0.2 if role.kind == "generates" and mode == "hybrid" else 0.0)
+
+
+def facts(parameters: float) -> ModelFacts:
+    return ModelFacts(32, 4096, 32, 8, 11008, 32000, int(parameters), 128)
+
+
+ROLES = {
+    "actor": ("trains", ("update_actor", "update", ("ref_log_prob", "values"))),
+    "rollout": ("generates", ("generate", "generate", ())),
+    "ref": ("forwards", ("ref_log_prob", "forward", ("generate",))),
+    "critic": ("trains", ("values", "forward", ("generate",))),
+}
+
+
+def make_problem(sizes: dict[str, float], cluster: Cluster, **limits: object) -> Problem:
+    roles = [RoleSpec(name, ROLES[name][0], facts(size), "any") for name, size in sizes.items()]  # type: ignore[arg-type]
+    order = [name for name in ("rollout", "ref", "critic", "actor") if name in sizes]
+    stages: list[StageSpec] = []
+    for name in order:
+        stage, kind, waits = ROLES[name][1]
+        known = {each.name for each in stages}
+        stages.append(StageSpec(stage, name, kind, tuple(each for each in waits if each in known) or tuple(known)))  # type: ignore[arg-type]
+    if "critic" in sizes:
+        stages.append(StageSpec("update_critic", "critic", "update", ("values",)))
+    return Problem(
+        tuple(roles),
+        tuple(stages),
+        prompts=8,
+        samples=2,
+        mini_batches=1,
+        epochs=1,
+        prompt_lengths=Lengths(300, 512),
+        response_lengths=Lengths(700, 2048),
+        cluster=cluster,
+        constraints=Constraints(**limits),  # type: ignore[arg-type]
+    )
+
+
+def nodes(count: int, devices: int = 8, kind: DeviceKind = FAST) -> tuple[Node, ...]:
+    return (Node(kind, devices, 4.5e11),) * count
+
+
+def draw_problem(seed: int) -> Problem:
+    """Return a random problem that the oracle searches in seconds; more devices with fewer roles."""
+    drawn = random.Random(seed)
+    count = drawn.choice((2, 2, 3, 3, 4))
+    devices = {2: drawn.choice((2, 4, 8, 16)), 3: drawn.choice((2, 3, 4)), 4: 2}[count]
+    sizes = {name: drawn.choice((5e8, 2e9, 7e9)) for name in ("actor", "rollout", "ref", "critic")[:count]}
+    half = devices // 2
+    mixed = drawn.random() < 0.25
+    parts = (Node(FAST, half, 4.5e11), Node(SLOW, devices - half, 2e11)) if mixed else nodes(1, devices)
+    return make_problem(sizes, Cluster(parts, 5e10), max_staleness=drawn.choice((0, 1)))
+
+
+def compare(seed: int) -> float | None:
+    """Return the found step time over the oracle's; None if nothing fits, for both."""
+    problem = draw_problem(seed)
+    try:
+        oracle = Exhaustive().plan(problem, Synthetic())[0].step_seconds
+    except ResourceError:
+        with pytest.raises(ResourceError):
+            BranchAndBound().plan(problem, Synthetic())
+        return None
+    return BranchAndBound().plan(problem, Synthetic())[0].step_seconds / oracle
+
+
+def test_branch_and_bound_finds_the_oracles_cost() -> None:
+    ratios = [ratio for ratio in map(compare, range(12)) if ratio is not None]
+    assert len(ratios) >= 6
+    assert max(ratios) <= 1 + 1e-9
+    assert min(ratios) >= 1 - 1e-9
+
+
+def test_planners_are_deterministic_and_list_the_best_first() -> None:
+    problem = make_problem({"actor": 7e9, "rollout": 7e9, "ref": 7e9}, Cluster(nodes(2), 5e10), max_staleness=1)
+    first = BranchAndBound().plan(problem, Synthetic(), 3)
+    assert first == BranchAndBound().plan(problem, Synthetic(), 3)
+    assert [each.step_seconds for each in first] == sorted(each.step_seconds for each in first)
+    assert HybridFlow().plan(problem, Synthetic())[0].step_seconds >= first[0].step_seconds
+
+
+def test_constraints_hold() -> None:
+    problem = make_problem(
+        {"actor": 7e9, "rollout": 7e9, "ref": 7e9},
+        Cluster(nodes(1), 5e10),
+        forbidden=(("actor", "ref"),),
+        pinned={"ref": 2},
+    )
+    found = BranchAndBound().plan(problem, Synthetic())[0].mapping
+    homes = {each.role: each.pool for each in found.placements}
+    sizes = {pool.name: pool.devices for pool in found.pools}
+    assert homes["actor"] != homes["ref"]
+    assert sizes[homes["ref"]] == 2
+
+
+def test_a_model_that_fits_nowhere_is_refused() -> None:
+    problem = make_problem({"actor": 7e11, "rollout": 7e11}, Cluster(nodes(1), 5e10))
+    with pytest.raises(ResourceError, match="no mapping of actor, rollout fits 8 devices"):
+        BranchAndBound().plan(problem, Synthetic())
+
+
+if __name__ == "__main__":
+    found = []
+    for number in range(int(sys.argv[1])):
+        found.append(compare(number))
+    ratios = [ratio for ratio in found if ratio is not None]
+    equal = sum(ratio <= 1 + 1e-9 for ratio in ratios)
+    sys.stdout.write(f"{len(found)} problems, {len(ratios)} with a mapping, {equal} equal, worst {max(ratios):.4f}\n")
+    for devices in (128, 1024):
+        big = make_problem(
+            dict.fromkeys(("actor", "rollout", "ref", "critic"), 7e9),
+            Cluster(nodes(devices // 8), 5e10),
+            max_staleness=1,
+        )
+        start = time.perf_counter()
+        seconds = BranchAndBound().plan(big, Synthetic())[0].step_seconds
+        sys.stdout.write(f"{devices} devices: {time.perf_counter() - start:.2f} s of search, step {seconds:.2f} s\n")
