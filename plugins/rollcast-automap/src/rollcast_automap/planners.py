@@ -138,7 +138,8 @@ class BranchAndBound(BasePlanner):
     """Depth-first search with admissible bounds.
 
     The bound of a partial mapping is the step time with the cheapest placement of every open role and with a free
-    weight sync. The step time grows with each stage's duration, so no better mapping is cut off.
+    weight sync while its pools are open. The sync may depend on meshes and pools, not on micro-batches. The step
+    time grows
     """
 
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
@@ -181,6 +182,7 @@ class _Search:
         self._best = best
         self._greedy = greedy
         self._options: dict[object, list[_Option]] = {}
+        self._syncs: dict[object, float] = {}
         self._synced = (find_generator(problem), find_trained(problem))
         self._stages_of = {
             role.name: [stage for stage in problem.stages if stage.role == role.name] for role in problem.roles
@@ -293,9 +295,8 @@ class _Search:
         chosen: list[_Option],
     ) -> None:
         merged = {name: value for part in floors for name, value in part.items()}
-        if self._bound(homes, merged, sum(switches), mode) >= self._best.limit or not self._shares_fit(
-            pools, homes, chosen
-        ):
+        extra = sum(switches) + self._sync_floor(pools, mode, homes, choices, chosen)
+        if self._bound(homes, merged, extra, mode) >= self._best.limit or not self._shares_fit(pools, homes, chosen):
             return
         depth = len(chosen)
         if depth == len(choices):
@@ -310,6 +311,34 @@ class _Search:
             after = [*floors[:depth], option.seconds, *floors[depth + 1 :]]
             costs = [*switches[:depth], option.switch, *switches[depth + 1 :]]
             self._choose(pools, mode, homes, choices, after, costs, [*chosen, option])
+
+    def _sync_floor(
+        self,
+        pools: tuple[Pool, ...],
+        mode: Mode,
+        homes: dict[str, str],
+        choices: list[list[_Option]],
+        chosen: list[_Option],
+    ) -> float:
+        """Return the least seconds of the weight sync between the chosen placements, or any where one is open."""
+        generator, trained = self._synced
+        if generator is None or trained is None:
+            return 0.0
+        by_name = {pool.name: pool for pool in pools}
+        sides = []
+        for role in (trained, generator):
+            index = self._problem.roles.index(role)
+            options = [chosen[index]] if index < len(chosen) else choices[index]
+            meshes = {option.placement.mesh: option.placement for option in options}
+            home = homes[role.name]
+            sides.append([(replace(each, pool=home), by_name[home]) for each in meshes.values()])
+        return min(self._sync(one, other, mode) for one in sides[0] for other in sides[1])
+
+    def _sync(self, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode) -> float:
+        key = (trained[0].mesh, trained[1].places, rollout[0].mesh, rollout[1].places, mode)
+        if key not in self._syncs:
+            self._syncs[key] = self._cost_model.sync_cost(self._problem, trained, rollout, mode).seconds
+        return self._syncs[key]
 
     def _shares_fit(self, pools: tuple[Pool, ...], homes: dict[str, str], chosen: list[_Option]) -> bool:
         return all(
