@@ -138,8 +138,8 @@ class BranchAndBound(BasePlanner):
     """Depth-first search with admissible bounds.
 
     The bound of a partial mapping is the step time with the cheapest placement of every open role and with a free
-    weight sync while its pools are open. The sync may depend on meshes and pools, not on micro-batches. The step
-    time grows
+    weight sync until the pools are chosen. The step time grows with each stage's duration, so no better mapping is
+    cut off. The cost of the weight sync may depend on meshes and pools, but not on micro-batches.
     """
 
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
