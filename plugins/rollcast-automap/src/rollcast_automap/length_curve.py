@@ -93,7 +93,7 @@ class LengthCurve:
         """Mean of the squared length; attention over whole rows grows with this number."""
         return sum(width * (low * low + low * high + high * high) / 3 for width, low, high in self._pieces)
 
-    def plus(self, other: Lengths) -> tuple[float, float]:
+    def plus(self, other: LengthCurve) -> tuple[float, float]:
         """Return mean and mean square of the sum of two independent lengths."""
         mean = self.mean + other.mean
         return mean, self.mean_square + other.mean_square + 2 * self.mean * other.mean
