@@ -6,7 +6,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,7 +14,6 @@ import torch
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import build_section, start_groups
-from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
@@ -31,13 +30,10 @@ from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
 from rollcast_eval.scoring import GeneratedSamples, RewardScorer
 from rollcast_rewards.schemas import RewardConfig
-from rollcast_serving.launcher import ReplicaSpec
-from rollcast_serving.manager import RoutingSettings
-from rollcast_serving.negotiation import check_replica_nodes
 from rollcast_serving.pools import ROLLOUT, build_pools
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
-from rollcast_serving.worker import ReplicaWorker
+from rollcast_serving.served import ServedModel, ServedRole
 
 __all__ = ["SampleJob"]
 
@@ -69,8 +65,8 @@ class SampleJob:
         check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
-        places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
-        check_replica_nodes(self._rollout.tensor_model_parallel_size, places)
+        self._served = ServedRole(ROLLOUT, "rollout", self._rollout, self._rollout_class)
+        self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
@@ -118,14 +114,9 @@ class SampleJob:
         """Return the generator that the config asks for; None where a sample is one reply."""
         longest = self._data.max_prompt_length + self._data.max_response_length
         folder = output.with_name(f"{output.name}.run")
-        setup = GeneratorSetup(self._config, self._model.path, longest, self._routing(), self.tokenizer, folder)
+        setup = GeneratorSetup(self._config, self._model.path, longest, self._served.routing(), self.tokenizer, folder)
         kinds = (generators.get(name) for name in generators.names())
         return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
-
-    def _routing(self) -> RoutingSettings:
-        replica = self._rollout.replica
-        continuous = self._rollout_class.capabilities.continuous_batching
-        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     @property
     def samples(self) -> int:
@@ -160,29 +151,17 @@ class SampleJob:
     def _replicas(self) -> Iterator[Replicas]:
         runtime_class = runtimes.get(self._config.runtime.name, requested_by="runtime.name")
         settings = self._section("runtime", runtime_class.config_schema)
-        replica, pool = self._rollout.replica, self._pools
-        processes = sum(each.world_size for each in pool.resource_pool_dict.values())
+        processes = sum(each.world_size for each in self._pools.resource_pool_dict.values())
         runtime: Runtime = runtime_class.from_config(settings, processes=processes)
-        hidden = hide_accelerators() if self._placement.device == "cpu" else {}
-        spec = ReplicaSpec(
-            rollout=asdict(self._rollout),
-            model_path=self._model.path,
-            seed=self._sample.seed,
-            pad_token_id=int(self.tokenizer.pad_token_id),
-            eos_token_id=int(self.tokenizer.eos_token_id),
-            stop_token_ids=read_stop_token_ids(self._model.path, self.tokenizer),
-            python=replica.python,
-            env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
-            launch_timeout_s=replica.launch_timeout_s,
-        )
+        stop_token_ids = read_stop_token_ids(self._model.path, self.tokenizer)
+        model = ServedModel.of(self._model.path, self.tokenizer, stop_token_ids)
         try:
-            wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
-            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: wanted}
+            worker = self._served.worker(model, self._sample.seed, self._placement.device)
+            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: worker}
             if self._generator is not None:
                 roles.update(self._generator.workers())
-            groups = start_groups(pool, roles, runtime=runtime)
-            local = len(runtime.nodes()) == 1
-            replicas = Replicas(groups[ROLLOUT], self._routing(), replica.launch_timeout_s, local)
+            groups = start_groups(self._pools, roles, runtime=runtime)
+            replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:
                     self._generator.connect(groups, lambda: replicas.addresses)

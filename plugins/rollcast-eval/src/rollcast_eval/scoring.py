@@ -5,7 +5,8 @@ from __future__ import annotations
 import bisect
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, overload
 
@@ -14,6 +15,7 @@ import torch
 from rollcast.contracts.reward import (
     BaseReward,
     BaseRewardManager,
+    Judge,
     RewardResult,
     RewardSample,
     RewardSettings,
@@ -306,7 +308,8 @@ class RewardScorer:
         manager_options: options of the manager.
 
     Raises:
-        ConfigError: the reward or the manager has no such option.
+        ConfigError: the reward or the manager has no such option, or the reward asks a judge and the manager cannot
+            await it.
     """
 
     def __init__(
@@ -323,9 +326,42 @@ class RewardScorer:
         except TypeError as error:
             raise ConfigError(f"reward.reward_kwargs do not fit reward {name!r}: {error}") from error
         self._manager: BaseRewardManager = build_reward_manager(manager, self.reward, settings, manager_options)
+        if self.reward.uses_judge and not (self.reward.is_async and self._manager.is_concurrent):
+            raise ConfigError(
+                f"reward.name={name} asks the judge, whose replies are awaited, but its score is no async def, or "
+                f"reward.reward_manager={manager} scores in other processes; naive, batch and remote await in this one"
+            )
         self._tokenizer = tokenizer
-        #: Managers have workers and state; rollouts that are scored as they end come from another thread.
-        self._lock = threading.Lock()
+        #: Managers have workers and state; rollouts that are scored as they end come from other threads.
+        self._turn: AbstractContextManager[Any] = nullcontext() if self._manager.is_concurrent else threading.Lock()
+        self._wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]] = _call
+        self._take_judge_metrics: Callable[[], dict[str, float]] = dict
+
+    @property
+    def uses_judge(self) -> bool:
+        """True if the reward asks a judge, which :meth:`bind_judge` has to bring before the first sample."""
+        return self.reward.uses_judge
+
+    def bind_judge(
+        self,
+        judge: Judge,
+        wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]],
+        take_metrics: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """Take the run's judge.
+
+        Args:
+            judge: started.
+            wait_for: makes a call in another thread, and returns its result; :meth:`score` makes its calls by it, so
+                that the thread of the trainer can start replicas of the judge again.
+            take_metrics: returns the judge's metrics since the last call.
+        """
+        self.reward.bind_judge(judge)
+        self._wait_for, self._take_judge_metrics = wait_for, take_metrics
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of the judge since the last call; empty without one."""
+        return self._take_judge_metrics()
 
     def score(self, batch: DataProto) -> Scored:
         """Score every rollout of a generated batch that :meth:`scored` has not scored yet.
@@ -339,11 +375,14 @@ class RewardScorer:
             # Only this column: those that lie with workers stay there.
             results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
         else:
-            results = self._results(batch, samples, rollouts)
+            results = self._wait_for(lambda: self._results(batch, samples, rollouts))
         return Scored(samples, results, self.reward.max_score, rollouts)
 
     def scored(self, batch: DataProto) -> DataProto:
-        """Return the batch with the results of its rows, so that :meth:`score` need not compute them."""
+        """Return the batch with the results of its rows, so that :meth:`score` need not compute them.
+
+        Several threads may call it at once; they take turns unless the reward is asynchronous.
+        """
         results = self._results(batch, self._samples(batch), RolloutRows.of(batch))
         return batch.with_columns({RESULTS: list(results)})
 
@@ -363,24 +402,28 @@ class RewardScorer:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
         if rollouts is None:
-            return self._judge(samples)
+            return self._scores_of(samples)
         given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
         if "rollout_failed" in batch:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()
-        for row, result in zip(rows, self._judge([samples[row] for row in rows]), strict=True):
+        for row, result in zip(rows, self._scores_of([samples[row] for row in rows]), strict=True):
             given[row] = _with_rewards(result, given[row], self.reward.max_score)
         return given
 
-    def _judge(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
+    def _scores_of(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         if not samples:
             return []
-        with self._lock:
+        with self._turn:
             return self._manager(samples)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
         self._manager.close()
+
+
+def _call(function: Callable[[], Sequence[RewardResult]]) -> Sequence[RewardResult]:
+    return function()
 
 
 def _given_results(batch: DataProto) -> list[RewardResult]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -34,15 +34,16 @@ from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
-from rollcast_serving.launcher import ReplicaSpec
-from rollcast_serving.manager import RoutingSettings
+from rollcast_serving.judge import ServedJudge, judge_role, judge_sampling
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.pools import build_pools
+from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import check_sampling, configured_sampling
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
+from rollcast_serving.schemas import JudgeConfig
+from rollcast_serving.served import ServedModel, ServedRole
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
-from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config
 from rollcast_trainer.run.run_lock import RunLock
@@ -97,6 +98,9 @@ class TaskRunner:
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
         self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
+        self.served = ServedRole(Role.ROLLOUT, "rollout", self.rollout, self.rollout_class)
+        #: The replicas that rewards ask; None in a run without a judge.
+        self.judge = None if self.replay_of is not None else judge_role(self.section("judge", JudgeConfig))
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
@@ -109,6 +113,8 @@ class TaskRunner:
         check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
+        if self.judge is not None:
+            self.judge.check_nodes(self.pools.get_resource_pool(Role.JUDGE).process_on_nodes)
         if self.replay_of is not None:
             self._leave_out_replicas()
         self.checkpoints = Checkpoints(
@@ -123,6 +129,8 @@ class TaskRunner:
         self._lock: RunLock | None = None
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
+        self._judges: list[Replicas] = []
+        self._replica_loop: ReplicaLoop | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stop_token_ids: tuple[int, ...] | None = None
         self.emit("on_configure", config=config)
@@ -186,13 +194,17 @@ class TaskRunner:
         self._runtime = None
 
     def _close_parts(self, stack: ExitStack) -> None:
-        """Have a stack close what one trainer has used: samplers first, trackers last."""
+        """Have a stack close what one trainer has used: samplers first, rewards before their judge, trackers last."""
         stack.callback(self._trackers.close)
+        if self._replica_loop is not None:
+            stack.callback(self._replica_loop.close)
+        for judge in self._judges:
+            stack.callback(judge.close)
         for scorer in self._scorers:
             stack.callback(scorer.close)
         for sampler in self._samplers:
             stack.callback(sampler.close)
-        self._scorers, self._samplers = [], []
+        self._scorers, self._samplers, self._judges, self._replica_loop = [], [], [], None
 
     def begin_again(self) -> int:
         """Close what the failed trainer has used, and return the step that the next one goes on from.
@@ -313,7 +325,11 @@ class TaskRunner:
             return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
 
     def scorer(self) -> RewardScorer:
-        """The run's reward."""
+        """The run's reward.
+
+        Raises:
+            ConfigError: it asks a judge, and the run has none.
+        """
         reward = self.reward
         settings = RewardSettings(
             reward.on_error, reward.max_bad_share, reward.timeout_s, self.data.max_response_length
@@ -327,7 +343,37 @@ class TaskRunner:
             reward.reward_manager_kwargs,
         )
         self._scorers.append(scorer)
+        if scorer.uses_judge and self.judge is None:
+            raise ConfigError(
+                f"reward.name={reward.name} asks a judge, and judge.enable is false; set judge.enable=true, "
+                "judge.model.path and judge.rollout.name"
+            )
         return scorer
+
+    def start_judge(self, groups: Mapping[str, WorkerGroup], busy: Callable[[], AbstractContextManager[None]]) -> None:
+        """Start the judge, if the run has one, and give it to the rewards.
+
+        Args:
+            groups: as :meth:`start_roles` has started them.
+            busy: makes the block in which a reply is generated.
+
+        Raises:
+            WorkerError: a replica cannot be started.
+        """
+        if self.judge is None or self._runtime is None:
+            return
+        settings: JudgeConfig = self.section("judge", JudgeConfig)
+        replicas = self.judge.start(groups[Role.JUDGE], self._runtime, self._loop_of_replicas())
+        self._judges.append(replicas)
+        tokenizer = load_tokenizer(str(settings.model.path), settings.model.trust_remote_code)
+        judge = ServedJudge.of_replicas(replicas, tokenizer, judge_sampling(settings, self.judge), busy)
+        for scorer in self._scorers:
+            scorer.bind_judge(judge, lambda call: replicas.run(asyncio.to_thread(call)), judge.take_metrics)
+
+    def _loop_of_replicas(self) -> ReplicaLoop:
+        if self._replica_loop is None:
+            self._replica_loop = ReplicaLoop()
+        return self._replica_loop
 
     def role_engine(self, section: str) -> Any:
         """Return ``<section>.engine`` as an instance of its engine's schema; the actor's for a role without the key."""
@@ -380,9 +426,14 @@ class TaskRunner:
         """Start the groups of a run; return their roles."""
         self.emit("on_start_workers", workers=chosen, runtime=runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
+        logs = str((self.run_dir / "logs").resolve())
         if self.starts_replicas:
-            replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
-            everyone[Role.ROLLOUT] = replica
+            model = ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
+            everyone[Role.ROLLOUT] = self.served.worker(model, self.trainer.seed, self.placement.device, logs)
+        if self.judge is not None:
+            everyone[Role.JUDGE] = self.judge.worker(
+                self._judge_model(), self.trainer.seed, self.placement.device, logs
+            )
         groups = start_groups(
             self.pools,
             everyone,
@@ -394,6 +445,11 @@ class TaskRunner:
         )
         self.groups = {str(role): group for role, group in groups.items()}
         return set(self.groups)
+
+    def _judge_model(self) -> ServedModel:
+        model = self.section("judge", JudgeConfig).model
+        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
+        return ServedModel.of(model.path, tokenizer, read_stop_token_ids(model.path, tokenizer))
 
     def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
         """Restart the groups of a run that has lost some of their processes; return the roles of new processes.
@@ -409,7 +465,7 @@ class TaskRunner:
         try:
             for name, group in views.items():
                 roles = {role for role, view in self.groups.items() if view.name == name}
-                is_frozen = all(role in chosen and not role_trains(role) for role in roles)
+                is_frozen = all(role == Role.JUDGE or (role in chosen and not role_trains(role)) for role in roles)
                 if not is_frozen or group.lost_ranks or group.poisoned:
                     group.restart()
                     fresh |= roles
@@ -445,22 +501,6 @@ class TaskRunner:
         """Dtype that replicas hold weights in; None if only their engine knows."""
         return self.rollout_class.weight_dtype(self.rollout, self.model.path, self.placement.device)
 
-    def _replica_spec(self) -> ReplicaSpec:
-        replica, tokenizer = self.rollout.replica, self.tokenizer
-        hidden = hide_accelerators() if self.placement.device == "cpu" else {}
-        return ReplicaSpec(
-            rollout=asdict(self.rollout),
-            model_path=self.model.path,
-            seed=self.trainer.seed,
-            pad_token_id=int(tokenizer.pad_token_id),
-            eos_token_id=int(tokenizer.eos_token_id),
-            stop_token_ids=self.stop_token_ids,
-            python=replica.python,
-            env={**hidden, **self.rollout_class.environment(self.rollout), **replica.env},
-            launch_timeout_s=replica.launch_timeout_s,
-            log_dir=str((self.run_dir / "logs").resolve()),
-        )
-
     def start_sampler(self, groups: Mapping[str, WorkerGroup]) -> Sampler:
         """What generates with the actor's weights, over the groups that :meth:`start_roles` gave.
 
@@ -470,18 +510,11 @@ class TaskRunner:
         actor = next(iter(groups.values()))
         if not self.uses_replicas or self._runtime is None:
             return InProcessSampler(actor)
-        timeout_s = self.rollout.replica.launch_timeout_s
-        replicas = Replicas(groups[Role.ROLLOUT], self.routing(), timeout_s, len(self._runtime.nodes()) == 1)
+        replicas = self.served.start(groups[Role.ROLLOUT], self._runtime, self._loop_of_replicas())
         takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
         sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)
         self._samplers.append(sampler)
         return sampler
-
-    def routing(self) -> RoutingSettings:
-        """Return how requests are spread over the rollout's replicas."""
-        replica = self.rollout.replica
-        continuous = self.rollout_class.capabilities.continuous_batching
-        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     def _canary(self) -> Canary:
         """Token ids from all over the vocabulary; what they mean does not matter."""
