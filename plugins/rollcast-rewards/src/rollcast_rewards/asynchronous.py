@@ -99,7 +99,7 @@ class _Flight:
         return [index for index, start in list(self.started.items()) if start + limit <= now]
 
     def leave(self, timed_out_samples: Sequence[int], outcome: Outcome) -> None:
-        """Give up a loop: some samples have their outcome, the others begin again on the next."""
+        """Leave a loop: some samples have their outcome, the others begin again on the next."""
         others = [index for index in list(self.started) if index not in timed_out_samples]
         self.leg += 1
         self.waiting = deque([*others, *self.waiting])

@@ -121,8 +121,11 @@ class ServedJudge(Judge):
         seed: int | None = None,
     ) -> str:
         ids = self._encode(messages)
-        changes = {"max_tokens": max_tokens, "temperature": temperature}
-        sampling = replace(self._sampling, **{key: value for key, value in changes.items() if value is not None})
+        sampling = replace(
+            self._sampling,
+            max_tokens=self._sampling.max_tokens if max_tokens is None else max_tokens,
+            temperature=self._sampling.temperature if temperature is None else temperature,
+        )
         # A question has the same reply in a run that is resumed.
         drawn = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little") >> 1
         request = RolloutRequest(f"judge-{next(self._numbers)}", ids, sampling, seed=drawn if seed is None else seed)

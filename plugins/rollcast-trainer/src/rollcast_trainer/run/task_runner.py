@@ -428,12 +428,11 @@ class TaskRunner:
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
         logs = str((self.run_dir / "logs").resolve())
         if self.starts_replicas:
-            model = ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
-            everyone[Role.ROLLOUT] = self.served.worker(model, self.trainer.seed, self.placement.device, logs)
+            served = self.rollout_model()
+            everyone[Role.ROLLOUT] = self.served.worker(served, self.trainer.seed, self.placement.device, logs)
         if self.judge is not None:
-            everyone[Role.JUDGE] = self.judge.worker(
-                self._judge_model(), self.trainer.seed, self.placement.device, logs
-            )
+            judge = self._judge_model()
+            everyone[Role.JUDGE] = self.judge.worker(judge, self.trainer.seed, self.placement.device, logs)
         groups = start_groups(
             self.pools,
             everyone,
@@ -445,6 +444,10 @@ class TaskRunner:
         )
         self.groups = {str(role): group for role, group in groups.items()}
         return set(self.groups)
+
+    def rollout_model(self) -> ServedModel:
+        """Return the model as the rollout's replicas begin with it."""
+        return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
 
     def _judge_model(self) -> ServedModel:
         model = self.section("judge", JudgeConfig).model
