@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -13,26 +13,29 @@ from typing import Any, cast
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import build_section, start_groups
+from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
+from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
-from rollcast_eval.scoring import GeneratedSamples, RewardScorer
+from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
-from rollcast_serving.pools import ROLLOUT, build_pools
+from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
+from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
+from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.served import ServedModel, ServedRole
 
 __all__ = ["SampleJob"]
@@ -67,6 +70,8 @@ class SampleJob:
         self._pools = build_pools(self._placement)
         self._served = ServedRole(ROLLOUT, "rollout", self._rollout, self._rollout_class)
         self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
+        judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
+        self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
@@ -94,21 +99,15 @@ class SampleJob:
             "sample.seed": self._sample.seed,
             **({} if self._generator is None else self._generator.settings()),
             **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),
+            **({"judge": OmegaConf.to_container(self._config.judge)} if self._judge is not None else {}),
         }
 
     def _build_scorer(self) -> RewardScorer:
         reward: RewardConfig = self._section("reward", RewardConfig)
-        settings = RewardSettings(
-            reward.on_error, reward.max_bad_share, reward.timeout_s, self._data.max_response_length
-        )
-        return RewardScorer(
-            reward.name,
-            reward.reward_manager,
-            reward.reward_kwargs,
-            self.tokenizer,
-            settings,
-            reward.reward_manager_kwargs,
-        )
+        scorer = RewardScorer(RewardSetup.of(reward, self._data.max_response_length), self.tokenizer)
+        if scorer.uses_judge and self._judge is None:
+            raise ConfigError(f"reward.name={reward.name} {NEEDS_JUDGE}")
+        return scorer
 
     def _build_generator(self, output: Path) -> BaseGenerator | None:
         """Return the generator that the config asks for; None where a sample is one reply."""
@@ -160,16 +159,32 @@ class SampleJob:
             roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: worker}
             if self._generator is not None:
                 roles.update(self._generator.workers())
+            if self._judge is not None:
+                roles[JUDGE] = self._judge.worker(self._sample.seed, self._placement.device)
             groups = start_groups(self._pools, roles, runtime=runtime)
             replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:
                     self._generator.connect(groups, lambda: replicas.addresses)
-                yield replicas
+                with self._judging(groups, runtime, replicas.loop):
+                    yield replicas
             finally:
                 replicas.close()
         finally:
             runtime.shutdown()
+
+    @contextmanager
+    def _judging(self, groups: Mapping[Hashable, WorkerGroup], runtime: Runtime, loop: ReplicaLoop) -> Iterator[None]:
+        """Serve the judge, if the rewards ask one, in this block."""
+        if self._judge is None or self.scorer is None:
+            yield
+            return
+        judge = self._judge.start(groups[JUDGE], runtime, loop, [self.scorer])
+        try:
+            yield
+        finally:
+            self.scorer.close()  # before the judge that it asks
+            judge.close()
 
     def _chunk(self, replicas: Replicas, indices: Sequence[int]) -> list[dict[str, Any]]:
         prompts = self.dataset.collate([self.dataset[index] for index in indices])

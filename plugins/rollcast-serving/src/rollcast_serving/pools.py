@@ -52,6 +52,8 @@ def _read_pool(name: str, value: Any) -> PoolConfig:
 
 
 def _build_pool(name: str, pool: PoolConfig, device: Device) -> ResourcePool:
+    if pool.device is not None:
+        device = find_device(pool.device, f"placement.pools.{name}.device")
     uses_device = bool(device.resource)
     try:
         return ResourcePool(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -17,7 +16,6 @@ from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
-from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
@@ -29,12 +27,13 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.scoring import RewardScorer
+from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
+from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
+from rollcast_eval.scoring import RewardScorer, RewardSetup
 from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
-from rollcast_serving.judge import ServedJudge, judge_role, judge_sampling
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.pools import build_pools
 from rollcast_serving.replica_loop import ReplicaLoop
@@ -100,7 +99,7 @@ class TaskRunner:
         self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
         self.served = ServedRole(Role.ROLLOUT, "rollout", self.rollout, self.rollout_class)
         #: The replicas that rewards ask; None in a run without a judge.
-        self.judge = None if self.replay_of is not None else judge_role(self.section("judge", JudgeConfig))
+        self.judge: CommandJudge | None = None
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
@@ -113,10 +112,11 @@ class TaskRunner:
         check_places(choice, not self.uses_replicas, own_pool, processes, rollout_pool.use_gpu)
         engine, rollout = self.engine_class.capabilities, self.rollout_class.capabilities
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
-        if self.judge is not None:
-            self.judge.check_nodes(self.pools.get_resource_pool(Role.JUDGE).process_on_nodes)
         if self.replay_of is not None:
             self._leave_out_replicas()
+        else:
+            places = self.pools.get_resource_pool(Role.JUDGE).process_on_nodes
+            self.judge = CommandJudge.of(self.section("judge", JudgeConfig), places)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
@@ -330,45 +330,40 @@ class TaskRunner:
         Raises:
             ConfigError: it asks a judge, and the run has none.
         """
-        reward = self.reward
-        settings = RewardSettings(
-            reward.on_error, reward.max_bad_share, reward.timeout_s, self.data.max_response_length
-        )
-        scorer = RewardScorer(
-            reward.name,
-            reward.reward_manager,
-            reward.reward_kwargs,
-            self.tokenizer,
-            settings,
-            reward.reward_manager_kwargs,
-        )
+        scorer = RewardScorer(RewardSetup.of(self.reward, self.data.max_response_length), self.tokenizer)
         self._scorers.append(scorer)
-        if scorer.uses_judge and self.judge is None:
+        if scorer.uses_judge and self.has_reward_workers:
             raise ConfigError(
-                f"reward.name={reward.name} asks a judge, and judge.enable is false; set judge.enable=true, "
-                "judge.model.path and judge.rollout.name"
+                f"placement.mapping.reward gives the rewards a pool, but reward.name={self.reward.name} asks the "
+                "judge, and waits for it in the trainer's process; leave the role reward out of placement.mapping"
             )
+        if scorer.uses_judge and self.judge is None:
+            raise ConfigError(f"reward.name={self.reward.name} {NEEDS_JUDGE}")
         return scorer
 
-    def start_judge(self, groups: Mapping[str, WorkerGroup], busy: Callable[[], AbstractContextManager[None]]) -> None:
-        """Start the judge, if the run has one, and give it to the rewards.
+    @property
+    def has_reward_workers(self) -> bool:
+        """True if rewards are computed in a pool of their own."""
+        return self.replay_of is None and self.has_own_pool(Role.REWARD)
+
+    def start_rewards(
+        self, groups: Mapping[str, WorkerGroup], busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Give the rewards what they need of the cluster: workers of their own, or a judge.
 
         Args:
             groups: as :meth:`start_roles` has started them.
-            busy: makes the block in which a reply is generated.
+            busy: makes the block in which the judge generates a reply.
 
         Raises:
-            WorkerError: a replica cannot be started.
+            WorkerError: a replica of the judge cannot be started.
         """
-        if self.judge is None or self._runtime is None:
-            return
-        settings: JudgeConfig = self.section("judge", JudgeConfig)
-        replicas = self.judge.start(groups[Role.JUDGE], self._runtime, self._loop_of_replicas())
-        self._judges.append(replicas)
-        tokenizer = load_tokenizer(str(settings.model.path), settings.model.trust_remote_code)
-        judge = ServedJudge.of_replicas(replicas, tokenizer, judge_sampling(settings, self.judge), busy)
-        for scorer in self._scorers:
-            scorer.bind_judge(judge, lambda call: replicas.run(asyncio.to_thread(call)), judge.take_metrics)
+        if self.has_reward_workers:
+            for scorer in self._scorers:
+                scorer.score_by(RewardWorkers(groups[Role.REWARD]))
+        if self.judge is not None and self._runtime is not None:
+            loop = self._loop_of_replicas()
+            self._judges.append(self.judge.start(groups[Role.JUDGE], self._runtime, loop, self._scorers, busy))
 
     def _loop_of_replicas(self) -> ReplicaLoop:
         if self._replica_loop is None:
@@ -430,9 +425,12 @@ class TaskRunner:
         if self.starts_replicas:
             served = self.rollout_model()
             everyone[Role.ROLLOUT] = self.served.worker(served, self.trainer.seed, self.placement.device, logs)
+        if self.has_reward_workers:
+            setup = RewardSetup.of(self.reward, self.data.max_response_length)
+            model = RewardWorkerSetup(setup, self.model.path, self.model.trust_remote_code)
+            everyone[Role.REWARD] = ClassWithInitArgs(RewardWorker, model)
         if self.judge is not None:
-            judge = self._judge_model()
-            everyone[Role.JUDGE] = self.judge.worker(judge, self.trainer.seed, self.placement.device, logs)
+            everyone[Role.JUDGE] = self.judge.worker(self.trainer.seed, self.placement.device, logs)
         groups = start_groups(
             self.pools,
             everyone,
@@ -449,11 +447,6 @@ class TaskRunner:
         """Return the model as the rollout's replicas begin with it."""
         return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
 
-    def _judge_model(self) -> ServedModel:
-        model = self.section("judge", JudgeConfig).model
-        tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-        return ServedModel.of(model.path, tokenizer, read_stop_token_ids(model.path, tokenizer))
-
     def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
         """Restart the groups of a run that has lost some of their processes; return the roles of new processes.
 
@@ -468,7 +461,9 @@ class TaskRunner:
         try:
             for name, group in views.items():
                 roles = {role for role, view in self.groups.items() if view.name == name}
-                is_frozen = all(role == Role.JUDGE or (role in chosen and not role_trains(role)) for role in roles)
+                is_frozen = all(
+                    role in (Role.JUDGE, Role.REWARD) or (role in chosen and not role_trains(role)) for role in roles
+                )
                 if not is_frozen or group.lost_ranks or group.poisoned:
                     group.restart()
                     fresh |= roles

@@ -27,6 +27,7 @@ _DECIMALS = 4
 _PHASES = {
     "generate_sequences": "generate",
     "compute_rm_score": "reward",
+    "score": "reward",
     "compute_log_prob": "old_log_prob",
     "compute_ref_log_prob": "ref_log_prob",
     "compute_values": "values",

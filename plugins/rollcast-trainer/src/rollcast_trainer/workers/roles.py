@@ -28,6 +28,8 @@ class Role(StrEnum):
     """Replicas of an inference engine, in processes of their own."""
     REWARD_MODEL = "reward_model"
     """The model that scores responses."""
+    REWARD = "reward"
+    """Processes that score by the run's reward."""
     JUDGE = "judge"
     """Replicas of the model that rewards ask, in processes of their own."""
 
