@@ -1,0 +1,287 @@
+"""The cost model ``analytical``: a roofline of published device figures. `docs/cost-models.md` has the formulas."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import lru_cache
+
+from rollcast.contracts.mapping import (
+    BaseCostModel,
+    Lengths,
+    MemoryParts,
+    Mode,
+    ModelFacts,
+    Placement,
+    Pool,
+    Problem,
+    RoleSpec,
+    StageCost,
+    StageSpec,
+)
+from rollcast_automap.length_curve import LengthCurve
+
+__all__ = ["AnalyticalCosts", "Efficiency"]
+
+#: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
+_SHARDING = frozenset({"fsdp"})
+_STEPS = 24
+
+
+@dataclass(frozen=True)
+class Efficiency:
+    """Reached fractions of published peak figures, and fixed costs; the same for every device and every stage.
+
+    Attributes:
+        compute: fraction of the peak FLOP per second in matrix products.
+        attention: fraction of the matrix products' rate that attention reaches.
+        memory: fraction of the peak memory bandwidth.
+        link: fraction of the peak link bandwidth in collectives.
+        elementwise_bytes: bytes moved per token, layer and hidden number by norms, residuals and activations forward.
+        latency_s: seconds of one small collective.
+        launch_s: seconds that a layer takes at least.
+        reserve_bytes: CUDA context, libraries and graphs.
+        bucket_bytes: buffer of a weight sync.
+    """
+
+    compute: float = 0.8
+    attention: float = 0.5
+    memory: float = 0.85
+    link: float = 0.8
+    elementwise_bytes: float = 120.0
+    latency_s: float = 1e-5
+    launch_s: float = 5e-5
+    reserve_bytes: int = 2 << 30
+    bucket_bytes: int = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A role on its pool, with the figures of the slowest device."""
+
+    flops: float
+    bandwidth: float
+    host: float
+    link: float
+    network: float
+    nodes: int
+    per_node: int
+    efficiency: Efficiency
+
+    def gather(self, size: float, ranks: int, stride: int) -> float:
+        """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ranks that are ``stride`` apart."""
+        if ranks < 2:
+            return 0.0
+        inside = max(self.per_node // stride, 1)
+        nodes = -(-ranks // inside) if self.nodes > 1 else 1
+        seconds = size * (ranks - 1) / ranks / self.link if inside > 1 or nodes == 1 else 0.0
+        if nodes > 1:
+            seconds = max(seconds, size * (nodes - 1) / nodes / (min(inside, ranks) * self.network))
+        return seconds / self.efficiency.link + self.efficiency.latency_s * math.log2(ranks)
+
+
+def _layer_weights(model: ModelFacts) -> float:
+    attention = model.hidden * model.head_size * (2 * model.heads + 2 * model.kv_heads)
+    embeddings = model.hidden * model.vocab * (1 if model.tied else 2)
+    stored = (model.parameters - embeddings) / model.layers
+    # Of a mixture of experts a token meets ffn numbers only; ffn counts the chosen experts together.
+    return min(stored, attention + 3 * model.hidden * model.ffn)
+
+
+@lru_cache(maxsize=256)
+def _curve(lengths: Lengths) -> LengthCurve:
+    return LengthCurve.read(lengths)
+
+
+class AnalyticalCosts(BaseCostModel):
+    """Roofline costs.
+
+    Args:
+        efficiency: reached fractions of the peak figures.
+    """
+
+    def __init__(self, efficiency: Efficiency | None = None) -> None:
+        self.efficiency = efficiency or Efficiency()
+
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+        """Return the cost of a stage of one step, without its waits for other stages."""
+        role, place = problem.role(stage.role), self._place(problem, pool)
+        if stage.kind == "generate":
+            return self._generate(problem, role, placement, place)
+        return self._pass(problem, role, placement, place, stage.kind == "update")
+
+    def sync_cost(
+        self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
+    ) -> StageCost:
+        """Return the cost of one transfer of the trained weights to the rollout, resharding included."""
+        source, target = self._place(problem, trained[1]), self._place(problem, rollout[1])
+        role = problem.role(rollout[0].role)
+        mesh, weights = trained[0].mesh, self._parameters(role) * role.model.dtype_bytes
+        shards = mesh.size if problem.role(trained[0].role).plugin in _SHARDING else mesh.tensor * mesh.pipeline
+        tensor = rollout[0].mesh.tensor
+        # Each device collects its part of the rollout's copy from the ranks that hold shards of one training copy.
+        seconds = source.gather(weights / tensor, max(shards // tensor, 1), 1)
+        if trained[1].name != rollout[1].name:
+            senders = min(source.per_node * source.nodes, target.per_node)
+            seconds += weights / (max(senders, 1) * target.network * self.efficiency.link) + self.efficiency.latency_s
+        return StageCost(communication=seconds)
+
+    def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
+        """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
+        if not role.offload:
+            return StageCost()
+        parts = self.memory(problem, role, placement, pool, mode)
+        # A frozen role's weights are in host memory already: they are only loaded.
+        ways = 2 if role.kind == "trains" else 1
+        moved = ways * (parts.parameters + parts.optimizer)
+        return StageCost(communication=moved / (self._place(problem, pool).host * self.efficiency.link))
+
+    def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
+        """Return the memory of a role on each of its devices."""
+        model, mesh = role.model, placement.mesh
+        split = mesh.tensor * mesh.pipeline * (mesh.data if role.plugin in _SHARDING else 1)
+        whole = self._parameters(role)
+        if mesh.pipeline > 1:
+            # The first and the last stage hold an embedding each beside their layers.
+            embedding = model.hidden * model.vocab
+            body = whole - embedding * (1 if model.tied or role.value_head else 2)
+            whole = body + embedding * mesh.pipeline
+        numbers = -(-whole // split)
+        parts = {"parameters": numbers * model.dtype_bytes, "reserve": self.efficiency.reserve_bytes}
+        longest = problem.prompt_lengths.maximum + problem.response_lengths.maximum
+        rows = placement.micro_batch_rows
+        if role.kind == "generates":
+            heads = max(-(-model.kv_heads // mesh.tensor), 1)
+            parts["kv_cache"] = rows * longest * 2 * model.layers * heads * model.head_size * 2 // mesh.pipeline
+            parts["buckets"] = self.efficiency.bucket_bytes
+            return MemoryParts(**parts, visiting=mode == "hybrid")
+        tokens = rows * longest
+        # Korthikanti et al. 2022: 34 bytes per token and hidden number in a layer with flash attention.
+        layer = tokens * model.hidden * 34 // mesh.tensor
+        if role.kind == "trains":
+            kept = tokens * model.hidden * 2 // mesh.tensor
+            parts["gradients"] = numbers * role.gradient_bytes
+            shared = 1 if role.plugin in _SHARDING else mesh.data
+            parts["optimizer"] = -(-numbers * role.optimizer_bytes // shared)
+            # The first stage of a pipeline has as many micro-batches in flight as there are stages.
+            parts["activations"] = model.layers * kept + layer if role.recompute else model.layers * layer
+        else:
+            parts["activations"] = layer
+        if not role.value_head:
+            copies = 3 if role.kind == "trains" else 1
+            parts["logits"] = copies * 4 * rows * problem.response_lengths.maximum * -(-model.vocab // mesh.tensor)
+        if role.plugin in _SHARDING and mesh.data > 1:
+            parts["buckets"] = int(2 * 2 * _layer_weights(model))
+        return MemoryParts(**parts, visiting=role.offload)
+
+    def _parameters(self, role: RoleSpec) -> int:
+        model = role.model
+        if not role.value_head:
+            return model.parameters
+        return model.parameters - (0 if model.tied else model.hidden * model.vocab) + model.hidden
+
+    def _place(self, problem: Problem, pool: Pool) -> _Place:
+        nodes = [problem.cluster.nodes[index] for index, _ in pool.places]
+        return _Place(
+            flops=min(node.kind.flops["bfloat16"] for node in nodes) * self.efficiency.compute,
+            bandwidth=min(node.kind.memory_bandwidth for node in nodes) * self.efficiency.memory,
+            host=min(node.kind.host_bandwidth for node in nodes),
+            link=min(node.link_bandwidth for node in nodes),
+            network=problem.cluster.network_bandwidth,
+            nodes=len(nodes),
+            per_node=min(count for _, count in pool.places),
+            efficiency=self.efficiency,
+        )
+
+    def _layer(self, model: ModelFacts, place: _Place, tokens: float, pairs: float, tensor: int) -> tuple[float, float]:
+        """Seconds of a layer's forward pass: of its arithmetic, and of its memory traffic beyond that."""
+        weights = _layer_weights(model)
+        products = 2 * weights * tokens / tensor / place.flops
+        # A causal kernel computes half of the square of positions.
+        attention = 2 * model.heads * model.head_size * pairs / tensor / (place.flops * self.efficiency.attention)
+        load = weights * 2 / tensor / place.bandwidth
+        moved = self.efficiency.elementwise_bytes * tokens * model.hidden / tensor / place.bandwidth
+        compute = products + attention
+        return compute, max(max(load, products) + attention + moved, self.efficiency.launch_s) - compute
+
+    def _pass(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place, trains: bool) -> StageCost:
+        """Return the cost of forward passes, or of forward and backward passes and optimizer steps, over the batch."""
+        model, mesh = role.model, at.mesh
+        prompt, response = _curve(problem.prompt_lengths), _curve(problem.response_lengths)
+        mean, square = prompt.plus(response)
+        batches = problem.mini_batches * problem.epochs if trains else 1
+        rows = problem.rows / (problem.mini_batches if trains else 1) / mesh.data
+        micro_rows = min(at.micro_batch_rows, math.ceil(rows))
+        micro = math.ceil(rows / micro_rows)
+        tokens, share = mean * rows / micro, rows / micro
+        layers = model.layers / mesh.pipeline
+        compute, memory = self._layer(model, place, tokens, square * share, mesh.tensor)
+        # A backward pass is two forward passes; recomputation adds one.
+        passes = (4.0 if role.recompute else 3.0) if trains else 1.0
+        compute, memory = compute * passes * layers, memory * passes * layers
+        if not role.value_head:
+            head = response.mean * share * model.vocab / mesh.tensor
+            compute += (3.0 if trains else 1.0) * 2 * model.hidden * head / place.flops
+            memory += (3.0 if trains else 1.0) * 8 * head / place.bandwidth
+        activation = tokens * model.hidden * 2
+        exchanged = 4 * passes * place.gather(activation, mesh.tensor, 1) * layers
+        if role.plugin in _SHARDING and mesh.data > 1:
+            gathered = place.gather(2 * _layer_weights(model) * layers, mesh.data, 1)
+            wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
+            # Layers gather while the one before computes; the first gather of a pass has nothing to hide behind.
+            exchanged += max(wire - compute - memory, 0.0) + gathered / layers
+        hop = activation / (place.network if place.nodes > 1 else place.link) if mesh.pipeline > 1 else 0.0
+        bubble = (mesh.pipeline - 1) * (compute + memory + exchanged + hop)
+        sums = [batches * micro * part for part in (compute, memory, exchanged)]
+        if trains:
+            numbers = self._parameters(role) / (mesh.tensor * mesh.pipeline)
+            if role.plugin in _SHARDING:
+                numbers /= mesh.data
+            else:
+                reduced = place.gather(numbers * role.gradient_bytes, mesh.data, mesh.tensor)
+                sums[2] += batches * (reduced + place.gather(numbers * 2, mesh.data, mesh.tensor))
+                numbers /= mesh.data
+            sums[1] += batches * numbers * 2 * (role.optimizer_bytes + role.gradient_bytes) / place.bandwidth
+        return StageCost(sums[0], sums[1], sums[2], bubble=batches * bubble)
+
+    def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:
+        """Return the cost of generating the batch; ``tail`` is what unequal lengths add to equal ones."""
+        model, mesh = role.model, at.mesh
+        prompt, response = _curve(problem.prompt_lengths), _curve(problem.response_lengths)
+        rows = math.ceil(problem.rows / mesh.data)
+        slots = min(at.micro_batch_rows, rows)
+        layers = model.layers
+
+        tokens = rows * prompt.mean
+        compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, mesh.tensor)
+        reduce = 2 * 2 * place.gather(tokens * model.hidden * 2, mesh.tensor, 1)
+        parts = [compute * layers, memory * layers, reduce * layers]
+
+        cache = 2 * model.kv_heads * model.head_size * 2 / min(mesh.tensor, model.kv_heads)
+        weights = _layer_weights(model)
+
+        def token(active: float, context: float) -> tuple[float, float, float]:
+            work = active * (2 * weights + 4 * model.heads * model.head_size * context)
+            work = layers * work + active * 2 * model.hidden * model.vocab
+            read = layers * (2 * weights + active * context * cache * mesh.tensor) + 2 * model.hidden * model.vocab
+            busy = work / mesh.tensor / place.flops
+            wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
+            return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
+
+        # Full slots until the queue is empty, then a drain in which the active rows end one by one.
+        fresh = slots >= rows
+        survivors = response.surviving if fresh else response.remaining
+        drain = response.mean if fresh else response.mean_square / (2 * response.mean)
+        full = max((rows * response.mean - slots * drain) / slots, 0.0)
+        equal = rows * response.mean / slots
+        context = prompt.mean + response.mean_square / (2 * response.mean)
+        for place_in, part in enumerate(token(slots, context)):
+            parts[place_in] += equal * part
+        longest = response.expected_longest(problem.rows)
+        width = longest / _STEPS
+        seconds = full * sum(token(slots, context))
+        for step in range(_STEPS):
+            done = (step + 0.5) * width
+            seconds += width * sum(token(max(slots * survivors(done), 1.0), prompt.mean + done))
+        tail = max(seconds - equal * sum(token(slots, context)), 0.0)
+        return StageCost(parts[0], parts[1], parts[2], tail=tail)

@@ -1,0 +1,161 @@
+"""The distribution of sequence lengths, from quantiles: moments, survivors, the longest of many, and drawn lengths."""
+
+from __future__ import annotations
+
+import math
+import random
+from bisect import bisect_right
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from rollcast.contracts.mapping import Lengths
+from rollcast.errors import ConfigError
+
+__all__ = ["LengthCurve"]
+
+
+@dataclass(frozen=True)
+class LengthCurve:
+    """A piecewise linear distribution of lengths in tokens.
+
+    Attributes:
+        levels: probabilities in rising order, from 0 to 1.
+        quantiles: length at each level, in rising order.
+    """
+
+    levels: tuple[float, ...]
+    quantiles: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        levels, quantiles = list(self.levels), list(self.quantiles)
+        rising = levels == sorted(set(levels)) and quantiles == sorted(quantiles)
+        if len(levels) != len(quantiles) or len(levels) < 2 or not rising or (levels[0], levels[-1]) != (0.0, 1.0):
+            raise ConfigError(
+                f"lengths have the levels {levels} and the quantiles {quantiles}; give as many of each, rising, with "
+                "levels from 0 to 1"
+            )
+        if quantiles[0] < 0:
+            raise ConfigError(f"lengths start at {quantiles[0]} tokens; a length is 0 or more")
+
+    @classmethod
+    def fixed(cls, length: float) -> LengthCurve:
+        """Return a distribution of one length."""
+        return cls((0.0, 1.0), (length, length))
+
+    @classmethod
+    def read(cls, lengths: Lengths) -> LengthCurve:
+        """Return the curve through the quantiles of a problem.
+
+        Without quantiles the lengths are taken to be exponential with the given mean and cut at the maximum; equal
+        mean and maximum make them all the same.
+        """
+        if lengths.mean >= lengths.maximum:
+            return cls.fixed(float(lengths.maximum))
+        known = [(level, value) for level, value in lengths.quantiles if 0 < level < 1]
+        if not known:
+            levels = [place / 32 for place in range(1, 32)]
+            known = [(level, min(-lengths.mean * math.log(1 - level), float(lengths.maximum))) for level in levels]
+        pairs = [(0.0, min(1.0, known[0][1])), *known, (1.0, float(lengths.maximum))]
+        return cls(tuple(level for level, _ in pairs), tuple(value for _, value in pairs))
+
+    @classmethod
+    def from_samples(cls, samples: Sequence[float], points: int = 64) -> LengthCurve:
+        """Return the distribution of measured lengths.
+
+        Raises:
+            ConfigError: There is no sample.
+        """
+        if not samples:
+            raise ConfigError("a distribution of lengths needs at least one sample")
+        ordered = sorted(samples)
+        last = len(ordered) - 1
+        levels = tuple(place / points for place in range(points + 1))
+        quantiles = []
+        for level in levels:
+            below = int(level * last)
+            share = level * last - below
+            quantiles.append(ordered[below] + share * (ordered[min(below + 1, last)] - ordered[below]))
+        return cls(levels, tuple(quantiles))
+
+    @property
+    def longest(self) -> float:
+        """Longest length in tokens."""
+        return self.quantiles[-1]
+
+    @cached_property
+    def mean(self) -> float:
+        """Mean length in tokens."""
+        return sum(width * (low + high) / 2 for width, low, high in self._pieces)
+
+    @cached_property
+    def mean_square(self) -> float:
+        """Mean of the squared length; attention over whole rows grows with this number."""
+        return sum(width * (low * low + low * high + high * high) / 3 for width, low, high in self._pieces)
+
+    def plus(self, other: LengthCurve) -> tuple[float, float]:
+        """Return mean and mean square of the sum of two independent lengths."""
+        mean = self.mean + other.mean
+        return mean, self.mean_square + other.mean_square + 2 * self.mean * other.mean
+
+    def surviving(self, length: float) -> float:
+        """Return the probability that a sequence is longer than ``length``."""
+        if length < self.quantiles[0]:
+            return 1.0
+        if length >= self.longest:
+            return 0.0
+        place = bisect_right(self.quantiles, length)
+        low, high = self.quantiles[place - 1], self.quantiles[place]
+        share = (length - low) / (high - low)
+        return 1.0 - (self.levels[place - 1] + share * (self.levels[place] - self.levels[place - 1]))
+
+    def remaining(self, length: float) -> float:
+        """Return the probability that a sequence met at a random moment has more than ``length`` tokens to go.
+
+        In a stream of sequences that start one after the other this is the equilibrium distribution of renewal theory:
+        the integral of the survivors beyond ``length``, divided by the mean.
+        """
+        total = 0.0
+        for width, low, high in self._pieces:
+            if high <= length:
+                continue
+            # Mean of max(x - length, 0) over a uniform piece.
+            start = max(low, length)
+            total += width * ((low + high) / 2 - length if high == low or low >= length else 0.0)
+            if low < length < high:
+                total += width * (high - start) ** 2 / (2 * (high - low))
+        return total / self.mean if self.mean else 0.0
+
+    def expected_longest(self, count: int) -> float:
+        """Return the expected length of the longest of ``count`` sequences.
+
+        The expectation is the integral of ``1 - F(x)**count``; over a linear piece of ``F`` it has a closed form.
+        """
+        found = self.quantiles[0]
+        power = count + 1
+        for place in range(1, len(self.levels)):
+            low, high = self.quantiles[place - 1], self.quantiles[place]
+            start, end = self.levels[place - 1], self.levels[place]
+            mean_power = (end**power - start**power) / (power * (end - start))
+            found += (high - low) * (1.0 - mean_power)
+        return found
+
+    def draw(self, count: int, seed: int) -> list[float]:
+        """Return ``count`` whole lengths, the same for a seed each time."""
+        source = random.Random(seed)  # noqa: S311  # no secret
+        found = []
+        for _ in range(count):
+            level = source.random()
+            place = bisect_right(self.levels, level, hi=len(self.levels) - 1)
+            start, end = self.levels[place - 1], self.levels[place]
+            low, high = self.quantiles[place - 1], self.quantiles[place]
+            found.append(float(max(round(low + (high - low) * (level - start) / (end - start)), 1)))
+        return found
+
+    @cached_property
+    def _pieces(self) -> list[tuple[float, float, float]]:
+        """Probability, least and greatest length of each linear piece."""
+        return [
+            (self.levels[place] - self.levels[place - 1], self.quantiles[place - 1], self.quantiles[place])
+            for place in range(1, len(self.levels))
+        ]
