@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import gc
 import os
@@ -294,6 +295,44 @@ def test_a_collective_group_is_kept_while_all_is_well(monkeypatch: pytest.Monkey
         asyncio.run(sync.sync(8))
     asyncio.run(sync.sync(9))
     sync.close()
+
+
+def test_a_collective_group_ends_with_a_report_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar(KeepingTarget):
+        lies = False
+
+        def receive_weights(self, *args: Any) -> Any:
+            report = super().receive_weights(*args)
+            return dataclasses.replace(report, bytes=1) if self.lies else report
+
+    liar, numbers = Liar(), []
+    sync = make("collective", ListEngine(many_tensors()), [liar])
+    original = collective._receive
+    monkeypatch.setattr(collective, "_receive", lambda source: numbers.append(source["number"]) or original(source))
+    asyncio.run(sync.sync(1))
+    liar.lies = True
+    with pytest.raises(WeightSyncError, match="1 bytes"):
+        asyncio.run(sync.sync(2))
+    liar.lies = False
+    for version in (3, 4):
+        asyncio.run(sync.sync(version))
+    assert numbers == [1, 2, 1, 2]  # syncs of each group
+    sync.close()
+
+
+def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_members", {})
+    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    syncs = [make("collective", engine, [target]) for _ in range(3)]
+    for sync in syncs[:2]:
+        asyncio.run(sync.sync(1))
+    assert len(collective._members) == 2
+    syncs[0].close()  # as when its trainer was killed: its store is gone
+    asyncio.run(syncs[2].sync(1))
+    assert {name for name, *_ in collective._members} == {sync._name for sync in syncs[1:]}
+    asyncio.run(syncs[1].sync(2))  # a sender that lives keeps its group
+    for sync in syncs[1:]:
+        sync.close()
 
 
 def test_disk_leaves_nothing(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ __all__ = ["CollectiveSync"]
 
 _POLL_S = 0.01
 _WORK_POLL_S = 0.0005
+#: Longest time for a sender to accept a connection, in seconds; a node that does not answer is gone.
+_PROBE_S = 1.0
 #: Longest time for all members to meet, once each has announced itself.
 _JOIN = timedelta(seconds=60)
 
@@ -55,9 +57,14 @@ class CollectiveSync(BucketSync):
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
         """See :meth:`BucketSync.sync`."""
-        deliveries = await super().sync(version, only_adapter)
-        if not all(isinstance(result, WeightReport) for result in deliveries):
-            self._sender = None
+        complete = False
+        try:
+            deliveries = await super().sync(version, only_adapter)
+            complete = all(isinstance(result, WeightReport) for result in deliveries)
+        finally:
+            # Also after a report that was refused: a target that got something else is not trusted with the group.
+            if not complete:
+                self._sender = None
         return deliveries
 
     @contextmanager
@@ -217,19 +224,35 @@ class _Member:
         store: store of the group.
         group: process group.
         device: device of the broadcasts.
-        meeting: port of the sender's store, which is another one for each group.
+        meeting: host and port of the sender's store, which are others for each group.
         room: buffer for the buckets.
     """
 
     store: Any
     group: Any
     device: torch.device
-    meeting: int
+    meeting: tuple[str, int]
     room: _Room = field(default_factory=_Room)
+
+    def is_orphan(self) -> bool:
+        """Return True if the sender's store is gone, and with it the sender."""
+        # Not store.check(): on a broken connection it logs a warning of twenty lines.
+        try:
+            socket.create_connection(self.meeting, _PROBE_S).close()
+        except OSError:
+            return True
+        return False
 
 
 #: Groups that this process is in between two syncs, by the sender's name, target and reader.
 _members: dict[tuple[str, int, int], _Member] = {}
+
+
+def _drop_orphans() -> None:
+    """Leave the groups of senders that are gone, such as a trainer's that was killed and started again."""
+    for key, member in list(_members.items()):
+        if member.is_orphan():
+            _members.pop(key, None)
 
 
 def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
@@ -242,7 +265,7 @@ def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
     host = _own_address({source["host"]})
     group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
     group._set_default_timeout(timeout)
-    return _Member(store, group, device, int(source["port"]))
+    return _Member(store, group, device, (source["host"], int(source["port"])))
 
 
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -251,9 +274,12 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     # Taken out: whoever breaks off has left the group.
     member = _members.pop(key, None)
     try:
+        meeting = (source["host"], int(source["port"]))
         if source["number"] == 1:
+            member = None  # the sender's group before, if there was one, ends here
+            _drop_orphans()
             member = _enter(source, timeout)
-        elif member is None or member.meeting != source["port"]:
+        elif member is None or member.meeting != meeting:
             raise WeightSyncError("this process has left the group that carries the weights")
         number = 0
         while True:
