@@ -122,7 +122,7 @@ def main() -> None:
             f"{best / min(cloned):.2f} of clone(), {min(cloned):.3f} s; of the medians {median / statistics.median(cloned):.2f}"
         )
         if name == "shared_memory":
-            held = sum(len(buffer.flat) for buffer in sync._buffers)
+            held = sum(buffer.size for buffer in sync._buffers)
             print(
                 f"    buffers of both ends together: {held / 2**20:.0f} MiB; sender grew by "
                 f"{(own.memory_full_info().uss - before) / 2**20:.1f} MiB over {arguments.repeats} syncs"
