@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,8 @@ from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
-from rollcast_serving.bucket_memory import lay_out, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import cast_into, copy_into, lay_out, read_bucket
+from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
 
@@ -141,6 +142,9 @@ class _Sender(Transport):
         self._work: Any = None
         self._sent = self._number = 0
         self._room = _Room()
+        #: Buffer and entries of the bucket that is staged.
+        self._flat = self._room.take(0, torch.device("cpu"))
+        self._entries: list[dict[str, Any]] = []
         self._targets = targets
         self._meeting = {
             "host": self._host,
@@ -172,14 +176,17 @@ class _Sender(Transport):
         self._group = _join(store, 0, size, self._host, min(self._timeout, _JOIN), backend)
         self._group._set_default_timeout(self._timeout)
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
-        device = bucket[0][1].device
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> Iterator[tuple[str, Tensor]]:
+        device = bucket[0].tensor.device
         self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
-        entries, size = lay_out(bucket)
-        flat = self._room.take(size, device)
-        for (_, tensor), entry in zip(bucket, entries, strict=True):
-            view_tensor(flat, entry).copy_(tensor)
-        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
+        self._entries, size = lay_out(bucket)
+        self._flat = self._room.take(size, device)
+        yield from cast_into(self._flat, self._entries, bucket, room)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        flat, entries = self._flat, self._entries
+        copy_into(flat, entries, bucket)
+        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": len(flat), "tensors": entries}))
         self._work = self._group.broadcast([flat], _root())
         # Not wait(): with a target dead or silent it would take the whole timeout.
         while not self._work.is_completed():
