@@ -25,32 +25,85 @@ def tensor_checksum(tensor: Tensor) -> str:
         tensor: A tensor of any dtype and shape; copied if it is not contiguous.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
+    if not _is_aligned(flat):
         flat = flat.clone()
-    whole = flat.numel() // 8 * 8
+    words = _words(flat)
     # A block at a time on the CPU, for its cache; all at once on a device, where each launch counts.
-    sums = _sum_blocks(flat[:whole].view(torch.int64), at_once=flat.device.type != "cpu")
-    digest = zlib.crc32(f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
-    for part in (*sums, flat[whole:]):
-        digest = zlib.crc32(part.reshape(-1).view(torch.uint8).cpu().numpy().data, digest)
-    return f"{digest:08x}"
+    tables = _sum_blocks(words, at_once=words.device.type != "cpu")
+    return _digest(tensor, tables, flat[words.numel() * 8 :])
+
+
+def copy_with_checksum(target: Tensor, source: Tensor) -> str:
+    """Copy a tensor and return :func:`tensor_checksum` of the copy, summing each block while it is in the cache.
+
+    Args:
+        target: A contiguous tensor of the same shape, perhaps of another dtype.
+        source: The tensor to copy. If it has the dtype of ``target`` its own bytes are summed, so the checksum covers
+            the copying too.
+    """
+    source = source.detach()
+    summed = target if source.dtype != target.dtype else source
+    on_cpu = target.device.type == source.device.type == "cpu"
+    if not on_cpu or not source.is_contiguous() or not _is_aligned(summed) or target.element_size() > 8:
+        target.copy_(source)
+        return tensor_checksum(summed)
+    into, given, flat = target.view(-1), source.view(-1), summed.view(-1).view(torch.uint8)
+    words = _words(flat)
+    tables = _new_tables(words)
+    step = _BLOCK * 8 // target.element_size()
+    for number, start in enumerate(range(0, into.numel(), step)):
+        if summed is source:
+            _sum_block(words, tables, number)
+        into[start : start + step].copy_(given[start : start + step])
+        if summed is target:
+            _sum_block(words, tables, number)
+    return _digest(target, tables, flat[words.numel() * 8 :])
+
+
+def _is_aligned(flat: Tensor) -> bool:
+    return flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+
+
+def _words(flat: Tensor) -> Tensor:
+    return flat[: flat.numel() // 8 * 8].view(torch.int64)
+
+
+def _new_tables(words: Tensor) -> list[Tensor]:
+    """Return room for the sums of each block's columns, int64 ``[blocks, width]`` for each width."""
+    return [words.new_empty(-(-words.numel() // _BLOCK), width) for width in _WIDTHS]
 
 
 def _sum_blocks(words: Tensor, at_once: bool) -> list[Tensor]:
-    """Return the sums of each block's columns, int64 ``[blocks, width]`` for each width; int64 wraps around."""
+    """Return the sums of each block's columns; int64 wraps around."""
+    tables = _new_tables(words)
     full = words.numel() // _BLOCK if at_once else 0
-    tables = [words.new_empty(-(-words.numel() // _BLOCK), width) for width in _WIDTHS]
     if full:
         for table, width in zip(tables, _WIDTHS, strict=True):
             torch.sum(words[: full * _BLOCK].view(full, -1, width), 1, out=table[:full])
     for number in range(full, len(tables[0])):
-        block = words[number * _BLOCK : (number + 1) * _BLOCK]
-        for table, width in zip(tables, _WIDTHS, strict=True):
-            lines = block.numel() // width
-            torch.sum(block[: lines * width].view(lines, width), 0, out=table[number])
-            rest = block[lines * width :]
-            table[number, : rest.numel()] += rest
+        _sum_block(words, tables, number)
     return tables
+
+
+def _sum_block(words: Tensor, tables: list[Tensor], number: int) -> None:
+    block = words[number * _BLOCK : (number + 1) * _BLOCK]
+    length = block.numel()
+    if not length:
+        return
+    for table, width in zip(tables, _WIDTHS, strict=True):
+        sums, rest = table[number], length % width
+        if rest:
+            torch.sum(block[: length - rest].view(-1, width), 0, out=sums)
+            sums[:rest] += block[length - rest :]
+        else:
+            torch.sum(block.view(-1, width), 0, out=sums)
+
+
+def _digest(tensor: Tensor, tables: list[Tensor], tail: Tensor) -> str:
+    digest = zlib.crc32(f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
+    for part in (*tables, tail):
+        digest = zlib.crc32(part.reshape(-1).view(torch.uint8).cpu().numpy().data, digest)
+    return f"{digest:08x}"
 
 
 def combine_checksums(checksums: Iterable[tuple[str, str]]) -> str:

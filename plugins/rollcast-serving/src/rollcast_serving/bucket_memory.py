@@ -20,8 +20,7 @@ __all__ = [
     "BucketMemory",
     "MappedMemory",
     "SharedBucket",
-    "cast_into",
-    "copy_into",
+    "fill",
     "lay_out",
     "map_memory",
     "read_bucket",
@@ -41,27 +40,30 @@ def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
     return entries, max(offset, 1)
 
 
-def cast_into(
-    flat: Tensor, entries: Sequence[Mapping[str, Any]], bucket: Sequence[Outgoing], room: CastRoom
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield a bucket's tensors as they are sent, those that are cast where they lie in the buffer.
+def fill(flat: Tensor, entries: Sequence[dict[str, Any]], bucket: Sequence[Outgoing], room: CastRoom) -> WeightBucket:
+    """Copy a bucket's tensors to their places in the buffer, in the dtypes in which they are sent.
 
-    The others are yielded as they are, and those of another device cast in ``room``, so that their checksums are taken
-    before they are copied; :func:`copy_into` copies both.
+    A tensor of another device is cast and summed there, before it is copied.
+
+    Args:
+        flat: buffer, uint8 ``[N]``.
+        entries: entry of each tensor, which gets its checksum.
+        bucket: tensors to copy.
+        room: memory for tensors that are cast on another device.
+
+    Returns:
+        The bucket as it lies in the buffer, with its checksums.
     """
-    here = [each.is_cast and each.tensor.device == flat.device for each in bucket]
-    elsewhere = room.cast([each for each, is_here in zip(bucket, here, strict=True) if not is_here])
-    for each, entry, is_here in zip(bucket, entries, here, strict=True):
-        yield (each.name, view_tensor(flat, entry).copy_(each.tensor.detach())) if is_here else next(elsewhere)
+    from rollcast.protocol import copy_with_checksum
 
-
-def copy_into(flat: Tensor, entries: Sequence[dict[str, Any]], bucket: WeightBucket) -> None:
-    """Copy a bucket's tensors to their places in the buffer, but those that lie there; note their checksums."""
-    for (name, tensor), entry in zip(bucket, entries, strict=True):
-        entry["checksum"] = bucket.expected.get(name)
+    far = room.cast([each for each in bucket if each.tensor.device != flat.device])
+    named: list[tuple[str, Tensor]] = []
+    for each, entry in zip(bucket, entries, strict=True):
+        source = each.tensor if each.tensor.device == flat.device else next(far)[1]
         place = view_tensor(flat, entry)
-        if place.data_ptr() != tensor.data_ptr() or place.device != tensor.device:
-            place.copy_(tensor)
+        entry["checksum"] = copy_with_checksum(place, source)
+        named.append((each.name, place))
+    return WeightBucket(named, {entry["name"]: entry["checksum"] for entry in entries})
 
 
 def view_tensor(flat: Tensor, entry: Mapping[str, Any]) -> Tensor:
@@ -163,9 +165,12 @@ class BucketMemory:
 
     def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
         """Copy a bucket into the memory, over the one before."""
-        held = bucket if isinstance(bucket, WeightBucket) else WeightBucket(list(bucket), {})
-        entries, size = lay_out([Outgoing(name, tensor, tensor.dtype) for name, tensor in held])
-        copy_into(self._memory.reserve(size), entries, held)
+        expected = bucket.expected if isinstance(bucket, WeightBucket) else {}
+        entries, size = lay_out([Outgoing(name, tensor, tensor.dtype) for name, tensor in bucket])
+        flat = self._memory.reserve(size)
+        for (name, tensor), entry in zip(bucket, entries, strict=True):
+            entry["checksum"] = expected.get(name)
+            view_tensor(flat, entry).copy_(tensor.detach())
         return SharedBucket(self._memory.path, entries)
 
     def close(self) -> None:

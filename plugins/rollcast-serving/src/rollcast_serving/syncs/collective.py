@@ -27,7 +27,7 @@ from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
-from rollcast_serving.bucket_memory import cast_into, copy_into, lay_out, read_bucket
+from rollcast_serving.bucket_memory import fill, lay_out, read_bucket
 from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
@@ -176,16 +176,15 @@ class _Sender(Transport):
         self._group = _join(store, 0, size, self._host, min(self._timeout, _JOIN), backend)
         self._group._set_default_timeout(self._timeout)
 
-    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> Iterator[tuple[str, Tensor]]:
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
         device = bucket[0].tensor.device
         self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
         self._entries, size = lay_out(bucket)
         self._flat = self._room.take(size, device)
-        yield from cast_into(self._flat, self._entries, bucket, room)
+        return fill(self._flat, self._entries, bucket, room)
 
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
         flat, entries = self._flat, self._entries
-        copy_into(flat, entries, bucket)
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": len(flat), "tensors": entries}))
         self._work = self._group.broadcast([flat], _root())
         # Not wait(): with a target dead or silent it would take the whole timeout.

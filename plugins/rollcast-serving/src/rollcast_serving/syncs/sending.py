@@ -138,17 +138,16 @@ class Transport(ABC):
     source: Mapping[str, Any]
     calls_first: ClassVar[bool] = True
 
-    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> Iterator[tuple[str, Tensor]]:
-        """Yield a bucket's tensors as they are sent, before :meth:`send` is called with them; raises as :meth:`send`.
-
-        Each is checksummed before the next is asked for, while it is in the processor's cache.
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
+        """Return a bucket as it is sent, with its checksums, for :meth:`send`; raises as :meth:`send`.
 
         Args:
             bucket: names, tensors, and the dtypes to send them in.
             room: memory for tensors that are cast, if the transport has none of its own.
             receivers: calls of the targets.
         """
-        return room.cast(bucket)
+        named = list(room.cast(bucket))
+        return WeightBucket(named, {name: tensor_checksum(tensor) for name, tensor in named})
 
     @abstractmethod
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
@@ -248,7 +247,9 @@ class BucketSync(BaseWeightSync):
     ) -> None:
         try:
             for bucket in buckets:
-                transport.send(sent.add(transport.stage(bucket, self._room, receivers)), receivers)
+                staged = transport.stage(bucket, self._room, receivers)
+                sent.add(staged)
+                transport.send(staged, receivers)
             transport.finish(receivers)
         except (OSError, RuntimeError, EOFError) as error:
             # What a target says of it is nearer to the cause than that it hung up.
@@ -269,19 +270,13 @@ class _Sent:
         self.checksums: dict[str, str] = {}
         self.last_names: dict[str, list[str]] = {}
 
-    def add(self, staged: Iterable[tuple[str, Tensor]]) -> WeightBucket:
-        """Count a bucket, and give its tensors their checksums, each when it comes."""
-        bucket: list[tuple[str, Tensor]] = []
-        expected: dict[str, str] = {}
-        for name, tensor in staged:
-            expected[name] = tensor_checksum(tensor)
-            bucket.append((name, tensor))
-            self.bytes += tensor.numel() * tensor.element_size()
+    def add(self, bucket: WeightBucket) -> None:
+        """Count a bucket."""
         number = str(len(self.checksums))
-        self.checksums[number] = combine_checksums(expected.items())
-        self.last_names[number] = list(expected)
+        self.checksums[number] = combine_checksums(bucket.expected.items())
+        self.last_names[number] = list(bucket.expected)
         self.tensors += len(bucket)
-        return WeightBucket(bucket, expected)
+        self.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
 
     def attest(self, report: WeightReport, version: int, who: str) -> None:
         """Refuse a report that is not of what was sent.

@@ -20,13 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast_serving.bucket_memory import MappedMemory, cast_into, copy_into, lay_out, map_memory, read_bucket
+from rollcast_serving.bucket_memory import MappedMemory, fill, lay_out, map_memory, read_bucket
 from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
@@ -95,8 +94,7 @@ class _Sender(Transport):
         self._readers: list[_Reader] = []
         self._connected = False
         self._sent = 0
-        #: Buffer and entries of the bucket that is staged.
-        self._flat = torch.empty(0, dtype=torch.uint8)
+        #: Entries of the bucket that is staged.
         self._entries: list[dict[str, Any]] = []
         # A reader waits longer than this end does for another reader that hangs.
         self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": 2 * self._timeout_s}
@@ -110,15 +108,13 @@ class _Sender(Transport):
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> Iterator[tuple[str, Tensor]]:
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
         self._connect(receivers)
         self._wait_taken(self._sent - len(self._buffers) + 1, receivers)
         self._entries, size = lay_out(bucket)
-        self._flat = self._buffers[self._sent % len(self._buffers)].reserve(size)
-        yield from cast_into(self._flat, self._entries, bucket, room)
+        return fill(self._buffers[self._sent % len(self._buffers)].reserve(size), self._entries, bucket, room)
 
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
-        copy_into(self._flat, self._entries, bucket)
         buffer, entries = self._buffers[self._sent % len(self._buffers)], self._entries
         self._sent += 1
         which = (self._sent - 1) % len(self._buffers)
