@@ -33,7 +33,7 @@ def test_every_key_of_the_trainers_has_a_sentence() -> None:
             "algorithm",
             "reward",
             "profiler",
-            "agent",
+            "judge",
         }
 
 

@@ -15,13 +15,21 @@ from run_commands import SMALL, Commands, read_metrics
 RUN = ("train", *SMALL, "runtime=local", "trainer.total_steps=2", "run_dir=run")
 
 
-def test_a_function_from_a_file(rollcast: Commands) -> None:
+def test_functions_from_files(rollcast: Commands) -> None:
     (rollcast.folder / "my_rewards.py").write_text(titled_blocks("rewards.md")["my_rewards.py"])
     path = "reward.reward_kwargs.path=my_rewards.py:brief"
-    rollcast.must_run(*RUN, "reward=function", path, "reward.reward_kwargs.limit=10")
+    rollcast.must_run(*RUN, "reward=function", path, "reward.reward_kwargs.limit=10", "trainer.export=true")
     rows = read_metrics(rollcast.folder / "run")
     assert [row["step"] for row in rows] == [0, 1, 2]
     assert all(row["reward/errors"] == 0 for row in rows[1:])
+
+    (rollcast.folder / "graded.py").write_text(titled_blocks("rewards.md")["graded.py"])
+    judge = ("judge.enable=true", "judge.model.path=run/export", "judge.rollout={name: hf}")
+    graded = ("reward=function", "reward.reward_kwargs.path=graded.py:polite", "reward.reward_manager=naive")
+    rollcast.must_run(*RUN, "run_dir=judged", "trainer.total_steps=1", "data.val_files=[]", *graded, *judge)
+    (row,) = read_metrics(rollcast.folder / "judged")
+    assert row["judge/replies"] > 0
+    assert 1 <= row["judge/reply_tokens"] <= 4
 
 
 @pytest.fixture

@@ -51,8 +51,9 @@ def test_workers_in_a_pool_of_their_own_sample_from_replicas(task: AgentTask, tm
     changes = (
         "rollout.weight_sync=shared_memory",
         "rollout.mode=standalone",
-        "placement.pools={rollouts: [1], agents: {processes: [2], cpus_per_process: 0.5}}",
-        "placement.mapping={rollout: rollouts, agent_loop: agents}",
+        "placement.pools={rollouts: [1], agents: {processes: [2], cpus_per_process: 0.5}, "
+        "rewards: {processes: [2], cpus_per_process: 0.25, device: cpu}}",
+        "placement.mapping={rollout: rollouts, agent_loop: agents, reward: rewards}",
         "trainer.total_steps=1",
     )
     launch(task.overrides(tmp_path / "run", *ON_RAY, *changes))

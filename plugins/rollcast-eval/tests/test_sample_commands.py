@@ -9,7 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from trainer_tools import SmallTask, read_jsonl
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rollcast.config import compose
@@ -90,6 +92,28 @@ def test_eval_scores_and_counts(small_task: SmallTask, tmp_path: Path) -> None:
     assert metrics["val/acc/mean@4"] == pytest.approx(sum(right) / 20)
     pass_at_2 = [1 - math.comb(4 - count, 2) / math.comb(4, 2) for count in right]
     assert metrics["val/acc/best@2/mean"] == pytest.approx(sum(pass_at_2) / 5)
+
+
+def test_eval_asks_a_judge(small_task: SmallTask, tmp_path: Path) -> None:
+    (tmp_path / "judged.py").write_text(
+        "async def graded(sample, judge):\n    return float(len(await judge.ask(sample.response, max_tokens=3)))\n"
+    )
+    prompts, output = small_task.folder / "test.jsonl", tmp_path / "scored.jsonl"
+    reward = ["reward=function", "reward.reward_manager=naive", "data.val_max_samples=2"]
+    reward.append(f"reward.reward_kwargs.path={tmp_path / 'judged.py'}:graded")
+    arguments = [str(prompts), "--output", str(output)]
+    with pytest.raises(ConfigError, match=r"asks a judge, and judge\.enable is false"):
+        run(eval_app, *arguments, *settings(small_task, *reward))
+    judge = ["judge.enable=true", f"judge.model.path={small_task.model}", "judge.rollout={name: hf}"]
+    run(eval_app, *arguments, *settings(small_task, *reward, *judge))
+    rows = read_jsonl(output)
+    assert len(rows) == 6
+    tokenizer = AutoTokenizer.from_pretrained(small_task.model)
+    model = AutoModelForCausalLM.from_pretrained(small_task.model)
+    for row in rows:
+        ids = torch.tensor([tokenizer(row["response"])["input_ids"]])
+        reply = model.generate(ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=3)
+        assert row["score"] == len(tokenizer.decode(reply[0, ids.shape[1] :], skip_special_tokens=True))
 
 
 def test_eval_scores_as_many_rows_as_a_validation(small_task: SmallTask, tmp_path: Path) -> None:

@@ -9,11 +9,16 @@ from typing import Any
 import pytest
 import torch
 
+from rollcast import WorkerGroup
+from rollcast.contracts.pools import ResourcePool
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, rewards
+from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RewardScorer, RolloutRows, Scored, summarize
+from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
+from rollcast_eval.scoring import RewardScorer, RewardSetup, RolloutRows, Scored, summarize
+from rollcast_testing.simulated import SimulatedRuntime
 
 SEEN: list[RewardSample] = []
 
@@ -86,7 +91,7 @@ def generated(tokenizer: Any) -> DataProto:
 
 
 def test_samples_carry_text_ids_and_the_row(tokenizer: Any) -> None:
-    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(generated(tokenizer))
+    scored = RewardScorer(RewardSetup("test_echo"), tokenizer).score(generated(tokenizer))
     first, second = SEEN
     assert (first.prompt, first.response, first.ground_truth, first.data_source) == ("7+1=", "8", "8", "sums")
     assert (first.finished, dict(first.extra_info)) == (True, {"level": 3})
@@ -104,7 +109,7 @@ def test_the_score_stands_at_the_last_token_of_the_policy() -> None:
 
 
 def test_metrics_of_a_batch(tokenizer: Any) -> None:
-    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(generated(tokenizer))
+    scored = RewardScorer(RewardSetup("test_echo"), tokenizer).score(generated(tokenizer))
     assert scored.metrics("reward") == {
         "reward/mean": 2.5,
         "reward/max": 4.0,
@@ -160,12 +165,12 @@ def test_a_validation_is_summed_up_by_source_too() -> None:
 @pytest.mark.parametrize(("name", "says"), [("test_nan", "nan"), ("test_short", "2 samples were given, 1 scores")])
 def test_bad_scores_are_refused(tokenizer: Any, name: str, says: str) -> None:
     with pytest.raises(RewardError, match=says):
-        RewardScorer(name, "naive", {}, tokenizer).score(generated(tokenizer))
+        RewardScorer(RewardSetup(name), tokenizer).score(generated(tokenizer))
 
 
 def test_options_that_a_reward_does_not_take(tokenizer: Any) -> None:
     with pytest.raises(ConfigError, match=r"reward.reward_kwargs .*'test_short'"):
-        RewardScorer("test_short", "naive", {"limit": 3}, tokenizer)
+        RewardScorer(RewardSetup("test_short", {"limit": 3}), tokenizer)
 
 
 def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
@@ -187,7 +192,7 @@ def test_scores_stand_at_their_tokens_and_the_rest_at_the_last() -> None:
 
 def test_samples_have_the_turns_of_their_chosen_tokens(tokenizer: Any) -> None:
     batch = generated(tokenizer)
-    scorer = RewardScorer("test_echo", "naive", {}, tokenizer)
+    scorer = RewardScorer(RewardSetup("test_echo"), tokenizer)
     scorer.score(batch)
     assert [list(sample.turn_ids) for sample in SEEN] == [[], []]
     SEEN.clear()
@@ -209,11 +214,10 @@ def jagged(rows: Sequence[Sequence[Any]], dtype: torch.dtype) -> torch.Tensor:
     return Jagged.from_lengths(flat, torch.tensor([len(row) for row in rows])).column()
 
 
-def test_rollouts_of_several_rows_are_scored_once(model_folder: Path) -> None:
+def rollouts_of_several_rows(tokenizer: Any) -> DataProto:
     """Rollout 0 has rows 0 and 2 and tools' rewards, 1 is scored by its environment, and 2 has failed."""
-    tokenizer = load_tokenizer(str(model_folder))
     ids = tokenizer("ab12", add_special_tokens=False)["input_ids"]
-    batch = DataProto.from_dict(
+    return DataProto.from_dict(
         {
             "prompts": jagged([ids[:1]] * 4, torch.int32),
             "responses": jagged([ids] * 4, torch.int32),
@@ -228,8 +232,13 @@ def test_rollouts_of_several_rows_are_scored_once(model_folder: Path) -> None:
         },
         {"messages": [[{"role": "tool", "content": f"{row}"}] for row in range(4)], "ground_truth": ["2"] * 4},
     )
+
+
+def test_rollouts_of_several_rows_are_scored_once(model_folder: Path) -> None:
+    tokenizer = load_tokenizer(str(model_folder))
+    batch = rollouts_of_several_rows(tokenizer)
     SEEN.clear()
-    scored = RewardScorer("test_echo", "naive", {}, tokenizer).score(batch)
+    scored = RewardScorer(RewardSetup("test_echo"), tokenizer).score(batch)
     # Only the final row that nobody has scored; its answer is the last reply, and the tools' results are in its messages.
     assert [(each.response, each.extra_info["messages"][0]["content"]) for each in SEEN] == [("2", "2")]
     assert scored.scores.tolist() == [0.25, 3.0, 1.5, 0.0]
@@ -248,3 +257,29 @@ def test_a_rollout_is_dropped_whole(model_folder: Path) -> None:
     rollouts = RolloutRows(torch.tensor([0, 1, 0]), torch.tensor([False, True, True]))
     results = [RewardResult(0.0), RewardResult(1.0), RewardResult(0.0, dropped=True)]
     assert Scored(samples, results, 1.0, rollouts).kept.tolist() == [False, True, False]
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 7])
+def test_workers_score_as_the_trainer_does(model_folder: Path, tokenizer: Any, ranks: int) -> None:
+    setup = RewardWorkerSetup(RewardSetup("test_echo"), str(model_folder))
+    batches = [generated(tokenizer), rollouts_of_several_rows(tokenizer)]
+    with SimulatedRuntime(1, ranks) as runtime:
+        group = WorkerGroup(ResourcePool([ranks]), ClassWithInitArgs(RewardWorker, setup), runtime=runtime)
+        for batch in batches:
+            here, there = (RewardScorer(RewardSetup("test_echo"), tokenizer) for _ in range(2))
+            there.score_by(RewardWorkers(group))
+            assert there.score(batch).results == here.score(batch).results
+            assert there.score(there.scored(batch)).results == here.score(batch).results
+
+
+def test_a_bad_sample_at_a_worker_is_the_reward_s_error(model_folder: Path, tokenizer: Any) -> None:
+    def fails(sample: RewardSample) -> float:
+        raise KeyError(sample.response)
+
+    setup = RewardWorkerSetup(RewardSetup("test_fails"), str(model_folder))
+    with rewards.temporarily("test_fails", fails), SimulatedRuntime(1, 2) as runtime:
+        group = WorkerGroup(ResourcePool([2]), ClassWithInitArgs(RewardWorker, setup), runtime=runtime)
+        scorer = RewardScorer(RewardSetup("test_fails"), tokenizer)
+        scorer.score_by(RewardWorkers(group))
+        with pytest.raises(RewardError, match=r"reward test_fails failed: KeyError: '8'[\s\S]*prompt: '7\+1='"):
+            scorer.score(generated(tokenizer))

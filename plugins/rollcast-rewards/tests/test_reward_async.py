@@ -109,6 +109,93 @@ def test_a_bad_sample_stops_the_run_and_cancels_the_rest() -> None:
     assert not reward_threads()
 
 
+def in_threads(built: Any, batches: list[list[RewardSample]]) -> list[Any]:
+    """Score batches at the same time; return the results of each, or its error."""
+    found: list[Any] = [None] * len(batches)
+
+    def score(place: int) -> None:
+        try:
+            found[place] = built(batches[place])
+        except RewardError as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=score, args=(place,)) for place in range(len(batches))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    return found
+
+
+@pytest.mark.parametrize("manager", ["naive", "batch", "remote", "dapo"])
+def test_batches_of_several_threads_are_in_flight_together(manager: str) -> None:
+    both_are_there = threading.Barrier(2, timeout=20)
+
+    class Meeting(BaseReward):
+        async def score(self, sample: RewardSample) -> float:
+            await asyncio.to_thread(both_are_there.wait)
+            return float(sample.ground_truth)
+
+    built = build_reward_manager(manager, Meeting())
+    assert built.is_concurrent
+    found = in_threads(built, [samples(1), samples(2)[1:]])
+    assert [[result.score for result in results] for results in found] == [[0.0], [1.0]]
+    built.close()
+
+
+def test_batches_share_the_limit_of_samples_in_flight() -> None:
+    reward = Counting()
+    built = build_reward_manager("naive", reward, options={"max_concurrent": 5})
+    found = in_threads(built, [samples(20), samples(20), samples(20)])
+    assert [[result.score for result in results] for results in found] == [[float(index) for index in range(20)]] * 3
+    assert reward.most == 5
+    built.close()
+
+
+def test_a_batch_that_fails_or_blocks_costs_no_other_batch() -> None:
+    is_failing = threading.Event()
+
+    class Sharing(BaseReward):
+        name = "sharing"
+
+        async def score(self, sample: RewardSample) -> float:
+            if sample.data_source == "fails":
+                is_failing.set()
+                raise KeyError("bad")
+            await asyncio.to_thread(is_failing.wait, 20)
+            if sample.data_source == "blocks":
+                time.sleep(5)
+            await asyncio.sleep(0.05)
+            return float(sample.ground_truth)
+
+    built = build_reward_manager("naive", Sharing(), RewardSettings(timeout_s=1.5))
+    fails, blocks = (RewardSample("p", "r", data_source=source) for source in ("fails", "blocks"))
+    failed, blocked, whole = in_threads(built, [[fails], [blocks], samples(6)])
+    assert "KeyError" in str(failed)
+    assert "timeout_s = 1.5" in str(blocked)
+    assert [result.score for result in whole] == [float(index) for index in range(6)]
+    built.close()
+
+
+def test_closing_ends_the_batches_under_way() -> None:
+    is_there = threading.Event()
+
+    class Waiting(BaseReward):
+        name = "waiting"
+
+        async def score(self, sample: RewardSample) -> float:
+            is_there.set()
+            await asyncio.sleep(3600)
+            return 0.0
+
+    built = build_reward_manager("naive", Waiting(), RewardSettings(timeout_s=None))
+    closer = threading.Thread(target=lambda: (is_there.wait(20), built.close()))
+    closer.start()
+    with pytest.raises(RewardError, match="reward waiting: closed with 2 samples unscored"):
+        built(samples(2))
+    closer.join(20)
+
+
 def reward_threads() -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name == "rollcast-async-reward"]
 

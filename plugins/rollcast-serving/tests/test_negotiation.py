@@ -13,6 +13,7 @@ from rollcast.contracts.rollout import BaseRollout, RolloutCapabilities, Rollout
 from rollcast.contracts.runtime import WorkerRaised
 from rollcast.contracts.worker import ClassWithInitArgs, WorkerContext
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
+from rollcast_serving.launcher import ReplicaSpec
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.weight_sync import weight_syncs
 from rollcast_serving.worker import ReplicaWorker
@@ -131,7 +132,7 @@ def test_a_replica_whose_ranks_were_placed_on_two_nodes_is_refused(
     rank: int, local_rank: int, on_node: int, fits: bool
 ) -> None:
     place = WorkerContext(rank=rank, world_size=6, local_rank=local_rank, local_world_size=on_node, node="10.0.0.7")
-    worker = ClassWithInitArgs(ReplicaWorker, None, 2)
+    worker = ClassWithInitArgs(ReplicaWorker, ReplicaSpec({}, "model", 0, 0, 1), 2)
     if fits:
         WorkerHost().build(place, {"rollout": worker})
     else:

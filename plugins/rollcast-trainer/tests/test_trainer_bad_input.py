@@ -55,9 +55,9 @@ from rollcast_trainer.run.task_runner import TaskRunner
         (["placement.nnodes=0"], ConfigError, r"placement.nnodes must be at least 1, got 0"),
         (["placement.mapping={critic: apart}"], ConfigError, r"placement.mapping.critic is 'apart', no pool"),
         (
-            ["placement.mapping={judge: global_pool}"],
+            ["placement.mapping={jury: global_pool}"],
             ConfigError,
-            r"role 'judge'; roles: actor_rollout, .*critic, .*ref",
+            r"role 'jury'; roles: actor_rollout, .*critic, .*ref",
         ),
         (["placement.pools={apart: [0]}"], ConfigError, r"placement.pools.apart is \[0\]"),
         (["placement.pools={apart: [1]}"], ConfigError, r"no role of placement.mapping lives in placement.pools.apart"),

@@ -123,7 +123,7 @@ class Difficulty(Stage):
         return batch.with_columns({"old_log_probs_seen": wrong})
 
 
-class Judge(Worker):
+class Grader(Worker):
     """A stranger's worker: counts the digits of each response."""
 
     mesh: ClassVar[str] = "bench"
@@ -136,26 +136,26 @@ class Judge(Worker):
         self.register_mesh("bench", self.rank, True)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("bench"))
-    def judge(self, data: DataProto) -> DataProto:
-        return DataProto.from_dict({"judged": (data["responses"] * data["response_mask"]).sum(-1).float()})
+    def grader(self, data: DataProto) -> DataProto:
+        return DataProto.from_dict({"graded": (data["responses"] * data["response_mask"]).sum(-1).float()})
 
 
-class Judging(Stage):
-    spec: ClassVar[StageSpec] = StageSpec(reads=("responses", "response_mask"), writes=("judged",), roles=("judge",))
+class Grading(Stage):
+    spec: ClassVar[StageSpec] = StageSpec(reads=("responses", "response_mask"), writes=("graded",), roles=("grader",))
 
     def __call__(self, batch: DataProto) -> DataProto:
         rows = batch.select(["prompts", "responses", "response_mask"])
-        judged = self.run.call("judge", "judge", rows)
-        self.run.record({"judge/mean": float(judged["judged"].mean())})
-        return batch.joined(judged)
+        graded = self.run.call("grader", "grader", rows)
+        self.run.record({"grader/mean": float(graded["graded"].mean())})
+        return batch.joined(graded)
 
 
 @pytest.fixture
 def strangers() -> Iterator[None]:
     with (
         stages.temporarily("difficulty", Difficulty),
-        stages.temporarily("judging", Judging),
-        roles.temporarily("judge", Judge),
+        stages.temporarily("grading", Grading),
+        roles.temporarily("grader", Grader),
     ):
         yield
 
@@ -190,18 +190,18 @@ def test_a_strangers_stage_is_inserted(small_task: SmallTask, tmp_path: Path) ->
 
 
 @pytest.mark.usefixtures("strangers")
-@pytest.mark.parametrize("placement", [[], ["placement.pools={bench: [1]}", "placement.mapping={judge: bench}"]])
+@pytest.mark.parametrize("placement", [[], ["placement.pools={bench: [1]}", "placement.mapping={grader: bench}"]])
 def test_a_strangers_role_gets_workers_and_a_pool(small_task: SmallTask, tmp_path: Path, placement: list[str]) -> None:
-    def judged(inputs: AdvantageInputs) -> AdvantageOutputs:
+    def graded(inputs: AdvantageInputs) -> AdvantageOutputs:
         return AdvantageOutputs.from_scores(inputs.token_level_rewards.sum(-1), inputs.response_mask)
 
-    with advantages.temporarily("judged", judged):
-        overrides = small_task.ppo(tmp_path, "algorithm.adv_estimator=judged", "trainer.stages.insert=[judging]")
+    with advantages.temporarily("graded", graded):
+        overrides = small_task.ppo(tmp_path, "algorithm.adv_estimator=graded", "trainer.stages.insert=[grading]")
         with set_up([*overrides, *placement]) as trainer:
-            batch = run_stages(trainer, until="judging")
-            assert torch.equal(batch["judged"], Jagged.of(batch["responses"]).sums().float())
-            assert set(trainer.run.groups) == {"actor_rollout", "judge"}
-            same = trainer.run.groups["judge"].name == trainer.run.groups["actor_rollout"].name
+            batch = run_stages(trainer, until="grading")
+            assert torch.equal(batch["graded"], Jagged.of(batch["responses"]).sums().float())
+            assert set(trainer.run.groups) == {"actor_rollout", "grader"}
+            same = trainer.run.groups["grader"].name == trainer.run.groups["actor_rollout"].name
             assert same == (not placement)
 
 
@@ -269,7 +269,7 @@ def test_stop_tokens_of_the_model_reach_workers_and_replicas(
         ids = task.stop_token_ids
         assert ids[0] == task.tokenizer.eos_token_id
         assert sorted(ids) == everything
-        assert task._replica_spec().stop_token_ids == ids
+        assert task.rollout_model().stop_token_ids == ids
         batch = run_stages(trainer, until="rollout")
     assert Jagged.of(batch["response_mask"]).sums().eq(1).all()
     assert batch["finished"].all()

@@ -31,13 +31,13 @@ class TinyConfig:
 
 
 @config
-class JudgeConfig:
+class GraderConfig:
     engine: Annotated[dict[str, Any], Hosts("engine", like="actor.engine")] = field(default_factory=dict)
-    """The judge's engine."""
+    """The grader's engine."""
 
 
 SCHEMAS = (
-    ConfigSchema(path="judge", schema=JudgeConfig),
+    ConfigSchema(path="grader", schema=GraderConfig),
     ConfigSchema(schema=TinyConfig, group="engine", option="tiny"),
 )
 '''
@@ -47,7 +47,7 @@ from contextlib import nullcontext
 from rollcast.contracts.engine import BaseEngine
 from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto
-from tp_judge.conf import TinyConfig
+from tp_grader.conf import TinyConfig
 
 
 def _untrained(self, *args, **options):
@@ -95,7 +95,7 @@ from rollcast.protocol import DataProto
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 
 
-class Judge(Worker):
+class Grader(Worker):
     mesh = "bench"
 
     def __init__(self, setup):
@@ -111,26 +111,26 @@ class Judge(Worker):
         self.register_mesh("bench", self.engine.get_data_parallel_rank(), True)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("bench"))
-    def judge(self, data):
+    def grader(self, data):
         output, _ = self.engine.infer_batch(data, ForwardSettings())
-        return DataProto.from_dict({"judged": output["values"].sum(-1)})
+        return DataProto.from_dict({"graded": output["values"].sum(-1)})
 
 
-class Judging(Stage):
-    spec = StageSpec(reads=("responses", "response_mask"), writes=("judged",), roles=("judge",))
+class Grading(Stage):
+    spec = StageSpec(reads=("responses", "response_mask"), writes=("graded",), roles=("grader",))
 
     def __call__(self, batch):
-        return batch.joined(self.run.call("judge", "judge", batch.select(["prompts", "responses", "response_mask"])))
+        return batch.joined(self.run.call("grader", "grader", batch.select(["prompts", "responses", "response_mask"])))
 """
 ENTRY_POINTS = """
 [rollcast.configs]
-tp_judge = tp_judge.conf
+tp_grader = tp_grader.conf
 [rollcast.engines]
-tiny = tp_judge.engine:TinyEngine
+tiny = tp_grader.engine:TinyEngine
 [rollcast.roles]
-judge = tp_judge.role:Judge
+grader = tp_grader.role:Grader
 [rollcast.stages]
-judging = tp_judge.role:Judging
+grading = tp_grader.role:Grading
 """
 
 
@@ -138,10 +138,10 @@ judging = tp_judge.role:Judging
 def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """The package on ``sys.path``, with its metadata."""
     site = tmp_path_factory.mktemp("site")
-    info, package = site / "tp_judge-1.0.dist-info", site / "tp_judge"
+    info, package = site / "tp_grader-1.0.dist-info", site / "tp_grader"
     (package / "conf").mkdir(parents=True)
     info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tp-judge\nVersion: 1.0\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: tp-grader\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(ENTRY_POINTS)
     (package / "__init__.py").touch()
     for name, source in (("conf/__init__.py", SCHEMAS), ("engine.py", ENGINE), ("role.py", ROLE)):
@@ -153,25 +153,25 @@ def stranger(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     discovery.refresh()
 
 
-POOL = ["placement.pools={bench: [1]}", "placement.mapping={judge: bench}"]
+POOL = ["placement.pools={bench: [1]}", "placement.mapping={grader: bench}"]
 
 
 @pytest.mark.usefixtures("stranger")
 def test_a_strangers_role_runs_on_its_engine_in_its_pool(small_task: SmallTask, tmp_path: Path) -> None:
-    changes = ["trainer.stages.insert=[judging]", "judge.engine.name=tiny", "judge.engine.factor=3", *POOL]
+    changes = ["trainer.stages.insert=[grading]", "grader.engine.name=tiny", "grader.engine.factor=3", *POOL]
     with set_up(small_task.ppo(tmp_path, *changes)) as trainer:
-        batch = run_stages(trainer, until="judging")
-        assert torch.equal(batch["judged"], 3.0 * (batch["responses"] * batch["response_mask"]).sum(-1))
-        judges, actors = trainer.run.groups["judge"], trainer.run.groups["actor_rollout"]
-        assert judges.name != actors.name
-        assert judges.workers[0].handle.workers["judge"].setup.key == "judge"
+        batch = run_stages(trainer, until="grading")
+        assert torch.equal(batch["graded"], 3.0 * (batch["responses"] * batch["response_mask"]).sum(-1))
+        graders, actors = trainer.run.groups["grader"], trainer.run.groups["actor_rollout"]
+        assert graders.name != actors.name
+        assert graders.workers[0].handle.workers["grader"].setup.key == "grader"
         assert trainer.task.engine.name == "fsdp"
 
 
 @pytest.mark.usefixtures("stranger")
 def test_a_strangers_role_has_the_actors_engine_by_default(small_task: SmallTask, tmp_path: Path) -> None:
     config = compose(small_task.ppo(tmp_path, "actor.engine.model_dtype=bf16")).config
-    assert TaskRunner(config, PpoTrainer.schema).role_engine("judge").model_dtype == "bf16"
+    assert TaskRunner(config, PpoTrainer.schema).role_engine("grader").model_dtype == "bf16"
 
 
 @pytest.mark.usefixtures("stranger")
@@ -179,13 +179,13 @@ def test_a_strangers_role_has_the_actors_engine_by_default(small_task: SmallTask
     ("change", "error", "says"),
     [
         (
-            "judge.engine={name: tiny, factr: 3}",
+            "grader.engine={name: tiny, factr: 3}",
             ConfigError,
-            r"'judge\.engine\.factr'; did you mean 'judge\.engine\.fac",
+            r"'grader\.engine\.factr'; did you mean 'grader\.engine\.fac",
         ),
-        ("judge.engine={name: tiny, factor: 0}", ConfigError, r"judge\.engine\.factor must be at least 1, got 0"),
-        ("judge.engine={name: tiny, param_offload: true}", ConfigError, r"no key 'judge\.engine\.param_offload'"),
-        ("judge.engine.name=tny", PluginNotFoundError, r"'tny'[\s\S]*judge\.engine\.name[\s\S]*mean 'tiny'"),
+        ("grader.engine={name: tiny, factor: 0}", ConfigError, r"grader\.engine\.factor must be at least 1, got 0"),
+        ("grader.engine={name: tiny, param_offload: true}", ConfigError, r"no key 'grader\.engine\.param_offload'"),
+        ("grader.engine.name=tny", PluginNotFoundError, r"'tny'[\s\S]*grader\.engine\.name[\s\S]*mean 'tiny'"),
     ],
 )
 def test_mistakes_in_a_strangers_section_are_named(

@@ -88,8 +88,12 @@ def current_device() -> Device:
     return next((device for device in _accelerators() if device.torch_module() is not None), CPU)
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str, requested_by: str = "placement.device") -> Device:
     """Return the device of that name; ``auto`` stands for :func:`current_device`.
+
+    Args:
+        name: of the device.
+        requested_by: key that names it.
 
     Raises:
         ConfigError: no such device is registered; lists those that are.
@@ -97,7 +101,7 @@ def find_device(name: str) -> Device:
     if name == "auto":
         return current_device()
     if name not in devices:
-        raise ConfigError(f"placement.device is {name!r}; valid: auto, {', '.join(devices.names())}")
+        raise ConfigError(f"{requested_by} is {name!r}; valid: auto, {', '.join(devices.names())}")
     return devices.get(name)
 
 

@@ -22,6 +22,7 @@ from rollcast.plugins import Registry, any_of, is_callable, subclass_of
 __all__ = [
     "BaseReward",
     "BaseRewardManager",
+    "Judge",
     "RewardFunction",
     "RewardResult",
     "RewardSample",
@@ -100,6 +101,32 @@ RewardValue = float | RewardResult
 RewardFunction = Callable[[RewardSample], RewardValue | Awaitable[RewardValue]]
 
 
+class Judge(ABC):
+    """A language model that rewards may ask; in a run, replicas serve it (``judge``)."""
+
+    @abstractmethod
+    async def ask(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> str:
+        """Return the judge's reply as text without special tokens; may be called on any event loop.
+
+        Args:
+            messages: conversation of ``role`` and ``content``, rendered by the judge's chat template; or a text that
+                is continued.
+            max_tokens: length of the reply in tokens; None for ``judge.max_tokens``.
+            temperature: 0 for greedy; None for the one of ``judge.rollout``.
+            seed: of the reply where it is sampled.
+
+        Raises:
+            RollcastError: the judge cannot answer; a sample whose reward lets it pass is bad.
+        """
+
+
 class BaseReward(ABC):
     """A reward with settings or state; built once per run with ``reward.reward_kwargs`` as keyword arguments."""
 
@@ -109,6 +136,17 @@ class BaseReward(ABC):
     name: str = ""
     #: True if samples must be scored in one process, because the reward keeps state between them.
     sequential: bool = False
+    #: The run's judge, for a reward that asks it; :meth:`bind_judge` sets it before the first sample.
+    judge: Judge | None = None
+
+    @property
+    def uses_judge(self) -> bool:
+        """True if the reward asks the run's judge; :meth:`score` is then ``async``."""
+        return False
+
+    def bind_judge(self, judge: Judge) -> None:
+        """Take the run's judge."""
+        self.judge = judge
 
     @abstractmethod
     def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
@@ -181,6 +219,11 @@ class BaseRewardManager(ABC):
             RewardError: a sample is bad and the policy is to stop, too many are bad, or the reward
                 returned the wrong number of scores; the message shows the sample.
         """
+
+    @property
+    def is_concurrent(self) -> bool:
+        """True if several threads may call the manager at once, which then awaits the reward in this process."""
+        return False
 
     def close(self) -> None:  # noqa: B027 -- most managers hold nothing
         """Release processes and threads; may be called again."""

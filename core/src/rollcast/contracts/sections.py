@@ -28,6 +28,9 @@ class PoolConfig:
     """CPU cores that a process reserves in the cluster's book-keeping."""
     accelerator_type: str | None = None
     """Type of device that a node must have, such as `H100`; null for any."""
+    device: str | None = None
+    """Registered device of the processes, such as `cpu` for rewards and agents beside accelerators; null for
+    `placement.device`."""
     strategy: str = "STRICT_PACK"
     """`STRICT_PACK` keeps the processes of one entry on one node; `PACK` does so where it can."""
     resources: dict[str, float] = field(default_factory=dict)

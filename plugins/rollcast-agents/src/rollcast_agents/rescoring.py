@@ -10,14 +10,14 @@ import torch
 
 from rollcast import build_section
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.reward import RewardSettings
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_agents.assembly import assemble_trajectories
 from rollcast_agents.records import Record
 from rollcast_agents.training.manager import has_failed
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer
-from rollcast_eval.scoring import RewardScorer, Scored
+from rollcast_eval.scoring import RewardScorer, RewardSetup, Scored
 from rollcast_rewards.schemas import RewardConfig
 
 if TYPE_CHECKING:
@@ -59,16 +59,12 @@ def _score(records: Sequence[Record], config: DictConfig) -> Scored:
     reward: RewardConfig = build_section(RewardConfig, config.reward, "reward")
     data: DataConfig = build_section(DataConfig, config.data, "data")
     model: ModelConfig = build_section(ModelConfig, config.model, "model")
-    settings = RewardSettings(reward.on_error, reward.max_bad_share, reward.timeout_s, data.max_response_length)
     tokenizer = load_tokenizer(model.path, model.trust_remote_code)
-    scorer = RewardScorer(
-        reward.name,
-        reward.reward_manager,
-        reward.reward_kwargs,
-        tokenizer,
-        settings,
-        reward.reward_manager_kwargs,
-    )
+    scorer = RewardScorer(RewardSetup.of(reward, data.max_response_length), tokenizer)
+    if scorer.uses_judge:
+        raise ConfigError(
+            f"reward.name={reward.name} asks a judge, which only a run serves; choose a reward without one"
+        )
     try:
         return scorer.score(_batch(records))
     finally:

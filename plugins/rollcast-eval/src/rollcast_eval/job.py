@@ -4,40 +4,39 @@ from __future__ import annotations
 
 import hashlib
 import logging
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 from omegaconf import DictConfig, OmegaConf
 
-from rollcast import build_section, start_groups
-from rollcast.contracts.device import hide_accelerators
+from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.engine import ModelConfig
-from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
 from rollcast.contracts.worker import ClassWithInitArgs
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import FirstRows
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
 from rollcast_eval.contract import Answers, BaseGenerator, GeneratorSetup, generators
+from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
 from rollcast_eval.samples_file import SamplesFile
 from rollcast_eval.schemas import SampleConfig
-from rollcast_eval.scoring import GeneratedSamples, RewardScorer
+from rollcast_eval.scoring import GeneratedSamples, RewardScorer, RewardSetup
 from rollcast_rewards.schemas import RewardConfig
-from rollcast_serving.launcher import ReplicaSpec
-from rollcast_serving.manager import RoutingSettings
-from rollcast_serving.negotiation import check_replica_nodes
-from rollcast_serving.pools import ROLLOUT, build_pools
+from rollcast_serving.pools import JUDGE, ROLLOUT, build_pools
+from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import SAMPLING_KEYS, check_sampling, configured_sampling
-from rollcast_serving.worker import ReplicaWorker
+from rollcast_serving.schemas import JudgeConfig
+from rollcast_serving.served import ServedModel, ServedRole
 
 __all__ = ["SampleJob"]
 
@@ -69,8 +68,10 @@ class SampleJob:
         check_sampling("rollout", configured_sampling(self._rollout, 1), self._rollout_class.capabilities)
         self._placement: PlacementConfig = self._section("placement", PlacementConfig)
         self._pools = build_pools(self._placement)
-        places = self._pools.get_resource_pool(ROLLOUT).process_on_nodes
-        check_replica_nodes(self._rollout.tensor_model_parallel_size, places)
+        self._served = ServedRole(ROLLOUT, "rollout", self._rollout, self._rollout_class)
+        self._served.check_nodes(self._pools.get_resource_pool(ROLLOUT).process_on_nodes)
+        judges = self._pools.get_resource_pool(JUDGE).process_on_nodes
+        self._judge = CommandJudge.of(self._section("judge", JudgeConfig), judges) if scored else None
         self.tokenizer = load_tokenizer(self._model.path, self._model.trust_remote_code)
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
@@ -98,34 +99,23 @@ class SampleJob:
             "sample.seed": self._sample.seed,
             **({} if self._generator is None else self._generator.settings()),
             **({"reward": OmegaConf.to_container(self._config.reward)} if scored else {}),
+            **({"judge": OmegaConf.to_container(self._config.judge)} if self._judge is not None else {}),
         }
 
     def _build_scorer(self) -> RewardScorer:
         reward: RewardConfig = self._section("reward", RewardConfig)
-        settings = RewardSettings(
-            reward.on_error, reward.max_bad_share, reward.timeout_s, self._data.max_response_length
-        )
-        return RewardScorer(
-            reward.name,
-            reward.reward_manager,
-            reward.reward_kwargs,
-            self.tokenizer,
-            settings,
-            reward.reward_manager_kwargs,
-        )
+        scorer = RewardScorer(RewardSetup.of(reward, self._data.max_response_length), self.tokenizer)
+        if scorer.uses_judge and self._judge is None:
+            raise ConfigError(f"reward.name={reward.name} {NEEDS_JUDGE}")
+        return scorer
 
     def _build_generator(self, output: Path) -> BaseGenerator | None:
         """Return the generator that the config asks for; None where a sample is one reply."""
         longest = self._data.max_prompt_length + self._data.max_response_length
         folder = output.with_name(f"{output.name}.run")
-        setup = GeneratorSetup(self._config, self._model.path, longest, self._routing(), self.tokenizer, folder)
+        setup = GeneratorSetup(self._config, self._model.path, longest, self._served.routing(), self.tokenizer, folder)
         kinds = (generators.get(name) for name in generators.names())
         return next((kind(setup) for kind in kinds if kind.is_wanted(self._config)), None)
-
-    def _routing(self) -> RoutingSettings:
-        replica = self._rollout.replica
-        continuous = self._rollout_class.capabilities.continuous_batching
-        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     @property
     def samples(self) -> int:
@@ -160,37 +150,41 @@ class SampleJob:
     def _replicas(self) -> Iterator[Replicas]:
         runtime_class = runtimes.get(self._config.runtime.name, requested_by="runtime.name")
         settings = self._section("runtime", runtime_class.config_schema)
-        replica, pool = self._rollout.replica, self._pools
-        processes = sum(each.world_size for each in pool.resource_pool_dict.values())
+        processes = sum(each.world_size for each in self._pools.resource_pool_dict.values())
         runtime: Runtime = runtime_class.from_config(settings, processes=processes)
-        hidden = hide_accelerators() if self._placement.device == "cpu" else {}
-        spec = ReplicaSpec(
-            rollout=asdict(self._rollout),
-            model_path=self._model.path,
-            seed=self._sample.seed,
-            pad_token_id=int(self.tokenizer.pad_token_id),
-            eos_token_id=int(self.tokenizer.eos_token_id),
-            stop_token_ids=read_stop_token_ids(self._model.path, self.tokenizer),
-            python=replica.python,
-            env={**hidden, **self._rollout_class.environment(self._rollout), **replica.env},
-            launch_timeout_s=replica.launch_timeout_s,
-        )
+        stop_token_ids = read_stop_token_ids(self._model.path, self.tokenizer)
+        model = ServedModel.of(self._model.path, self.tokenizer, stop_token_ids)
         try:
-            wanted = ClassWithInitArgs(ReplicaWorker, spec, self._rollout.tensor_model_parallel_size)
-            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: wanted}
+            worker = self._served.worker(model, self._sample.seed, self._placement.device)
+            roles: dict[Hashable, ClassWithInitArgs[Any]] = {ROLLOUT: worker}
             if self._generator is not None:
                 roles.update(self._generator.workers())
-            groups = start_groups(pool, roles, runtime=runtime)
-            local = len(runtime.nodes()) == 1
-            replicas = Replicas(groups[ROLLOUT], self._routing(), replica.launch_timeout_s, local)
+            if self._judge is not None:
+                roles[JUDGE] = self._judge.worker(self._sample.seed, self._placement.device)
+            groups = start_groups(self._pools, roles, runtime=runtime)
+            replicas = self._served.start(groups[ROLLOUT], runtime)
             try:
                 if self._generator is not None:
                     self._generator.connect(groups, lambda: replicas.addresses)
-                yield replicas
+                with self._judging(groups, runtime, replicas.loop):
+                    yield replicas
             finally:
                 replicas.close()
         finally:
             runtime.shutdown()
+
+    @contextmanager
+    def _judging(self, groups: Mapping[Hashable, WorkerGroup], runtime: Runtime, loop: ReplicaLoop) -> Iterator[None]:
+        """Serve the judge, if the rewards ask one, in this block."""
+        if self._judge is None or self.scorer is None:
+            yield
+            return
+        judge = self._judge.start(groups[JUDGE], runtime, loop, [self.scorer])
+        try:
+            yield
+        finally:
+            self.scorer.close()  # before the judge that it asks
+            judge.close()
 
     def _chunk(self, replicas: Replicas, indices: Sequence[int]) -> list[dict[str, Any]]:
         prompts = self.dataset.collate([self.dataset[index] for index in indices])

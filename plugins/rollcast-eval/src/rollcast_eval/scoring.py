@@ -5,8 +5,9 @@ from __future__ import annotations
 import bisect
 import threading
 from array import array
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -14,6 +15,7 @@ import torch
 from rollcast.contracts.reward import (
     BaseReward,
     BaseRewardManager,
+    Judge,
     RewardResult,
     RewardSample,
     RewardSettings,
@@ -26,7 +28,9 @@ from rollcast.protocol import DataProto, Jagged
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-__all__ = ["GeneratedSamples", "RewardScorer", "RolloutRows", "Scored", "summarize"]
+    from rollcast_rewards.schemas import RewardConfig
+
+__all__ = ["GeneratedSamples", "RewardScorer", "RewardSetup", "RolloutRows", "Scored", "summarize"]
 
 #: Object column of results that are known.
 RESULTS = "reward_results"
@@ -34,6 +38,11 @@ RESULTS = "reward_results"
 _READ = (
     *("prompts", "responses", "response_mask", "finished", "turn_ids"),
     *("ground_truth", "data_source", "extra_info", "messages"),
+)
+#: Columns of rollouts that environments may have scored.
+_OF_ROLLOUTS = (
+    *("rollout_index", "is_final", "is_scored"),
+    *("environment_scores", "rollout_failed", "reward_components"),
 )
 
 
@@ -295,37 +304,95 @@ class _Ids:
         return self.values[self.bounds[row] : self.bounds[row + 1]]
 
 
+@dataclass(frozen=True)
+class RewardSetup:
+    """A reward and how it is applied, as the config's ``reward`` section has them.
+
+    Attributes:
+        name, options: name and options of the reward.
+        manager, manager_options: name and options of the reward manager.
+        settings: treatment of bad samples, and limits.
+    """
+
+    name: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+    manager: str = "naive"
+    manager_options: Mapping[str, Any] = field(default_factory=dict)
+    settings: RewardSettings = field(default_factory=RewardSettings)
+
+    @classmethod
+    def of(cls, config: RewardConfig, max_response_length: int | None) -> RewardSetup:
+        """Return the setup of a section, for responses of at most this many tokens."""
+        settings = RewardSettings(config.on_error, config.max_bad_share, config.timeout_s, max_response_length)
+        return cls(config.name, config.reward_kwargs, config.reward_manager, config.reward_manager_kwargs, settings)
+
+
 class RewardScorer:
     """Scorer that decodes responses and applies the run's reward.
 
     Args:
-        name, options: name and options of the reward.
-        manager: name of the reward manager.
+        setup: reward and manager.
         tokenizer: tokenizer of the model.
-        settings: treatment of bad samples, and limits; None for the contract's defaults.
-        manager_options: options of the manager.
 
     Raises:
-        ConfigError: the reward or the manager has no such option.
+        ConfigError: the reward or the manager has no such option, or the reward asks a judge and the manager cannot
+            await it.
     """
 
-    def __init__(
-        self,
-        name: str,
-        manager: str,
-        options: Mapping[str, Any],
-        tokenizer: PreTrainedTokenizerBase,
-        settings: RewardSettings | None = None,
-        manager_options: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, setup: RewardSetup, tokenizer: PreTrainedTokenizerBase) -> None:
         try:
-            self.reward: BaseReward = build_reward(name, options)
+            self.reward: BaseReward = build_reward(setup.name, setup.options)
         except TypeError as error:
-            raise ConfigError(f"reward.reward_kwargs do not fit reward {name!r}: {error}") from error
-        self._manager: BaseRewardManager = build_reward_manager(manager, self.reward, settings, manager_options)
+            raise ConfigError(f"reward.reward_kwargs do not fit reward {setup.name!r}: {error}") from error
+        self._manager: BaseRewardManager = build_reward_manager(
+            setup.manager, self.reward, setup.settings, setup.manager_options
+        )
+        if self.reward.uses_judge and not (self.reward.is_async and self._manager.is_concurrent):
+            raise ConfigError(
+                f"reward.name={setup.name} asks the judge, whose replies are awaited in this process: its score has to "
+                f"be async, and reward.reward_manager={setup.manager} has to await it, as naive, batch and remote do"
+            )
         self._tokenizer = tokenizer
-        #: Managers have workers and state; rollouts that are scored as they end come from another thread.
-        self._lock = threading.Lock()
+        #: Managers have workers and state; rollouts that are scored as they end come from other threads.
+        self._turn: AbstractContextManager[Any] = nullcontext() if self._manager.is_concurrent else threading.Lock()
+        self._wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]] = _call
+        self._take_judge_metrics: Callable[[], dict[str, float]] = dict
+        self._score_elsewhere: Callable[[DataProto], Sequence[RewardResult]] | None = None
+
+    @property
+    def uses_judge(self) -> bool:
+        """True if the reward asks a judge, which :meth:`bind_judge` has to bring before the first sample."""
+        return self.reward.uses_judge
+
+    def bind_judge(
+        self,
+        judge: Judge,
+        wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]],
+        take_metrics: Callable[[], dict[str, float]] = dict,
+    ) -> None:
+        """Take the run's judge.
+
+        Args:
+            judge: started.
+            wait_for: makes a call in another thread, and returns its result; :meth:`score` makes its calls by it, so
+                that the thread of the trainer can start replicas of the judge again.
+            take_metrics: returns the judge's metrics since the last call.
+        """
+        self.reward.bind_judge(judge)
+        self._wait_for, self._take_judge_metrics = wait_for, take_metrics
+
+    def score_by(self, score_elsewhere: Callable[[DataProto], Sequence[RewardResult]]) -> None:
+        """Have rows scored elsewhere from now on.
+
+        Args:
+            score_elsewhere: returns a result for each row of the columns that samples are made of; several threads may
+                call it at once.
+        """
+        self._score_elsewhere = score_elsewhere
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return metrics of the judge since the last call; empty without one."""
+        return self._take_judge_metrics()
 
     def score(self, batch: DataProto) -> Scored:
         """Score every rollout of a generated batch that :meth:`scored` has not scored yet.
@@ -333,26 +400,25 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
-        samples, rollouts = self._samples(batch), RolloutRows.of(batch)
         results: Sequence[RewardResult]
         if RESULTS in batch:
             # Only this column: those that lie with workers stay there.
             results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
         else:
-            results = self._results(batch, samples, rollouts)
-        return Scored(samples, results, self.reward.max_score, rollouts)
+            results = self._wait_for(lambda: self._results(batch))
+        return Scored(self._samples(batch), results, self.reward.max_score, RolloutRows.of(batch))
 
     def scored(self, batch: DataProto) -> DataProto:
-        """Return the batch with the results of its rows, so that :meth:`score` need not compute them."""
-        results = self._results(batch, self._samples(batch), RolloutRows.of(batch))
-        return batch.with_columns({RESULTS: list(results)})
+        """Return the batch with the results of its rows, so that :meth:`score` need not compute them.
+
+        Several threads may call it at once; they take turns unless the reward is asynchronous.
+        """
+        return batch.with_columns({RESULTS: list(self._results(batch))})
 
     def _samples(self, batch: DataProto) -> GeneratedSamples:
         return GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
 
-    def _results(
-        self, batch: DataProto, samples: GeneratedSamples, rollouts: RolloutRows | None
-    ) -> Sequence[RewardResult]:
+    def _results(self, batch: DataProto) -> Sequence[RewardResult]:
         """Return a result for each row.
 
         Where rows have ``rollout_index``, the rewards in ``environment_scores`` stay at their tokens, and the reward's
@@ -362,25 +428,32 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
+        if self._score_elsewhere is not None:
+            return self._score_elsewhere(batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch]))
+        samples, rollouts = self._samples(batch), RolloutRows.of(batch)
         if rollouts is None:
-            return self._judge(samples)
+            return self._scores_of(samples)
         given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()
         if "rollout_failed" in batch:
             answered &= batch["rollout_failed"].logical_not()
         rows = answered.nonzero().flatten().tolist()
-        for row, result in zip(rows, self._judge([samples[row] for row in rows]), strict=True):
+        for row, result in zip(rows, self._scores_of([samples[row] for row in rows]), strict=True):
             given[row] = _with_rewards(result, given[row], self.reward.max_score)
         return given
 
-    def _judge(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
+    def _scores_of(self, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         if not samples:
             return []
-        with self._lock:
+        with self._turn:
             return self._manager(samples)
 
     def close(self) -> None:
         """Release the manager's processes and threads."""
         self._manager.close()
+
+
+def _call(function: Callable[[], Sequence[RewardResult]]) -> Sequence[RewardResult]:
+    return function()
 
 
 def _given_results(batch: DataProto) -> list[RewardResult]:

@@ -12,7 +12,7 @@ from rollcast_profiling.devices import DeviceInfo, describe_device
 from rollcast_profiling.flops import ModelFlops, Pass, read_model_flops
 from rollcast_profiling.memory_watch import Peak, start_watch, take_peaks
 from rollcast_trainer.workers.meter import Meter
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.workers.roles import Role, is_served
 
 __all__ = ["PHASES", "StepMeter"]
 
@@ -52,7 +52,7 @@ class StepMeter(Meter):
         self, groups: Mapping[str, WorkerGroup], models: Mapping[str, str], trust_remote_code: bool = False
     ) -> None:
         # Roles of one pool share its processes, which are asked once.
-        self._processes = {group.name: group for role, group in groups.items() if role != Role.ROLLOUT}
+        self._processes = {group.name: group for role, group in groups.items() if not is_served(role)}
         self._ranks = {role: group.world_size for role, group in groups.items()}
         self._all_ranks = sum({group.name: group.world_size for group in groups.values()}.values())
         self._models = dict(models)

@@ -16,7 +16,7 @@ from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RollcastError
 from rollcast_profiling.contract import BaseProfiler, ProfilerConfig, profilers
 from rollcast_profiling.on_workers import ProfilerSpec, check_process, start_profiler, stop_profiler
-from rollcast_trainer.workers.roles import Role, placed_as
+from rollcast_trainer.workers.roles import is_served, placed_as
 
 __all__ = ["StepProfiler", "find_step_profiler"]
 
@@ -75,7 +75,7 @@ class StepProfiler:
 
     def _concerns(self, roles: Sequence[str]) -> bool:
         wanted = set(self.config.roles)
-        return any(role != Role.ROLLOUT and (not wanted or placed_as(role) in wanted) for role in roles)
+        return any(not is_served(role) and (not wanted or placed_as(role) in wanted) for role in roles)
 
     # -- the run's events ---------------------------------------------------------------------
 
@@ -84,12 +84,12 @@ class StepProfiler:
         members: dict[str, list[str]] = {}
         for role, group in trainer.run.groups.items():
             members.setdefault(group.name, []).append(role)
-        by_name = {group.name: group for role, group in trainer.run.groups.items() if role != Role.ROLLOUT}
+        by_name = {group.name: group for role, group in trainer.run.groups.items() if not is_served(role)}
         self._groups = {name: group for name, group in by_name.items() if self._concerns(members[name])}
         if not self._groups:
             raise ConfigError(
                 f"profiler.roles={list(self.config.roles)}: no workers of this run play one of them; its roles: "
-                f"{', '.join(sorted(placed_as(role) for role in trainer.run.groups if role != Role.ROLLOUT))}"
+                f"{', '.join(sorted(placed_as(role) for role in trainer.run.groups if not is_served(role)))}"
             )
         most = max(group.world_size for group in self._groups.values())
         if not self.config.all_ranks and min(self.config.ranks) >= most:

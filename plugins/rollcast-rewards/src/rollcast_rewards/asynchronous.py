@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import Future
 from queue import Empty, SimpleQueue
 
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
-from rollcast_rewards.policy import Judge, Outcome, check_value, failure_of, timed_out
+from rollcast.errors import RewardError
+from rollcast_rewards.policy import Outcome, Outcomes, check_value, failure_of, timed_out
 
 __all__ = ["MAX_CONCURRENT", "AsyncScorer", "score_once"]
 
@@ -18,6 +20,8 @@ MAX_CONCURRENT = 32
 """Samples in flight where nothing else is asked for."""
 #: A loop that has not cancelled a late sample after this time is blocked by code that does not await.
 _GRACE_S = 1.0
+#: Shortest wait of a batch that is late because of another one's sample.
+_POLL_S = 0.02
 
 Attempt = Callable[[BaseReward, RewardSample], Awaitable[Outcome]]
 
@@ -29,16 +33,33 @@ async def score_once(reward: BaseReward, sample: RewardSample) -> Outcome:
 
 
 class _Loop:
-    """An event loop in a daemon thread, so that a reward that never returns cannot keep the run from ending."""
+    """An event loop in a daemon thread, so that a reward that never returns cannot keep the run from ending.
 
-    def __init__(self) -> None:
+    Args:
+        max_concurrent: samples in flight at a time, of all batches.
+    """
+
+    def __init__(self, max_concurrent: int) -> None:
         self.loop = asyncio.new_event_loop()
+        self.slots = asyncio.Semaphore(max_concurrent)
+        self.flights: set[_Flight] = set()
+        #: The sample that each task works on.
+        self.owners: dict[asyncio.Task[None] | None, tuple[_Flight, int]] = {}
         threading.Thread(target=self._run, name="rollcast-async-reward", daemon=True).start()
 
     def _run(self) -> None:
         asyncio.set_event_loop(self.loop)
         self.loop.run_forever()
         self.loop.close()
+
+    def find_blocking(self, limit: float) -> dict[_Flight, list[int]]:
+        """Return the late sample whose code blocks the loop; all late samples if no task of ours does."""
+        late = {flight: flight.late(limit) for flight in self.flights}
+        owner = self.owners.get(asyncio.current_task(self.loop))
+        if owner is None:
+            return {flight: found for flight, found in late.items() if found}
+        flight, index = owner
+        return {flight: [index]} if index in late.get(flight, ()) else {}
 
     def stop(self) -> None:
         """Cancel all tasks, then end the thread."""
@@ -53,38 +74,42 @@ class _Loop:
 
 
 class _Flight:
-    """The samples of one batch on one event loop.
+    """The samples of one batch, on one event loop after the other.
 
     Attributes:
         samples: samples of the batch.
         waiting: indices that no task has taken.
         started: start time of each sample in flight, by index.
-        owners: index that each task works on.
-        done: indices with their outcomes.
-        is_over: tasks stop before the next sample.
+        done: number of the loop, index and outcome of each sample that ended; None once the scorer is closed.
+        leg: number of the loop that the batch is on; outcomes from earlier ones do not count.
+        tasks: on that loop.
     """
 
-    def __init__(self, samples: Sequence[RewardSample], waiting: Iterable[int]) -> None:
+    def __init__(self, samples: Sequence[RewardSample]) -> None:
         self.samples = samples
-        self.waiting = deque(waiting)
+        self.waiting = deque(range(len(samples)))
         self.started: dict[int, float] = {}
-        self.owners: dict[asyncio.Task[None] | None, int] = {}
-        self.done: SimpleQueue[tuple[int, Outcome]] = SimpleQueue()
-        self.is_over = False
+        self.done: SimpleQueue[tuple[int, int, Outcome] | None] = SimpleQueue()
+        self.leg = 0
+        self.tasks: list[Future[None]] = []
 
-    def find_blocking(self, loop: asyncio.AbstractEventLoop, limit: float) -> list[int]:
-        """Return the sample whose code blocks the loop; all late samples if its task is not one of ours."""
-        owner = self.owners.get(asyncio.current_task(loop))
-        late = [index for index, start in list(self.started.items()) if start + limit <= time.monotonic()]
-        return [owner] if owner in self.started else late
+    def late(self, limit: float) -> list[int]:
+        """Return the samples in flight for longer than ``limit`` seconds."""
+        now = time.monotonic()
+        return [index for index, start in list(self.started.items()) if start + limit <= now]
 
-    def has_ended(self, index: int) -> None:
-        """Remove a sample that has an outcome."""
-        self.started.pop(index, None)
+    def leave(self, timed_out_samples: Sequence[int], outcome: Outcome) -> None:
+        """Leave a loop: some samples have their outcome, the others begin again on the next."""
+        others = [index for index in list(self.started) if index not in timed_out_samples]
+        self.leg += 1
+        self.waiting = deque([*others, *self.waiting])
+        self.started, self.tasks = {}, []
+        for index in timed_out_samples:
+            self.done.put((self.leg, index, outcome))
 
 
 class AsyncScorer:
-    """A scorer for asynchronous rewards, with one event loop for all batches.
+    """A scorer for asynchronous rewards, with one event loop for all batches; several threads may use it at once.
 
     The loop is kept because clients of a reward (an HTTP session, say) belong to the loop they were made on.
 
@@ -109,59 +134,95 @@ class AsyncScorer:
         self._max_concurrent = max_concurrent
         self._attempt = attempt
         self._pace = pace
+        #: Held to change loops and the flights on them.
+        self._lock = threading.Lock()
         self._loop: _Loop | None = None
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Pass the outcome of every sample to the judge."""
-        flight = self._start(_Flight(samples, range(len(samples))))
+    def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
+        """Pass the outcome of every sample to ``outcomes``.
+
+        Raises:
+            RewardError: a sample ends the batch, or the scorer was closed.
+        """
+        flight = _Flight(samples)
+        with self._lock:
+            self._board(flight)
         try:
-            while judge.undecided:
+            while outcomes.undecided:
                 try:
-                    finished = [flight.done.get(timeout=self._patience(flight))]
+                    found = flight.done.get(timeout=self._patience(flight))
                 except Empty:
-                    finished, flight = self._leave_loop(flight)
-                for index, outcome in finished:
-                    flight.has_ended(index)
-                    judge.add(index, outcome)
-        except BaseException:
-            flight.is_over = True
-            self.close()  # samples in flight belong to a batch that is over
-            raise
+                    self._leave_blocked_loop()
+                    continue
+                if found is None:
+                    raise RewardError(f"reward {self._reward.name}: closed with {outcomes.undecided} samples unscored")
+                leg, index, outcome = found
+                if leg == flight.leg:
+                    flight.started.pop(index, None)
+                    outcomes.add(index, outcome)
+        finally:
+            self._end(flight)
 
     def close(self) -> None:
-        """End the loop; may be called again."""
-        if self._loop is not None:
-            self._loop.stop()
-            self._loop = None
+        """End the loop, and with it the batches on it; may be called again."""
+        with self._lock:
+            loop, self._loop = self._loop, None
+            if loop is not None:
+                for flight in loop.flights:
+                    flight.done.put(None)
+                loop.stop()
 
-    def _start(self, flight: _Flight) -> _Flight:
-        self._loop = self._loop or _Loop()
+    def _board(self, flight: _Flight) -> None:
+        """Start a batch's tasks on the present loop."""
+        loop = self._loop = self._loop or _Loop(self._max_concurrent)
+        loop.flights.add(flight)
         for _ in range(min(self._max_concurrent, len(flight.waiting))):
-            asyncio.run_coroutine_threadsafe(self._work(flight), self._loop.loop)
-        return flight
+            work = self._work(loop, flight, flight.leg)
+            flight.tasks.append(asyncio.run_coroutine_threadsafe(work, loop.loop))
 
-    def _leave_loop(self, flight: _Flight) -> tuple[list[tuple[int, Outcome]], _Flight]:
+    def _end(self, flight: _Flight) -> None:
+        """Cancel what is left of a batch; end the loop with the last batch if that one ended early."""
+        with self._lock:
+            left = [task for task in flight.tasks if not task.done()]
+            has_failed = bool(flight.started)
+            flight.leg += 1
+            for task in left:
+                task.cancel()
+            if self._loop is not None:
+                self._loop.flights.discard(flight)
+                if has_failed and not self._loop.flights:
+                    self._loop.stop()
+                    self._loop = None
+
+    def _leave_blocked_loop(self) -> None:
         """Replace a loop that is blocked by code that does not await: it did not cancel a late sample."""
         limit = self._limit or 0.0
-        blocking = flight.find_blocking(self._loop.loop, limit) if self._loop is not None else []
-        if not blocking:  # it ended in the meantime
-            return [], flight
-        flight.is_over = True
-        self.close()  # ends the loop as soon as it is no longer blocked
-        others = [index for index in list(flight.started) if index not in blocking]
-        following = self._start(_Flight(flight.samples, [*others, *flight.waiting]))
-        return [(index, timed_out(self._limit)) for index in blocking], following
-
-    async def _work(self, flight: _Flight) -> None:
-        while flight.waiting and not flight.is_over:
-            if self._pace is not None:
-                await asyncio.sleep(self._pace())
-            if not flight.waiting or flight.is_over:
+        with self._lock:
+            loop = self._loop
+            blocking = loop.find_blocking(limit) if loop is not None else {}
+            if loop is None or not blocking:  # it ended in the meantime, or another thread was here before
                 return
-            index = flight.waiting.popleft()
-            flight.owners[asyncio.current_task()] = index
-            flight.started[index] = time.monotonic()
-            flight.done.put((index, await self._score(flight.samples[index])))
+            self._loop = None
+            loop.stop()  # as soon as it is no longer blocked
+            for flight in loop.flights:
+                flight.leave(blocking.get(flight, ()), timed_out(self._limit))
+                self._board(flight)
+
+    async def _work(self, loop: _Loop, flight: _Flight, leg: int) -> None:
+        while flight.waiting and flight.leg == leg:
+            async with loop.slots:
+                if self._pace is not None:
+                    await asyncio.sleep(self._pace())
+                if not flight.waiting or flight.leg != leg:
+                    return
+                index = flight.waiting.popleft()
+                flight.started[index] = time.monotonic()
+                task = asyncio.current_task()
+                loop.owners[task] = flight, index
+                try:
+                    flight.done.put((leg, index, await self._score(flight.samples[index])))
+                finally:
+                    del loop.owners[task]
 
     async def _score(self, sample: RewardSample) -> Outcome:
         try:
@@ -176,4 +237,4 @@ class AsyncScorer:
         if self._limit is None:
             return None
         first = min(list(flight.started.values()), default=time.monotonic())
-        return max(first + self._limit + _GRACE_S - time.monotonic(), 1e-3)
+        return max(first + self._limit + _GRACE_S - time.monotonic(), _POLL_S)

@@ -7,7 +7,7 @@ Example, in ``my_rewards.py``::
 
 and in the config ``reward=function reward.reward_kwargs.path=my_rewards.py:short``. A function
 with verl's signature ``(data_source, solution_str, ground_truth, extra_info=None)`` works too, and either may be
-``async def``.
+``async def``. An asynchronous function with a parameter ``judge`` gets the run's judge there.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardValue
+from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, RewardValue
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.policy import as_number
 
@@ -56,7 +56,8 @@ class FunctionReward(BaseReward):
         self._path = f"{file}:{name}"
         self._kwargs = kwargs
         self._function = _find_function(_import_file(file), file, name)
-        self._call = _adapt(self._function, kwargs, self._path)
+        self._takes_judge = _takes_judge(self._function, kwargs, self._path)
+        self._call = _adapt(self._function, {**kwargs, **({"judge": None} if self._takes_judge else {})}, self._path)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (self._path, self._kwargs)
@@ -64,6 +65,14 @@ class FunctionReward(BaseReward):
     @property
     def is_async(self) -> bool:
         return inspect.iscoroutinefunction(self._function)
+
+    @property
+    def uses_judge(self) -> bool:
+        return self._takes_judge
+
+    def bind_judge(self, judge: Judge) -> None:
+        super().bind_judge(judge)
+        self._call = _adapt(self._function, {**self._kwargs, "judge": judge}, self._path)
 
     def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
         """Return the function's value for this sample; an awaitable if the function is ``async``.
@@ -134,6 +143,23 @@ def _find_function(module: ModuleType, file: Path, name: str) -> Callable[..., A
         raise ConfigError(f"{_KEY}: {name!r} in {file} is of type {type(function).__name__} and cannot be called")
     checked: Callable[..., Any] = function
     return checked
+
+
+def _takes_judge(function: Callable[..., Any], kwargs: Mapping[str, Any], path: str) -> bool:
+    """True if the function has a parameter for the run's judge, which no option fills.
+
+    Raises:
+        ConfigError: it has one, and is not ``async``.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):  # told of by _adapt
+        return False
+    if "judge" not in parameters or "judge" in kwargs:
+        return False
+    if not inspect.iscoroutinefunction(function):
+        raise ConfigError(f"{_KEY}: {path} has a parameter judge, whose replies are awaited; make it an async def")
+    return True
 
 
 def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> Callable[[RewardSample], Any]:

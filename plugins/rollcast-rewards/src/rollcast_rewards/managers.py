@@ -10,7 +10,7 @@ from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import ConfigError, RewardError
 from rollcast_rewards.alarm import Alarm, TimeUp
 from rollcast_rewards.asynchronous import MAX_CONCURRENT, AsyncScorer
-from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of, timed_out
+from rollcast_rewards.policy import Outcome, Outcomes, PolicyRewardManager, check_value, failure_of, timed_out
 
 __all__ = ["BatchRewardManager", "NaiveRewardManager"]
 
@@ -34,15 +34,19 @@ class _InProcessManager(PolicyRewardManager):
             raise ConfigError(f"reward.reward_manager_kwargs.max_concurrent is {max_concurrent}; it must be at least 1")
         self._scorer = AsyncScorer(reward, self.settings, max_concurrent) if reward.is_async else None
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         if self._scorer is not None:
-            self._scorer.score_all(samples, judge)
+            self._scorer.score_all(samples, outcomes)
         else:
-            self.score_in_turn(samples, judge)
+            self.score_in_turn(samples, outcomes)
 
     @abstractmethod
-    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Pass the outcome of every sample to the judge, for a synchronous reward."""
+    def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
+        """Pass the outcome of every sample to ``outcomes``, for a synchronous reward."""
+
+    @property
+    def is_concurrent(self) -> bool:
+        return self._scorer is not None
 
     def close(self) -> None:
         if self._scorer is not None:
@@ -57,10 +61,10 @@ class NaiveRewardManager(_InProcessManager):
     memory has no limit. ``prime`` limits both.
     """
 
-    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         with Alarm(self.settings.timeout_s) as alarm:
             if type(self.reward).score_batch is not BaseReward.score_batch:
-                score_in_batches(self.reward, samples, judge, alarm, self.settings.timeout_s, len(samples))
+                score_in_batches(self.reward, samples, outcomes, alarm, self.settings.timeout_s, len(samples))
                 return
             for index, sample in enumerate(samples):
                 try:
@@ -70,7 +74,7 @@ class NaiveRewardManager(_InProcessManager):
                     outcome = timed_out(self.settings.timeout_s)
                 except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
                     outcome = failure_of(error)
-                judge.add(index, outcome)
+                outcomes.add(index, outcome)
 
 
 class BatchRewardManager(_InProcessManager):
@@ -100,41 +104,46 @@ class BatchRewardManager(_InProcessManager):
             raise ConfigError(f"reward.reward_manager_kwargs.batch_size is {batch_size}; it must be at least 1")
         self._batch_size = batch_size
 
-    def score_in_turn(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_in_turn(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         limit = self.settings.timeout_s
         with Alarm(limit) as alarm:
-            score_in_batches(self.reward, samples, judge, alarm, limit, self._batch_size or len(samples))
+            score_in_batches(self.reward, samples, outcomes, alarm, limit, self._batch_size or len(samples))
 
 
 def score_in_batches(
-    reward: BaseReward, samples: Sequence[RewardSample], judge: Judge, alarm: Alarm, limit: float | None, size: int
+    reward: BaseReward,
+    samples: Sequence[RewardSample],
+    outcomes: Outcomes,
+    alarm: Alarm,
+    limit: float | None,
+    size: int,
 ) -> None:
     """Score by ``reward.score_batch``, ``size`` samples per call; find the bad samples of a call that raises.
 
     Raises:
-        RewardError: a call returned the wrong number of scores, or the judge stops the batch.
+        RewardError: a call returned the wrong number of scores, or the policy stops the batch.
     """
     name = type(reward).__name__ if not reward.name else reward.name
     waiting = [range(start, min(start + size, len(samples))) for start in range(0, len(samples), size)][::-1]
     while waiting:
         indices = waiting.pop()
         part = [samples[index] for index in indices]
-        outcomes: list[Outcome]
+        found: list[Outcome]
         try:
             values: list[Any] = list(alarm.call(reward.score_batch, part))
         except TimeUp:
             alarm.disarm()
             failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
-            outcomes = [failure] * len(part)
+            found = [failure] * len(part)
         except Exception as error:  # noqa: BLE001 -- it is found out whose it is
             if len(part) > 1:
                 middle = len(indices) // 2
                 waiting += [indices[middle:], indices[:middle]]
                 continue
-            outcomes = [failure_of(error)]
+            found = [failure_of(error)]
         else:
             if len(values) != len(part):
                 raise RewardError(f"reward {name}: {len(part)} samples were given, {len(values)} scores came back")
-            outcomes = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
-        for index, outcome in zip(indices, outcomes, strict=True):
-            judge.add(index, outcome)
+            found = [check_value(value, sample) for value, sample in zip(values, part, strict=True)]
+        for index, outcome in zip(indices, found, strict=True):
+            outcomes.add(index, outcome)

@@ -109,5 +109,9 @@ class DapoRewardManager(BaseRewardManager):
         extra = {**result.extra, "overlong_penalty": penalty}
         return replace(result, score=result.score + penalty, correct=correct, extra=extra)
 
+    @property
+    def is_concurrent(self) -> bool:
+        return self._inner.is_concurrent
+
     def close(self) -> None:
         self._inner.close()

@@ -15,7 +15,7 @@ from rollcast.errors import RewardError
 
 __all__ = [
     "Failure",
-    "Judge",
+    "Outcomes",
     "Outcome",
     "PolicyRewardManager",
     "as_number",
@@ -118,7 +118,7 @@ def _place_scores(result: RewardResult, sample: RewardSample) -> tuple[float, ..
     return tuple(placed)
 
 
-class Judge:
+class Outcomes:
     """A collector of the outcomes of one batch, in any order, that applies the policy for bad samples.
 
     Args:
@@ -205,14 +205,14 @@ class PolicyRewardManager(BaseRewardManager):
         return reward_name(self.reward)
 
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        judge = Judge(self.name, samples, self.settings)
+        outcomes = Outcomes(self.name, samples, self.settings)
         if samples:
-            self.score_all(samples, judge)
-        return judge.results()
+            self.score_all(samples, outcomes)
+        return outcomes.results()
 
     @abstractmethod
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
-        """Pass the outcome of every sample to the judge; there is at least one sample."""
+    def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
+        """Pass the outcome of every sample to ``outcomes``; there is at least one sample."""
 
 
 def reward_name(reward: BaseReward) -> str:

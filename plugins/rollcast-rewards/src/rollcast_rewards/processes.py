@@ -22,7 +22,7 @@ import cloudpickle  # type: ignore[import-untyped]
 
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, RewardSettings
 from rollcast.errors import ConfigError, RewardError
-from rollcast_rewards.policy import Failure, Judge, Outcome, PolicyRewardManager, timed_out
+from rollcast_rewards.policy import Failure, Outcome, Outcomes, PolicyRewardManager, timed_out
 from rollcast_rewards.worker import HEADER
 
 __all__ = ["PrimeRewardManager"]
@@ -136,7 +136,7 @@ class PrimeRewardManager(PolicyRewardManager):
         self._processes: list[_Process] = []
         self._finalizer = weakref.finalize(self, _end_all, self._processes)
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         waiting = deque(range(len(samples)))
         setup = pickle.dumps({**self._setup, "path": sys.path})
         for process in [each for each in self._processes if each.popen.poll() is not None]:
@@ -145,10 +145,10 @@ class PrimeRewardManager(PolicyRewardManager):
         while len(self._processes) < min(self._count, len(samples)):
             self._processes.append(_Process(setup))
         try:
-            while judge.undecided:
-                self._assign(samples, waiting, judge)
+            while outcomes.undecided:
+                self._assign(samples, waiting, outcomes)
                 for process in self._wait():
-                    self._handle(process, waiting, judge, setup)
+                    self._handle(process, waiting, outcomes, setup)
         except BaseException:
             self.close()  # samples in other processes belong to a batch that is over
             raise
@@ -156,14 +156,16 @@ class PrimeRewardManager(PolicyRewardManager):
     def close(self) -> None:
         _end_all(self._processes)
 
-    def _assign(self, samples: Sequence[RewardSample], waiting: deque[int], judge: Judge) -> None:
+    def _assign(self, samples: Sequence[RewardSample], waiting: deque[int], outcomes: Outcomes) -> None:
         for process in self._processes:
             while process.ready and process.index is None and waiting:
                 index = waiting.popleft()
                 try:
                     data = cloudpickle.dumps(samples[index])
                 except Exception as error:  # noqa: BLE001 -- it is the sample's
-                    judge.add(index, Failure("raised", f"cannot get the sample, which does not pickle: {error}", error))
+                    outcomes.add(
+                        index, Failure("raised", f"cannot get the sample, which does not pickle: {error}", error)
+                    )
                     continue
                 process.index = index
                 limit = self.settings.timeout_s
@@ -182,15 +184,15 @@ class PrimeRewardManager(PolicyRewardManager):
         late = [each for each in self._processes if each.deadline is not None and each.deadline <= now]
         return ready + [process for process in late if process not in ready]
 
-    def _handle(self, process: _Process, waiting: deque[int], judge: Judge, setup: bytes) -> None:
+    def _handle(self, process: _Process, waiting: deque[int], outcomes: Outcomes, setup: bytes) -> None:
         try:
             message = process.receive()
         except EOFError:
-            self._replace(process, self._died(process), judge, setup, bool(waiting))
+            self._replace(process, self._died(process), outcomes, setup, bool(waiting))
             return
         if message is None:
             if process.deadline is not None and process.deadline <= time.monotonic():
-                self._replace(process, self._late(process), judge, setup, bool(waiting))
+                self._replace(process, self._late(process), outcomes, setup, bool(waiting))
             return
         if message[0] == "broken":
             raise RewardError(
@@ -202,11 +204,11 @@ class PrimeRewardManager(PolicyRewardManager):
         outcome = _read_outcome(message)
         if isinstance(outcome, Failure) and outcome.kind == "memory":
             # The reward may still hold the memory of the failed sample.
-            self._replace(process, outcome, judge, setup, bool(waiting))
+            self._replace(process, outcome, outcomes, setup, bool(waiting))
             return
         index, process.index, process.deadline = process.index, None, None
         if index is not None:
-            judge.add(index, outcome)
+            outcomes.add(index, outcome)
 
     def _died(self, process: _Process) -> Failure:
         status = process.end()
@@ -220,14 +222,14 @@ class PrimeRewardManager(PolicyRewardManager):
             raise RewardError(f"reward {self.name} was not loaded within {_LOAD_S:g} s in a process of its own")
         return timed_out(self.settings.timeout_s)
 
-    def _replace(self, process: _Process, failure: Failure, judge: Judge, setup: bytes, more: bool) -> None:
-        """End a process and judge its sample; start another process if samples are waiting."""
+    def _replace(self, process: _Process, failure: Failure, outcomes: Outcomes, setup: bytes, more: bool) -> None:
+        """End a process and decide its sample; start another process if samples are waiting."""
         process.end()
         self._processes.remove(process)
         if more:
             self._processes.append(_Process(setup))
         if process.index is not None:
-            judge.add(process.index, failure)
+            outcomes.add(process.index, failure)
 
 
 def _read_outcome(message: tuple[Any, ...]) -> Outcome:

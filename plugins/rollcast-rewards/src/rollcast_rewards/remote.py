@@ -12,7 +12,7 @@ from queue import Empty, SimpleQueue
 from rollcast.contracts.reward import BaseReward, RewardSample, RewardSettings
 from rollcast.errors import ConfigError
 from rollcast_rewards.asynchronous import AsyncScorer, score_once
-from rollcast_rewards.policy import Judge, Outcome, PolicyRewardManager, check_value, failure_of, timed_out
+from rollcast_rewards.policy import Outcome, Outcomes, PolicyRewardManager, check_value, failure_of, timed_out
 
 __all__ = ["RateLimit", "RemoteRewardManager", "TransientError"]
 
@@ -113,6 +113,10 @@ class RemoteRewardManager(PolicyRewardManager):
         if reward.is_async:
             self._scorer = AsyncScorer(reward, self.settings, max_concurrent, self._attempt, self._limit.reserve)
 
+    @property
+    def is_concurrent(self) -> bool:
+        return self._scorer is not None
+
     def close(self) -> None:
         if self._scorer is not None:
             self._scorer.close()
@@ -130,16 +134,16 @@ class RemoteRewardManager(PolicyRewardManager):
                 await asyncio.sleep(max(pause if asked is None else asked, self._limit.reserve()))
                 pause, left = min(pause * 2, _LONGEST_PAUSE_S), left - 1
 
-    def score_all(self, samples: Sequence[RewardSample], judge: Judge) -> None:
+    def score_all(self, samples: Sequence[RewardSample], outcomes: Outcomes) -> None:
         if self._scorer is not None:
-            self._scorer.score_all(samples, judge)
+            self._scorer.score_all(samples, outcomes)
             return
         batch = _Batch(samples)
         for _ in range(min(self._max_concurrent, len(samples))):
             self._start_thread(batch)
         decided: set[int] = set()
         try:
-            while judge.undecided:
+            while outcomes.undecided:
                 try:
                     finished = [batch.done.get(timeout=self._until_next_deadline(batch))]
                 except Empty:
@@ -150,7 +154,7 @@ class RemoteRewardManager(PolicyRewardManager):
                     batch.started.pop(index, None)
                     if index not in decided:
                         decided.add(index)
-                        judge.add(index, outcome)
+                        outcomes.add(index, outcome)
         finally:
             batch.over.set()
 

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
 from typing import Any
 
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
+from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, build_reward
 from rollcast.errors import ConfigError
 from rollcast_rewards.policy import Failure, check_value
 
@@ -47,6 +47,15 @@ class WeightedSum(BaseReward):
     @property
     def is_async(self) -> bool:
         return any(reward.is_async for _, reward in self._parts.values())
+
+    @property
+    def uses_judge(self) -> bool:
+        return any(reward.uses_judge for _, reward in self._parts.values())
+
+    def bind_judge(self, judge: Judge) -> None:
+        super().bind_judge(judge)
+        for _, reward in self._parts.values():
+            reward.bind_judge(judge)
 
     def score(self, sample: RewardSample) -> RewardResult | Awaitable[RewardResult]:
         """Return the sum; an awaitable if a reward is asynchronous.

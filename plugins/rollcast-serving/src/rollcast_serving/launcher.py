@@ -41,6 +41,8 @@ class ReplicaSpec:
         launch_timeout_s: until it has to be ready.
         log_dir: where its output is written; empty for a temporary folder.
         host: address to listen on.
+        role: that the replica plays; names it in messages.
+        section: dotted key of the section that ``rollout`` is.
     """
 
     rollout: Mapping[str, Any]
@@ -54,6 +56,12 @@ class ReplicaSpec:
     launch_timeout_s: float = 300.0
     log_dir: str | None = None
     host: str = "127.0.0.1"
+    role: str = "rollout"
+    section: str = "rollout"
+
+    def name_of(self, index: int, separator: str = " ") -> str:
+        """Return the name of a replica in messages, such as ``replica 0`` or ``judge 0``."""
+        return f"{'replica' if self.role == 'rollout' else self.role}{separator}{index}"
 
 
 @dataclass(frozen=True)
@@ -102,7 +110,8 @@ class ReplicaProcess:
         self._token = secrets.token_urlsafe(24)
         folder = Path(spec.log_dir) if spec.log_dir else Path(tempfile.mkdtemp(prefix="rollcast-replica-"))
         folder.mkdir(parents=True, exist_ok=True)
-        self.log = folder / f"replica_{index}.log"
+        self._name = spec.name_of(index)
+        self.log = folder / f"{spec.name_of(index, '_')}.log"
         self._tell, theirs = os.pipe()
         self._started = time.monotonic()
         python = spec.python or sys.executable
@@ -120,7 +129,7 @@ class ReplicaProcess:
         except OSError as error:
             os.close(self._tell)
             raise RolloutError(
-                f"replica {index} cannot be started with rollout.replica.python={python!r}: {error}"
+                f"{self._name} cannot be started with {spec.section}.replica.python={python!r}: {error}"
             ) from error
         finally:
             os.close(theirs)
@@ -157,7 +166,7 @@ class ReplicaProcess:
                 if not wait_readable(self._tell, deadline - time.monotonic()):
                     self.stop()
                     raise RolloutError(
-                        f"replica {self.index} was not ready within rollout.replica.launch_timeout_s="
+                        f"{self._name} was not ready within {self.spec.section}.replica.launch_timeout_s="
                         f"{self.spec.launch_timeout_s:g}{self._with_log()}"
                     )
                 part = os.read(self._tell, 65536)
@@ -171,11 +180,13 @@ class ReplicaProcess:
     def _address(self, text: bytes) -> ReplicaAddress:
         if not text.endswith(b"\n"):
             self.stop()
-            raise RolloutError(f"replica {self.index} ended while it started, {self.describe_end()}{self._with_log()}")
+            raise RolloutError(f"{self._name} ended while it started, {self.describe_end()}{self._with_log()}")
         message = json.loads(text)
         if "error" in message:
             self.stop()
-            raise decode_error(message["error"], f"replica {self.index} (log: {self.log})")
+            section = self.spec.section
+            keys = "" if section == "rollout" else f"the keys of its rollout stand under {section}; "
+            raise decode_error(message["error"], f"{self._name} ({keys}log: {self.log})")
         node, generation = self._place
         return ReplicaAddress(
             self.index, node, self.spec.host, message["port"], message["openai_port"], self._token, generation

@@ -40,6 +40,7 @@ class RoutingSettings:
         max_attempts: replicas that may die of one request before it is given up.
         max_sessions: sessions that are remembered, the last used.
         continuous: True if the engines take requests into a running batch (``capabilities.continuous_batching``).
+        section: dotted key of the replicas' section, for messages.
     """
 
     silence_s: float = SILENCE_S
@@ -47,6 +48,7 @@ class RoutingSettings:
     max_attempts: int = 3
     max_sessions: int = 8192
     continuous: bool = True
+    section: str = "rollout"
 
 
 @dataclass
@@ -193,7 +195,7 @@ class ServerManager:
         if all(replica.state == "lost" for replica in self._replicas):
             raise RolloutError(
                 f"all {len(self._replicas)} replicas are lost; each was started again up to "
-                f"rollout.replica.max_restarts={self.settings.max_restarts} times, see their logs"
+                f"{self.settings.section}.replica.max_restarts={self.settings.max_restarts} times, see their logs"
             )
 
     # -- many requests ------------------------------------------------------------------------

@@ -187,7 +187,7 @@ def _check_devices(choice: Choice, on_accelerators: bool) -> None:
         )
 
 
-def check_replica_nodes(tensor_parallel: int, processes: Sequence[int]) -> None:
+def check_replica_nodes(tensor_parallel: int, processes: Sequence[int], section: str = "rollout") -> None:
     """Refuse replicas that do not fill a pool, or that would span nodes.
 
     An engine is started on one node, and takes the devices of ranks that follow each other.
@@ -195,20 +195,21 @@ def check_replica_nodes(tensor_parallel: int, processes: Sequence[int]) -> None:
     Args:
         tensor_parallel: ranks of a replica.
         processes: number on each node of the pool.
+        section: dotted key of the replicas' section.
 
     Raises:
         ConfigError: names the key.
     """
-    total = sum(processes)
+    total, role = sum(processes), section.partition(".")[0]
     if total % tensor_parallel:
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {tensor_parallel}, which does not divide the {total} "
-            "processes of the rollout's pool"
+            f"{section}.tensor_model_parallel_size is {tensor_parallel}, which does not divide the {total} "
+            f"processes of the {role}'s pool"
         )
     if any(count % tensor_parallel for count in processes):
         fitting = [str(size) for size in range(1, max(processes) + 1) if not any(n % size for n in processes)]
         raise ConfigError(
-            f"rollout.tensor_model_parallel_size is {tensor_parallel}, but the rollout's pool has "
+            f"{section}.tensor_model_parallel_size is {tensor_parallel}, but the {role}'s pool has "
             f"{list(processes)} processes on its nodes, so a replica would span nodes; an engine runs on one node. "
             f"Sizes that fit: {', '.join(fitting)}"
         )

@@ -11,12 +11,14 @@ from rollcast.contracts.sections import PlacementConfig, PoolConfig
 from rollcast.contracts.stage import roles
 from rollcast.errors import ConfigError, ResourceError
 
-__all__ = ["GLOBAL_POOL", "ROLLOUT", "build_pools"]
+__all__ = ["GLOBAL_POOL", "JUDGE", "ROLLOUT", "build_pools"]
 
 #: The pool of ``placement.nnodes`` and ``placement.n_gpus_per_node``.
 GLOBAL_POOL = "global_pool"
 #: Role of the replicas of a rollout.
 ROLLOUT = "rollout"
+#: Role of the replicas of the model that rewards ask.
+JUDGE = "judge"
 
 
 def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
@@ -50,6 +52,8 @@ def _read_pool(name: str, value: Any) -> PoolConfig:
 
 
 def _build_pool(name: str, pool: PoolConfig, device: Device) -> ResourcePool:
+    if pool.device is not None:
+        device = find_device(pool.device, f"placement.pools.{name}.device")
     uses_device = bool(device.resource)
     try:
         return ResourcePool(
@@ -80,5 +84,5 @@ def _check_mapping(placement: PlacementConfig, pools: Collection[str]) -> None:
 
 
 def _known_roles() -> list[str]:
-    """Return the names that ``placement.mapping`` may have: registered roles, and the rollout's replicas."""
-    return sorted({*roles.names(), ROLLOUT})
+    """Return the names that ``placement.mapping`` may have: registered roles, and those of replicas."""
+    return sorted({*roles.names(), ROLLOUT, JUDGE})

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass, field
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from rollcast import WorkerGroup
 from rollcast.contracts.rollout import RolloutOutput, RolloutRequest, SamplingParams
@@ -19,6 +14,7 @@ from rollcast.protocol import DataProto
 from rollcast_serving.generation import assemble_sequences, build_requests
 from rollcast_serving.launcher import ReplicaAddress
 from rollcast_serving.manager import Progress, RoutingSettings, ServerManager
+from rollcast_serving.replica_loop import ReplicaLoop
 
 __all__ = ["LOOPBACK", "Replicas"]
 
@@ -28,37 +24,19 @@ _PROGRESS_S = 10.0
 T = TypeVar("T")
 
 
-@dataclass
-class _Errand:
-    """A call of the run's workers that waits for the thread which owns them."""
-
-    call: Callable[[], Any]
-    result: Future[Any] = field(default_factory=Future)
-
-    def run(self) -> None:
-        """Make the call; whoever waits for the result gets it."""
-        try:
-            found = self.call()
-        except BaseException as error:
-            self.result.set_exception(error)
-            if not isinstance(error, RollcastError):
-                raise
-        else:
-            self.result.set_result(found)
-
-
 class Replicas:
     """The replicas on the places of a group of :class:`~rollcast_serving.worker.ReplicaWorker`.
 
-    Requests run on an event loop in a thread of its own. A replica is started again by the thread that waits in one
-    of the blocking calls here, and in no other: the trainer makes these calls, so a revival, which sends weights from
-    the actor, never runs beside a training call.
+    Requests run on the event loop of a :class:`~rollcast_serving.replica_loop.ReplicaLoop`. A replica is started again
+    by the thread that waits in one of the blocking calls here, and in no other: the trainer makes these calls, so a
+    revival, which sends weights from the actor, never runs beside a training call.
 
     Args:
         group: the view of its role.
         settings: limits of routing and recovery.
         launch_timeout_s: deadline of the start of all replicas, in seconds.
         one_node: True if all of the run's processes share a node; replicas then listen on its loopback only.
+        loop: shared with the replicas of other roles, and closed by its owner; None for a loop of their own.
 
     Raises:
         WorkerError: a replica cannot be started.
@@ -70,6 +48,7 @@ class Replicas:
         settings: RoutingSettings | None = None,
         launch_timeout_s: float = 300.0,
         one_node: bool = True,
+        loop: ReplicaLoop | None = None,
     ) -> None:
         self._group = group.with_timeout(launch_timeout_s + 60.0)
         places = group.devices()
@@ -77,33 +56,22 @@ class Replicas:
         self._devices = [device for _, device in places]
         #: Callback that sends the current weights to restarted replicas; set by the trainer.
         self.resync: Callable[[Sequence[ReplicaAddress]], None] | None = None
-        self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._loop.run_forever, name="rollcast-replicas", daemon=True)
-        self._errands: deque[_Errand] = deque()
-        #: Notified when an errand comes or a call ends.
-        self._changed = threading.Condition()
+        self._has_own_loop, self._is_closed = loop is None, False
         #: Called in the event loop before the connections are closed.
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._manager = ServerManager(self._launch(), settings, self._revive, self._end)
-        self._thread.start()
+        #: The event loop of the requests.
+        self.loop = loop or ReplicaLoop()
 
     def _launch(self, replaced: Sequence[int] = ()) -> list[ReplicaAddress]:
         addresses = self._group.launch(self._hosts, self._devices, list(replaced))
         return [address for address in addresses if address is not None]
 
     async def _revive(self, index: int) -> ReplicaAddress:
-        return await self._in_owner(lambda: self._revive_blocking(index))
+        return await self.loop.in_owner(lambda: self._revive_blocking(index))
 
     async def _end(self, index: int) -> None:
-        await self._in_owner(lambda: self._group.stop([index]))
-
-    async def _in_owner(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that the next thread makes which waits in :meth:`run`."""
-        errand = _Errand(call)
-        with self._changed:
-            self._errands.append(errand)
-            self._changed.notify_all()
-        return cast("T", await asyncio.wrap_future(errand.result))
+        await self.loop.in_owner(lambda: self._group.stop([index]))
 
     def _revive_blocking(self, index: int) -> ReplicaAddress:
         (started,) = (address for address in self._launch([index]) if address.index == index)
@@ -113,23 +81,7 @@ class Replicas:
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         """Return a coroutine's result from the event loop of the replicas; bring replicas back that die meanwhile."""
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        future.add_done_callback(self._wake)
-        try:
-            while not future.done():
-                with self._changed:
-                    self._changed.wait_for(lambda: future.done() or self._errands)
-                    errand = self._errands.popleft() if self._errands else None
-                if errand is not None:
-                    errand.run()
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def _wake(self, _: object) -> None:
-        with self._changed:
-            self._changed.notify_all()
+        return self.loop.run(coroutine)
 
     @property
     def addresses(self) -> list[ReplicaAddress]:
@@ -203,15 +155,15 @@ class Replicas:
 
     def close(self) -> None:
         """Close the connections; the processes end with their group. May be called twice."""
-        if not self._thread.is_alive():
+        if self._is_closed:
             return
+        self._is_closed = True
         try:
             self.run(self._close())
         except RollcastError as error:
             logger.debug("closing the connections to the replicas: %s", error)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        if self._has_own_loop:
+            self.loop.close()
 
     async def _close(self) -> None:
         for close in self.on_close:

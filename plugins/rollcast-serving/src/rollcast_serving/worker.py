@@ -35,7 +35,8 @@ class ReplicaWorker(Worker):
             raise ResourceError(
                 f"the replica of ranks {self.rank} to {last} would span nodes: from rank {self.rank} on, node "
                 f"{place.node} has {place.local_world_size - place.local_rank} of the pool's processes, and "
-                f"rollout.tensor_model_parallel_size is {tensor_parallel}; use strategy STRICT_PACK, or a smaller size"
+                f"{spec.section}.tensor_model_parallel_size is {tensor_parallel}; use strategy STRICT_PACK, or a "
+                "smaller size"
             )
         self._spec = spec
         self._tensor_parallel = tensor_parallel

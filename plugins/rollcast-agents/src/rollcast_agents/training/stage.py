@@ -144,7 +144,7 @@ class AgentRollout(Stage):
         data = self.run.task.data
         longest = data.max_prompt_length + data.max_response_length
         host = HostSetup(self._config, setup.model.path, longest)
-        return AgentWorkerSetup(host, self.run.task.routing() if self._role == AGENT_LOOP else None)
+        return AgentWorkerSetup(host, self.run.task.served.routing() if self._role == AGENT_LOOP else None)
 
     def __call__(self, batch: DataProto) -> DataProto:
         start = time.perf_counter()

@@ -1,7 +1,9 @@
-"""The registry of weight syncs, declared with the configuration, which checks ``rollout.weight_sync`` against it."""
+"""The registry of weight syncs, against which ``rollout.weight_sync`` is checked, and the schema of ``judge``."""
 
+from rollcast.contracts.config import ConfigSchema
+from rollcast_serving.schemas import JudgeConfig
 from rollcast_serving.weight_sync import weight_syncs
 
 __all__ = ["SCHEMAS", "weight_syncs"]
 
-SCHEMAS = ()
+SCHEMAS = (ConfigSchema(path="judge", schema=JudgeConfig),)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, cast
@@ -17,7 +16,6 @@ from rollcast import WorkerGroup, build_section, start_groups
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
-from rollcast.contracts.reward import RewardSettings
 from rollcast.contracts.rollout import BaseRollout, RolloutMode, SamplingParams, rollouts
 from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.contracts.sections import PlacementConfig
@@ -29,20 +27,22 @@ from rollcast_data.contract import BaseDataset, datasets
 from rollcast_data.loader import EpochIterator, FirstRows, build_loader
 from rollcast_data.schemas import DataConfig
 from rollcast_data.tokenizer import load_tokenizer, read_stop_token_ids
-from rollcast_eval.scoring import RewardScorer
+from rollcast_eval.judge import NEEDS_JUDGE, CommandJudge
+from rollcast_eval.reward_worker import RewardWorker, RewardWorkers, RewardWorkerSetup
+from rollcast_eval.scoring import RewardScorer, RewardSetup
 from rollcast_ray.recording import CallRecorder
 from rollcast_report.tracker_set import TrackerSet
 from rollcast_rewards.schemas import RewardConfig
 from rollcast_serving.adapters import take_adapters
-from rollcast_serving.launcher import ReplicaSpec
-from rollcast_serving.manager import RoutingSettings
 from rollcast_serving.negotiation import Choice, check_choice, check_places, check_world_sizes
 from rollcast_serving.pools import build_pools
+from rollcast_serving.replica_loop import ReplicaLoop
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.requests import check_sampling, configured_sampling
 from rollcast_serving.sampler import Canary, InProcessSampler, ReplicaSampler, Sampler
+from rollcast_serving.schemas import JudgeConfig
+from rollcast_serving.served import ServedModel, ServedRole
 from rollcast_serving.weight_sync import BaseWeightSync, weight_syncs
-from rollcast_serving.worker import ReplicaWorker
 from rollcast_trainer.run.preparation import check_positions, preprocess_data, train_warm_start
 from rollcast_trainer.run.run_dir import Checkpoints, lock_run_dir, prepare_run_dir, write_config
 from rollcast_trainer.run.run_lock import RunLock
@@ -97,6 +97,9 @@ class TaskRunner:
         self.engine = self.section("actor.engine", self.engine_class.config_schema)
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
         self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
+        self.served = ServedRole(Role.ROLLOUT, "rollout", self.rollout, self.rollout_class)
+        #: The replicas that rewards ask; None in a run without a judge.
+        self.judge: CommandJudge | None = None
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
         for key, validation in (("rollout", False), ("rollout.val_kwargs", True)):
@@ -111,6 +114,9 @@ class TaskRunner:
         check_world_sizes(choice, engine, rollout, self.world_size, rollout_pool.world_size)
         if self.replay_of is not None:
             self._leave_out_replicas()
+        else:
+            places = self.pools.get_resource_pool(Role.JUDGE).process_on_nodes
+            self.judge = CommandJudge.of(self.section("judge", JudgeConfig), places)
         self.checkpoints = Checkpoints(
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
@@ -123,6 +129,8 @@ class TaskRunner:
         self._lock: RunLock | None = None
         self._scorers: list[RewardScorer] = []
         self._samplers: list[Sampler] = []
+        self._judges: list[Replicas] = []
+        self._replica_loop: ReplicaLoop | None = None
         self._tokenizer: PreTrainedTokenizerBase | None = None
         self._stop_token_ids: tuple[int, ...] | None = None
         self.emit("on_configure", config=config)
@@ -186,13 +194,17 @@ class TaskRunner:
         self._runtime = None
 
     def _close_parts(self, stack: ExitStack) -> None:
-        """Have a stack close what one trainer has used: samplers first, trackers last."""
+        """Have a stack close what one trainer has used: samplers first, rewards before their judge, trackers last."""
         stack.callback(self._trackers.close)
+        if self._replica_loop is not None:
+            stack.callback(self._replica_loop.close)
+        for judge in self._judges:
+            stack.callback(judge.close)
         for scorer in self._scorers:
             stack.callback(scorer.close)
         for sampler in self._samplers:
             stack.callback(sampler.close)
-        self._scorers, self._samplers = [], []
+        self._scorers, self._samplers, self._judges, self._replica_loop = [], [], [], None
 
     def begin_again(self) -> int:
         """Close what the failed trainer has used, and return the step that the next one goes on from.
@@ -313,21 +325,50 @@ class TaskRunner:
             return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
 
     def scorer(self) -> RewardScorer:
-        """The run's reward."""
-        reward = self.reward
-        settings = RewardSettings(
-            reward.on_error, reward.max_bad_share, reward.timeout_s, self.data.max_response_length
-        )
-        scorer = RewardScorer(
-            reward.name,
-            reward.reward_manager,
-            reward.reward_kwargs,
-            self.tokenizer,
-            settings,
-            reward.reward_manager_kwargs,
-        )
+        """The run's reward.
+
+        Raises:
+            ConfigError: it asks a judge, and the run has none.
+        """
+        scorer = RewardScorer(RewardSetup.of(self.reward, self.data.max_response_length), self.tokenizer)
         self._scorers.append(scorer)
+        if scorer.uses_judge and self.has_reward_workers:
+            raise ConfigError(
+                f"placement.mapping.reward gives the rewards a pool, but reward.name={self.reward.name} asks the "
+                "judge, and waits for it in the trainer's process; leave the role reward out of placement.mapping"
+            )
+        if scorer.uses_judge and self.judge is None:
+            raise ConfigError(f"reward.name={self.reward.name} {NEEDS_JUDGE}")
         return scorer
+
+    @property
+    def has_reward_workers(self) -> bool:
+        """True if rewards are computed in a pool of their own."""
+        return self.replay_of is None and self.has_own_pool(Role.REWARD)
+
+    def start_rewards(
+        self, groups: Mapping[str, WorkerGroup], busy: Callable[[], AbstractContextManager[None]]
+    ) -> None:
+        """Give the rewards what they need of the cluster: workers of their own, or a judge.
+
+        Args:
+            groups: as :meth:`start_roles` has started them.
+            busy: makes the block in which the judge generates a reply.
+
+        Raises:
+            WorkerError: a replica of the judge cannot be started.
+        """
+        if self.has_reward_workers:
+            for scorer in self._scorers:
+                scorer.score_by(RewardWorkers(groups[Role.REWARD]))
+        if self.judge is not None and self._runtime is not None:
+            loop = self._loop_of_replicas()
+            self._judges.append(self.judge.start(groups[Role.JUDGE], self._runtime, loop, self._scorers, busy))
+
+    def _loop_of_replicas(self) -> ReplicaLoop:
+        if self._replica_loop is None:
+            self._replica_loop = ReplicaLoop()
+        return self._replica_loop
 
     def role_engine(self, section: str) -> Any:
         """Return ``<section>.engine`` as an instance of its engine's schema; the actor's for a role without the key."""
@@ -380,9 +421,16 @@ class TaskRunner:
         """Start the groups of a run; return their roles."""
         self.emit("on_start_workers", workers=chosen, runtime=runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
+        logs = str((self.run_dir / "logs").resolve())
         if self.starts_replicas:
-            replica = ClassWithInitArgs(ReplicaWorker, self._replica_spec(), self.rollout.tensor_model_parallel_size)
-            everyone[Role.ROLLOUT] = replica
+            served = self.rollout_model()
+            everyone[Role.ROLLOUT] = self.served.worker(served, self.trainer.seed, self.placement.device, logs)
+        if self.has_reward_workers:
+            setup = RewardSetup.of(self.reward, self.data.max_response_length)
+            model = RewardWorkerSetup(setup, self.model.path, self.model.trust_remote_code)
+            everyone[Role.REWARD] = ClassWithInitArgs(RewardWorker, model)
+        if self.judge is not None:
+            everyone[Role.JUDGE] = self.judge.worker(self.trainer.seed, self.placement.device, logs)
         groups = start_groups(
             self.pools,
             everyone,
@@ -394,6 +442,10 @@ class TaskRunner:
         )
         self.groups = {str(role): group for role, group in groups.items()}
         return set(self.groups)
+
+    def rollout_model(self) -> ServedModel:
+        """Return the model as the rollout's replicas begin with it."""
+        return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
 
     def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
         """Restart the groups of a run that has lost some of their processes; return the roles of new processes.
@@ -409,7 +461,9 @@ class TaskRunner:
         try:
             for name, group in views.items():
                 roles = {role for role, view in self.groups.items() if view.name == name}
-                is_frozen = all(role in chosen and not role_trains(role) for role in roles)
+                is_frozen = all(
+                    role in (Role.JUDGE, Role.REWARD) or (role in chosen and not role_trains(role)) for role in roles
+                )
                 if not is_frozen or group.lost_ranks or group.poisoned:
                     group.restart()
                     fresh |= roles
@@ -445,22 +499,6 @@ class TaskRunner:
         """Dtype that replicas hold weights in; None if only their engine knows."""
         return self.rollout_class.weight_dtype(self.rollout, self.model.path, self.placement.device)
 
-    def _replica_spec(self) -> ReplicaSpec:
-        replica, tokenizer = self.rollout.replica, self.tokenizer
-        hidden = hide_accelerators() if self.placement.device == "cpu" else {}
-        return ReplicaSpec(
-            rollout=asdict(self.rollout),
-            model_path=self.model.path,
-            seed=self.trainer.seed,
-            pad_token_id=int(tokenizer.pad_token_id),
-            eos_token_id=int(tokenizer.eos_token_id),
-            stop_token_ids=self.stop_token_ids,
-            python=replica.python,
-            env={**hidden, **self.rollout_class.environment(self.rollout), **replica.env},
-            launch_timeout_s=replica.launch_timeout_s,
-            log_dir=str((self.run_dir / "logs").resolve()),
-        )
-
     def start_sampler(self, groups: Mapping[str, WorkerGroup]) -> Sampler:
         """What generates with the actor's weights, over the groups that :meth:`start_roles` gave.
 
@@ -470,18 +508,11 @@ class TaskRunner:
         actor = next(iter(groups.values()))
         if not self.uses_replicas or self._runtime is None:
             return InProcessSampler(actor)
-        timeout_s = self.rollout.replica.launch_timeout_s
-        replicas = Replicas(groups[Role.ROLLOUT], self.routing(), timeout_s, len(self._runtime.nodes()) == 1)
+        replicas = self.served.start(groups[Role.ROLLOUT], self._runtime, self._loop_of_replicas())
         takes_turns = self.rollout.mode == RolloutMode.HYBRID.value
         sampler = ReplicaSampler(actor, replicas, self._canary(), takes_turns)
         self._samplers.append(sampler)
         return sampler
-
-    def routing(self) -> RoutingSettings:
-        """Return how requests are spread over the rollout's replicas."""
-        replica = self.rollout.replica
-        continuous = self.rollout_class.capabilities.continuous_batching
-        return RoutingSettings(replica.heartbeat_timeout_s, replica.max_restarts, continuous=continuous)
 
     def _canary(self) -> Canary:
         """Token ids from all over the vocabulary; what they mean does not matter."""

@@ -12,7 +12,7 @@ from typing import Any
 from rollcast import WorkerGroup
 from rollcast_report.records import RecordWriter, check_records
 from rollcast_trainer.workers.busy import BusyClock, Span, clipped, limited, merged, start_watch, take_spans
-from rollcast_trainer.workers.roles import Role
+from rollcast_trainer.workers.roles import Role, is_served
 
 __all__ = ["TIMELINE_FILE", "Timeline", "TimelineWriter", "check_timeline"]
 
@@ -27,6 +27,7 @@ _DECIMALS = 4
 _PHASES = {
     "generate_sequences": "generate",
     "compute_rm_score": "reward",
+    "score": "reward",
     "compute_log_prob": "old_log_prob",
     "compute_ref_log_prob": "ref_log_prob",
     "compute_values": "values",
@@ -48,16 +49,16 @@ class Timeline:
     def __init__(self, pool_of: Callable[[str], str]) -> None:
         self._pool_of = pool_of
         self._groups: list[WorkerGroup] = []
-        self._has_replicas = False
         self._stages: dict[str, list[Span]] = {}
-        self._replicas = BusyClock()
+        #: By the role that replicas play.
+        self._replicas: dict[str, BusyClock] = {}
         self._began = time.time()
 
     def watch(self, groups: Mapping[str, WorkerGroup]) -> None:
         """Record the calls on the workers of these groups, by role, from now on."""
         # Roles of one pool share its processes, which are asked once. Those of replicas compute in child processes.
-        self._groups = list({group.name: group for role, group in groups.items() if role != Role.ROLLOUT}.values())
-        self._has_replicas = Role.ROLLOUT in groups
+        self._groups = list({group.name: group for role, group in groups.items() if not is_served(role)}.values())
+        self._replicas = {role: BusyClock() for role in groups if is_served(role)}
         for group in self._groups:
             group.execute_func(start_watch)
         self._began = time.time()
@@ -76,12 +77,13 @@ class Timeline:
             self.add_stage(name, start, time.time())
 
     @contextmanager
-    def replicas_busy(self, stage: str) -> Iterator[None]:
-        """Record a block in which replicas, if the run has some, generate; any thread may do so."""
-        if not self._has_replicas:
+    def replicas_busy(self, stage: str, role: str = Role.ROLLOUT) -> Iterator[None]:
+        """Record a block in which the replicas of a role, if the run has some, generate; any thread may do so."""
+        clock = self._replicas.get(role)
+        if clock is None:
             yield
             return
-        with self._replicas.busy(stage):
+        with clock.busy(stage):
             yield
 
     def take(self) -> dict[str, Any]:
@@ -125,9 +127,9 @@ class Timeline:
                     if method not in _QUESTIONS:
                         stage = _PHASES.get(method, method)
                         pools.setdefault(self._pool_of(role), {}).setdefault(stage, []).extend(spans)
-        if self._has_replicas:
-            calls = pools.setdefault(self._pool_of(Role.ROLLOUT), {})
-            for stage, spans in self._replicas.take().items():
+        for role, clock in self._replicas.items():
+            calls = pools.setdefault(self._pool_of(role), {})
+            for stage, spans in clock.take().items():
                 calls.setdefault(stage, []).extend(spans)
         return pools
 

@@ -176,6 +176,7 @@ class TrainingRun:
         is_replay = self.task.replay_of is not None
         self.sampler = StoppedSampler() if is_replay else self.task.start_sampler(self.groups)
         self.timeline.watch(self.groups)
+        self.task.start_rewards(self.groups, lambda: self.timeline.replicas_busy("reward", Role.JUDGE))
 
     def _base_setup(self, role: str) -> WorkerSetup:
         """Return the setup of a role's workers before its stages adjust it: a frozen model on the role's engine."""

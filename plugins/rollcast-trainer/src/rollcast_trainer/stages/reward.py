@@ -112,7 +112,8 @@ class Reward(Stage):
             if not bool(scored.kept.any()):
                 raise RewardError(f"no sample of step {self.run.step} has a score: {scored.results[0].error}")
             batch = batch.select_idxs(scored.kept.nonzero().flatten())
-        self.run.record({**scored.metrics("reward"), "reward/accuracy": scored.accuracy})
+        judged = self.run.scorer.take_metrics()
+        self.run.record({**scored.metrics("reward"), "reward/accuracy": scored.accuracy, **judged})
         if not self._algorithm.filter_groups.enable:
             self.run.emit_batch("on_batch_after_reward", batch)
         return batch

@@ -10,7 +10,7 @@ from enum import StrEnum
 
 from rollcast.contracts.stage import roles
 
-__all__ = ["Role", "mesh_of", "placed_as", "role_trains"]
+__all__ = ["Role", "is_served", "mesh_of", "placed_as", "role_trains"]
 
 
 class Role(StrEnum):
@@ -28,6 +28,15 @@ class Role(StrEnum):
     """Replicas of an inference engine, in processes of their own."""
     REWARD_MODEL = "reward_model"
     """The model that scores responses."""
+    REWARD = "reward"
+    """Processes that score by the run's reward."""
+    JUDGE = "judge"
+    """Replicas of the model that rewards ask, in processes of their own."""
+
+
+def is_served(role: str) -> bool:
+    """True if replicas of an engine play the role, not a worker class."""
+    return role in (Role.ROLLOUT, Role.JUDGE)
 
 
 def placed_as(role: str) -> str:
@@ -37,7 +46,7 @@ def placed_as(role: str) -> str:
 
 def role_trains(role: str) -> bool:
     """True if checkpoints keep the state of the role's workers."""
-    return role != Role.ROLLOUT and bool(getattr(roles.get(placed_as(role)), "trains", False))
+    return not is_served(role) and bool(getattr(roles.get(placed_as(role)), "trains", False))
 
 
 def mesh_of(role: str) -> str:

@@ -1,0 +1,153 @@
+"""The judge of a run: a language model behind replicas, which rewards ask."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import itertools
+import threading
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from rollcast import build_section
+from rollcast.contracts.reward import Judge
+from rollcast.contracts.rollout import RolloutMode, RolloutOutput, RolloutRequest, SamplingParams, rollouts
+from rollcast.errors import CapabilityError, ConfigError
+from rollcast_serving.pools import JUDGE
+from rollcast_serving.replicas import Replicas
+from rollcast_serving.requests import check_sampling, configured_sampling
+from rollcast_serving.schemas import JudgeConfig
+from rollcast_serving.served import ServedRole
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = ["ServedJudge", "judge_role", "judge_sampling"]
+
+_SECTION = "judge.rollout"
+#: Keys of a rollout that tell of training: a judge's weights stay as they are, and its rewards say how many replies.
+_OF_TRAINING = (
+    *("mode", "weight_sync", "n", "val_kwargs", "canary", "update_weights_bucket_megabytes", "update_in_flight"),
+    *("sync_timeout_s", "sync_folder", "on_long_prompt"),
+)
+
+
+def judge_role(config: JudgeConfig) -> ServedRole | None:
+    """Return the role of a run's judge; None if it has none.
+
+    Raises:
+        ConfigError: the model or the rollout is not given, or a key of the rollout is none of a judge.
+        CapabilityError: the rollout cannot serve it.
+        PluginError: the rollout does not exist or does not load.
+    """
+    if not config.enable:
+        return None
+    if not config.model.path:
+        raise ConfigError("judge.enable=true needs judge.model.path, the folder of the judge's model")
+    name = config.rollout.get("name")
+    if not name:
+        raise ConfigError(f"judge.enable=true needs {_SECTION}.name; rollouts: {', '.join(rollouts.names())}")
+    for key in _OF_TRAINING:
+        if key in config.rollout:
+            raise ConfigError(f"{_SECTION}.{key} is not read: the judge's weights stay as they are; leave it out")
+    rollout_class = rollouts.get(str(name), requested_by=f"{_SECTION}.name")
+    given = {"temperature": 0.0, **config.rollout, "mode": RolloutMode.STANDALONE.value}
+    built: Any = build_section(rollout_class.config_schema, given, _SECTION, closed=True)
+    capabilities = rollout_class.capabilities
+    check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
+    if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
+        size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
+        raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; leave the key out")
+    return ServedRole(JUDGE, _SECTION, built, rollout_class)
+
+
+def judge_sampling(config: JudgeConfig, role: ServedRole) -> SamplingParams:
+    """Return the sampling of a reply that asks for nothing else."""
+    return configured_sampling(role.config, config.max_tokens)
+
+
+class ServedJudge(Judge):
+    """A judge that answers through replicas.
+
+    Args:
+        generate: answers a request; called on the event loop of whoever asks.
+        tokenizer: of the judge's model.
+        sampling: of replies that ask for nothing else.
+    """
+
+    def __init__(
+        self,
+        generate: Callable[[RolloutRequest], Awaitable[RolloutOutput]],
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+    ) -> None:
+        self._generate, self._tokenizer, self._sampling = generate, tokenizer, sampling
+        self._numbers = itertools.count()
+        self._lock = threading.Lock()
+        self._replies = self._tokens = 0
+
+    @classmethod
+    def of_replicas(
+        cls,
+        replicas: Replicas,
+        tokenizer: PreTrainedTokenizerBase,
+        sampling: SamplingParams,
+        busy: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> ServedJudge:
+        """Return a judge over replicas of this process; any event loop may ask it.
+
+        Args:
+            replicas: started.
+            tokenizer: of the judge's model.
+            sampling: of replies that ask for nothing else.
+            busy: makes the block in which a reply is generated.
+        """
+
+        async def generate(request: RolloutRequest) -> RolloutOutput:
+            with busy():
+                return await asyncio.wrap_future(replicas.loop.submit(replicas.manager.generate(request)))
+
+        return cls(generate, tokenizer, sampling)
+
+    async def ask(
+        self,
+        messages: str | Sequence[Mapping[str, Any]],
+        *,
+        max_tokens: int | None = None,
+        temperature: float | None = None,
+        seed: int | None = None,
+    ) -> str:
+        ids = self._encode(messages)
+        sampling = replace(
+            self._sampling,
+            max_tokens=self._sampling.max_tokens if max_tokens is None else max_tokens,
+            temperature=self._sampling.temperature if temperature is None else temperature,
+        )
+        # A question has the same reply in a run that is resumed.
+        drawn = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little") >> 1
+        request = RolloutRequest(f"judge-{next(self._numbers)}", ids, sampling, seed=drawn if seed is None else seed)
+        output = await self._generate(request)
+        (sequence,) = output.sequences
+        with self._lock:
+            self._replies, self._tokens = self._replies + 1, self._tokens + len(sequence.token_ids)
+        return str(self._tokenizer.decode(list(sequence.token_ids), skip_special_tokens=True))
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return the number of replies and their mean length in tokens since the last call; empty without replies."""
+        with self._lock:
+            replies, tokens, self._replies, self._tokens = self._replies, self._tokens, 0, 0
+        return {"judge/replies": float(replies), "judge/reply_tokens": tokens / replies} if replies else {}
+
+    def _encode(self, messages: str | Sequence[Mapping[str, Any]]) -> array[int]:
+        tokenizer = self._tokenizer
+        if isinstance(messages, str):
+            return array("i", tokenizer(messages)["input_ids"])
+        if tokenizer.chat_template is None:
+            return array("i", tokenizer("\n".join(str(each["content"]) for each in messages))["input_ids"])
+        text = tokenizer.apply_chat_template(
+            [dict(each) for each in messages], add_generation_prompt=True, tokenize=False
+        )
+        return array("i", tokenizer(text, add_special_tokens=False)["input_ids"])
