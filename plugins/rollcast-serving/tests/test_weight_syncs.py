@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import gc
 import os
@@ -77,9 +78,9 @@ def test_a_rank_without_targets_takes_part(name: str) -> None:
 def test_buckets_keep_order_and_size(sizes: list[int], limit: int) -> None:
     named = [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
     buckets = list(sending.pack_buckets(named, limit))
-    assert [entry for bucket in buckets for entry in bucket] == named
+    assert [(each.name, each.tensor) for bucket in buckets for each in bucket] == named
     for bucket in buckets:
-        assert len(bucket) == 1 or sum(len(tensor) for _, tensor in bucket) <= limit
+        assert len(bucket) == 1 or sum(len(each.tensor) for each in bucket) <= limit
 
 
 # -- what goes wrong --------------------------------------------------------------------------
@@ -296,6 +297,44 @@ def test_a_collective_group_is_kept_while_all_is_well(monkeypatch: pytest.Monkey
     sync.close()
 
 
+def test_a_collective_group_ends_with_a_report_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar(KeepingTarget):
+        lies = False
+
+        def receive_weights(self, *args: Any) -> Any:
+            report = super().receive_weights(*args)
+            return dataclasses.replace(report, bytes=1) if self.lies else report
+
+    liar, numbers = Liar(), []
+    sync = make("collective", ListEngine(many_tensors()), [liar])
+    original = collective._receive
+    monkeypatch.setattr(collective, "_receive", lambda source: numbers.append(source["number"]) or original(source))
+    asyncio.run(sync.sync(1))
+    liar.lies = True
+    with pytest.raises(WeightSyncError, match="1 bytes"):
+        asyncio.run(sync.sync(2))
+    liar.lies = False
+    for version in (3, 4):
+        asyncio.run(sync.sync(version))
+    assert numbers == [1, 2, 1, 2]  # syncs of each group
+    sync.close()
+
+
+def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_members", {})
+    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    syncs = [make("collective", engine, [target]) for _ in range(3)]
+    for sync in syncs[:2]:
+        asyncio.run(sync.sync(1))
+    assert len(collective._members) == 2
+    syncs[0].close()  # as when its trainer was killed: its store is gone
+    asyncio.run(syncs[2].sync(1))
+    assert {name for name, *_ in collective._members} == {sync._name for sync in syncs[1:]}
+    asyncio.run(syncs[1].sync(2))  # a sender that lives keeps its group
+    for sync in syncs[1:]:
+        sync.close()
+
+
 def test_disk_leaves_nothing(tmp_path: Path) -> None:
     asyncio.run(make("disk", ListEngine(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
     assert list((tmp_path / "w").iterdir()) == []
@@ -414,7 +453,8 @@ def test_a_cast_is_the_conversion_that_the_engine_would_make(
     ]
     room = CastRoom()
     seen = 0
-    for bucket in sending.pack_buckets(named, limit, WeightCast(target), room):
+    for packed in sending.pack_buckets(named, limit, WeightCast(target)):
+        bucket = list(room.cast(packed))
         assert len(bucket) == 1 or sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) <= limit
         check_cast(bucket, named[seen : seen + len(bucket)], dtype)
         seen += len(bucket)
@@ -428,7 +468,7 @@ def check_cast(bucket: Named, named: Named, dtype: torch.dtype) -> None:
         narrowed = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize and tensor.dim() > 1
         assert cast.dtype == (dtype if narrowed else tensor.dtype)
         if not narrowed:
-            assert cast is tensor
+            assert cast.data_ptr() == tensor.data_ptr()
 
 
 def test_what_the_model_holds_in_float32_is_sent_in_it(tmp_path: Path) -> None:

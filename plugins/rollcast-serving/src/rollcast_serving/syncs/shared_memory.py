@@ -25,7 +25,8 @@ from torch import Tensor
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast_serving.bucket_memory import MappedMemory, lay_out, map_memory, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import MappedMemory, fill, lay_out, map_memory, read_bucket
+from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
@@ -93,6 +94,8 @@ class _Sender(Transport):
         self._readers: list[_Reader] = []
         self._connected = False
         self._sent = 0
+        #: Entries of the bucket that is staged.
+        self._entries: list[dict[str, Any]] = []
         # A reader waits longer than this end does for another reader that hangs.
         self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": 2 * self._timeout_s}
 
@@ -105,14 +108,14 @@ class _Sender(Transport):
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
         self._connect(receivers)
         self._wait_taken(self._sent - len(self._buffers) + 1, receivers)
-        buffer = self._buffers[self._sent % len(self._buffers)]
-        entries, size = lay_out(bucket)
-        flat = buffer.reserve(size)
-        for (_, tensor), entry in zip(bucket, entries, strict=True):
-            view_tensor(flat, entry).copy_(tensor)
+        self._entries, size = lay_out(bucket)
+        return fill(self._buffers[self._sent % len(self._buffers)].reserve(size), self._entries, bucket, room)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        buffer, entries = self._buffers[self._sent % len(self._buffers)], self._entries
         self._sent += 1
         which = (self._sent - 1) % len(self._buffers)
         for reader in self._living(receivers):
