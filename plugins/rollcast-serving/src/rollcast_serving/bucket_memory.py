@@ -130,6 +130,13 @@ class MappedMemory:
             self.number += 1
         return self._flat
 
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """Return no entries and the descriptor, by which another process maps the memory."""
+        return {}, [self.fd]
+
+    def settle(self) -> None:
+        """Do nothing: what was written is there for every process."""
+
     def close(self) -> None:
         """Give the memory back, as soon as no other process has it."""
         if self.fd >= 0:
