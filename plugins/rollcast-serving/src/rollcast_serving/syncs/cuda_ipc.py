@@ -128,7 +128,7 @@ def describe_tensor(flat: Tensor) -> dict[str, Any]:
     Raises:
         WeightSyncError: the installed torch describes tensors in another way.
     """
-    rebuild, values = reductions.reduce_tensor(flat)
+    rebuild, values = reductions.reduce_tensor(flat)  # type: ignore[no-untyped-call]
     given = tuple(inspect.signature(rebuild).parameters)
     if given != _PARAMETERS or len(values) != len(_PARAMETERS):
         raise WeightSyncError(
@@ -158,7 +158,7 @@ def open_tensor(described: Mapping[str, Any]) -> Tensor:
             "rollout.weight_sync=cuda_ipc needs actor and replica on one device, choose shared_memory"
         )
     # The number of the device may differ from the sender's, who may see others.
-    flat: Tensor = reductions.rebuild_cuda_tensor(
+    flat: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([described["size"]]),
         tensor_stride=(1,),
