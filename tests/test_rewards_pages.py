@@ -88,4 +88,4 @@ def test_the_tables_name_every_part(rollcast: Commands) -> None:
         if ours and part["group"] in pages:
             found += 1
             assert f"| `{part['name']}` |" in (DOCS / pages[part["group"]]).read_text(), part
-    assert found == 23
+    assert found == 24

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import multiprocessing
 import statistics
 import time
@@ -97,9 +98,12 @@ def main() -> None:
     engine, target = Parameters(arguments.megabytes), Target()
     total = sum(tensor.numel() * 4 for _, tensor in engine.named)
 
+    libc = ctypes.CDLL(None)
+
     def clone() -> None:
         kept = [tensor.clone() for _, tensor in engine.named]
         del kept
+        libc.malloc_trim(0)  # so that the next clone is fresh, whatever the allocator would keep
 
     own = psutil.Process()
     for case in arguments.cases:
@@ -122,7 +126,7 @@ def main() -> None:
             f"{best / min(cloned):.2f} of clone(), {min(cloned):.3f} s; of the medians {median / statistics.median(cloned):.2f}"
         )
         if name == "shared_memory":
-            held = sum(len(buffer.flat) for buffer in sync._buffers)
+            held = sum(buffer.size for buffer in sync._buffers)
             print(
                 f"    buffers of both ends together: {held / 2**20:.0f} MiB; sender grew by "
                 f"{(own.memory_full_info().uss - before) / 2**20:.1f} MiB over {arguments.repeats} syncs"

@@ -7,9 +7,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollcast.protocol import combine_checksums, tensor_checksum
+from rollcast.protocol import combine_checksums, copy_with_checksum, tensor_checksum
+from rollcast.protocol._checksum import _BLOCK, _WIDTHS, _sum_blocks
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32, torch.uint8, torch.bool]
+PAIRS = [
+    (torch.float32, torch.bfloat16),
+    (torch.float32, torch.float16),
+    *((same, same) for same in (torch.bfloat16, torch.float64, torch.uint8, torch.complex128)),
+]
 
 
 def filled(numel: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
@@ -56,6 +62,48 @@ def test_exchanged_rows_with_equal_sums_are_seen(dtype: torch.dtype, other: int,
     changed = tensor.clone()
     changed[[0, other]] = tensor[[other, 0]]
     assert tensor_checksum(changed) != tensor_checksum(tensor)
+
+
+@given(
+    places=st.tuples(st.integers(0, 3 * _BLOCK - 1), st.integers(0, 3 * _BLOCK - 1)),
+    factor=st.sampled_from([0, 1, _WIDTHS[0], _WIDTHS[1], _BLOCK]),
+    word=st.integers(0, 7),
+    bit=st.integers(0, 63),
+)
+def test_two_words_exchanged_are_seen_anywhere(places: tuple[int, int], factor: int, word: int, bit: int) -> None:
+    """Also words that differ in one bit only, such as a sign, and at the distances of the tables' widths and blocks."""
+    tensor = torch.zeros(3 * _BLOCK + 17, dtype=torch.int64)
+    first, second = places[0], places[0] + word * factor if factor else places[1]
+    tensor[first] = 1 << bit if bit < 63 else -(1 << 63)
+    changed = tensor.clone()
+    changed[first], changed[second % len(tensor)] = tensor[second % len(tensor)], tensor[first]
+    assert (tensor_checksum(changed) != tensor_checksum(tensor)) == (not torch.equal(changed, tensor))
+
+
+@pytest.mark.parametrize("numel", [0, 1, 250, _BLOCK - 1, _BLOCK, _BLOCK + 1, 2 * _BLOCK, 3 * _BLOCK + 300])
+def test_a_device_sums_as_the_cpu_does(numel: int) -> None:
+    words = torch.randint(-(2**63), 2**63 - 1, (numel,), generator=torch.Generator().manual_seed(numel))
+    for one, other in zip(_sum_blocks(words, at_once=False), _sum_blocks(words, at_once=True), strict=True):
+        assert torch.equal(one, other)
+
+
+@given(
+    shape=st.sampled_from([(), (0, 3), (7,), (3, 5), (300, 251), (257, 500), (130_000,), (64, 2017)]),
+    dtypes=st.sampled_from(PAIRS),
+    offset=st.integers(0, 3),
+    is_strided=st.booleans(),
+)
+def test_a_copy_with_checksum_is_both(
+    shape: tuple[int, ...], dtypes: tuple[torch.dtype, torch.dtype], offset: int, is_strided: bool
+) -> None:
+    numel = torch.Size(shape).numel()
+    source = (torch.randn(numel, generator=torch.Generator().manual_seed(numel)) * 9).to(dtypes[0]).view(shape)
+    if is_strided and source.dim() == 2:
+        source = source.T.contiguous().T
+    target = torch.empty(numel + offset, dtype=dtypes[1])[offset:].view(shape)
+    checksum = copy_with_checksum(target, source)
+    assert torch.equal(target, source.to(dtypes[1]))
+    assert checksum == tensor_checksum(target)
 
 
 def test_name_dtype_and_shape_count() -> None:

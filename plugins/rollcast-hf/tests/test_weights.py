@@ -18,7 +18,7 @@ from rollcast_hf.model import build_model, load_model
 from rollcast_hf.rollout import HfRollout
 from rollcast_hf.schemas import HfRolloutConfig
 from rollcast_hf.weights import load_buckets
-from rollcast_serving.casting import WeightCast
+from rollcast_serving.casting import CastRoom, WeightCast
 from rollcast_serving.syncs.sending import pack_buckets
 from rollcast_testing.tiny import tiny_model_folder
 
@@ -48,7 +48,8 @@ def test_a_weight_sync_casts_to_the_dtype_of_the_own_copy(
     assert name == str(named).removeprefix("torch.")
     for own in (build_model(str(folder)), load_model(str(folder))):
         assert {each.dtype for each in own.parameters()} == {named}
-        load_buckets(own, pack_buckets(model.named_parameters(), 1 << 20, WeightCast(name)), 1)
+        packed = pack_buckets(model.named_parameters(), 1 << 20, WeightCast(name))
+        load_buckets(own, (list(CastRoom().cast(bucket)) for bucket in packed), 1)
         for key, parameter in own.named_parameters():
             assert torch.equal(parameter, model.get_parameter(key).to(named))
 

@@ -191,3 +191,38 @@ def export(context: WorkerContext, folder: Path, output: Path, **options: Any) -
     with engine.in_process_module() as module:
         whole = {name: tensor.detach().clone() for name, tensor in module.named_parameters()}
     return {"before": infer(engine), "weights": weights(engine), "whole": whole}
+
+
+def gather_counted(context: WorkerContext, folder: Path, limit: int, **keys: Any) -> tuple[int, list[str], list[str]]:
+    """Export the weights of a folder; return the number of collectives, the names, and those that lost bits."""
+    import torch.distributed as dist
+    from safetensors.torch import load_file
+
+    from rollcast_megatron.weights import gather
+
+    engine = build(context, folder, trained=False, **keys)
+    counted = [0]
+
+    def counting(function: Any) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            counted[0] += 1
+            return function(*args, **kwargs)
+
+        return call
+
+    names = ["broadcast", "all_gather", "all_gather_single", "all_gather_into_tensor"]
+    originals = {name: getattr(dist, name) for name in names if hasattr(dist, name)}
+    try:
+        for name, function in originals.items():
+            setattr(dist, name, counting(function))
+        found = dict(gather(engine.plan, dict(engine.stage.named_parameters()), engine.shapes, limit))
+    finally:
+        for name, function in originals.items():
+            setattr(dist, name, function)
+    expected = load_file(folder / "model.safetensors")
+    wrong = [
+        name
+        for name, tensor in found.items()
+        if tensor.shape != expected[name].shape or not torch.equal(tensor, expected[name].to(tensor.dtype))
+    ]
+    return counted[0], list(found), wrong

@@ -56,3 +56,21 @@ def test_two_ranks_are_plain_transformers(
 ) -> None:
     folder = model_of(family, tied)
     assert_same(megatron_plain.train(folder), two_ranks.run(scenarios.train, folder=folder, **keys))
+
+
+@pytest.mark.parametrize("keys", [pytest.param(TP2, id="tp2"), pytest.param(PP2, id="pp2")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_small_parameters_are_gathered_together(
+    two_ranks: Ranks, model_of: Callable[..., Path], keys: dict[str, Any], dtype: str
+) -> None:
+    """The folder's bits come back at any limit, with a collective for each batch and stage."""
+    folder = model_of("qwen2", False)
+    counts, orders = [], []
+    for limit in (1, 20_000, 64 << 20):
+        results = two_ranks.run(scenarios.gather_counted, folder=folder, limit=limit, dtype=dtype, **keys)
+        assert not any(wrong for _, _, wrong in results)
+        orders += [names for _, names, _ in results]
+        counts.append(results[0][0])
+    assert all(names == orders[0] for names in orders)
+    assert counts[0] > counts[1] > counts[2]
+    assert counts[2] == keys.get("pipeline_model_parallel_size", 1)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
+from fsspec.registry import known_implementations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine
@@ -190,8 +193,32 @@ def test_a_folder_may_be_a_url(tmp_path: Path) -> None:
                 asyncio.run(sync.sync(version))
                 check(target, [("w", weight)])
     assert list((tmp_path / "weights").iterdir()) == []
-    with pytest.raises(WeightSyncError, match=r"rollout\.sync_folder=nofs://x.*fsspec"):
-        send(make(ListEngine([("w", weight)]), [KeepingTarget()], folder="nofs://x"), 1)
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("nofs://x", "fsspec has no file system 'nofs'; it has .*s3, "),
+        ("gone://x", r"Install gonefs to access Gone \(in the environments of the trainer and of the replicas\)$"),
+        ("simplecache::gone://x", "Install gonefs to access Gone"),
+        ("native://x", "no libnative; libnative and Java are needed for native"),
+    ],
+)
+def test_a_file_system_that_is_missing_names_its_package(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As fsspec's own registry has them, with packages that nobody has."""
+
+    class Native(MemoryFileSystem):
+        def __init__(self, **_: Any) -> None:
+            raise OSError("no libnative")
+
+    gone = {"class": "gonefs.Files", "err": "Install gonefs to access Gone"}
+    monkeypatch.setitem(known_implementations, "gone", gone)
+    monkeypatch.setitem(
+        known_implementations, "native", {"class": "", "err": "libnative and Java are needed for native"}
+    )
+    monkeypatch.setitem(import_module("fsspec.registry")._registry, "native", Native)
+    with pytest.raises(WeightSyncError, match=rf"^rollout\.sync_folder={url}/weights-.* cannot be opened: {words}"):
+        send(make(ListEngine([("w", torch.randn(10))]), [KeepingTarget()], folder=url), 1)
 
 
 def test_a_replica_keeps_one_copy_whatever_happens_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,6 +140,14 @@ def test_a_replica_whose_ranks_were_placed_on_two_nodes_is_refused(
             WorkerHost().build(place, {"rollout": worker})
 
 
+def test_memory_of_a_device_is_handed_over_on_one_device_only() -> None:
+    words = r"rollout\.weight_sync=cuda_ipc hands memory of a GPU over, and this run computes on CPUs"
+    with pytest.raises(CapabilityError, match=words):
+        check_places(Choice("e", "r", "colocated", "cuda_ipc"), False, False, [1], on_accelerators=False)
+    check_places(Choice("e", "r", "colocated", "cuda_ipc"), False, False, [1], on_accelerators=True)
+    assert weight_syncs.get("cuda_ipc").capabilities.modes == {RolloutMode.HYBRID, RolloutMode.COLOCATED}
+
+
 @pytest.mark.parametrize("mode", ["hybrid", "colocated"])
 def test_a_collective_between_two_ranks_of_one_device_is_refused(mode: str) -> None:
     choice = Choice("e", "r", mode, "collective")

@@ -28,10 +28,13 @@ from rollcast.errors import RequestError, RolloutError
 from rollcast_serving.client import ReplicaClient, ReplicaGoneError, ReplicaReceiver
 from rollcast_serving.engine_watch import EngineWatch
 from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_serving.server import build_app
 from rollcast_serving.weight_sync import SyncSettings, weight_syncs
 
 TOKEN = "token"
+#: Prompt of which nothing has been sampled when it is aborted.
+EMPTY = 60
 
 
 class ScriptedRollout(BaseRollout):
@@ -59,8 +62,13 @@ class ScriptedRollout(BaseRollout):
             except asyncio.CancelledError:
                 self.cancelled += 1
                 raise
+        was_cut = request.request_id in self.aborted
+        length = self.length * (not was_cut or request.prompt_ids[0] != EMPTY)
         sequence = RolloutSequence(
-            array("i", [7]) * self.length, array("f", [-1]) * self.length, "stop", array("q", [0]) * self.length
+            array("i", [7]) * length,
+            array("f", [-1]) * length,
+            "abort" if was_cut else "stop",
+            array("q", [0]) * length,
         )
         return RolloutOutput(request.request_id, [sequence] * request.sampling.n, request.sampling)
 
@@ -171,6 +179,59 @@ def test_silence_without_heartbeats_is_death() -> None:
         async with serving(ScriptedRollout(), heartbeat_s=600.0) as address, asking(address, silence_s=0.2) as client:
             with pytest.raises(ReplicaGoneError, match="went away"):
                 await collect(client, [RolloutRequest("long", [5], SamplingParams(ignore_eos=True))])
+
+    asyncio.run(main())
+
+
+def test_stragglers_are_cut_with_what_they_sampled() -> None:
+    """The long request of this batch, and neither its empty one for good nor one of another batch."""
+    rollout = ScriptedRollout()
+    waits = SamplingParams(ignore_eos=True)
+    quick = [RolloutRequest(f"0.{index}", [5 + index], SamplingParams()) for index in range(8)]
+    late = [RolloutRequest("0.8", [50], waits), RolloutRequest("0.9", [EMPTY], waits)]
+    stranger = RolloutRequest("1.8", [50], waits)
+
+    async def main() -> None:
+        async with serving(rollout) as address:
+            manager = ServerManager([address])
+            other = asyncio.ensure_future(manager.generate_many([stranger]))
+            batch = asyncio.ensure_future(manager.generate_many([*quick, *late], stragglers=Stragglers(0.2, 0.05)))
+            async with asyncio.timeout(60):
+                while len(rollout.waiting) < 4:  # the empty one is asked again, and is not cut then
+                    await asyncio.sleep(0.01)
+                assert not batch.done()
+                await manager.abort(["0.9"])
+                outputs = [each for each in await batch if isinstance(each, RolloutOutput)]
+            assert [each.request_id for each in outputs] == [each.request_id for each in [*quick, *late]]
+            reasons = [each.sequences[0].finish_reason for each in outputs]
+            assert reasons == ["stop"] * 8 + ["abort"] * 2
+            assert manager.take_metrics()["rollout/stragglers"] == 1
+            assert not other.done()
+            await manager.abort()
+            await other
+            await manager.close()
+
+    asyncio.run(main())
+
+
+def test_more_stragglers_than_their_share_are_waited_for() -> None:
+    rollout = ScriptedRollout()
+    quick = [RolloutRequest(f"0.{index}", [5 + index], SamplingParams()) for index in range(8)]
+    late = [RolloutRequest(f"0.{8 + index}", [50 + index], SamplingParams(ignore_eos=True)) for index in range(2)]
+
+    async def main() -> None:
+        async with serving(rollout) as address:
+            manager = ServerManager([address])
+            batch = asyncio.ensure_future(manager.generate_many([*quick, *late], stragglers=Stragglers(0.19, 0.01)))
+            async with asyncio.timeout(60):
+                while len(rollout.waiting) < 2:
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.2)
+                assert not rollout.aborted
+                await manager.abort(["0.8"])
+                await batch  # the other is one of ten, and is cut
+            assert len(set(rollout.aborted)) == 2
+            await manager.close()
 
     asyncio.run(main())
 

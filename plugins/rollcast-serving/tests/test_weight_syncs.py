@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import fcntl
 import gc
+import inspect
+import json
 import os
 import threading
 from collections.abc import Iterator
@@ -18,6 +21,7 @@ import transformers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from serving_tools import KeepingTarget, ListEngine, many_tensors
+from torch.multiprocessing import reductions
 
 from rollcast.contracts.weights import AdapterWeights, WeightBucket, WeightReport
 from rollcast.errors import RolloutError, WeightSyncError
@@ -25,10 +29,10 @@ from rollcast_serving.casting import CastRoom, WeightCast, loaded_dtype
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.receiving import BucketsForReaders, WeightTally
 from rollcast_serving.server import IncomingWeights
-from rollcast_serving.syncs import collective, sending, shared_memory
+from rollcast_serving.syncs import collective, cuda_ipc, sending, shared_memory
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncSettings, weight_syncs
 
-SYNCS = ["shared_memory", "collective", "disk", "delta"]
+SYNCS = ["shared_memory", "cuda_ipc", "collective", "disk", "delta"]
 
 
 def make(name: str, engine: Any, targets: list[Any], **changes: Any) -> Any:
@@ -36,8 +40,27 @@ def make(name: str, engine: Any, targets: list[Any], **changes: Any) -> Any:
 
 
 @pytest.fixture(params=SYNCS)
-def name(request: pytest.FixtureRequest) -> str:
+def name(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "cuda_ipc":
+        put_on_the_cpu(monkeypatch)
     return str(request.param)
+
+
+def put_on_the_cpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Have ``cuda_ipc`` share memory of this process; return the list of what it does with the device."""
+    done: list[str] = []
+    shared: list[torch.Tensor] = []
+
+    def describe(flat: torch.Tensor) -> dict[str, Any]:
+        shared.append(flat)
+        done.append("describe")
+        return {"place": len(shared) - 1}
+
+    monkeypatch.setattr(cuda_ipc, "allocate", lambda size: torch.zeros(size, dtype=torch.uint8))
+    monkeypatch.setattr(cuda_ipc, "settle", lambda: done.append("settle"))
+    monkeypatch.setattr(cuda_ipc, "describe_tensor", describe)
+    monkeypatch.setattr(cuda_ipc, "open_tensor", lambda described: shared[described["place"]])
+    return done
 
 
 @pytest.mark.parametrize("bucket_bytes", [1, 5000, 1 << 30])
@@ -77,9 +100,9 @@ def test_a_rank_without_targets_takes_part(name: str) -> None:
 def test_buckets_keep_order_and_size(sizes: list[int], limit: int) -> None:
     named = [(str(index), torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(sizes)]
     buckets = list(sending.pack_buckets(named, limit))
-    assert [entry for bucket in buckets for entry in bucket] == named
+    assert [(each.name, each.tensor) for bucket in buckets for each in bucket] == named
     for bucket in buckets:
-        assert len(bucket) == 1 or sum(len(tensor) for _, tensor in bucket) <= limit
+        assert len(bucket) == 1 or sum(len(each.tensor) for each in bucket) <= limit
 
 
 # -- what goes wrong --------------------------------------------------------------------------
@@ -89,6 +112,7 @@ def spoil(monkeypatch: pytest.MonkeyPatch, name: str, how: str) -> None:
     """Change what is on its way: layer 4 is corrupted, left out, or the one of the update before."""
     module, attribute = {
         "shared_memory": ("rollcast_serving.syncs.shared_memory", "read_bucket"),
+        "cuda_ipc": ("rollcast_serving.syncs.shared_memory", "read_bucket"),
         "collective": ("rollcast_serving.syncs.collective", "read_bucket"),
         "disk": ("rollcast_serving.syncs.disk", "WeightBucket"),
         "delta": ("rollcast_serving.syncs.delta", "WeightBucket"),
@@ -296,6 +320,44 @@ def test_a_collective_group_is_kept_while_all_is_well(monkeypatch: pytest.Monkey
     sync.close()
 
 
+def test_a_collective_group_ends_with_a_report_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Liar(KeepingTarget):
+        lies = False
+
+        def receive_weights(self, *args: Any) -> Any:
+            report = super().receive_weights(*args)
+            return dataclasses.replace(report, bytes=1) if self.lies else report
+
+    liar, numbers = Liar(), []
+    sync = make("collective", ListEngine(many_tensors()), [liar])
+    original = collective._receive
+    monkeypatch.setattr(collective, "_receive", lambda source: numbers.append(source["number"]) or original(source))
+    asyncio.run(sync.sync(1))
+    liar.lies = True
+    with pytest.raises(WeightSyncError, match="1 bytes"):
+        asyncio.run(sync.sync(2))
+    liar.lies = False
+    for version in (3, 4):
+        asyncio.run(sync.sync(version))
+    assert numbers == [1, 2, 1, 2]  # syncs of each group
+    sync.close()
+
+
+def test_a_replica_leaves_the_groups_of_senders_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "_members", {})
+    engine, target = ListEngine(many_tensors()), KeepingTarget()
+    syncs = [make("collective", engine, [target]) for _ in range(3)]
+    for sync in syncs[:2]:
+        asyncio.run(sync.sync(1))
+    assert len(collective._members) == 2
+    syncs[0].close()  # as when its trainer was killed: its store is gone
+    asyncio.run(syncs[2].sync(1))
+    assert {name for name, *_ in collective._members} == {sync._name for sync in syncs[1:]}
+    asyncio.run(syncs[1].sync(2))  # a sender that lives keeps its group
+    for sync in syncs[1:]:
+        sync.close()
+
+
 def test_disk_leaves_nothing(tmp_path: Path) -> None:
     asyncio.run(make("disk", ListEngine(many_tensors()), [KeepingTarget()], folder=str(tmp_path / "w")).sync(1))
     assert list((tmp_path / "w").iterdir()) == []
@@ -414,7 +476,8 @@ def test_a_cast_is_the_conversion_that_the_engine_would_make(
     ]
     room = CastRoom()
     seen = 0
-    for bucket in sending.pack_buckets(named, limit, WeightCast(target), room):
+    for packed in sending.pack_buckets(named, limit, WeightCast(target)):
+        bucket = list(room.cast(packed))
         assert len(bucket) == 1 or sum(tensor.numel() * tensor.element_size() for _, tensor in bucket) <= limit
         check_cast(bucket, named[seen : seen + len(bucket)], dtype)
         seen += len(bucket)
@@ -428,7 +491,7 @@ def check_cast(bucket: Named, named: Named, dtype: torch.dtype) -> None:
         narrowed = tensor.is_floating_point() and tensor.element_size() > dtype.itemsize and tensor.dim() > 1
         assert cast.dtype == (dtype if narrowed else tensor.dtype)
         if not narrowed:
-            assert cast is tensor
+            assert cast.data_ptr() == tensor.data_ptr()
 
 
 def test_what_the_model_holds_in_float32_is_sent_in_it(tmp_path: Path) -> None:
@@ -464,3 +527,78 @@ def test_adapters_are_sent_as_they_are(name: str) -> None:
 )
 def test_the_dtype_that_a_key_stands_for(dtype: str, on_cpu: bool, loaded: str | None) -> None:
     assert loaded_dtype(dtype, on_cpu) == loaded
+
+
+# -- memory of a device -----------------------------------------------------------------------
+
+
+def test_a_device_s_memory_is_described_once_and_settled_before_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    done = put_on_the_cpu(monkeypatch)
+    sync = make("cuda_ipc", ListEngine(many_tensors()), [KeepingTarget()], bucket_bytes=1 << 30)
+    asyncio.run(sync.sync(1))
+    assert done == ["settle", "describe", "settle"]  # written, told, and read
+    asyncio.run(sync.sync(2))
+    assert done[3:] == ["settle", "describe", "settle"]  # a new reader opens it anew
+    sync.close()
+
+
+def test_the_installed_torch_opens_memory_as_it_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What ``describe_tensor`` says reaches torch's own function, whole and on the receiver's number of the device."""
+    values = {
+        **dict.fromkeys(cuda_ipc._PARAMETERS, 0),
+        **{name: name.encode() for name in cuda_ipc._HANDLES},
+        **{name: 5 + place for place, name in enumerate(cuda_ipc._NUMBERS)},
+        "tensor_offset": 3,
+    }
+    flat = torch.zeros(10, dtype=torch.uint8)
+    monkeypatch.setattr(cuda_ipc, "_uuid", lambda index: f"GPU-{8 if index is None else index + 7}")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    rebuild = reductions.rebuild_cuda_tensor
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (rebuild, tuple(values.values())))
+    described = json.loads(json.dumps(cuda_ipc.describe_tensor(flat)))
+    given: dict[str, Any] = {}
+    monkeypatch.setattr(reductions, "rebuild_cuda_tensor", lambda **named: given.update(named) or flat)
+    assert cuda_ipc.open_tensor(described) is flat
+    assert set(given) == set(inspect.signature(rebuild).parameters)
+    assert (given["storage_device"], given["tensor_size"], given["tensor_offset"]) == (1, torch.Size([10]), 3)
+    assert all(given[name] == values[name] for name in (*cuda_ipc._HANDLES, *cuda_ipc._NUMBERS))
+    described["device"] = "GPU-1"
+    with pytest.raises(WeightSyncError, match="on device GPU-1, and this process sees GPU-7, GPU-8"):
+        cuda_ipc.open_tensor(described)
+    monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (lambda tensor_cls, other: None, (1, 2)))
+    with pytest.raises(
+        WeightSyncError, match=r"does not know how torch .* \(tensor_cls, other\); choose shared_memory"
+    ):
+        cuda_ipc.describe_tensor(flat)
+
+
+def read_elsewhere(source: Any, results: Any) -> None:
+    tally = WeightTally(weight_syncs.get("cuda_ipc").open(source))
+    for bucket in tally:
+        assert all(tensor.is_cuda for _, tensor in bucket)
+    results.put(tally.report(1))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_another_process_reads_the_device_s_memory() -> None:
+    context = torch.multiprocessing.get_context("spawn")
+    results = context.Queue()
+
+    class Elsewhere(KeepingTarget):
+        def receive_weights(self, sync: str, source: Any, version: int) -> Any:
+            process = context.Process(target=read_elsewhere, args=(source, results))
+            process.start()
+            process.join(300)
+            assert process.exitcode == 0
+            return results.get()
+
+    engine = ListEngine([(name, tensor.cuda()) for name, tensor in many_tensors()])
+    before = torch.cuda.memory_allocated()
+    sync = make("cuda_ipc", engine, [Elsewhere()], timeout_s=300.0)
+    (report,) = asyncio.run(sync.sync(1))  # the sync holds its checksums against what was sent
+    assert report.tensors == len(engine.named)
+    assert torch.cuda.memory_allocated() - before <= 2 * (
+        sum(t.numel() * t.element_size() for _, t in engine.named) + 64
+    )
+    sync.close()

@@ -177,7 +177,8 @@ def test_roles_in_pools_of_their_own_compute_the_same(small_task: SmallTask, ray
 
 
 def test_what_checkpoints_keep() -> None:
-    assert {role for role in Role if not role_trains(role)} == {Role.REF, Role.REWARD_MODEL, Role.ROLLOUT}
+    frozen = {Role.REF, Role.REWARD_MODEL, Role.ROLLOUT, Role.JUDGE, Role.REWARD}
+    assert {role for role in Role if not role_trains(role)} == frozen
 
 
 def test_groups_that_score_alike_are_replaced_up_to_a_limit(small_task: SmallTask, tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from trainer_tools import SmallTask, before_stage, launch, read_metrics
 from rollcast.config import compose
 from rollcast.errors import CapabilityError, ConfigError, PluginNotFoundError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.manager import ServerManager, Stragglers
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.ppo import PpoTrainer
 from rollcast_trainer.run.rollouts_beside import age_metrics
@@ -41,6 +43,27 @@ def test_a_run_generates_ahead_within_the_bound(small_task: SmallTask, tmp_path:
         assert row["rollout/tokens"] > 0
         assert "rollout_corr/rollout_is_mean" in row  # the correction is on by itself
     assert rows[-1]["rollout/groups_waiting"] == rows[-1]["rollout/groups_running"] == 0
+
+
+def test_stragglers_are_for_training_at_replicas(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[int, Stragglers | None]] = []
+    whole = ServerManager.generate_many
+
+    async def generate_many(self: ServerManager, requests: Any, progress: Any = None, stragglers: Any = None) -> Any:
+        asked.append((len(requests), stragglers))
+        return await whole(self, requests, progress, stragglers)
+
+    monkeypatch.setattr(ServerManager, "generate_many", generate_many)
+    keys = ["rollout.stragglers={share: 0.25, grace_s: 7}", "trainer.total_steps=1"]
+    launch(small_task.ppo(tmp_path / "turns", *BESIDE, *keys))
+    launch(small_task.ppo(tmp_path / "ahead", *BESIDE, *keys, "trainer.max_staleness=1"))
+    cut = Stragglers(0.25, 7.0)
+    # A step's responses together, a prompt's by themselves, and validations whole; 0 are those asked again.
+    assert {each for each in asked if each[0]} == {(16, cut), (4, cut), (5, None)}
+    with pytest.raises(CapabilityError, match=r"rollout\.stragglers\.share=0\.25 cuts responses at replicas"):
+        launch(small_task.ppo(tmp_path / "none", *keys))
 
 
 def test_a_resumed_run_trains_every_prompt_once(small_task: SmallTask, tmp_path: Path) -> None:

@@ -8,9 +8,17 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Gt, Le, NonNegative, Positive, Seconds, Temperature, config
+from rollcast.contracts.config import Fraction, Ge, Gt, Le, NonNegative, Positive, Seconds, Temperature, config
 
-__all__ = ["CanaryConfig", "PlacementConfig", "PoolConfig", "ReplicaConfig", "RolloutConfig", "ValKwargs"]
+__all__ = [
+    "CanaryConfig",
+    "PlacementConfig",
+    "PoolConfig",
+    "ReplicaConfig",
+    "RolloutConfig",
+    "StragglersConfig",
+    "ValKwargs",
+]
 
 #: Bounds are those of the sampling contract, which all engines share.
 Probability = Annotated[float, Gt(0), Le(1)]
@@ -90,6 +98,17 @@ class ReplicaConfig:
 
 
 @config
+class StragglersConfig:
+    """Responses that replicas end early because the others have ended."""
+
+    share: Fraction = 0.0
+    """Largest share of the responses awaited together that may be cut: of a step's, or of a prompt's where
+    `trainer.max_staleness` is above 0. 0 waits for all."""
+    grace_s: Annotated[float, Gt(0)] = 10.0
+    """Seconds that they have after the others ended."""
+
+
+@config
 class CanaryConfig:
     """The check after each weight update: one continued prompt, compared with the trainer's log-probs."""
 
@@ -150,6 +169,8 @@ class RolloutConfig:
     sync_folder: str | None = None
     """Folder for the weights of the syncs `disk` and `delta`, seen by trainer and replicas: a path, or an fsspec URL
     such as `s3://bucket/weights`; null for the node's temporary folder."""
+    stragglers: StragglersConfig = field(default_factory=StragglersConfig)
+    """Training responses that are cut because the others have ended; they count as cut at the length limit."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling during validation."""
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)

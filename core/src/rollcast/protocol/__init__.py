@@ -9,6 +9,7 @@ from rollcast._lazy import lazy_exports
 if TYPE_CHECKING:
     from rollcast.protocol._balance import karmarkar_karp as karmarkar_karp
     from rollcast.protocol._checksum import combine_checksums as combine_checksums
+    from rollcast.protocol._checksum import copy_with_checksum as copy_with_checksum
     from rollcast.protocol._checksum import tensor_checksum as tensor_checksum
     from rollcast.protocol._jagged import Jagged as Jagged
     from rollcast.protocol._memory import empty_tensor as empty_tensor
@@ -24,7 +25,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {
         "rollcast.protocol._balance": ["karmarkar_karp"],
-        "rollcast.protocol._checksum": ["combine_checksums", "tensor_checksum"],
+        "rollcast.protocol._checksum": ["combine_checksums", "copy_with_checksum", "tensor_checksum"],
         "rollcast.protocol._jagged": ["Jagged"],
         "rollcast.protocol._memory": ["empty_tensor"],
         "rollcast.protocol._meta": ["MetaRules", "meta_rules"],

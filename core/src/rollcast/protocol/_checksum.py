@@ -8,60 +8,102 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Words in a line of the table that is summed.
-_WIDTH = 509
-#: Lines that are summed at a time: on the CPU so that the second sum finds them in the cache (0.5 MiB), on a device so
-#: that the mixed copy stays small (256 MiB).
-_BLOCK, _DEVICE_BLOCK = 128, 1 << 16
-#: Odd 64-bit constants of the golden ratio and of a linear generator, as int64.
-_GOLDEN, _STEP = -7046029254386353131, 6364136223846793005
+#: Columns of the two tables in which the words of a block are written to be summed: primes, so that no two words of a
+#: block share a column in both. The block, 0.5 MiB, is in the cache when it is summed for the second time.
+_WIDTHS = (251, 257)
+_BLOCK = 251 * 257
 
 
 def tensor_checksum(tensor: Tensor) -> str:
     """Return eight hexadecimal digits over a tensor's dtype, shape and bytes.
 
-    The 64-bit words, written in lines of 509, are summed by line, and by position in the line after mixing each with
-    its line's number; the sums are hashed with CRC-32. Words or rows that are exchanged change one or the other,
-    also where the rows have equal sums. Only the sums leave the device. The checksum detects damaged transfers; it is
-    no protection against a forger.
+    The 64-bit words of each block are summed by column of two tables, whose widths are primes, and the sums are hashed
+    with CRC-32. One or two words that changed, or were exchanged, change a sum. Only the sums, less than a hundredth of
+    the bytes, leave the device. The checksum detects damaged transfers; it is no protection against a forger.
 
     Args:
         tensor: A tensor of any dtype and shape; copied if it is not contiguous.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-    if flat.data_ptr() % 8 or flat.storage_offset() % 8:
+    if not _is_aligned(flat):
         flat = flat.clone()
-    whole = flat.numel() // 8 * 8
-    words = flat[:whole].view(torch.int64)
-    rows = words.numel() // _WIDTH
-    lines = words[: rows * _WIDTH].view(rows, _WIDTH)
-    by_line, by_position = lines.new_empty(rows), lines.new_zeros(_WIDTH)
-    step = min(_BLOCK if lines.device.type == "cpu" else _DEVICE_BLOCK, rows)
-    factors, room = _factors(rows, lines.device), lines.new_empty(step, _WIDTH)
-    for start in range(0, rows, step or 1):
-        block = lines[start : start + step]
-        torch.sum(block, 1, out=by_line[start : start + step])
-        by_position += _mixed(block, factors[start : start + step], room[: len(block)]).sum(0)
-    rest = words[rows * _WIDTH :]
-    by_position[: rest.numel()] += rest
-    digest = zlib.crc32(f"{tensor.dtype}|{tuple(tensor.shape)}|{rows}".encode())
-    for part in (by_position.view(torch.uint8), by_line.view(torch.uint8), flat[whole:]):
-        digest = zlib.crc32(part.cpu().numpy().data, digest)
+    words = _words(flat)
+    # A block at a time on the CPU, for its cache; all at once on a device, where each launch counts.
+    tables = _sum_blocks(words, at_once=words.device.type != "cpu")
+    return _digest(tensor, tables, flat[words.numel() * 8 :])
+
+
+def copy_with_checksum(target: Tensor, source: Tensor) -> str:
+    """Copy a tensor and return :func:`tensor_checksum` of the copy, summing each block while it is in the cache.
+
+    Args:
+        target: A contiguous tensor of the same shape, perhaps of another dtype.
+        source: The tensor to copy. If it has the dtype of ``target`` its own bytes are summed, so the checksum covers
+            the copying too.
+    """
+    source = source.detach()
+    summed = target if source.dtype != target.dtype else source
+    on_cpu = target.device.type == source.device.type == "cpu"
+    if not on_cpu or not source.is_contiguous() or not _is_aligned(summed) or target.element_size() > 8:
+        target.copy_(source)
+        return tensor_checksum(summed)
+    into, given, flat = target.view(-1), source.view(-1), summed.view(-1).view(torch.uint8)
+    words = _words(flat)
+    tables = _new_tables(words)
+    step = _BLOCK * 8 // target.element_size()
+    for number, start in enumerate(range(0, into.numel(), step)):
+        if summed is source:
+            _sum_block(words, tables, number)
+        into[start : start + step].copy_(given[start : start + step])
+        if summed is target:
+            _sum_block(words, tables, number)
+    return _digest(target, tables, flat[words.numel() * 8 :])
+
+
+def _is_aligned(flat: Tensor) -> bool:
+    return flat.data_ptr() % 8 == 0 and flat.storage_offset() * flat.element_size() % 8 == 0
+
+
+def _words(flat: Tensor) -> Tensor:
+    return flat[: flat.numel() // 8 * 8].view(torch.int64)
+
+
+def _new_tables(words: Tensor) -> list[Tensor]:
+    """Return room for the sums of each block's columns, int64 ``[blocks, width]`` for each width."""
+    return [words.new_empty(-(-words.numel() // _BLOCK), width) for width in _WIDTHS]
+
+
+def _sum_blocks(words: Tensor, at_once: bool) -> list[Tensor]:
+    """Return the sums of each block's columns; int64 wraps around."""
+    tables = _new_tables(words)
+    full = words.numel() // _BLOCK if at_once else 0
+    if full:
+        for table, width in zip(tables, _WIDTHS, strict=True):
+            torch.sum(words[: full * _BLOCK].view(full, -1, width), 1, out=table[:full])
+    for number in range(full, len(tables[0])):
+        _sum_block(words, tables, number)
+    return tables
+
+
+def _sum_block(words: Tensor, tables: list[Tensor], number: int) -> None:
+    block = words[number * _BLOCK : (number + 1) * _BLOCK]
+    length = block.numel()
+    if not length:
+        return
+    for table, width in zip(tables, _WIDTHS, strict=True):
+        sums, rest = table[number], length % width
+        if rest:
+            torch.sum(block[: length - rest].view(-1, width), 0, out=sums)
+            sums[:rest] += block[length - rest :]
+        else:
+            torch.sum(block.view(-1, width), 0, out=sums)
+
+
+def _digest(tensor: Tensor, tables: list[Tensor], tail: Tensor) -> str:
+    digest = zlib.crc32(f"{tensor.dtype}|{tuple(tensor.shape)}".encode())
+    for part in (*tables, tail):
+        digest = zlib.crc32(part.reshape(-1).view(torch.uint8).cpu().numpy().data, digest)
     return f"{digest:08x}"
-
-
-def _factors(rows: int, device: torch.device) -> Tensor:
-    """Return an odd factor for each line; int64 wraps around."""
-    numbers = torch.arange(1, 1 + rows, device=device)
-    return (numbers * _GOLDEN).bitwise_xor_(numbers * _STEP >> 31).bitwise_or_(1)
-
-
-def _mixed(block: Tensor, factors: Tensor, room: Tensor) -> Tensor:
-    """Return the words, each mixed with the factor of its line, in ``room``; int64 wraps around."""
-    # Bit 63 alone would survive the product unchanged: two sign bits that are exchanged would cancel out. So it is
-    # copied to bit 34 first, by a shift without sign (an arithmetic one would make a word and its complement one).
-    torch.bitwise_right_shift(block, 29, out=room)
-    return room.bitwise_and_((1 << 35) - 1).bitwise_xor_(block).mul_(factors.unsqueeze(1))
 
 
 def combine_checksums(checksums: Iterable[tuple[str, str]]) -> str:

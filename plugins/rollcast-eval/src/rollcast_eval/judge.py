@@ -67,13 +67,13 @@ class CommandJudge:
         scorers: Iterable[RewardScorer],
         busy: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> Replicas:
-        """Start the replicas, and give the judge to the rewards.
+        """Start the replicas, and bind the rewards to the judge.
 
         Args:
-            group: of the role's workers.
-            runtime: of the group.
-            loop: of all replicas of the command.
-            scorers: of the rewards.
+            group: workers of the role.
+            runtime: the command's.
+            loop: event loop that all replicas of the command share.
+            scorers: scorers whose rewards may ask.
             busy: makes the block in which a reply is generated.
 
         Raises:

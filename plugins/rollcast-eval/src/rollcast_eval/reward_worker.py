@@ -67,7 +67,7 @@ class RewardWorkers:
     """Has the workers of a run score rows; several threads may do so at once.
 
     Args:
-        group: of :class:`RewardWorker`.
+        group: workers of the class :class:`RewardWorker`.
     """
 
     def __init__(self, group: WorkerGroup) -> None:

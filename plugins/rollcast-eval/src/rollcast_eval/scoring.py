@@ -400,25 +400,30 @@ class RewardScorer:
         Raises:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
+        rows = self._local(batch)
+        samples = GeneratedSamples(rows, self._tokenizer)
         results: Sequence[RewardResult]
         if RESULTS in batch:
             # Only this column: those that lie with workers stay there.
             results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
         else:
-            results = self._wait_for(lambda: self._results(batch))
-        return Scored(self._samples(batch), results, self.reward.max_score, RolloutRows.of(batch))
+            results = self._wait_for(lambda: self._results(rows, samples))
+        return Scored(samples, results, self.reward.max_score, RolloutRows.of(rows))
 
     def scored(self, batch: DataProto) -> DataProto:
         """Return the batch with the results of its rows, so that :meth:`score` need not compute them.
 
         Several threads may call it at once; they take turns unless the reward is asynchronous.
         """
-        return batch.with_columns({RESULTS: list(self._results(batch))})
+        rows = self._local(batch)
+        return batch.with_columns({RESULTS: list(self._results(rows, GeneratedSamples(rows, self._tokenizer)))})
 
-    def _samples(self, batch: DataProto) -> GeneratedSamples:
-        return GeneratedSamples(batch.local([name for name in _READ if name in batch]), self._tokenizer)
+    @staticmethod
+    def _local(batch: DataProto) -> DataProto:
+        """Return the columns of a batch that results are made of, fetched once."""
+        return batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch])
 
-    def _results(self, batch: DataProto) -> Sequence[RewardResult]:
+    def _results(self, batch: DataProto, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
         """Return a result for each row.
 
         Where rows have ``rollout_index``, the rewards in ``environment_scores`` stay at their tokens, and the reward's
@@ -429,8 +434,8 @@ class RewardScorer:
             RewardError: the reward failed on a sample, and the settings do not allow it.
         """
         if self._score_elsewhere is not None:
-            return self._score_elsewhere(batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch]))
-        samples, rollouts = self._samples(batch), RolloutRows.of(batch)
+            return self._score_elsewhere(batch)
+        rollouts = RolloutRows.of(batch)
         if rollouts is None:
             return self._scores_of(samples)
         given, answered = _given_results(batch), rollouts.final & batch["is_scored"].logical_not()

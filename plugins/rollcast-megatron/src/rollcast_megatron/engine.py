@@ -236,9 +236,9 @@ class MegatronEngine(TorchEngine):
         self._reference = reference
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Full parameters by their Hugging Face names, gathered one at a time; tied ones once.
+        """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.
 
-        All ranks have to go through it to the end together.
+        All ranks have to iterate to the end together.
         """
         yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 

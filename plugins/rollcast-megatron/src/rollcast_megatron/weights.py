@@ -1,4 +1,4 @@
-"""Weights on their way from a Hugging Face folder to the ranks, and back: one parameter at a time."""
+"""Weights on their way from a Hugging Face folder to the ranks, and back: a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import ModelConfig, ModelType
 
 __all__ = ["Shapes", "gather", "hf_shapes", "load_folder", "load_random", "open_folder"]
+
+#: Bytes that ranks gather in one collective, at most; a larger parameter is gathered alone.
+_GATHERED_BYTES = 64 << 20
+_ALIGNMENT = 64
 
 #: Shape of each parameter by its Hugging Face name; tied ones once.
 Shapes = dict[str, torch.Size]
@@ -90,37 +94,110 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
         _set(plan, placed, parameters, shares)
 
 
-def gather(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter whole, by its Hugging Face name, on every rank; one at a time.
+def gather(
+    plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, limit: int = _GATHERED_BYTES
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every parameter whole, by its Hugging Face name, on every rank; all ranks iterate to the end together.
 
-    All ranks go through it to the end together.
+    Parameters of a stage that follow one another travel in one collective: a model has hundreds of small ones, and each
+    collective waits for every rank.
+
+    Args:
+        plan: mesh of the model, and its parameters.
+        parameters: this rank's, by megatron-core's names.
+        shapes: shapes of the whole parameters.
+        limit: bytes of the whole parameters of one collective; a larger parameter goes alone.
     """
-    mesh = plan.mesh
-    dtype, device = next((tensor.dtype, tensor.device) for tensor in parameters.values())
+    like = next(iter(parameters.values())).detach()
+    rooms = _Rooms(plan, like.device)
+    for batch in _batches(plan, shapes, like.dtype, limit):
+        names = [name for placed in batch for name in placed.weight.sources]
+        own = batch[0].stage == plan.mesh.pipeline_rank
+        wholes = _join(plan, batch, parameters, shapes, rooms) if own else iter(())
+        if plan.mesh.pipeline_size > 1:
+            wholes = _spread(plan, batch[0].stage, wholes, like, [shapes[name] for name in names])
+        yield from zip(names, wholes, strict=True)
+
+
+def _batches(plan: Plan, shapes: Shapes, dtype: torch.dtype, limit: int) -> Iterator[list[Placed]]:
+    """Yield the parameters to export, in their order, as they travel together."""
+    batch: list[Placed] = []
+    held = 0
     for placed in plan.weights():
         if placed.is_copy:
             continue
-        names = placed.weight.sources
-        if placed.stage == mesh.pipeline_rank:
-            shard = parameters[find_name(placed, parameters)].detach()
-            shares = placed.weight.layout.unfuse(shard, mesh.tensor_size)
-            wholes = [_join(plan, placed, share, shapes[name]) for name, share in zip(names, shares, strict=True)]
+        size = sum(shapes[name].numel() for name in placed.weight.sources) * dtype.itemsize
+        if batch and (held + size > limit or placed.stage != batch[0].stage):
+            yield batch
+            batch, held = [], 0
+        batch.append(placed)
+        held += size
+    if batch:
+        yield batch
+
+
+def _join(
+    plan: Plan, batch: list[Placed], parameters: dict[str, Tensor], shapes: Shapes, rooms: _Rooms
+) -> Iterator[Tensor]:
+    """Yield the whole tensors of a batch on the ranks of its stage."""
+    ranks = plan.mesh.tensor_size
+    shares: list[tuple[str, int | None, Tensor]] = []
+    for placed in batch:
+        shard = parameters[find_name(placed, parameters)].detach()
+        parts = placed.weight.layout.unfuse(shard, ranks)
+        dim = placed.weight.layout.dim if ranks > 1 else None
+        shares += [(name, dim, part) for name, part in zip(placed.weight.sources, parts, strict=True)]
+    gathered = rooms.gather([part for _, dim, part in shares if dim is not None])
+    for name, dim, part in shares:
+        if dim is None:
+            yield part.contiguous()
         else:
-            wholes = [torch.empty(shapes[name], dtype=dtype, device=device) for name in names]
-        for name, whole in zip(names, wholes, strict=True):
-            if mesh.pipeline_size > 1:
-                dist.broadcast(whole, mesh.stage_rank(placed.stage), group=mesh.pipeline_group)
-            yield name, whole
+            yield torch.cat(next(gathered), dim).narrow(dim, 0, shapes[name][dim]).contiguous()
 
 
-def _join(plan: Plan, placed: Placed, share: Tensor, shape: torch.Size) -> Tensor:
-    dim, ranks = placed.weight.layout.dim, plan.mesh.tensor_size
-    share = share.contiguous()
-    if dim is None or ranks == 1:
-        return share
-    shares = [torch.empty_like(share) for _ in range(ranks)]
-    dist.all_gather(shares, share, group=plan.mesh.tensor_group)
-    return torch.cat(shares, dim).narrow(dim, 0, shape[dim]).contiguous()
+class _Rooms:
+    """Buffers of the gathers, used again for each batch: on a CPU fresh memory takes longer than the gather."""
+
+    def __init__(self, plan: Plan, device: torch.device) -> None:
+        self._ranks, self._group = plan.mesh.tensor_size, plan.mesh.tensor_group
+        self._own, self._all = (torch.empty(0, dtype=torch.uint8, device=device) for _ in range(2))
+
+    def gather(self, shares: list[Tensor]) -> Iterator[list[Tensor]]:
+        """Yield each share of every tensor-parallel rank, gathered in one collective; valid until the next call."""
+        # As bytes, because parameters of a model may differ in dtype; each at a place where any dtype can be viewed.
+        lengths = [-(-share.numel() * share.element_size() // _ALIGNMENT) * _ALIGNMENT for share in shares]
+        size = sum(lengths)
+        if not shares:
+            return
+        if len(self._own) < size:
+            self._own, self._all = self._own.new_empty(size), self._own.new_empty(size * self._ranks)
+        own, whole = self._own[:size], self._all[: size * self._ranks]
+        for share, room in zip(shares, own.split(lengths), strict=True):  # type: ignore[no-untyped-call]
+            _view(room, share.dtype, share.shape).copy_(share)
+        # Its name from torch 2.13 on; the old one warns there.
+        collect = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+        collect(whole, own, group=self._group)
+        rooms = whole.view(self._ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
+        for share, room in zip(shares, rooms, strict=True):
+            yield [_view(each, share.dtype, share.shape) for each in room]
+
+
+def _spread(
+    plan: Plan, stage: int, wholes: Iterator[Tensor], like: Tensor, shapes: list[torch.Size]
+) -> Iterator[Tensor]:
+    """Return a stage's whole tensors on all stages, broadcast in one collective; ``wholes`` is empty elsewhere."""
+    lengths = [shape.numel() for shape in shapes]
+    flat = like.new_empty(sum(lengths))
+    rooms = flat.split(lengths)  # type: ignore[no-untyped-call]
+    for whole, room in zip(wholes, rooms, strict=False):
+        room.copy_(whole.reshape(-1))
+    dist.broadcast(flat, plan.mesh.stage_rank(stage), group=plan.mesh.pipeline_group)
+    return (room.view(shape) for room, shape in zip(rooms, shapes, strict=True))
+
+
+def _view(room: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
+    """Return the start of some bytes as a tensor."""
+    return room[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _span(plan: Plan, length: int) -> tuple[int, int]:

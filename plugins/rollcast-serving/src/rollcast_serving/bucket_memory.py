@@ -11,31 +11,59 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.weights import WeightBucket
+from rollcast_serving.casting import CastRoom, Outgoing
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-__all__ = ["BucketMemory", "MappedMemory", "SharedBucket", "lay_out", "map_memory", "read_bucket", "view_tensor"]
+__all__ = [
+    "BucketMemory",
+    "MappedMemory",
+    "SharedBucket",
+    "fill",
+    "lay_out",
+    "map_memory",
+    "read_bucket",
+]
 
 _ALIGNMENT = 64
 
 
-def lay_out(bucket: WeightBucket) -> tuple[list[dict[str, Any]], int]:
-    """Return an entry for each tensor, JSON-like, and the bytes of the buffer (at least 1)."""
+def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
+    """Return an entry for each tensor, JSON-like and without checksum, and the bytes of the buffer (at least 1)."""
     entries: list[dict[str, Any]] = []
     offset = 0
-    for name, tensor in bucket:
-        entries.append(
-            {
-                "name": name,
-                "dtype": str(tensor.dtype).removeprefix("torch."),
-                "shape": list(tensor.shape),
-                "offset": offset,
-                "checksum": bucket.expected.get(name),
-            }
-        )
-        offset += -(-tensor.numel() * tensor.element_size() // _ALIGNMENT) * _ALIGNMENT
+    for each in bucket:
+        dtype, shape = str(each.dtype).removeprefix("torch."), list(each.tensor.shape)
+        entries.append({"name": each.name, "dtype": dtype, "shape": shape, "offset": offset})
+        offset += -(-each.size // _ALIGNMENT) * _ALIGNMENT
     return entries, max(offset, 1)
+
+
+def fill(flat: Tensor, entries: Sequence[dict[str, Any]], bucket: Sequence[Outgoing], room: CastRoom) -> WeightBucket:
+    """Copy a bucket's tensors to their places in the buffer, in the dtypes in which they are sent.
+
+    A tensor of another device is cast and summed there, before it is copied.
+
+    Args:
+        flat: buffer, uint8 ``[N]``.
+        entries: entry of each tensor, which gets its checksum.
+        bucket: tensors to copy.
+        room: memory for tensors that are cast on another device.
+
+    Returns:
+        The bucket as it lies in the buffer, with its checksums.
+    """
+    from rollcast.protocol import copy_with_checksum
+
+    far = room.cast([each for each in bucket if each.tensor.device != flat.device])
+    named: list[tuple[str, Tensor]] = []
+    for each, entry in zip(bucket, entries, strict=True):
+        source = each.tensor if each.tensor.device == flat.device else next(far)[1]
+        place = view_tensor(flat, entry)
+        entry["checksum"] = copy_with_checksum(place, source)
+        named.append((each.name, place))
+    return WeightBucket(named, {entry["name"]: entry["checksum"] for entry in entries})
 
 
 def view_tensor(flat: Tensor, entry: Mapping[str, Any]) -> Tensor:
@@ -51,7 +79,7 @@ def read_bucket(flat: Tensor, entries: Sequence[Mapping[str, Any]]) -> WeightBuc
     """Return the bucket that lies in the buffer."""
     return WeightBucket(
         [(entry["name"], view_tensor(flat, entry)) for entry in entries],
-        {entry["name"]: entry["checksum"] for entry in entries if entry["checksum"]},
+        {entry["name"]: entry["checksum"] for entry in entries if entry.get("checksum")},
     )
 
 
@@ -59,7 +87,9 @@ def map_memory(fd: int) -> Tensor:
     """Return the bytes of a file descriptor's file, uint8 ``[N]``, mapped for reading and writing."""
     import torch
 
-    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size), dtype=torch.uint8)
+    # With all pages at once where the system can: one fault for each takes a tenth of the time of a sync.
+    flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
+    return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, flags), dtype=torch.uint8)
 
 
 class MappedMemory:
@@ -100,6 +130,13 @@ class MappedMemory:
             self.number += 1
         return self._flat
 
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """Return no entries and the descriptor, by which another process maps the memory."""
+        return {}, [self.fd]
+
+    def settle(self) -> None:
+        """Do nothing: what was written is there for every process."""
+
     def close(self) -> None:
         """Give the memory back, as soon as no other process has it."""
         if self.fd >= 0:
@@ -135,9 +172,11 @@ class BucketMemory:
 
     def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
         """Copy a bucket into the memory, over the one before."""
-        entries, size = lay_out(bucket if isinstance(bucket, WeightBucket) else WeightBucket(list(bucket), {}))
+        expected = bucket.expected if isinstance(bucket, WeightBucket) else {}
+        entries, size = lay_out([Outgoing(name, tensor, tensor.dtype) for name, tensor in bucket])
         flat = self._memory.reserve(size)
-        for (_, tensor), entry in zip(bucket, entries, strict=True):
+        for (name, tensor), entry in zip(bucket, entries, strict=True):
+            entry["checksum"] = expected.get(name)
             view_tensor(flat, entry).copy_(tensor.detach())
         return SharedBucket(self._memory.path, entries)
 

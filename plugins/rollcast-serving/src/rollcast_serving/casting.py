@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from rollcast_serving.model_weights import read_model_config
 
@@ -11,7 +12,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-__all__ = ["CastRoom", "WeightCast", "loaded_dtype"]
+__all__ = ["CastRoom", "Outgoing", "WeightCast", "loaded_dtype"]
 
 _ALIGNMENT = 64
 _LONG_NAMES = {"half": "float16", "float": "float32"}
@@ -76,6 +77,30 @@ class WeightCast:
         return any(f".{part}." in f".{name}." for part in self.kept)
 
 
+class Outgoing(NamedTuple):
+    """A tensor to send.
+
+    Attributes:
+        name: name of the weight.
+        tensor: tensor as the engine has it.
+        dtype: dtype in which it is sent.
+    """
+
+    name: str
+    tensor: Tensor
+    dtype: torch.dtype
+
+    @property
+    def size(self) -> int:
+        """Size in bytes as it is sent."""
+        return self.tensor.numel() * self.dtype.itemsize
+
+    @property
+    def is_cast(self) -> bool:
+        """True if it is sent in another dtype than the engine's."""
+        return self.dtype != self.tensor.dtype
+
+
 class CastRoom:
     """Memory for the tensors of one bucket that were cast, used again for the next bucket.
 
@@ -86,24 +111,21 @@ class CastRoom:
         self._flat: Tensor | None = None
         self._used = 0
 
-    def clear(self) -> None:
-        """Start a bucket; the tensors of the one before may be overwritten."""
+    def cast(self, bucket: Sequence[Outgoing]) -> Iterator[tuple[str, Tensor]]:
+        """Yield a bucket's tensors as they are sent; they may be overwritten when the next bucket is cast."""
         self._used = 0
+        capacity = sum(-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in bucket if each.is_cast)
+        for name, tensor, dtype in bucket:
+            yield name, tensor.detach() if dtype == tensor.dtype else self._put(tensor, dtype, capacity)
 
-    def put(self, tensor: Tensor, dtype: torch.dtype, capacity: int) -> Tensor:
-        """Return a tensor in another dtype, in the room while that has space.
-
-        Args:
-            tensor: tensor to cast.
-            dtype: dtype to cast to.
-            capacity: bytes of the room if it is made here, unless the tensor needs more.
-        """
+    def _put(self, tensor: Tensor, dtype: torch.dtype, capacity: int) -> Tensor:
+        """Return a tensor in another dtype, in the room while that has space."""
         import torch
 
         size = tensor.numel() * dtype.itemsize
         flat = self._flat
-        if not self._used and (flat is None or len(flat) < size or flat.device != tensor.device):
-            self._flat = flat = torch.empty(max(capacity, size), dtype=torch.uint8, device=tensor.device)
+        if not self._used and (flat is None or len(flat) < capacity or flat.device != tensor.device):
+            self._flat = flat = torch.empty(capacity, dtype=torch.uint8, device=tensor.device)
         if flat is None or len(flat) < self._used + size or flat.device != tensor.device:
             return tensor.detach().to(dtype)
         cast = flat[self._used : self._used + size].view(dtype).view(tensor.shape)

@@ -49,18 +49,19 @@ async def generate_sequences(rollout: BaseRollout, prompts: DataProto, sampling:
     return assemble_sequences(prompts, outputs, sampling.max_tokens)
 
 
-def build_requests(prompts: DataProto, sampling: SamplingParams) -> list[RolloutRequest]:
+def build_requests(prompts: DataProto, sampling: SamplingParams, prefix: str = "") -> list[RolloutRequest]:
     """Return a request for each row of prompts, with the row's number as its id.
 
     Args:
         prompts, sampling: as in :func:`generate_sequences`.
+        prefix: beginning of the ids.
     """
     flat = Jagged.of(prompts["prompts"], "prompts")
     ids = array("i", flat.values.to("cpu", torch.int32).numpy().tobytes())
     bounds = flat.offsets.tolist()
     seeds = prompts["seed"].tolist() if "seed" in prompts else [None] * len(prompts)
     return [
-        RolloutRequest(str(index), ids[start:stop], sampling, seed)
+        RolloutRequest(f"{prefix}{index}", ids[start:stop], sampling, seed)
         for index, (start, stop, seed) in enumerate(zip(bounds, bounds[1:], seeds, strict=False))
     ]
 

@@ -30,7 +30,16 @@ __all__ = ["ServedJudge", "judge_role", "judge_sampling"]
 _SECTION = "judge.rollout"
 #: Keys of a rollout that tell of training: a judge's weights stay as they are, and its rewards say how many replies.
 _OF_TRAINING = (
-    *("mode", "weight_sync", "n", "val_kwargs", "canary", "update_weights_bucket_megabytes", "update_in_flight"),
+    *(
+        "mode",
+        "weight_sync",
+        "n",
+        "val_kwargs",
+        "canary",
+        "stragglers",
+        "update_weights_bucket_megabytes",
+        "update_in_flight",
+    ),
     *("sync_timeout_s", "sync_folder", "on_long_prompt"),
 )
 

@@ -19,7 +19,7 @@ from rollcast_serving.replica_stream import ReplicaGoneError
 from rollcast_serving.requests import as_tokens
 from rollcast_serving.scheduling import SlidingWindow
 
-__all__ = ["Progress", "Revive", "RoutingSettings", "ServerManager"]
+__all__ = ["Progress", "Revive", "RoutingSettings", "ServerManager", "Stragglers"]
 
 logger = logging.getLogger(__name__)
 #: Starts the replica with a number again, with the current weights; returns its new address.
@@ -51,6 +51,19 @@ class RoutingSettings:
     section: str = "rollout"
 
 
+@dataclass(frozen=True)
+class Stragglers:
+    """Requests that are ended early because the others have ended.
+
+    Attributes:
+        share: largest share of the requests awaited together, from 0 to 1.
+        grace_s: seconds that they have after the others ended.
+    """
+
+    share: float
+    grace_s: float
+
+
 @dataclass
 class _Replica:
     address: ReplicaAddress
@@ -70,9 +83,12 @@ class _Job:
     attempts: dict[int, int] = field(default_factory=dict)
     sends: set[asyncio.Task[None]] = field(default_factory=set)
     done: asyncio.Future[None] = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    #: Set by every answer.
+    answered: asyncio.Event = field(default_factory=asyncio.Event)
 
     def answer(self, index: int, output: RolloutOutput | RollcastError) -> None:
         self.answers[index] = output
+        self.answered.set()
         if self.progress is not None:
             self.progress(len(self.answers), len(self.requests))
         if len(self.answers) == len(self.requests) and not self.done.done():
@@ -104,6 +120,13 @@ class _Group:
     @property
     def entry(self) -> tuple[_Group, int]:
         return self, self.job.sequences(self.indices)
+
+
+def _is_empty_cut(answer: RolloutOutput | RollcastError) -> bool:
+    """True if nothing was sampled of a request before it was cut."""
+    return isinstance(answer, RolloutOutput) and any(
+        each.finish_reason == "abort" and not len(each.token_ids) for each in answer.sequences
+    )
 
 
 def _prompt_key(request: RolloutRequest, index: int) -> bytes | int:
@@ -140,6 +163,7 @@ class ServerManager:
         self._sessions: OrderedDict[str, int] = OrderedDict()
         self._window: SlidingWindow[_Group] = SlidingWindow(len(addresses), self.settings.continuous)
         self._pumps = False
+        self._cut = 0
         self._jobs: set[_Job] = set()
         self._figures = LoadFigures()
         self._reviving: set[asyncio.Task[None]] = set()
@@ -159,8 +183,12 @@ class ServerManager:
         return self._window.in_flight
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of the engines' load since the last call; empty before the first request."""
-        return self._figures.take(self._window.caps)
+        """Return metrics of the engines' load since the last call; empty before the first request.
+
+        ``rollout/stragglers`` is the number of responses that were cut, if any was.
+        """
+        cut, self._cut = self._cut, 0
+        return self._figures.take(self._window.caps) | ({"rollout/stragglers": float(cut)} if cut else {})
 
     # -- one request --------------------------------------------------------------------------
 
@@ -201,7 +229,10 @@ class ServerManager:
     # -- many requests ------------------------------------------------------------------------
 
     async def generate_many(
-        self, requests: Sequence[RolloutRequest], progress: Progress | None = None
+        self,
+        requests: Sequence[RolloutRequest],
+        progress: Progress | None = None,
+        stragglers: Stragglers | None = None,
     ) -> list[RolloutOutput | RollcastError]:
         """Return an output or an error for each request, in the requests' order.
 
@@ -212,6 +243,8 @@ class ServerManager:
         Args:
             requests: to answer.
             progress: called with how many are answered, and of how many.
+            stragglers: the requests that may be cut, with ids that no other request under way has; None to wait for
+                all. One of which nothing was sampled is asked again.
 
         Raises:
             RolloutError: no replica is left.
@@ -219,8 +252,35 @@ class ServerManager:
         if not requests:
             return []
         job = _Job(requests, progress)
-        await self._run(job, lambda: self._submit(job))
+        cut = asyncio.ensure_future(self._cut_late(job, stragglers)) if stragglers is not None else None
+        try:
+            await self._run(job, lambda: self._submit(job))
+        finally:
+            if cut is not None:
+                cut.cancel()
+        if cut is not None:
+            await self._ask_empty_again(job)
         return [job.answers[index] for index in range(len(requests))]
+
+    async def _cut_late(self, job: _Job, stragglers: Stragglers) -> None:
+        """End the requests of a job that are under way some time after the others have ended."""
+        count, spared = len(job.requests), int(stragglers.share * len(job.requests))
+        if not spared:
+            return
+        while len(job.answers) < count - spared:
+            job.answered.clear()
+            await job.answered.wait()
+        await asyncio.sleep(stragglers.grace_s)
+        late = [job.requests[index].request_id for index in range(count) if index not in job.answers]
+        logger.warning("%d of %d responses are cut as stragglers", len(late), count)
+        self._cut += len(late)
+        await self.abort(late)
+
+    async def _ask_empty_again(self, job: _Job) -> None:
+        empty = [index for index, answer in job.answers.items() if _is_empty_cut(answer)]
+        again = await self.generate_many([job.requests[index] for index in empty])
+        self._cut -= len(empty)
+        job.answers.update(zip(empty, again, strict=True))
 
     def _submit(self, job: _Job) -> None:
         self._window.submit(group.entry for group in job.groups())

@@ -152,7 +152,8 @@ def check_places(
         on_accelerators: the pool reserves accelerators; False on CPUs.
 
     Raises:
-        CapabilityError: the weight sync needs two devices where actor and rollout share one.
+        CapabilityError: the weight sync needs two devices where actor and rollout share one, or a device where they
+            have none.
         ConfigError: names the keys.
     """
     if same_process and own_pool:
@@ -176,10 +177,15 @@ def check_places(
 
 
 def _check_devices(choice: Choice, on_accelerators: bool) -> None:
+    capabilities = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities
+    if capabilities.shared_devices and not on_accelerators:
+        raise CapabilityError(
+            f"rollout.weight_sync={choice.weight_sync} hands memory of a GPU over, and this run computes on CPUs "
+            "(placement.device); choose rollout.weight_sync=shared_memory"
+        )
     # NCCL aborts with "Duplicate GPU detected" when two ranks of a group use one device, and only at the first
     # broadcast, after trainer and engines have loaded the model.
-    own_devices = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities.own_devices
-    if on_accelerators and own_devices and choice.mode != RolloutMode.STANDALONE.value:
+    if on_accelerators and capabilities.own_devices and choice.mode != RolloutMode.STANDALONE.value:
         raise CapabilityError(
             f"rollout.weight_sync={choice.weight_sync} connects actor and replicas by NCCL, which refuses two ranks on "
             f"one device, and with rollout.mode={choice.mode} they share their devices; choose "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
@@ -13,7 +14,7 @@ from rollcast.errors import RollcastError
 from rollcast.protocol import DataProto
 from rollcast_serving.generation import assemble_sequences, build_requests
 from rollcast_serving.launcher import ReplicaAddress
-from rollcast_serving.manager import Progress, RoutingSettings, ServerManager
+from rollcast_serving.manager import Progress, RoutingSettings, ServerManager, Stragglers
 from rollcast_serving.replica_loop import ReplicaLoop
 
 __all__ = ["LOOPBACK", "Replicas"]
@@ -57,6 +58,7 @@ class Replicas:
         #: Callback that sends the current weights to restarted replicas; set by the trainer.
         self.resync: Callable[[Sequence[ReplicaAddress]], None] | None = None
         self._has_own_loop, self._is_closed = loop is None, False
+        self._batches = itertools.count()
         #: Called in the event loop before the connections are closed.
         self.on_close: list[Callable[[], Coroutine[Any, Any, None]]] = []
         self._manager = ServerManager(self._launch(), settings, self._revive, self._end)
@@ -97,19 +99,31 @@ class Replicas:
         """Return an output or an error for each request; see :meth:`ServerManager.generate_many`."""
         return self.run(self._manager.generate_many(requests, _Progress()))
 
-    def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+    def generate_sequences(
+        self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None
+    ) -> DataProto:
         """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
+
+        Args:
+            prompts, sampling: as there.
+            stragglers: rows whose responses may be cut; None to wait for all.
 
         Raises:
             RollcastError: a row failed; of the class of the first row's error, with the number of failed rows.
         """
-        return self.run(self.respond(prompts, sampling, _Progress()))
+        return self.run(self.respond(prompts, sampling, _Progress(), stragglers))
 
     async def respond(
-        self, prompts: DataProto, sampling: SamplingParams, progress: Progress | None = None
+        self,
+        prompts: DataProto,
+        sampling: SamplingParams,
+        progress: Progress | None = None,
+        stragglers: Stragglers | None = None,
     ) -> DataProto:
         """Return a response for each row, in the event loop of the replicas; see :meth:`generate_sequences`."""
-        answers = await self._manager.generate_many(build_requests(prompts, sampling), progress)
+        # Batches that are under way together are cut one by one.
+        requests = build_requests(prompts, sampling, f"{next(self._batches)}.")
+        answers = await self._manager.generate_many(requests, progress, stragglers)
         outputs = [answer for answer in answers if isinstance(answer, RolloutOutput)]
         failed = [answer for answer in answers if isinstance(answer, RollcastError)]
         if failed:

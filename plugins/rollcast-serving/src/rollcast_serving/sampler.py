@@ -16,6 +16,7 @@ from rollcast.errors import RolloutError, WeightSyncError
 from rollcast.protocol import DataProto, DataProtoFuture, Jagged, LazyBatch
 from rollcast_serving.generation import SEQUENCES, assemble_sequences
 from rollcast_serving.launcher import ReplicaAddress
+from rollcast_serving.manager import Stragglers
 from rollcast_serving.replicas import Replicas
 from rollcast_serving.weight_sync import SyncInterruptedError, SyncOutcome
 
@@ -32,8 +33,13 @@ class Sampler(ABC):
     """Generates with the actor's weights; they are handed over by :meth:`sync`."""
 
     @abstractmethod
-    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """A response for each row; see :func:`rollcast_serving.generation.generate_sequences`."""
+    def generate(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
+        """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
+
+        Args:
+            prompts, sampling: as there.
+            stragglers: rows whose responses replicas may cut; None to wait for all.
+        """
 
     @abstractmethod
     def sync(self, version: int) -> dict[str, float]:
@@ -70,7 +76,12 @@ class InProcessSampler(Sampler):
     def __init__(self, group: WorkerGroup) -> None:
         self._group = group
 
-    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+    def generate(
+        self,
+        prompts: DataProto,
+        sampling: SamplingParams,
+        stragglers: Stragglers | None = None,  # refused at the start: the ranks answer together
+    ) -> DataProto:
         handle = self._group.generate_sequences.remote(DataProtoFuture.of_batch(prompts), sampling)
         return LazyBatch.of(handle, SEQUENCES, {"prompts": prompts["prompts"].int()})
 
@@ -134,9 +145,9 @@ class ReplicaSampler(Sampler):
         self._sent: dict[str, float] = {}
         replicas.resync = self._resync
 
-    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+    def generate(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         self._wake(["weights", "kv_cache"])
-        return self.replicas.generate_sequences(prompts, sampling)
+        return self.replicas.generate_sequences(prompts, sampling, stragglers)
 
     def serve(self) -> Sequence[ReplicaAddress]:
         self._wake(["weights", "kv_cache"])

@@ -65,12 +65,14 @@ class WeightSyncCapabilities:
         same_process: both ends have to live in one process.
         same_node: both ends have to live on one node.
         own_devices: each end needs an accelerator that the other does not use.
+        shared_devices: both ends need the same accelerator.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
     same_process: bool = False
     same_node: bool = False
     own_devices: bool = False
+    shared_devices: bool = False
 
 
 @dataclass(frozen=True)

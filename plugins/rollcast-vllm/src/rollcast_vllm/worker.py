@@ -107,6 +107,7 @@ class _Load:
         tally = WeightTally(buckets)
         for bucket in tally:
             self._model.load_weights(self._admitted(bucket))
+            self._keep(bucket)
         return tally.report(version)
 
     def finish(self, version: int) -> None:
@@ -131,8 +132,22 @@ class _Load:
         for name, tensor in bucket:
             known = self._checks.admit(name, tensor)
             if known is not None:
-                # vLLM may keep it until the rest of its layer is there, and the bucket's memory is used again.
-                yield known, tensor.clone()
+                yield known, tensor
+
+    def _keep(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
+        """Copy what vLLM keeps of a bucket for layers that are not complete, because its memory is used again.
+
+        Of complete layers a rank has copied its own shard, straight from the bucket.
+        """
+        from torch import Tensor
+        from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+
+        memory = {tensor.untyped_storage().data_ptr() for _, tensor in bucket}
+        for layer in self._model.modules():
+            for _, call in get_layerwise_info(layer).loaded_weights:
+                for name, value in call.arguments.items():
+                    if isinstance(value, Tensor) and value.untyped_storage().data_ptr() in memory:
+                        call.arguments[name] = value.clone()
 
     def _finalize(self) -> None:
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload

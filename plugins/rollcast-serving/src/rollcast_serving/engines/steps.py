@@ -167,7 +167,7 @@ class StepLoader:
             self._name = name
             known = check.admit(name, tensor)
             if known is not None:
-                # Some models keep a tensor until its partner comes, and the bucket's memory is used again.
+                # SGLang's FusedMoE keeps a tensor until its partner comes, and the bucket's memory is used again.
                 yield known, tensor.clone()
 
 

@@ -12,7 +12,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -27,7 +27,8 @@ from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import WeightSyncError
-from rollcast_serving.bucket_memory import lay_out, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import fill, lay_out, read_bucket
+from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.syncs.sending import BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import Delivery, SyncSettings, WeightSyncCapabilities
 
@@ -35,6 +36,8 @@ __all__ = ["CollectiveSync"]
 
 _POLL_S = 0.01
 _WORK_POLL_S = 0.0005
+#: Longest time for a sender to accept a connection, in seconds; a node that does not answer is gone.
+_PROBE_S = 1.0
 #: Longest time for all members to meet, once each has announced itself.
 _JOIN = timedelta(seconds=60)
 
@@ -55,9 +58,14 @@ class CollectiveSync(BucketSync):
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
         """See :meth:`BucketSync.sync`."""
-        deliveries = await super().sync(version, only_adapter)
-        if not all(isinstance(result, WeightReport) for result in deliveries):
-            self._sender = None
+        complete = False
+        try:
+            deliveries = await super().sync(version, only_adapter)
+            complete = all(isinstance(result, WeightReport) for result in deliveries)
+        finally:
+            # Also after a report that was refused: a target that got something else is not trusted with the group.
+            if not complete:
+                self._sender = None
         return deliveries
 
     @contextmanager
@@ -134,6 +142,9 @@ class _Sender(Transport):
         self._work: Any = None
         self._sent = self._number = 0
         self._room = _Room()
+        #: Buffer and entries of the bucket that is staged.
+        self._flat = self._room.take(0, torch.device("cpu"))
+        self._entries: list[dict[str, Any]] = []
         self._targets = targets
         self._meeting = {
             "host": self._host,
@@ -165,14 +176,16 @@ class _Sender(Transport):
         self._group = _join(store, 0, size, self._host, min(self._timeout, _JOIN), backend)
         self._group._set_default_timeout(self._timeout)
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
-        device = bucket[0][1].device
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
+        device = bucket[0].tensor.device
         self._open(receivers, "nccl" if device.type == "cuda" else "gloo")
-        entries, size = lay_out(bucket)
-        flat = self._room.take(size, device)
-        for (_, tensor), entry in zip(bucket, entries, strict=True):
-            view_tensor(flat, entry).copy_(tensor)
-        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": size, "tensors": entries}))
+        self._entries, size = lay_out(bucket)
+        self._flat = self._room.take(size, device)
+        return fill(self._flat, self._entries, bucket, room)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        flat, entries = self._flat, self._entries
+        self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": len(flat), "tensors": entries}))
         self._work = self._group.broadcast([flat], _root())
         # Not wait(): with a target dead or silent it would take the whole timeout.
         while not self._work.is_completed():
@@ -217,19 +230,35 @@ class _Member:
         store: store of the group.
         group: process group.
         device: device of the broadcasts.
-        meeting: port of the sender's store, which is another one for each group.
+        meeting: host and port of the sender's store, which are others for each group.
         room: buffer for the buckets.
     """
 
     store: Any
     group: Any
     device: torch.device
-    meeting: int
+    meeting: tuple[str, int]
     room: _Room = field(default_factory=_Room)
+
+    def is_orphan(self) -> bool:
+        """Return True if the sender's store is gone, and with it the sender."""
+        # Not store.check(): on a broken connection it logs a warning of twenty lines.
+        try:
+            socket.create_connection(self.meeting, _PROBE_S).close()
+        except OSError:
+            return True
+        return False
 
 
 #: Groups that this process is in between two syncs, by the sender's name, target and reader.
 _members: dict[tuple[str, int, int], _Member] = {}
+
+
+def _drop_orphans() -> None:
+    """Leave the groups of senders that are gone, such as a trainer's that was killed and started again."""
+    for key, member in list(_members.items()):
+        if member.is_orphan():
+            _members.pop(key, None)
 
 
 def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
@@ -242,7 +271,7 @@ def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
     host = _own_address({source["host"]})
     group = _join(PrefixStore("group", store), rank, plan["size"], host, min(timeout, _JOIN), plan["backend"])
     group._set_default_timeout(timeout)
-    return _Member(store, group, device, int(source["port"]))
+    return _Member(store, group, device, (source["host"], int(source["port"])))
 
 
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
@@ -251,9 +280,12 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     # Taken out: whoever breaks off has left the group.
     member = _members.pop(key, None)
     try:
+        meeting = (source["host"], int(source["port"]))
         if source["number"] == 1:
+            member = None  # the sender's group before, if there was one, ends here
+            _drop_orphans()
             member = _enter(source, timeout)
-        elif member is None or member.meeting != source["port"]:
+        elif member is None or member.meeting != meeting:
             raise WeightSyncError("this process has left the group that carries the weights")
         number = 0
         while True:

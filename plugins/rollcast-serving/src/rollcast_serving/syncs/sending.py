@@ -14,7 +14,7 @@ from torch import Tensor
 from rollcast.contracts.weights import WeightBucket, WeightReport
 from rollcast.errors import RollcastError, RolloutError, WeightSyncError
 from rollcast.protocol import combine_checksums, tensor_checksum
-from rollcast_serving.casting import CastRoom, WeightCast
+from rollcast_serving.casting import CastRoom, Outgoing, WeightCast
 from rollcast_serving.weight_sync import (
     BaseWeightSync,
     Delivery,
@@ -37,29 +37,24 @@ _BREAK_S = 1.0
 
 
 def pack_buckets(
-    named: Iterable[tuple[str, Tensor]], size: int, cast: WeightCast | None = None, room: CastRoom | None = None
-) -> Iterator[list[tuple[str, Tensor]]]:
+    named: Iterable[tuple[str, Tensor]], size: int, cast: WeightCast | None = None
+) -> Iterator[list[Outgoing]]:
     """Yield tensors in their order, in buckets of at most ``size`` bytes; a larger tensor goes alone.
 
     Args:
         named: names and tensors.
         size: largest bucket in bytes, after the cast.
-        cast: conversion of each tensor before it goes into its bucket.
-        room: memory of the cast tensors, so that a bucket is valid until the next one is asked for.
+        cast: conversion of each tensor; None for none.
     """
-    room = room or CastRoom()
-    bucket: list[tuple[str, Tensor]] = []
+    bucket: list[Outgoing] = []
     held = 0
     for name, tensor in named:
-        dtype = tensor.dtype if cast is None else cast.dtype_of(name, tensor)
-        count = tensor.numel() * dtype.itemsize
-        if bucket and held + count > size:
+        outgoing = Outgoing(name, tensor, tensor.dtype if cast is None else cast.dtype_of(name, tensor))
+        if bucket and held + outgoing.size > size:
             yield bucket
             bucket, held = [], 0
-        if not bucket:
-            room.clear()
-        bucket.append((name, tensor if dtype == tensor.dtype else room.put(tensor, dtype, size)))
-        held += count
+        bucket.append(outgoing)
+        held += outgoing.size
     if bucket:
         yield bucket
 
@@ -143,9 +138,20 @@ class Transport(ABC):
     source: Mapping[str, Any]
     calls_first: ClassVar[bool] = True
 
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
+        """Return a bucket as it is sent, with its checksums, for :meth:`send`; raises as :meth:`send`.
+
+        Args:
+            bucket: names, tensors, and the dtypes to send them in.
+            room: memory for tensors that are cast, if the transport has none of its own.
+            receivers: calls of the targets.
+        """
+        named = list(room.cast(bucket))
+        return WeightBucket(named, {name: tensor_checksum(tensor) for name, tensor in named})
+
     @abstractmethod
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
-        """Send a bucket; returns when its tensors may change.
+        """Send the bucket that was staged last; returns when the engine's tensors may change.
 
         Raises:
             WeightSyncError: a living target did not take the bucket.
@@ -193,17 +199,14 @@ class BucketSync(BaseWeightSync):
         described: Mapping[str, Any] | None = None,
         cast: WeightCast | None = None,
     ) -> list[Delivery]:
-        # A rank that sends nothing casts nothing.
-        buckets = pack_buckets(named, self.settings.bucket_bytes, cast if self.targets else None, self._room)
+        buckets = pack_buckets(named, self.settings.bucket_bytes, cast)
         try:
             return self._send(buckets, version, described or {}) if self.targets else []
         finally:
             for _ in buckets:  # without targets, or after a failure: the other ranks are in the collectives
                 pass
 
-    def _send(
-        self, buckets: Iterator[list[tuple[str, Tensor]]], version: int, described: Mapping[str, Any]
-    ) -> list[Delivery]:
+    def _send(self, buckets: Iterator[list[Outgoing]], version: int, described: Mapping[str, Any]) -> list[Delivery]:
         targets = typed("Sequence[RemoteRollout]", self.targets)
         sent = _Sent()
         pool = ThreadPoolExecutor(len(targets), "weights")
@@ -237,14 +240,16 @@ class BucketSync(BaseWeightSync):
     def _send_buckets(
         self,
         transport: Transport,
-        buckets: Iterator[list[tuple[str, Tensor]]],
+        buckets: Iterator[list[Outgoing]],
         sent: _Sent,
         receivers: Receivers,
         version: int,
     ) -> None:
         try:
             for bucket in buckets:
-                transport.send(sent.add(bucket), receivers)
+                staged = transport.stage(bucket, self._room, receivers)
+                sent.add(staged)
+                transport.send(staged, receivers)
             transport.finish(receivers)
         except (OSError, RuntimeError, EOFError) as error:
             # What a target says of it is nearer to the cause than that it hung up.
@@ -265,15 +270,13 @@ class _Sent:
         self.checksums: dict[str, str] = {}
         self.last_names: dict[str, list[str]] = {}
 
-    def add(self, bucket: Sequence[tuple[str, Tensor]]) -> WeightBucket:
-        """Count a bucket, and give its tensors their checksums."""
-        expected = {name: tensor_checksum(tensor) for name, tensor in bucket}
+    def add(self, bucket: WeightBucket) -> None:
+        """Count a bucket."""
         number = str(len(self.checksums))
-        self.checksums[number] = combine_checksums(expected.items())
-        self.last_names[number] = list(expected)
+        self.checksums[number] = combine_checksums(bucket.expected.items())
+        self.last_names[number] = list(bucket.expected)
         self.tensors += len(bucket)
         self.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
-        return WeightBucket(bucket, expected)
 
     def attest(self, report: WeightReport, version: int, who: str) -> None:
         """Refuse a report that is not of what was sent.

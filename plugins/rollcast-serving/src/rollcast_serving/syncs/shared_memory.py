@@ -14,23 +14,24 @@ import socket
 import struct
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.contracts.weights import WeightBucket
 from rollcast.errors import RolloutError, WeightSyncError
-from rollcast_serving.bucket_memory import MappedMemory, lay_out, map_memory, read_bucket, view_tensor
+from rollcast_serving.bucket_memory import MappedMemory, fill, lay_out, map_memory, read_bucket
+from rollcast_serving.casting import CastRoom, Outgoing
 from rollcast_serving.polling import wait_readable
 from rollcast_serving.syncs.sending import ACCOUNT_S, BucketSync, Receivers, Transport
 from rollcast_serving.weight_sync import SyncSettings, WeightSyncCapabilities
 
-__all__ = ["SharedMemorySync"]
+__all__ = ["SharableMemory", "SharedMemorySync", "SocketSender", "receive_buckets"]
 
 _LENGTH = struct.Struct(">I")
 _POLL_S = 0.05
@@ -50,7 +51,7 @@ class SharedMemorySync(BucketSync):
     def transport(self) -> Iterator[Transport]:
         if self._buffers is None:
             self._buffers = (MappedMemory(), MappedMemory())
-        with _Sender(self._buffers, self.settings) as sender:
+        with SocketSender(self._buffers, self.settings) as sender:
             yield sender
 
     @classmethod
@@ -60,7 +61,7 @@ class SharedMemorySync(BucketSync):
         Raises:
             WeightSyncError: from the iteration; the sender cannot be reached, or went away.
         """
-        return _receive(source)
+        return receive_buckets(source, _map_message)
 
     def close(self) -> None:
         for buffer in self._buffers or ():
@@ -78,10 +79,37 @@ class _Reader:
     mapped: dict[int, int] = field(default_factory=dict)
 
 
-class _Sender(Transport):
-    """Listens, fills buffers, and waits until all readers have taken them."""
+class SharableMemory(Protocol):
+    """A buffer that processes of the node can open.
 
-    def __init__(self, buffers: Sequence[MappedMemory], settings: SyncSettings) -> None:
+    Attributes:
+        number: number of allocations so far; a reader opens each once.
+    """
+
+    number: int
+
+    def reserve(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes, uint8; in another allocation if the present one is too small."""
+        ...
+
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """Return how one more process opens the present allocation: JSON-like entries, and file descriptors."""
+        ...
+
+    def settle(self) -> None:
+        """Wait until what was written is there for other processes."""
+        ...
+
+
+class SocketSender(Transport):
+    """Listens, fills buffers, and waits until all readers have taken them.
+
+    Args:
+        buffers: filled in turn.
+        settings: deadline for a reader to come, and to take a bucket.
+    """
+
+    def __init__(self, buffers: Sequence[SharableMemory], settings: SyncSettings) -> None:
         self._buffers = buffers
         self._timeout_s = settings.timeout_s
         self._folder = Path(tempfile.mkdtemp(prefix="rollcast-weights-"))  # for this user only
@@ -93,10 +121,12 @@ class _Sender(Transport):
         self._readers: list[_Reader] = []
         self._connected = False
         self._sent = 0
+        #: Entries of the bucket that is staged.
+        self._entries: list[dict[str, Any]] = []
         # A reader waits longer than this end does for another reader that hangs.
         self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": 2 * self._timeout_s}
 
-    def __enter__(self) -> _Sender:
+    def __enter__(self) -> SocketSender:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -105,20 +135,21 @@ class _Sender(Transport):
         self._listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+    def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
         self._connect(receivers)
         self._wait_taken(self._sent - len(self._buffers) + 1, receivers)
-        buffer = self._buffers[self._sent % len(self._buffers)]
-        entries, size = lay_out(bucket)
-        flat = buffer.reserve(size)
-        for (_, tensor), entry in zip(bucket, entries, strict=True):
-            view_tensor(flat, entry).copy_(tensor)
+        self._entries, size = lay_out(bucket)
+        return fill(self._buffers[self._sent % len(self._buffers)].reserve(size), self._entries, bucket, room)
+
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
+        buffer, entries = self._buffers[self._sent % len(self._buffers)], self._entries
         self._sent += 1
         which = (self._sent - 1) % len(self._buffers)
+        buffer.settle()
         for reader in self._living(receivers):
-            fds = [] if reader.mapped.get(which) == buffer.number else [buffer.fd]
+            described, fds = ({}, []) if reader.mapped.get(which) == buffer.number else buffer.describe()
             reader.mapped[which] = buffer.number
-            self._tell(reader, {"buffer": which, "tensors": entries}, receivers, fds)
+            self._tell(reader, {"buffer": which, "tensors": entries, **described}, receivers, fds)
 
     def finish(self, receivers: Receivers) -> None:
         self._connect(receivers)
@@ -194,7 +225,29 @@ def _broken_means_lost(reader: _Reader, receivers: Receivers) -> Iterator[None]:
             receivers.lose(reader.target, RolloutError(f"a replica hung up during a weight update: {error}"))
 
 
-def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+def _map_message(message: Mapping[str, Any], fds: Sequence[int]) -> Tensor | None:  # noqa: ARG001  # it says no more
+    if not fds:
+        return None
+    flat = map_memory(fds[0])
+    os.close(fds[0])
+    return flat
+
+
+def receive_buckets(
+    source: Mapping[str, Any],
+    open_buffer: Callable[[Mapping[str, Any], Sequence[int]], Tensor | None],
+    settle: Callable[[], None] = lambda: None,
+) -> Iterator[WeightBucket]:
+    """Yield the buckets of a :class:`SocketSender`.
+
+    Args:
+        source: the sender's.
+        open_buffer: returns the memory that a message and its file descriptors describe; None if it describes none.
+        settle: waits until what was done with a bucket is done; the sender may fill its buffer afterwards.
+
+    Raises:
+        WeightSyncError: the sender cannot be reached, or went away.
+    """
     buffers: dict[int, Tensor] = {}
     taken = 0
     with socket.socket(socket.AF_UNIX) as connection:
@@ -208,10 +261,10 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
                 if "end" in message:
                     _send(connection, {"taken": taken + 1})
                     return
-                if fds:
-                    buffers[message["buffer"]] = map_memory(fds[0])
-                    os.close(fds[0])
+                if (opened := open_buffer(message, fds)) is not None:
+                    buffers[message["buffer"]] = opened
                 yield read_bucket(buffers[message["buffer"]], message["tensors"])
+                settle()
                 taken += 1
                 _send(connection, {"taken": taken})
         except (OSError, EOFError) as error:

@@ -16,6 +16,7 @@ from rollcast.contracts.rollout import SamplingParams
 from rollcast.contracts.stage import StageSpec
 from rollcast.errors import ConfigError, DataProtoError
 from rollcast.protocol import DataProto
+from rollcast_serving.manager import Stragglers
 from rollcast_serving.sampler import Sampler
 from rollcast_trainer.run.run_dir import CONFIG_FILE, differing_settings, read_config
 from rollcast_trainer.run.supply import Place
@@ -196,7 +197,7 @@ def replayed_places(places: Sequence[Place]) -> list[Place]:
 class StoppedSampler(Sampler):
     """The sampler of a replay: it takes no weights, and nothing may be generated."""
 
-    def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+    def generate(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         raise ConfigError(
             "trainer.replay trains on recorded rollouts and starts no rollout, but a stage of this run generates; "
             "remove the stage by trainer.stages.remove, or declare it with is_recorded=True and record again"

@@ -15,6 +15,7 @@ from rollcast.contracts.stage import Stage, roles
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.protocol import DataProto
 from rollcast_eval.scoring import RewardScorer
+from rollcast_serving.manager import Stragglers
 from rollcast_serving.requests import configured_sampling
 from rollcast_serving.sampler import Sampler
 from rollcast_trainer.batch.columns import PROMPT
@@ -80,7 +81,7 @@ class TrainingRun:
         self.model_paths: dict[str, str] = {}
         self.columns_read: frozenset[str] = frozenset()
         self.on_synced: list[Callable[[int], None]] = []
-        self.generator: Callable[[DataProto, SamplingParams], DataProto] = self._respond
+        self.generator: Callable[[DataProto, SamplingParams], DataProto] = self.respond
 
     # -- what any stage may use: rollcast.contracts.stage.StageRun ----------------------------
 
@@ -242,14 +243,19 @@ class TrainingRun:
         """Return the rows that ``generator`` makes of each prompt, with the prompts' other columns."""
         return self.generator(prompts, sampling)
 
-    def _respond(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+    def respond(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         """Return one response for each prompt.
 
         Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
+
+        Args:
+            prompts: columns of a dataset's batch.
+            sampling: of every response.
+            stragglers: responses that may be cut; None to wait for all.
         """
         seeds = {"seed": self.seeds.draw(len(prompts))}
         with self.timeline.replicas_busy("generate"):
-            output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling)
+            output = self.sampler.generate(prompts.select(PROMPT).with_columns(seeds), sampling, stragglers)
         return prompts.drop(PROMPT).joined(output)
 
     def emit(self, event: str, **values: Any) -> None:

@@ -11,7 +11,9 @@ from typing import Any, ClassVar
 import torch
 
 from rollcast.contracts.stage import Stage, StageSpec
+from rollcast.errors import CapabilityError
 from rollcast.protocol import DataProto, Jagged
+from rollcast_serving.manager import Stragglers
 from rollcast_trainer.batch.columns import DATA, GENERATED, PROMPT
 from rollcast_trainer.batch.groups import first_rows
 from rollcast_trainer.run.rollouts_beside import (
@@ -38,6 +40,7 @@ class Rollout(Stage):
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec:
         refuse_without_replicas(run)
+        _refuse_stragglers(run)
         serves = rollout_log_probs_serve(run)
         checks = serves and run.task.actor.log_prob_check_rows > 0
         return StageSpec(
@@ -51,6 +54,8 @@ class Rollout(Stage):
     def __init__(self, run: TrainingRun) -> None:
         super().__init__(run)
         self._serves = rollout_log_probs_serve(run)
+        stragglers = run.task.rollout.stragglers
+        self._stragglers = Stragglers(stragglers.share, stragglers.grace_s) if stragglers.share else None
         self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
 
     def __call__(self, batch: DataProto) -> DataProto:
@@ -58,7 +63,7 @@ class Rollout(Stage):
         if self._beside is None:
             prompts = batch.with_columns({"uid": torch.arange(len(batch))})
             rows = prompts.repeat(self.run.task.rollout.n, interleave=True)
-            generated = self.run.generate(rows, self.run.sampling())
+            generated = self.run.respond(rows, self.run.sampling(), self._stragglers)
         else:
             generated = DataProto.concat(list(numbered([group.result for group in self._beside.take()])))
             self.run.record(age_metrics(generated, self.run.step - 1))
@@ -84,7 +89,7 @@ class Rollout(Stage):
         run, replicas = self.run, replicas_of(self.run)
         prompts = group.rows.select(PROMPT).with_columns({"seed": group.seeds})
         with run.timeline.replicas_busy(self.phase):
-            output = await replicas.respond(prompts, run.sampling())
+            output = await replicas.respond(prompts, run.sampling(), stragglers=self._stragglers)
         return await asyncio.to_thread(run.scorer.scored, group.rows.drop(PROMPT).joined(output))
 
     def state_dict(self) -> dict[str, Any]:
@@ -93,6 +98,21 @@ class Rollout(Stage):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if self._beside is not None:
             self._beside.load_state_dict(state)
+
+
+def _refuse_stragglers(run: TrainingRun) -> None:
+    """Refuse to cut responses where nothing can cut them.
+
+    Raises:
+        CapabilityError: names the keys.
+    """
+    task, share = run.task, run.task.rollout.stragglers.share
+    if share and not (task.uses_replicas and task.rollout_class.capabilities.abort):
+        raise CapabilityError(
+            f"rollout.stragglers.share={share:g} cuts responses at replicas, but rollout.name={task.rollout.name} with "
+            f"rollout.weight_sync={task.rollout.weight_sync} cannot abort single ones (capabilities.abort); choose a "
+            "weight sync that sends to replicas, such as shared_memory, or leave the key out"
+        )
 
 
 class LogProbCheck(Stage):

@@ -1,0 +1,177 @@
+"""Weight sync ``cuda_ipc``: between processes that share a GPU, through two buffers in its memory.
+
+Only handles of the buffers travel, over the Unix socket of ``shared_memory``; the weights never leave the device. While
+a replica loads one buffer the other is filled.
+"""
+
+from __future__ import annotations
+
+import base64
+import inspect
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.multiprocessing import reductions
+
+from rollcast.contracts.rollout import RolloutMode
+from rollcast.contracts.weights import WeightBucket
+from rollcast.errors import WeightSyncError
+from rollcast_serving.syncs.sending import BucketSync, Transport
+from rollcast_serving.syncs.shared_memory import SocketSender, receive_buckets
+from rollcast_serving.weight_sync import WeightSyncCapabilities
+
+__all__ = ["CudaIpcSync", "DeviceMemory", "describe_tensor", "open_tensor"]
+
+#: Parameters of torch's function that opens a handle; how they are passed on is checked against the installed one.
+_PARAMETERS = (
+    *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),
+    *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle"),
+    *("ref_counter_offset", "event_handle", "event_sync_required"),
+)
+_NUMBERS = ("storage_size_bytes", "storage_offset_bytes", "ref_counter_offset", "event_sync_required")
+_HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
+
+
+class CudaIpcSync(BucketSync):
+    """See the module. The two buffers are kept between syncs, as large as the largest bucket was."""
+
+    name: ClassVar[str] = "cuda_ipc"
+    capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
+        modes=frozenset({RolloutMode.HYBRID, RolloutMode.COLOCATED}), same_node=True, shared_devices=True
+    )
+
+    _buffers: tuple[DeviceMemory, DeviceMemory] | None = None
+
+    @contextmanager
+    def transport(self) -> Iterator[Transport]:
+        if self._buffers is None:
+            self._buffers = (DeviceMemory(), DeviceMemory())
+        with SocketSender(self._buffers, self.settings) as sender:
+            yield sender
+
+    @classmethod
+    def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
+        """See :meth:`BaseWeightSync.open`.
+
+        Raises:
+            WeightSyncError: from the iteration; the sender cannot be reached, or went away, or its device is none of
+                this process's.
+        """
+        return receive_buckets(source, _open_message, settle)
+
+    def close(self) -> None:
+        for buffer in self._buffers or ():
+            buffer.close()
+        self._buffers = None
+
+
+def _open_message(message: Mapping[str, Any], fds: Sequence[int]) -> Tensor | None:  # noqa: ARG001  # none come
+    return open_tensor(message["handle"]) if "handle" in message else None
+
+
+class DeviceMemory:
+    """Memory of the current device that other processes can open; see :class:`SharableMemory`.
+
+    Attributes:
+        number: number of allocations so far.
+    """
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._flat: Tensor | None = None
+
+    def reserve(self, size: int) -> Tensor:
+        """Return at least ``size`` bytes, uint8; in another allocation if the present one is too small."""
+        if self._flat is None or len(self._flat) < size:
+            self._flat = allocate(size)
+            self.number += 1
+        return self._flat
+
+    def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
+        """Return how one more process opens the memory, and no file descriptors.
+
+        Raises:
+            RuntimeError: nothing was reserved.
+        """
+        if self._flat is None:
+            raise RuntimeError("DeviceMemory.reserve has to be called first")
+        return {"handle": describe_tensor(self._flat)}, []
+
+    def settle(self) -> None:
+        """Wait until what was written is there for other processes."""
+        settle()
+
+    def close(self) -> None:
+        """Give the memory back, as soon as no other process has it."""
+        self._flat = None
+
+
+def allocate(size: int) -> Tensor:
+    """Return memory of the current device, uint8 ``[size]``."""
+    return torch.empty(size, dtype=torch.uint8, device=torch.device("cuda", torch.cuda.current_device()))
+
+
+def settle() -> None:
+    """Wait until the current device has done what it was asked for."""
+    torch.cuda.synchronize()
+
+
+def describe_tensor(flat: Tensor) -> dict[str, Any]:
+    """Return how one other process opens a tensor of this one, JSON-like.
+
+    Args:
+        flat: contiguous, uint8 ``[N]`` on a CUDA device.
+
+    Raises:
+        WeightSyncError: the installed torch describes tensors in another way.
+    """
+    rebuild, values = reductions.reduce_tensor(flat)  # type: ignore[no-untyped-call]
+    given = tuple(inspect.signature(rebuild).parameters)
+    if given != _PARAMETERS or len(values) != len(_PARAMETERS):
+        raise WeightSyncError(
+            f"rollout.weight_sync=cuda_ipc does not know how torch {torch.__version__} opens memory of another process "
+            f"({', '.join(given)}); choose shared_memory"
+        )
+    named = dict(zip(_PARAMETERS, values, strict=True))
+    return {
+        "device": _uuid(flat.device.index),
+        "size": flat.numel(),
+        "tensor_offset": int(named["tensor_offset"]),
+        **{name: int(named[name]) for name in _NUMBERS},
+        **{name: base64.b64encode(named[name]).decode() for name in _HANDLES},
+    }
+
+
+def open_tensor(described: Mapping[str, Any]) -> Tensor:
+    """Return the tensor of another process, uint8 ``[N]``, as a view of the same memory.
+
+    Raises:
+        WeightSyncError: its device is none of this process's.
+    """
+    seen = [_uuid(index) for index in range(torch.cuda.device_count())]
+    if described["device"] not in seen:
+        raise WeightSyncError(
+            f"the weights lie on device {described['device']}, and this process sees {', '.join(seen) or 'none'}; "
+            "rollout.weight_sync=cuda_ipc needs actor and replica on one device, choose shared_memory"
+        )
+    # The number of the device may differ from the sender's, who may see others.
+    flat: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
+        tensor_cls=torch.Tensor,
+        tensor_size=torch.Size([described["size"]]),
+        tensor_stride=(1,),
+        tensor_offset=described["tensor_offset"],
+        storage_cls=torch.storage.TypedStorage,
+        dtype=torch.uint8,
+        storage_device=seen.index(described["device"]),
+        requires_grad=False,
+        **{name: described[name] for name in _NUMBERS},
+        **{name: base64.b64decode(described[name]) for name in _HANDLES},
+    )
+    return flat
+
+
+def _uuid(index: int) -> str:
+    return str(torch.cuda.get_device_properties(index).uuid)
