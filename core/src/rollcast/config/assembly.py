@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override
+from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override, with_mappings
 from rollcast.config.sections import Sections, origin_of, place_schemas
 from rollcast.config.sources import (
     ConfigSource,
@@ -79,7 +79,7 @@ def compose(
 
     Args:
         overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``. ``~key`` sends a key back to
-            its default.
+            its default, ``mapping=FILE`` stands for the overrides of a file that ``rollcast map --write`` made.
         config_dir: A folder of further config groups, searched first.
         allow_missing: Leave mandatory values that nobody set as ``???`` instead of raising.
         needs_trainer: Refuse a configuration without a trainer.
@@ -92,7 +92,7 @@ def compose(
     """
     from omegaconf import OmegaConf
 
-    parsed = [parse_override(text) for text in overrides]
+    parsed = with_mappings([parse_override(text) for text in overrides])
     sources = find_sources(config_dir)
     schemas = load_schemas(sources.found)
     with _hydra(sources.found):

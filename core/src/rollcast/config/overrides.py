@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from rollcast.config.sections import nearest
 from rollcast.errors import ConfigError
 from rollcast.plugins.discovery import find_known
 
-__all__ = ["REMOVED", "Override", "check_option", "explain_option", "format_override", "parse_override"]
+__all__ = [
+    "REMOVED",
+    "Override",
+    "check_option",
+    "explain_option",
+    "format_override",
+    "parse_override",
+    "with_mappings",
+]
 
 #: Value of a key that ``~key`` sends back to its default; taken out again after Hydra has merged everything.
 REMOVED = "__rollcast_removed__"
+#: Key of a file of overrides.
+_MAPPING = "mapping"
 #: Config group → the registry group whose plugins its options name.
 _PLUGIN_GROUPS = {
     "engine": "rollcast.engines",
@@ -38,6 +49,7 @@ class Override:
         value: The parsed value; None where a key is removed.
         deletes: True for ``~key``.
         packaged: True for ``group@package=option``, which only groups can be.
+        file: the mapping file that it stands in; empty for the command line.
     """
 
     text: str
@@ -45,11 +57,12 @@ class Override:
     value: Any
     deletes: bool
     packaged: bool
+    file: str = ""
 
     @property
     def origin(self) -> str:
         """Name in messages and origins."""
-        return f"override {self.text!r}"
+        return f"override {self.text!r}{f' of {self.file}' if self.file else ''}"
 
     @property
     def hydra_text(self) -> str:
@@ -88,6 +101,39 @@ def parse_override(text: str) -> Override:
     if parsed.is_sweep_override():
         raise ConfigError(f"override {text!r} holds several values, but a run takes one; a list is written {key}=[a,b]")
     return Override(text, key, parsed.value(), parsed.is_delete(), parsed.package is not None)
+
+
+def with_mappings(overrides: Sequence[Override]) -> list[Override]:
+    """Return the overrides with those of the files that ``mapping=FILE`` names before all others.
+
+    A file is YAML with the key ``overrides``, a list of texts such as ``placement.nnodes=2``; ``rollcast map --write``
+    makes one. What the command line says holds against it.
+
+    Raises:
+        ConfigError: a file cannot be read, or is no mapping.
+    """
+    files = [each for each in overrides if each.key == _MAPPING and not each.deletes]
+    found = [replace(parse_override(text), file=str(each.value)) for each in files for text in _read_mapping(each)]
+    return [*found, *(each for each in overrides if each.key != _MAPPING)]
+
+
+def _read_mapping(override: Override) -> list[str]:
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    path = Path(str(override.value))
+    try:
+        plain: Any = OmegaConf.to_container(OmegaConf.load(path))
+    except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"{override.origin}: the file cannot be read: {error}") from error
+    texts = plain.get("overrides") if isinstance(plain, dict) else None
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(
+            f"{override.origin}: {path} is no mapping: it needs a list of texts under 'overrides', such as "
+            "placement.nnodes=2; rollcast map --write makes one"
+        )
+    return texts
 
 
 def check_option(override: Override, options: Sequence[str], broken: Sequence[str]) -> None:

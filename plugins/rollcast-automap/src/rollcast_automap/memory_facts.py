@@ -32,7 +32,7 @@ from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.schemas import CriticConfig, RefConfig, RewardModelConfig
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["format_bytes", "largest_pass", "placed_roles", "plan_memory"]
+__all__ = ["critic_size", "find_model", "format_bytes", "largest_pass", "placed_roles", "plan_memory"]
 
 #: Of a device; the rest is for libraries, the device's context and the allocator's gaps.
 _USABLE = 0.9
@@ -80,7 +80,7 @@ def plan_memory(
         ConfigError: the model folder is not one, and nothing in the run would make it; or the engine or the
             rollout cannot split its model so.
     """
-    model, reason = _find_model(trainer)
+    model, reason = find_model(trainer)
     if model is None:
         notes.append(f"the size of the model is not known yet: {reason}")
         return [("parameters", None, "parameters: not known"), ("pools", None, "memory: not known")]
@@ -113,7 +113,7 @@ def plan_memory(
             room = f"{format_bytes(device_bytes)} on each device"
             lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
         disk += size.parameters * ("actor" in roles and not adapter) * _checkpointed(trainer, "actor", pool)
-        critic = _critic_size(trainer, size).value_parameters * ("critic" in roles)
+        critic = critic_size(trainer, size).value_parameters * ("critic" in roles)
         disk += critic * _checkpointed(trainer, "critic", pool)
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
@@ -132,8 +132,8 @@ def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]
     return most <= usable
 
 
-def _find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
-    """The model that the run starts from; or None and why it cannot be known."""
+def find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
+    """Return the model that the run starts from; or None and why it cannot be known."""
     task = trainer.task
     warm = task.run_dir / "warm_start" / "export"
     if task.trainer.warm_start is not None and (warm / "config.json").is_file():
@@ -179,7 +179,7 @@ def _items(
         algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
     passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
     eager = trainer.task.model.attn_implementation == "eager"
-    size = size if role == "actor" else _critic_size(trainer, size)
+    size = size if role == "actor" else critic_size(trainer, size)
     parameters = parameters_on_rank(size, layout, value_model=role == "critic")
     logits = (LOGIT_COPIES + (KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0)) if role == "actor" else 0
     activations = bound_activations(size, passes, layout, eager, logits)
@@ -199,7 +199,8 @@ def _compares_vocabularies(trainer: LoopTrainer) -> bool:
     return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
 
 
-def _critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:
+def critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:
+    """Return the size of the critic's model: the actor's, unless ``critic.model.path`` names another."""
     if Role.CRITIC not in trainer.run.roles:
         return actor
     critic: CriticConfig = trainer.task.section("critic", CriticConfig)

@@ -1,0 +1,190 @@
+"""``rollcast map``: where each role should run, with the predicted duration of a step."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from rollcast.contracts.command import ConfigDir, Overrides, build_console, print_lines
+from rollcast.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rollcast.contracts.mapping import Cluster, Prediction, Problem
+    from rollcast_trainer.loop import LoopTrainer
+
+__all__ = ["app", "map_roles"]
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+_PREFIX = "cluster."
+_PARTS = ("compute", "memory", "communication", "bubble", "tail", "idle")
+
+
+@app.command(name="map")
+def map_roles(
+    overrides: Overrides = None,
+    config_dir: ConfigDir = None,
+    planner: Annotated[str, typer.Option("--planner", help="Registry name of the planner.")] = "branch_and_bound",
+    cost_model: Annotated[str, typer.Option("--cost-model", help="Registry name of the cost model.")] = "analytical",
+    count: Annotated[int, typer.Option("--count", min=1, help="Mappings to show, the best first.")] = 3,
+    mean_length: Annotated[
+        float | None,
+        typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; half of the longest without it."),
+    ] = None,
+    staleness: Annotated[
+        int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness that a mapping may have.")
+    ] = 0,
+    explain: Annotated[bool, typer.Option("--explain", help="Compare the parts of the two best mappings.")] = False,
+    write: Annotated[
+        Path | None, typer.Option("--write", metavar="FILE", help="Write the best mapping for 'mapping=FILE'.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
+) -> None:
+    """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
+
+    Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device and
+    cluster.network_gbit_s. Predictions come from published peak figures; docs/cost-models.md says how wrong they are.
+    """
+    from rollcast.contracts.mapping import cost_models, planners
+    from rollcast_automap.problem import build_problem, list_overrides
+
+    cluster, rest = _take_cluster(overrides or ())
+    trainer = _build_trainer(rest, config_dir)
+    problem = build_problem(trainer, cluster, mean_length, staleness)
+    search, prices = planners.get(planner, "--planner")(), cost_models.get(cost_model, "--cost-model")()
+    found = list(search.plan(problem, prices, max(count, 2 if explain else 1)))
+    texts = [list_overrides(trainer, problem, each.mapping) for each in found]
+    if write is not None:
+        _write(write, found[0], texts[0])
+    if as_json:
+        rows = [_as_dict(each, given) for each, given in zip(found[:count], texts, strict=False)]
+        typer.echo(json.dumps(rows, indent=2))
+        return
+    _print_table(found[:count], problem)
+    if explain:
+        print_lines(*_explain(found))
+    if write is not None:
+        print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
+
+
+def _take_cluster(overrides: Sequence[str]) -> tuple[Cluster, list[str]]:
+    """Return the cluster of the overrides, and the other overrides."""
+    from omegaconf import OmegaConf
+
+    from rollcast import build_section
+    from rollcast_automap.clusters import ClusterConfig, build_cluster
+
+    own = [text.removeprefix(_PREFIX) for text in overrides if text.startswith(_PREFIX)]
+    given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
+    config = build_section(ClusterConfig, given, "cluster", closed=True)
+    return build_cluster(config), [text for text in overrides if not text.startswith(_PREFIX)]
+
+
+def _build_trainer(overrides: Sequence[str], config_dir: Path | None) -> LoopTrainer:
+    from rollcast import compose
+    from rollcast.contracts.trainer import trainers
+    from rollcast_trainer.loop import LoopTrainer
+    from rollcast_trainer.run.task_runner import TaskRunner
+
+    composed = compose(overrides, config_dir, needs_trainer=True)
+    composed.load_plugins()
+    name = composed.config.trainer.name
+    trainer_class = trainers.get(name)
+    if not issubclass(trainer_class, LoopTrainer):
+        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so there is nothing to map it by")
+    return trainer_class(TaskRunner(composed.config, trainer_class.schema))
+
+
+def _write(path: Path, best: Prediction, overrides: Sequence[str]) -> None:
+    lines = [
+        f"# Written by rollcast map: {best.step_seconds:.3g} s a step are predicted.",
+        "overrides:",
+        *(f"  - {json.dumps(text)}" for text in overrides),
+    ]
+    try:
+        path.write_text("\n".join(lines) + "\n")
+    except OSError as error:
+        raise ConfigError(f"--write {path}: the file cannot be written: {error}") from error
+
+
+def _as_dict(found: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
+    return {
+        "step_seconds": found.step_seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "mode": found.mapping.mode,
+        "max_staleness": found.mapping.max_staleness,
+        "pools": {pool.name: list(pool.process_on_nodes) for pool in found.mapping.pools},
+        "roles": {
+            each.role: {
+                "pool": each.pool,
+                "data": each.mesh.data,
+                "tensor": each.mesh.tensor,
+                "pipeline": each.mesh.pipeline,
+                "micro_batch_rows": each.micro_batch_rows,
+                "bytes": found.memory[each.role].total,
+            }
+            for each in found.mapping.placements
+        },
+        "stages": {
+            name: {"seconds": cost.seconds, **{part: getattr(cost, part) for part in _PARTS}, "note": cost.note}
+            for name, cost in found.stages.items()
+        },
+        "device_bytes": dict(found.device_bytes),
+        "overrides": list(overrides),
+    }
+
+
+def _print_table(found: Sequence[Prediction], problem: Problem) -> None:
+    from rich.table import Table
+
+    from rollcast_automap.memory_facts import format_bytes
+
+    table = Table(title=f"{problem.cluster.devices} devices, {problem.rows} rows a step")
+    for title in ("", "step", "tokens/s", "mode", "pools", "memory", "limits"):
+        table.add_column(title)
+    for number, each in enumerate(found, 1):
+        longest = max(each.stages, key=lambda name: each.stages[name].seconds)
+        table.add_row(
+            str(number),
+            f"{each.step_seconds:.3g} s",
+            f"{each.tokens_per_second:,.0f}",
+            each.mapping.mode + (f", {each.mapping.max_staleness} ahead" if each.mapping.max_staleness else ""),
+            "\n".join(_describe_pools(each)),
+            "\n".join(format_bytes(each.device_bytes[pool.name]) for pool in each.mapping.pools),
+            f"{longest}: {each.stages[longest].limit}",
+        )
+    build_console().print(table)
+
+
+def _describe_pools(found: Prediction) -> list[str]:
+    lines = []
+    for pool in found.mapping.pools:
+        roles = [
+            f"{each.role} {each.mesh.data}x{each.mesh.tensor}x{each.mesh.pipeline} of {each.micro_batch_rows}"
+            for each in found.mapping.placements
+            if each.pool == pool.name
+        ]
+        lines.append(f"{pool.devices}: {', '.join(roles)}")
+    return lines
+
+
+def _explain(found: Sequence[Prediction]) -> list[str]:
+    """Return the parts of each stage in the two best mappings, in seconds."""
+    if len(found) < 2:
+        return ["there is no second mapping to compare with"]
+    lines = []
+    for name in dict.fromkeys([*found[0].stages, *found[1].stages]):
+        costs = [each.stages.get(name) for each in found[:2]]
+        shown = [
+            "not there"
+            if cost is None
+            else f"{cost.seconds:.3g} s ("
+            + ", ".join(f"{part} {getattr(cost, part):.2g}" for part in _PARTS if getattr(cost, part))
+            + ")"
+            for cost in costs
+        ]
+        lines.append(f"{name}: {shown[0]} against {shown[1]}")
+    return lines

@@ -1,0 +1,124 @@
+"""``rollcast map``: a recipe and a cluster to mappings, and a written mapping to a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trainer_tools import SmallTask, launch, read_metrics
+from typer.testing import CliRunner
+
+from rollcast.config import compose
+from rollcast.errors import ConfigError, PluginNotFoundError
+from rollcast_automap.map_command import app
+
+pytestmark = pytest.mark.long
+
+CPUS = ["cluster.nodes=1", "cluster.device=cpu"]
+CRITIC = ["algorithm=gae", "actor.use_kl_loss=true"]
+
+
+def run(task: SmallTask, tmp_path: Path, *arguments: str) -> str:
+    result = CliRunner().invoke(app, [*task.ppo(tmp_path / "run"), *arguments], catch_exceptions=False)
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def rows(task: SmallTask, tmp_path: Path, *arguments: str) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = json.loads(run(task, tmp_path, *arguments, "--json"))
+    return found
+
+
+def test_the_best_mapping_comes_first_with_its_parts(small_task: SmallTask, tmp_path: Path) -> None:
+    found = rows(small_task, tmp_path, *CRITIC, *CPUS, "cluster.devices_per_node=4", "--count", "5")
+    times = [each["step_seconds"] for each in found]
+    assert times == sorted(times)
+    best = found[0]
+    assert set(best["roles"]) == {"actor", "critic", "ref", "rollout"}
+    assert sum(sum(counts) for counts in best["pools"].values()) <= 4
+    for cost in best["stages"].values():
+        parts = sum(cost[part] for part in ("compute", "memory", "communication", "bubble", "tail", "idle"))
+        assert cost["seconds"] == pytest.approx(parts)
+    for role in best["roles"].values():
+        # The engine shards data, and the rollout has no tensor parallelism.
+        assert (role["tensor"], role["pipeline"]) == (1, 1)
+        assert role["data"] == sum(best["pools"][role["pool"]])
+    fewer = rows(small_task, tmp_path, *CRITIC, *CPUS, "cluster.devices_per_node=1")[0]
+    assert fewer["step_seconds"] > best["step_seconds"]
+
+
+def test_planners_agree_on_a_small_problem(small_task: SmallTask, tmp_path: Path) -> None:
+    cluster = [*CRITIC, *CPUS, "cluster.devices_per_node=2", "--count", "1"]
+    oracle, found = (
+        rows(small_task, tmp_path, *cluster, "--planner", name)[0] for name in ("exhaustive", "branch_and_bound")
+    )
+    assert found["step_seconds"] == pytest.approx(oracle["step_seconds"])
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_a_written_mapping_trains(small_task: SmallTask, tmp_path: Path, devices: int) -> None:
+    """Pools of one process each, which the runtime of the tests can start."""
+    file = tmp_path / "mapping.yaml"
+    cluster = [*CRITIC, *CPUS, f"cluster.devices_per_node={devices}"]
+    text = run(small_task, tmp_path, *cluster, "--write", str(file))
+    assert f"mapping={file} takes it" in text.replace("\n", "")
+    best = rows(small_task, tmp_path, *cluster)[0]
+    changes = [*CRITIC, "trainer.total_steps=1", "data.val_files=[]", f"mapping={file}"]
+    config = compose(small_task.ppo(tmp_path / "run", *changes)).config
+    assert len(config.placement.pools) == len(best["pools"]) - 1
+    if all(counts == [1] for counts in best["pools"].values()):
+        launch(small_task.ppo(tmp_path / "run", *changes))
+        assert read_metrics(tmp_path / "run")[-1]["step"] == 1
+
+
+def test_the_command_line_holds_against_a_mapping(small_task: SmallTask, tmp_path: Path) -> None:
+    file = tmp_path / "mapping.yaml"
+    file.write_text("overrides:\n  - placement.nnodes=3\n  - rollout.n=2\n")
+    composed = compose(small_task.ppo(tmp_path / "run", f"mapping={file}"))
+    assert composed.config.placement.nnodes == 3
+    assert composed.config.rollout.n == 4  # as the small task's command line says
+    assert composed.origins["placement.nnodes"] == f"override 'placement.nnodes=3' of {file}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, r"mapping=\S+mapping\.yaml': the file cannot be read: .*No such file"),
+        ("placement.nnodes=3", r"is no mapping: it needs a list of texts under 'overrides'"),
+        ("overrides: {placement: 1}", r"is no mapping"),
+        ("overrides:\n  - placement.nodez=3\n", r"override 'placement\.nodez=3' of \S+mapping\.yaml"),
+        (": {", r"the file cannot be read"),
+    ],
+)
+def test_bad_files_are_named(small_task: SmallTask, tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "mapping.yaml"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        compose(small_task.ppo(tmp_path / "run", f"mapping={file}"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: a100, h100, h200, cpu"),
+        (["cluster.nodez=2"], ConfigError, r"cluster\.nodez"),
+        (["cluster.nodes=0"], ConfigError, r"cluster\.nodes must be at least 1"),
+        (["--planner", "bound"], PluginNotFoundError, r"'bound'[\s\S]*branch_and_bound"),
+        (["--cost-model", "none"], PluginNotFoundError, r"'none'[\s\S]*analytical"),
+    ],
+)
+def test_what_cannot_be_mapped_is_named(
+    small_task: SmallTask, tmp_path: Path, arguments: list[str], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        run(small_task, tmp_path, *arguments)
+
+
+def test_two_mappings_are_compared(small_task: SmallTask, tmp_path: Path) -> None:
+    text = run(small_task, tmp_path, *CPUS, "cluster.devices_per_node=2", "--explain")
+    assert "update_actor:" in text
+    assert " s (compute " in text
+    assert " against " in text
