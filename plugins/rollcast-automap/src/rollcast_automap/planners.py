@@ -156,14 +156,16 @@ class BranchAndBound(BasePlanner):
 class HybridFlow(BasePlanner):
     """Algorithms 1 and 2 of HybridFlow (EuroSys 2025, section 6).
 
-    Every set partition with every allocation gets, role by role, the parallelism with the least time of its own
-    stages (``auto_parallel``, cached); the rollout shares the actor's devices, and generation never overlaps training.
+    Every set partition with every allocation gets the parallelism with the least time of a step (``auto_parallel``,
+    cached by role and pool); the rollout shares the actor's devices, and generation never overlaps training. Where the
+    paper chooses the parallelism of each role by itself, all roles of a pool are chosen together, so that a fast
+    parallelism that leaves no memory for the others hides no slower one that does.
     """
 
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
         """Return up to ``count`` best mappings; see :class:`BasePlanner`."""
         best = _Best(count)
-        search = _Search(problem, cost_model, best, greedy=True)
+        search = _Search(problem, cost_model, best)
         generator, trained = find_generator(problem), find_trained(problem)
         for groups, mode in _allowed_groups(problem):
             if generator is None or trained is None or mode == "hybrid":
@@ -176,11 +178,10 @@ class HybridFlow(BasePlanner):
 class _Search:
     """One search over the allocations and placements of partitions."""
 
-    def __init__(self, problem: Problem, cost_model: BaseCostModel, best: _Best, greedy: bool = False) -> None:
+    def __init__(self, problem: Problem, cost_model: BaseCostModel, best: _Best) -> None:
         self._problem = problem
         self._cost_model = cost_model
         self._best = best
-        self._greedy = greedy
         self._options: dict[object, list[_Option]] = {}
         self._syncs: dict[object, float] = {}
         self._synced = (find_generator(problem), find_trained(problem))
@@ -264,7 +265,7 @@ class _Search:
             found = [self._price(role, placement, pool, mode) for placement in _placements(self._problem, role, pool)]
             fitting = [each for each in found if fits_pool(self._problem, pool, each.memory.total)]
             fitting.sort(key=lambda each: (each.total, each.memory.total))
-            self._options[key] = fitting[:1] if self._greedy else _undominated(fitting, role in self._synced)
+            self._options[key] = _undominated(fitting, role in self._synced)
         return self._options[key]
 
     def _price(self, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> _Option:
@@ -304,7 +305,7 @@ class _Search:
             placements = tuple(
                 replace(option.placement, pool=homes[role.name]) for role, option in zip(roles, chosen, strict=True)
             )
-            for staleness in _stalenesses(self._problem, mode)[: 1 if self._greedy else None]:
+            for staleness in _stalenesses(self._problem, mode):
                 self._best.offer(predict(self._problem, self._cost_model, Mapping(pools, placements, mode, staleness)))
             return
         for option in choices[depth]:
