@@ -93,7 +93,8 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         *("rollout.mode=colocated", "rollout.weight_sync=shared_memory", f"rollout.replica={ONE_THREAD}"),
         "trainer.max_staleness=1",
     ]
-    changes = [*judged, "trainer.total_steps=3", "data.val_files=[]", *(beside if ahead else [])]
+    # The default is shorter than a restart may take on a busy machine.
+    changes = [*judged, "trainer.total_steps=3", "data.val_files=[]", "reward.timeout_s=600", *(beside if ahead else [])]
     config = compose(small_task.ppo(tmp_path, *changes)).config
     task = TaskRunner(config, PpoTrainer.schema)
     trainer = PpoTrainer(task)
