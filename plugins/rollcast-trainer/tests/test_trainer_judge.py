@@ -94,7 +94,13 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         "trainer.max_staleness=1",
     ]
     # The default is shorter than a restart may take on a busy machine.
-    changes = [*judged, "trainer.total_steps=3", "data.val_files=[]", "reward.timeout_s=600", *(beside if ahead else [])]
+    changes = [
+        *judged,
+        "trainer.total_steps=3",
+        "data.val_files=[]",
+        "reward.timeout_s=600",
+        *(beside if ahead else []),
+    ]
     config = compose(small_task.ppo(tmp_path, *changes)).config
     task = TaskRunner(config, PpoTrainer.schema)
     trainer = PpoTrainer(task)
