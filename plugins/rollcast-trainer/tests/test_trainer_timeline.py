@@ -86,11 +86,11 @@ def test_pools_overlap_with_rollouts_ahead_of_training(
     """The groups of the second step are held until the first has trained, so that the overlap is that whole update."""
     calls, respond, trained = itertools.count(1), Replicas.respond, threading.Event()
 
-    async def held(self: Replicas, *args: Any) -> Any:
+    async def held(self: Replicas, *args: Any, **named: Any) -> Any:
         if next(calls) > 4:
             while not trained.is_set():
                 await asyncio.sleep(0.01)
-        return await respond(self, *args)
+        return await respond(self, *args, **named)
 
     def release(version: int) -> None:
         if version == 1:
