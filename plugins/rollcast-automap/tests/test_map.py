@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from trainer_tools import SmallTask, launch, read_metrics
 from typer.testing import CliRunner
 
 from rollcast.config import compose
+from rollcast.contracts.rollout import RolloutMode, rollouts
 from rollcast.errors import ConfigError, PluginNotFoundError
 from rollcast_automap.map_command import app
 
@@ -122,3 +124,27 @@ def test_two_mappings_are_compared(small_task: SmallTask, tmp_path: Path) -> Non
     assert "update_actor:" in text
     assert " s (compute " in text
     assert " against " in text
+
+
+@pytest.mark.parametrize(
+    ("missing", "mode"), [(RolloutMode.STANDALONE, "hybrid"), (RolloutMode.HYBRID, "standalone")]
+)
+def test_a_mapping_uses_only_the_modes_of_the_rollout(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: RolloutMode, mode: str
+) -> None:
+    rollout = rollouts.get("hf")
+    limited = replace(rollout.capabilities, modes=frozenset(RolloutMode) - {missing})
+    monkeypatch.setattr(rollout, "capabilities", limited)
+    start = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory"]
+    found = rows(small_task, tmp_path, *start, *CPUS, "cluster.devices_per_node=2", "--count", "9")
+    assert {each["mode"] for each in found} == {mode}
+
+
+def test_the_memory_of_a_role_follows_its_engine(small_task: SmallTask, tmp_path: Path) -> None:
+    def actor_bytes(*overrides: str) -> int:
+        pinned = [*CPUS, "cluster.devices_per_node=1", *overrides]
+        return int(rows(small_task, tmp_path, *pinned)[0]["roles"]["actor"]["bytes"])
+
+    whole = actor_bytes("actor.engine.model_dtype=fp32")
+    assert actor_bytes("actor.engine.model_dtype=bf16") < whole
+    assert actor_bytes("actor.engine.model_dtype=fp32", "actor.engine.enable_gradient_checkpointing=true") < whole

@@ -351,15 +351,19 @@ class StageCost:
     note: str = ""
 
     @property
+    def parts(self) -> dict[str, float]:
+        """Name of a part → its seconds."""
+        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "note"}
+
+    @property
     def seconds(self) -> float:
         """Sum of the parts."""
-        return self.compute + self.memory + self.communication + self.bubble + self.tail + self.idle
+        return sum(self.parts.values())
 
     @property
     def limit(self) -> str:
         """Name of the largest part."""
-        names = ("compute", "memory", "communication", "bubble", "tail", "idle")
-        return max(names, key=lambda name: float(getattr(self, name)))
+        return max(self.parts, key=self.parts.__getitem__)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,6 @@ __all__ = ["app", "map_roles"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _PREFIX = "cluster."
-_PARTS = ("compute", "memory", "communication", "bubble", "tail", "idle")
 
 
 @app.command(name="map")
@@ -129,7 +128,7 @@ def _as_dict(found: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
             for each in found.mapping.placements
         },
         "stages": {
-            name: {"seconds": cost.seconds, **{part: getattr(cost, part) for part in _PARTS}, "note": cost.note}
+            name: {"seconds": cost.seconds, **cost.parts, "note": cost.note}
             for name, cost in found.stages.items()
         },
         "device_bytes": dict(found.device_bytes),
@@ -182,7 +181,7 @@ def _explain(found: Sequence[Prediction]) -> list[str]:
             "not there"
             if cost is None
             else f"{cost.seconds:.3g} s ("
-            + ", ".join(f"{part} {getattr(cost, part):.2g}" for part in _PARTS if getattr(cost, part))
+            + ", ".join(f"{part} {value:.2g}" for part, value in cost.parts.items() if value)
             + ")"
             for cost in costs
         ]

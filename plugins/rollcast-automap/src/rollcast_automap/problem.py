@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Collection
 from dataclasses import replace
 
 from rollcast.contracts.engine import EngineCapabilities, engines
@@ -21,6 +22,7 @@ from rollcast.contracts.mapping import (
     StageKind,
     StageSpec,
 )
+from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
 from rollcast_automap.engine_layout import EngineLayout
 from rollcast_automap.memory_facts import critic_size, find_model
@@ -62,7 +64,7 @@ def build_problem(
     Args:
         trainer: built, not started.
         cluster: devices.
-        response_mean: mean tokens of a response; None for half of the longest.
+        response_mean: mean tokens of a response; None for half of the longest. That of a prompt is half of its longest.
         max_staleness: largest value that the planner may choose.
 
     Raises:
@@ -74,6 +76,7 @@ def build_problem(
     roles = tuple(_role(trainer, name) for name in names)
     meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
     longest = data.max_response_length
+    together, forbidden = _sharing(task.rollout_class.capabilities.modes)
     return Problem(
         roles=roles,
         stages=stages,
@@ -85,10 +88,18 @@ def build_problem(
         response_lengths=Lengths(min(response_mean or longest / 2, float(longest)), longest),
         cluster=cluster,
         constraints=Constraints(
-            max_staleness=max_staleness if task.rollout_class.capabilities.modes else 0,
+            max_staleness=max_staleness,
+            together=together,
+            forbidden=forbidden,
             meshes={name: found for name, found in meshes.items() if found is not None},
         ),
     )
+
+
+def _sharing(modes: Collection[RolloutMode]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
+    """Return the pairs of roles that share a pool and those that share none, from the modes of the rollout."""
+    pair = (("actor", "rollout"),)
+    return () if RolloutMode.STANDALONE in modes else pair, () if RolloutMode.HYBRID in modes else pair
 
 
 def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
@@ -119,14 +130,16 @@ def _role(trainer: LoopTrainer, name: str) -> RoleSpec:
     if name == "rollout":
         return RoleSpec(name, "generates", facts, task.rollout.name)
     engine = task.role_engine(name)
-    layout: EngineLayout = EngineLayout.read(engine, 1)
+    layout = EngineLayout.read(engine, 1)
     return RoleSpec(
         name,
         kinds.get(name, "forwards"),
-        facts,
+        replace(facts, dtype_bytes=layout.stored),
         engine.name,
+        optimizer_bytes=2 * layout.stored if layout.state is None else layout.state,
+        gradient_bytes=layout.stored if layout.gradient is None else layout.gradient,
         offload=layout.param_offload,
-        recompute=bool(getattr(engine, "gradient_checkpointing", False)),
+        recompute=layout.checkpointing,
         value_head=name in ("critic", "reward_model"),
     )
 
@@ -211,7 +224,8 @@ def _rollout_overrides(
 ) -> list[str]:
     """Return the mode, and a weight sync that can serve it."""
     mode, task = mapping.mode, trainer.task
-    nodes = {node for pool in pools.values() for node, _ in pool.places}
+    homes = {each.pool for each in mapping.placements if each.role in ("actor", "rollout")}
+    nodes = {node for home in homes for node, _ in pools[home].places}
     sync = task.rollout.weight_sync
     if not task.uses_replicas and (mode != "hybrid" or placement.mesh.tensor > 1):
         sync = "shared_memory"
