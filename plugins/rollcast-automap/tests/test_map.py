@@ -126,9 +126,7 @@ def test_two_mappings_are_compared(small_task: SmallTask, tmp_path: Path) -> Non
     assert " against " in text
 
 
-@pytest.mark.parametrize(
-    ("missing", "mode"), [(RolloutMode.STANDALONE, "hybrid"), (RolloutMode.HYBRID, "standalone")]
-)
+@pytest.mark.parametrize(("missing", "mode"), [(RolloutMode.STANDALONE, "hybrid"), (RolloutMode.HYBRID, "standalone")])
 def test_a_mapping_uses_only_the_modes_of_the_rollout(
     small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: RolloutMode, mode: str
 ) -> None:

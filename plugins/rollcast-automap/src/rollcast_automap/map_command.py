@@ -128,8 +128,7 @@ def _as_dict(found: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
             for each in found.mapping.placements
         },
         "stages": {
-            name: {"seconds": cost.seconds, **cost.parts, "note": cost.note}
-            for name, cost in found.stages.items()
+            name: {"seconds": cost.seconds, **cost.parts, "note": cost.note} for name, cost in found.stages.items()
         },
         "device_bytes": dict(found.device_bytes),
         "overrides": list(overrides),
