@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollcast.config import compose
 from rollcast.contracts.rollout import RolloutMode, rollouts
-from rollcast.errors import ConfigError, PluginNotFoundError
+from rollcast.errors import ConfigError, PluginNotFoundError, ResourceError
 from rollcast_automap.map_command import app
 
 pytestmark = pytest.mark.long
@@ -108,6 +108,14 @@ def test_bad_files_are_named(small_task: SmallTask, tmp_path: Path, content: str
         (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: a100, h100, h200, cpu"),
         (["cluster.nodez=2"], ConfigError, r"cluster\.nodez"),
         (["cluster.nodes=0"], ConfigError, r"cluster\.nodes must be at least 1"),
+        (
+            ["constraints.pinned.judge=1"],
+            ConfigError,
+            r"constraints\.pinned\.judge names the role 'judge'; the run has .*actor",
+        ),
+        (["constraints.pinned.actor=9"], ConfigError, r"constraints\.pinned\.actor is 9; the cluster has 8 devices"),
+        (["constraints.apart=[[actor]]"], ConfigError, r"constraints\.apart has \['actor'\]; write pairs"),
+        (["constraints.headroom=1"], ConfigError, r"constraints\.headroom"),
         (["--planner", "bound"], PluginNotFoundError, r"'bound'[\s\S]*branch_and_bound"),
         (["--cost-model", "none"], PluginNotFoundError, r"'none'[\s\S]*analytical"),
     ],
@@ -146,3 +154,21 @@ def test_the_memory_of_a_role_follows_its_engine(small_task: SmallTask, tmp_path
     whole = actor_bytes("actor.engine.model_dtype=fp32")
     assert actor_bytes("actor.engine.model_dtype=bf16") < whole
     assert actor_bytes("actor.engine.model_dtype=fp32", "actor.engine.enable_gradient_checkpointing=true") < whole
+
+
+def test_a_mapping_obeys_the_constraints(small_task: SmallTask, tmp_path: Path) -> None:
+    cluster = [*CRITIC, *CPUS, "cluster.devices_per_node=4", "--count", "3"]
+    limits = [
+        "constraints.pinned.critic=1",
+        "constraints.apart=[[actor,critic]]",
+        "constraints.together=[[critic,ref]]",
+    ]
+    for each in rows(small_task, tmp_path, *cluster, *limits):
+        homes = {role: place["pool"] for role, place in each["roles"].items()}
+        assert homes["critic"] == homes["ref"] != homes["actor"]
+        assert sum(each["pools"][homes["critic"]]) == 1
+
+
+def test_headroom_stays_free(small_task: SmallTask, tmp_path: Path) -> None:
+    with pytest.raises(ResourceError, match=r"headroom 0\.99"):
+        run(small_task, tmp_path, *CPUS, "cluster.devices_per_node=1", "constraints.headroom=0.99")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -13,13 +13,13 @@ from rollcast.contracts.command import ConfigDir, Overrides, build_console, prin
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollcast.contracts.mapping import Cluster, Prediction, Problem
+    from rollcast.contracts.mapping import Prediction, Problem
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "map_roles"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-_PREFIX = "cluster."
+S = TypeVar("S")
 
 
 @app.command(name="map")
@@ -44,15 +44,19 @@ def map_roles(
 ) -> None:
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
 
-    Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device and
-    cluster.network_gbit_s. Predictions come from published peak figures; docs/cost-models.md says how wrong they are.
+    Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device,
+    cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart and constraints.headroom.
+    Predictions come from published peak figures; docs/cost-models.md says how wrong they are.
     """
     from rollcast.contracts.mapping import cost_models, planners
+    from rollcast_automap.clusters import ClusterConfig, build_cluster
+    from rollcast_automap.constraints import ConstraintsConfig
     from rollcast_automap.problem import build_problem, list_overrides
 
-    cluster, rest = _take_cluster(overrides or ())
+    cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
+    limits, rest = _take_section(ConstraintsConfig, "constraints", rest)
     trainer = _build_trainer(rest, config_dir)
-    problem = build_problem(trainer, cluster, mean_length, staleness)
+    problem = build_problem(trainer, build_cluster(cluster), mean_length, staleness, limits)
     search, prices = planners.get(planner, "--planner")(), cost_models.get(cost_model, "--cost-model")()
     found = list(search.plan(problem, prices, max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
@@ -69,17 +73,17 @@ def map_roles(
         print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
 
 
-def _take_cluster(overrides: Sequence[str]) -> tuple[Cluster, list[str]]:
-    """Return the cluster of the overrides, and the other overrides."""
+def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:
+    """Return the section that the overrides below ``path`` make, and the other overrides."""
     from omegaconf import OmegaConf
 
     from rollcast import build_section
-    from rollcast_automap.clusters import ClusterConfig, build_cluster
 
-    own = [text.removeprefix(_PREFIX) for text in overrides if text.startswith(_PREFIX)]
+    prefix = f"{path}."
+    own = [text.removeprefix(prefix) for text in overrides if text.startswith(prefix)]
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
-    config = build_section(ClusterConfig, given, "cluster", closed=True)
-    return build_cluster(config), [text for text in overrides if not text.startswith(_PREFIX)]
+    section = build_section(schema, given, path, closed=True)
+    return section, [text for text in overrides if not text.startswith(prefix)]
 
 
 def _build_trainer(overrides: Sequence[str], config_dir: Path | None) -> LoopTrainer:

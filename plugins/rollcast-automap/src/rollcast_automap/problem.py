@@ -24,6 +24,7 @@ from rollcast.contracts.mapping import (
 )
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
+from rollcast_automap.constraints import ConstraintsConfig, check_roles
 from rollcast_automap.engine_layout import EngineLayout
 from rollcast_automap.memory_facts import critic_size, find_model
 from rollcast_automap.memory_model import ModelSize, measure_model
@@ -57,7 +58,11 @@ _MICRO_BATCHES = {
 
 
 def build_problem(
-    trainer: LoopTrainer, cluster: Cluster, response_mean: float | None = None, max_staleness: int = 0
+    trainer: LoopTrainer,
+    cluster: Cluster,
+    response_mean: float | None = None,
+    max_staleness: int = 0,
+    limits: ConstraintsConfig | None = None,
 ) -> Problem:
     """Return the problem of mapping a run.
 
@@ -66,13 +71,17 @@ def build_problem(
         cluster: devices.
         response_mean: mean tokens of a response; None for half of the longest. That of a prompt is half of its longest.
         max_staleness: largest value that the planner may choose.
+        limits: limits of the user's.
 
     Raises:
-        ConfigError: the model folder cannot be used, or a stage calls workers that no cost is known of.
+        ConfigError: the model folder cannot be used, a stage calls workers that no cost is known of, or a limit names
+            a role that the run has not.
     """
     task, data, algebra = trainer.task, trainer.task.data, find_algebra(trainer)
     stages = _stages(trainer)
     names = list(dict.fromkeys(stage.role for stage in stages))
+    limits = limits or ConstraintsConfig()
+    check_roles(limits, names, cluster.devices)
     roles = tuple(_role(trainer, name) for name in names)
     meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
     longest = data.max_response_length
@@ -88,9 +97,11 @@ def build_problem(
         response_lengths=Lengths(min(response_mean or longest / 2, float(longest)), longest),
         cluster=cluster,
         constraints=Constraints(
+            pinned=limits.pinned,
+            forbidden=forbidden + tuple((one, other) for one, other in limits.apart),
+            together=together + tuple((one, other) for one, other in limits.together),
+            headroom=limits.headroom,
             max_staleness=max_staleness,
-            together=together,
-            forbidden=forbidden,
             meshes={name: found for name, found in meshes.items() if found is not None},
         ),
     )
