@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
     from rollcast_testing.engine import EngineSuite as EngineSuite
     from rollcast_testing.engine_ranks import Layout as Layout
+    from rollcast_testing.mapping import CostModelSuite as CostModelSuite
+    from rollcast_testing.mapping import PlannerSuite as PlannerSuite
     from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
     from rollcast_testing.reward import RewardManagerSuite as RewardManagerSuite
     from rollcast_testing.reward import RewardSuite as RewardSuite
@@ -36,6 +38,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "dispatch": ["DispatchSuite"],
         "engine": ["EngineSuite"],
         "engine_ranks": ["Layout"],
+        "mapping": ["CostModelSuite", "PlannerSuite"],
         "policy_loss": ["PolicyLossSuite"],
         "reward": ["RewardManagerSuite", "RewardSuite"],
         "rollout": ["RolloutSuite"],

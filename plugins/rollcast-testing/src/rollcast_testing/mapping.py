@@ -1,0 +1,280 @@
+"""The conformance suites of cost models and planners.
+
+Example, in a plugin's tests::
+
+    from rollcast_testing import CostModelSuite, PlannerSuite
+
+    class TestMyPrices(CostModelSuite):
+        name = "my_prices"
+
+    class TestMySearch(PlannerSuite):
+        name = "my_search"
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+
+from rollcast.contracts.mapping import (
+    BaseCostModel,
+    BasePlanner,
+    Cluster,
+    Constraints,
+    DeviceKind,
+    Lengths,
+    MemoryParts,
+    Mesh,
+    Mode,
+    ModelFacts,
+    Node,
+    Placement,
+    Pool,
+    Prediction,
+    Problem,
+    RoleSpec,
+    StageCost,
+    StageSpec,
+    cost_models,
+    planners,
+)
+from rollcast.errors import ResourceError
+
+__all__ = ["CostModelSuite", "PlannerSuite", "small_problem"]
+
+_DEVICE = DeviceKind("suite", 40 * 10**9, {"bfloat16": 1e14, "float32": 1e13}, 1e12, 2e10)
+_MODEL = ModelFacts(
+    layers=16, hidden=2048, heads=16, kv_heads=8, ffn=6144, vocab=32000, parameters=10**9, head_size=128
+)
+
+
+def small_problem(devices: int = 4, constraints: Constraints | None = None) -> Problem:
+    """Return a PPO step of a model with 1e9 parameters: rollout, critic's values, and two updates.
+
+    Args:
+        devices: of each of two nodes.
+        constraints: limits on mappings; none by default.
+    """
+    return Problem(
+        roles=(
+            RoleSpec("actor", "trains", _MODEL, "fsdp"),
+            RoleSpec("rollout", "generates", _MODEL, "vllm"),
+            RoleSpec("critic", "trains", _MODEL, "fsdp", value_head=True),
+        ),
+        stages=(
+            StageSpec("rollout", "rollout", "generate"),
+            StageSpec("values", "critic", "forward", ("rollout",)),
+            StageSpec("update_critic", "critic", "update", ("rollout", "values")),
+            StageSpec("update_actor", "actor", "update", ("rollout", "values")),
+        ),
+        prompts=16,
+        samples=4,
+        mini_batches=2,
+        epochs=1,
+        prompt_lengths=Lengths(128.0, 256),
+        response_lengths=Lengths(256.0, 1024),
+        cluster=Cluster((Node(_DEVICE, devices, 1e11),) * 2, 1e10),
+        constraints=constraints or Constraints(),
+    )
+
+
+def _pool(devices: int, name: str = "pool") -> Pool:
+    return Pool(name, ((0, devices),))
+
+
+class CostModelSuite:
+    """Checks of every cost model; subclass it and name the plugin.
+
+    Attributes:
+        name: the cost model, as it is announced in ``rollcast.cost_models``.
+        meshes: meshes that are priced, of 1 to 4 devices each.
+        modes: modes that are priced.
+    """
+
+    name: ClassVar[str] = ""
+    meshes: ClassVar[tuple[Mesh, ...]] = (Mesh(), Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2))
+    modes: ClassVar[tuple[Mode, ...]] = ("hybrid", "standalone")
+
+    def build(self) -> BaseCostModel:
+        """Return a new cost model; override it for one that is not announced."""
+        return cost_models.get(self.name)()
+
+    def problem(self) -> Problem:
+        """Return the problem that is priced; override it for a model that knows only some sizes or engines."""
+        return small_problem()
+
+    def _placed(self, role: str, rows: int = 4) -> Iterator[tuple[Placement, Pool]]:
+        for mesh in self.meshes:
+            yield Placement(role, "pool", mesh, rows), _pool(mesh.size)
+
+    def _costs(self, problem: Problem, model: BaseCostModel) -> Iterator[StageCost]:
+        for stage in problem.stages:
+            for placement, pool in self._placed(stage.role):
+                yield model.stage_cost(problem, stage, placement, pool)
+        for trained, rollout in zip(self._placed("actor"), self._placed("rollout"), strict=True):
+            for mode in self.modes:
+                yield model.sync_cost(problem, trained, rollout, mode)
+        for role in problem.roles:
+            for placement, pool in self._placed(role.name):
+                for mode in self.modes:
+                    yield model.switch_cost(problem, role, placement, pool, mode)
+
+    def test_every_part_is_a_duration(self) -> None:
+        """Parts are finite and 0 or more, and a stage takes time."""
+        problem, model = self.problem(), self.build()
+        for cost in self._costs(problem, model):
+            assert all(math.isfinite(value) and value >= 0 for value in cost.parts.values()), cost
+        for stage in problem.stages:
+            for placement, pool in self._placed(stage.role):
+                assert model.stage_cost(problem, stage, placement, pool).seconds > 0
+
+    def test_equal_arguments_have_equal_prices(self) -> None:
+        """A second model, and the same one again, give the same prices."""
+        problem, model = self.problem(), self.build()
+        first = list(self._costs(problem, model))
+        assert list(self._costs(problem, model)) == first
+        assert list(self._costs(problem, self.build())) == first
+
+    def test_the_name_of_a_pool_has_no_price(self) -> None:
+        """Planners keep the prices of pools of one shape, whatever they are called."""
+        problem, model = self.problem(), self.build()
+        for stage in problem.stages:
+            for placement, pool in self._placed(stage.role):
+                other = replace(placement, pool="elsewhere"), replace(pool, name="elsewhere")
+                expected = model.stage_cost(problem, stage, placement, pool)
+                assert model.stage_cost(problem, stage, *other) == expected
+
+    def test_more_prompts_take_no_less_time(self) -> None:
+        """Four times the prompts are not faster."""
+        problem, model = self.problem(), self.build()
+        more = replace(problem, prompts=4 * problem.prompts)
+        for stage in problem.stages:
+            for placement, pool in self._placed(stage.role):
+                few = model.stage_cost(problem, stage, placement, pool).seconds
+                assert model.stage_cost(more, stage, placement, pool).seconds >= few
+
+    def test_larger_micro_batches_take_no_less_memory(self) -> None:
+        """Bytes are whole numbers of 0 or more, and grow with the rows of a micro-batch."""
+        problem, model = self.problem(), self.build()
+        for role in problem.roles:
+            for mode in self.modes:
+                for (few, pool), (many, _) in zip(self._placed(role.name, 1), self._placed(role.name, 16), strict=True):
+                    small = model.memory(problem, role, few, pool, mode)
+                    large = model.memory(problem, role, many, pool, mode)
+                    assert 0 <= small.held <= small.total <= large.total
+                    assert isinstance(large.total, int)
+
+    def test_the_weight_sync_does_not_depend_on_micro_batches(self) -> None:
+        """Planners choose micro-batches apart from the weight sync."""
+        problem, model = self.problem(), self.build()
+        for few, many, rollout in zip(
+            self._placed("actor", 1), self._placed("actor", 8), self._placed("rollout"), strict=True
+        ):
+            expected = model.sync_cost(problem, few, rollout, "hybrid")
+            assert model.sync_cost(problem, many, rollout, "hybrid") == expected
+
+
+class _Prices(BaseCostModel):
+    """Work over devices, a fixed time per micro-batch, and memory that sharding divides."""
+
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+        """Return the work of the stage over the pool's devices."""
+        work = {"generate": 8.0, "forward": 1.0, "update": 4.0}[stage.kind]
+        passes = -(-problem.rows // (placement.mesh.data * placement.micro_batch_rows))
+        wire = 0.1 * (placement.mesh.tensor - 1) + 0.2 * (len(pool.places) - 1)
+        return StageCost(compute=work / pool.devices, memory=0.01 * passes, communication=wire)
+
+    def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
+        """Return weights and optimizer by the model-parallel ranks."""
+        numbers = role.model.parameters // (placement.mesh.tensor * placement.mesh.pipeline)
+        trained = role.kind == "trains"
+        rows = placement.micro_batch_rows * 10**8
+        return MemoryParts(2 * numbers, 4 * numbers * trained, 12 * numbers * trained, activations=rows)
+
+    def sync_cost(
+        self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
+    ) -> StageCost:
+        """Return a longer time between pools."""
+        return StageCost(communication=0.1 if mode == "hybrid" else 0.3)
+
+    def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
+        """Return 0: every role stays."""
+        return StageCost()
+
+
+class PlannerSuite:
+    """Checks of every planner; subclass it and name the plugin.
+
+    Attributes:
+        name: the planner, as it is announced in ``rollcast.planners``.
+        constraints: limits that are tried one after the other; drop those that no mapping of the planner can obey.
+    """
+
+    name: ClassVar[str] = ""
+    constraints: ClassVar[tuple[Constraints, ...]] = (
+        Constraints(),
+        Constraints(pinned={"critic": 1}),
+        Constraints(forbidden=(("actor", "critic"),)),
+        Constraints(together=(("actor", "critic"),)),
+        Constraints(headroom=0.3),
+    )
+
+    def build(self) -> BasePlanner:
+        """Return a new planner; override it for one that is not announced."""
+        return planners.get(self.name)()
+
+    def _plan(self, problem: Problem, count: int = 4) -> list[Prediction]:
+        return list(self.build().plan(problem, _Prices(), count))
+
+    def test_the_best_come_first(self) -> None:
+        """Mappings come by rising step time, and no more of them than were asked for."""
+        found = [each.step_seconds for each in self._plan(small_problem(2))]
+        assert 1 <= len(found) <= 4
+        assert found == sorted(found)
+        assert self._plan(small_problem(2), 1)[0].step_seconds == found[0]
+
+    def test_equal_problems_have_equal_mappings(self) -> None:
+        """A search is deterministic."""
+        first = [each.mapping for each in self._plan(small_problem(2))]
+        assert [each.mapping for each in self._plan(small_problem(2))] == first
+
+    @pytest.mark.parametrize("case", range(5))
+    def test_mappings_are_whole_and_obey_the_constraints(self, case: int) -> None:
+        """Roles have one place each, meshes fill their pools, pools are disjoint, and memory and limits hold."""
+        if case >= len(self.constraints):
+            pytest.skip("the suite has fewer constraints")
+        problem = small_problem(2, self.constraints[case])
+        for each in self._plan(problem):
+            self._check(problem, each)
+
+    def _check(self, problem: Problem, found: Prediction) -> None:
+        limits, mapping = problem.constraints, found.mapping
+        pools = {pool.name: pool for pool in mapping.pools}
+        homes = {each.role: each.pool for each in mapping.placements}
+        assert len(pools) == len(mapping.pools)
+        assert sorted(homes) == sorted(role.name for role in problem.roles)
+        assert len(mapping.placements) == len(homes)
+        assert all(each.mesh.size == pools[each.pool].devices for each in mapping.placements)
+        assert all(each.micro_batch_rows >= 1 for each in mapping.placements)
+        used: Counter[int] = Counter()
+        for pool in mapping.pools:
+            used.update(dict(pool.places))
+            room = min(problem.cluster.nodes[node].kind.memory_bytes for node, _ in pool.places)
+            assert found.device_bytes[pool.name] <= room * (1 - limits.headroom)
+        assert all(count <= problem.cluster.nodes[node].devices for node, count in used.items())
+        assert all(pools[homes[role]].devices == count for role, count in limits.pinned.items())
+        assert all(homes[one] != homes[other] for one, other in limits.forbidden)
+        assert all(homes[one] == homes[other] for one, other in limits.together)
+        assert mapping.max_staleness <= limits.max_staleness
+
+    def test_what_fits_nowhere_is_refused(self) -> None:
+        """A cluster without room raises ResourceError."""
+        tiny = replace(_DEVICE, memory_bytes=10**6)
+        problem = replace(small_problem(2), cluster=Cluster((Node(tiny, 2, 1e11),), 1e10))
+        with pytest.raises(ResourceError):
+            self._plan(problem)
