@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from rollcast.config import compose
 from rollcast.contracts.rollout import RolloutMode, rollouts
-from rollcast.errors import ConfigError, PluginNotFoundError, ResourceError
+from rollcast.errors import ConfigError, DataError, PluginNotFoundError, ResourceError
 from rollcast_automap.map_command import app
 
 pytestmark = pytest.mark.long
@@ -172,3 +172,22 @@ def test_a_mapping_obeys_the_constraints(small_task: SmallTask, tmp_path: Path) 
 def test_headroom_stays_free(small_task: SmallTask, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"headroom 0\.99"):
         run(small_task, tmp_path, *CPUS, "cluster.devices_per_node=1", "constraints.headroom=0.99")
+
+
+def test_lengths_come_from_a_file(small_task: SmallTask, tmp_path: Path) -> None:
+    file = tmp_path / "lengths.txt"
+    cluster = [*CPUS, "cluster.devices_per_node=1", "--count", "1"]
+
+    def generation(lengths: list[int]) -> dict[str, float]:
+        file.write_text("\n".join(map(str, lengths)))
+        found: dict[str, float] = rows(small_task, tmp_path, *cluster, "--lengths", str(file))[0]["stages"]["rollout"]
+        return found
+
+    equal, tailed = generation([2] * 64), generation([1] * 60 + [5] * 4)
+    assert tailed["compute"] < equal["compute"]
+    assert tailed["tail"] > equal["tail"]
+    with pytest.raises(ConfigError, match=r"--mean-length 3 and --lengths .* choose one"):
+        run(small_task, tmp_path, *cluster, "--lengths", str(file), "--mean-length", "3")
+    file.write_text("4\nfour\n")
+    with pytest.raises(DataError, match=r"line 2: 'four'"):
+        run(small_task, tmp_path, *cluster, "--lengths", str(file))

@@ -8,11 +8,36 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
 from rollcast.contracts.mapping import Lengths
-from rollcast.errors import ConfigError
+from rollcast.errors import ConfigError, DataError
 
-__all__ = ["LengthCurve"]
+__all__ = ["LengthCurve", "read_samples"]
+
+
+def read_samples(path: Path, longest: int) -> list[float]:
+    """Return the token counts of a file, one a line, cut at ``longest``; empty lines are skipped.
+
+    Raises:
+        DataError: the file cannot be read, has no number, or a line is no positive number; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"--lengths {path} cannot be read: {error}") from error
+    found: list[float] = []
+    for number, line in enumerate(lines, 1):
+        try:
+            value = float(line) if line.strip() else None
+        except ValueError:
+            value = -1.0
+        if value is not None and not value > 0:
+            raise DataError(f"--lengths {path}, line {number}: {line.strip()!r} is no number of tokens above 0")
+        found += [] if value is None else [min(value, float(longest))]
+    if not found:
+        raise DataError(f"--lengths {path} has no numbers; write one number of tokens a line")
+    return found
 
 
 @dataclass(frozen=True)
@@ -77,6 +102,11 @@ class LengthCurve:
             share = level * last - below
             quantiles.append(ordered[below] + share * (ordered[min(below + 1, last)] - ordered[below]))
         return cls(levels, tuple(quantiles))
+
+    def statistics(self, maximum: int) -> Lengths:
+        """Return the mean and the quantiles of this curve, for a problem in which ``maximum`` tokens are the most."""
+        inner = zip(self.levels[1:-1], self.quantiles[1:-1], strict=True)
+        return Lengths(self.mean, maximum, tuple(inner))
 
     @property
     def longest(self) -> float:

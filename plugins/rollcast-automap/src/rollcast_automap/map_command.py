@@ -13,7 +13,7 @@ from rollcast.contracts.command import ConfigDir, Overrides, build_console, prin
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollcast.contracts.mapping import Prediction, Problem
+    from rollcast.contracts.mapping import Lengths, Prediction, Problem
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "map_roles"]
@@ -32,6 +32,10 @@ def map_roles(
     mean_length: Annotated[
         float | None,
         typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; half of the longest without it."),
+    ] = None,
+    lengths_file: Annotated[
+        Path | None,
+        typer.Option("--lengths", metavar="FILE", help="Token counts of responses to take them from, one a line."),
     ] = None,
     staleness: Annotated[
         int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness that a mapping may have.")
@@ -56,7 +60,8 @@ def map_roles(
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
     limits, rest = _take_section(ConstraintsConfig, "constraints", rest)
     trainer = _build_trainer(rest, config_dir)
-    problem = build_problem(trainer, build_cluster(cluster), mean_length, staleness, limits)
+    response = mean_length if lengths_file is None else _read_lengths(trainer, lengths_file, mean_length)
+    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits)
     search, prices = planners.get(planner, "--planner")(), cost_models.get(cost_model, "--cost-model")()
     found = list(search.plan(problem, prices, max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
@@ -71,6 +76,16 @@ def map_roles(
         print_lines(*_explain(found))
     if write is not None:
         print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
+
+
+def _read_lengths(trainer: LoopTrainer, path: Path, mean_length: float | None) -> Lengths:
+    """Return the statistics of the responses in a file of token counts."""
+    from rollcast_automap.length_curve import LengthCurve, read_samples
+
+    if mean_length is not None:
+        raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
+    longest = trainer.task.data.max_response_length
+    return LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
 
 
 def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:

@@ -60,7 +60,7 @@ _MICRO_BATCHES = {
 def build_problem(
     trainer: LoopTrainer,
     cluster: Cluster,
-    response_mean: float | None = None,
+    response: Lengths | float | None = None,
     max_staleness: int = 0,
     limits: ConstraintsConfig | None = None,
 ) -> Problem:
@@ -69,7 +69,8 @@ def build_problem(
     Args:
         trainer: built, not started.
         cluster: devices.
-        response_mean: mean tokens of a response; None for half of the longest. That of a prompt is half of its longest.
+        response: statistics of the responses, or their mean in tokens; None for half of the longest. The mean of a
+            prompt is half of its longest.
         max_staleness: largest value that the planner may choose.
         limits: limits of the user's.
 
@@ -94,7 +95,9 @@ def build_problem(
         mini_batches=algebra.mini_batches,
         epochs=algebra.epochs,
         prompt_lengths=Lengths(data.max_prompt_length / 2, data.max_prompt_length),
-        response_lengths=Lengths(min(response_mean or longest / 2, float(longest)), longest),
+        response_lengths=response
+        if isinstance(response, Lengths)
+        else Lengths(min(response or longest / 2, float(longest)), longest),
         cluster=cluster,
         constraints=Constraints(
             pinned=limits.pinned,

@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from rollcast.contracts.command import ConfigDir, Overrides, build_console
-from rollcast.errors import ConfigError, DataError
+from rollcast.errors import ConfigError
+from rollcast_automap.length_curve import read_samples
 
 if TYPE_CHECKING:
     from rollcast.contracts.admission import BaseAdmission
@@ -172,21 +173,7 @@ def read_lengths(path: Path, longest: int, samples: int) -> Lengths:
     Raises:
         DataError: it cannot be read, or a line is no positive number; names the line.
     """
-    try:
-        lines = path.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--lengths {path} cannot be read: {error}") from error
-    found: list[float] = []
-    for number, line in enumerate(lines, 1):
-        try:
-            value = float(line) if line.strip() else None
-        except ValueError:
-            value = -1.0
-        if value is not None and not value > 0:
-            raise DataError(f"--lengths {path}, line {number}: {line.strip()!r} is no number of tokens above 0")
-        found += [] if value is None else [min(value, float(longest))]
-    if not found:
-        raise DataError(f"--lengths {path} has no numbers; write one number of tokens a line")
+    found = read_samples(path, longest)
 
     def lengths(prompt: int) -> list[float]:
         return random.Random(prompt).choices(found, k=samples)  # noqa: S311  # no secret
