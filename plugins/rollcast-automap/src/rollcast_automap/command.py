@@ -35,19 +35,10 @@ def plan(
     Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
     """
     from rollcast import compose
-    from rollcast.contracts.trainer import trainers
-    from rollcast.errors import ConfigError
     from rollcast_automap.plan import plan_run
-    from rollcast_trainer.loop import LoopTrainer
-    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.loop import build_loop_trainer
 
-    composed = compose(overrides or (), config_dir, needs_trainer=True)
-    composed.load_plugins()
-    name = composed.config.trainer.name
-    trainer_class = trainers.get(name)
-    if not issubclass(trainer_class, LoopTrainer):
-        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so there is nothing to plan it by")
-    trainer = trainer_class(TaskRunner(composed.config, trainer_class.schema))
+    trainer = build_loop_trainer(compose(overrides or (), config_dir, needs_trainer=True))
     device_bytes = None if device_memory is None else int(device_memory * 2**30)
     found = plan_run(trainer, read_data=not skip_data, device_bytes=device_bytes)
     if as_json:

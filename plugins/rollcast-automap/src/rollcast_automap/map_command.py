@@ -52,14 +52,16 @@ def map_roles(
     cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart and constraints.headroom.
     Predictions come from published peak figures; docs/cost-models.md says how wrong they are.
     """
+    from rollcast import compose
     from rollcast.contracts.mapping import cost_models, planners
     from rollcast_automap.clusters import ClusterConfig, build_cluster
     from rollcast_automap.constraints import ConstraintsConfig
     from rollcast_automap.problem import build_problem, list_overrides
+    from rollcast_trainer.loop import build_loop_trainer
 
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
     limits, rest = _take_section(ConstraintsConfig, "constraints", rest)
-    trainer = _build_trainer(rest, config_dir)
+    trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
     response = mean_length if lengths_file is None else _read_lengths(trainer, lengths_file, mean_length)
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits)
     search, prices = planners.get(planner, "--planner")(), cost_models.get(cost_model, "--cost-model")()
@@ -99,21 +101,6 @@ def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple
     given: Any = OmegaConf.to_container(OmegaConf.from_dotlist(own))
     section = build_section(schema, given, path, closed=True)
     return section, [text for text in overrides if not text.startswith(prefix)]
-
-
-def _build_trainer(overrides: Sequence[str], config_dir: Path | None) -> LoopTrainer:
-    from rollcast import compose
-    from rollcast.contracts.trainer import trainers
-    from rollcast_trainer.loop import LoopTrainer
-    from rollcast_trainer.run.task_runner import TaskRunner
-
-    composed = compose(overrides, config_dir, needs_trainer=True)
-    composed.load_plugins()
-    name = composed.config.trainer.name
-    trainer_class = trainers.get(name)
-    if not issubclass(trainer_class, LoopTrainer):
-        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so there is nothing to map it by")
-    return trainer_class(TaskRunner(composed.config, trainer_class.schema))
 
 
 def _write(path: Path, best: Prediction, overrides: Sequence[str]) -> None:

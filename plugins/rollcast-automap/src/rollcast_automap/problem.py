@@ -181,6 +181,7 @@ def _facts(size: ModelSize) -> ModelFacts:
         vocab=size.vocabulary,
         parameters=size.parameters,
         head_size=size.head_dim,
+        tied=size.parameters == size.body,
     )
 
 

@@ -65,10 +65,8 @@ def profile(
 def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
     """The recipe's trainer, in a run directory of its own beside the file to write."""
     from rollcast import compose, format_override
-    from rollcast.contracts.trainer import trainers
     from rollcast.errors import ConfigError
-    from rollcast_trainer.loop import LoopTrainer
-    from rollcast_trainer.run.task_runner import TaskRunner
+    from rollcast_trainer.loop import build_loop_trainer
 
     composed = compose(overrides, config_dir, needs_trainer=True)
     target = output or Path("profiles") / Path(composed.config.run_dir).name / "costs.json"
@@ -83,12 +81,7 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
         "runtime.record=null",
     ]
     composed = compose([*overrides, *own], config_dir)
-    composed.load_plugins()
-    name = composed.config.trainer.name
-    trainer_class = trainers.get(name)
-    if not issubclass(trainer_class, LoopTrainer):
-        raise ConfigError(f"trainer.name={name} is no trainer of rollcast-trainer, so its workers are not known")
-    return trainer_class(TaskRunner(composed.config, trainer_class.schema)), target
+    return build_loop_trainer(composed), target
 
 
 def _grid(

@@ -10,9 +10,11 @@ from typing import Any, Self
 
 from omegaconf import DictConfig, OmegaConf
 
+from rollcast import Composed
 from rollcast.contracts.marks import mark
 from rollcast.contracts.stage import Stage
-from rollcast.contracts.trainer import RunResult
+from rollcast.contracts.trainer import RunResult, trainers
+from rollcast.errors import ConfigError
 from rollcast.protocol import DataProto
 from rollcast_trainer.run.recovery import Recoveries
 from rollcast_trainer.run.replay import recorded_columns
@@ -21,7 +23,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.timeline import TimelineWriter
 from rollcast_trainer.workers.heap import frozen_heap
 
-__all__ = ["LoopTrainer"]
+__all__ = ["LoopTrainer", "build_loop_trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -157,3 +159,20 @@ def _drive(trainer: type[LoopTrainer], config: Mapping[str, Any]) -> RunResult:
     """Run a trainer in this process, which is one of the cluster's."""
     task = TaskRunner(OmegaConf.create(dict(config)), trainer.schema)
     return trainer._drive(task, trainer(task))
+
+
+def build_loop_trainer(composed: Composed) -> LoopTrainer:
+    """Load the plugins of a config, and return its trainer, built and not started.
+
+    Raises:
+        ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
+    """
+    composed.load_plugins()
+    name = composed.config.trainer.name
+    trainer_class = trainers.get(name)
+    if not issubclass(trainer_class, LoopTrainer):
+        raise ConfigError(
+            f"trainer.name={name} is no trainer of rollcast-trainer, so its stages and workers are not known before it "
+            "runs; name one such as ppo"
+        )
+    return trainer_class(TaskRunner(composed.config, trainer_class.schema))
