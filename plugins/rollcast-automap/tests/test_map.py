@@ -191,3 +191,19 @@ def test_lengths_come_from_a_file(small_task: SmallTask, tmp_path: Path) -> None
     file.write_text("4\nfour\n")
     with pytest.raises(DataError, match=r"line 2: 'four'"):
         run(small_task, tmp_path, *cluster, "--lengths", str(file))
+
+
+def test_every_mapping_that_fits_trains(small_task: SmallTask, tmp_path: Path) -> None:
+    """The best mapping of each partition of the roles into pools of one process."""
+    cluster = [*CRITIC, *CPUS, "cluster.devices_per_node=2", "--staleness", "1", "--count", "400"]
+    found: dict[tuple[tuple[str, ...], int], list[str]] = {}
+    for each in rows(small_task, tmp_path, *cluster):
+        if all(counts == [1] for counts in each["pools"].values()):
+            homes = [place["pool"] for _, place in sorted(each["roles"].items())]
+            names = tuple(str(homes.index(home)) for home in homes)
+            found.setdefault((names, each["max_staleness"]), each["overrides"])
+    assert len(found) == 6  # the rollout alone, or with the actor; critic and reference each here or there
+    for number, overrides in enumerate(found.values()):
+        run_dir = tmp_path / f"run_{number}"
+        launch(small_task.ppo(run_dir, *CRITIC, "trainer.total_steps=1", "data.val_files=[]", *overrides))
+        assert read_metrics(run_dir)[-1]["step"] == 1, overrides
