@@ -14,7 +14,10 @@ from typer.testing import CliRunner
 from rollcast.config import compose
 from rollcast.contracts.rollout import RolloutMode, rollouts
 from rollcast.errors import ConfigError, DataError, PluginNotFoundError, ResourceError
+from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.map_command import app
+from rollcast_automap.problem import build_problem
+from rollcast_trainer.loop import build_loop_trainer
 
 pytestmark = pytest.mark.long
 
@@ -172,6 +175,17 @@ def test_a_mapping_obeys_the_constraints(small_task: SmallTask, tmp_path: Path) 
 def test_headroom_stays_free(small_task: SmallTask, tmp_path: Path) -> None:
     with pytest.raises(ResourceError, match=r"headroom 0\.99"):
         run(small_task, tmp_path, *CPUS, "cluster.devices_per_node=1", "constraints.headroom=0.99")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_embeddings_are_seen(small_task: SmallTask, tmp_path: Path, tied: bool) -> None:
+    source = next(Path(text.removeprefix("model.path=")) for text in small_task.ppo(tmp_path) if "model.path=" in text)
+    content = json.loads((source / "config.json").read_text())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**content, "tie_word_embeddings": tied}))
+    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path / "run", f"model.path={tmp_path / 'model'}")))
+    cluster = build_cluster(ClusterConfig(device="cpu", devices_per_node=1))
+    assert build_problem(trainer, cluster).role("actor").model.tied is tied
 
 
 def test_lengths_come_from_a_file(small_task: SmallTask, tmp_path: Path) -> None:
