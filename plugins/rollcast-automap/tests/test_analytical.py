@@ -107,6 +107,11 @@ def test_curve_has_the_moments_and_the_longest_of_its_samples() -> None:
     assert LengthCurve.fixed(100.0).remaining(25.0) == pytest.approx(0.75)
 
 
+def test_a_problem_keeps_the_ends_of_measured_lengths() -> None:
+    curve = LengthCurve.from_samples([2.0, 2.0, 3.0, 7.0])
+    assert LengthCurve.read(curve.statistics(1024)) == curve
+
+
 def test_unequal_lengths_make_a_tail() -> None:
     model, at = mpt(32, 4096), Placement("rollout", "p", Mesh(data=8), 64)
     equal = AnalyticalCosts().stage_cost(problem(model, 8, 256, Lengths(500, 500)), GENERATE, at, pool(8))

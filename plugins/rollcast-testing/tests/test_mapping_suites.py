@@ -11,6 +11,7 @@ import pytest
 from rollcast.contracts.mapping import (
     BaseCostModel,
     BasePlanner,
+    Constraints,
     Mapping,
     MemoryParts,
     Mesh,
@@ -44,10 +45,8 @@ class _OnePool(BasePlanner):
         if split:
             pools = (Pool("actor", ((0, 1),)), Pool("rollout", ((0, 1),)), Pool("critic", ((1, 1),)))
         homes = {name: name if split else "all" for name in names}
-        placements = tuple(
-            Placement(name, homes[name], Mesh(tensor=next(p.devices for p in pools if p.name == homes[name])), 1)
-            for name in names
-        )
+        mesh = Mesh(tensor=pools[0].devices)
+        placements = tuple(Placement(name, homes[name], mesh, 1) for name in names)
         mapping = Mapping(pools, placements, "standalone" if split else "hybrid")
         by_name = {pool.name: pool for pool in pools}
         memory = {
@@ -141,7 +140,7 @@ def test_broken_mappings_are_caught(change: Callable[[Prediction], list[Predicti
     suite = PlannerSuite()
     suite.build = lambda: _changed(change)  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
-        suite.test_mappings_are_whole_and_obey_the_constraints(0)
+        suite.test_mappings_are_whole_and_obey_the_constraints()
 
 
 def test_a_wrong_order_is_caught() -> None:
@@ -149,3 +148,23 @@ def test_a_wrong_order_is_caught() -> None:
     suite.build = lambda: _changed(lambda found: [found, replace(found, step_seconds=0.5)])  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         suite.test_the_best_come_first()
+
+
+_APART = Constraints(forbidden=(("actor", "critic"),))
+_TOGETHER = Constraints(together=(("actor", "critic"),))
+
+
+@pytest.mark.parametrize(
+    ("asked", "obeyed"),
+    [(Constraints(pinned={"critic": 1}), Constraints()), (_APART, Constraints()), (_TOGETHER, _APART)],
+)
+def test_a_planner_that_ignores_a_limit_is_caught(asked: Constraints, obeyed: Constraints) -> None:
+    class Ignoring(_OnePool):
+        def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
+            return super().plan(replace(problem, constraints=obeyed), cost_model, count)
+
+    suite = PlannerSuite()
+    suite.build = Ignoring  # type: ignore[method-assign]
+    suite.constraints = (asked,)  # type: ignore[misc]
+    with pytest.raises(AssertionError):
+        suite.test_mappings_are_whole_and_obey_the_constraints()

@@ -108,7 +108,8 @@ class Lengths:
     Attributes:
         mean: mean.
         maximum: largest possible count.
-        quantiles: probability → tokens, such as ``((0.5, 310.0), (0.99, 900.0))``, by rising probability.
+        quantiles: probability → tokens, such as ``((0.5, 310.0), (0.99, 900.0))``, by rising probability; without one
+            of probability 1 the longest length is ``maximum``.
     """
 
     mean: float
@@ -353,7 +354,7 @@ class StageCost:
     @property
     def parts(self) -> dict[str, float]:
         """Name of a part → its seconds."""
-        return {entry.name: getattr(self, entry.name) for entry in fields(self) if entry.name != "note"}
+        return {name: value for name, value in vars(self).items() if name != "note"}
 
     @property
     def seconds(self) -> float:
@@ -363,7 +364,8 @@ class StageCost:
     @property
     def limit(self) -> str:
         """Name of the largest part."""
-        return max(self.parts, key=self.parts.__getitem__)
+        parts = self.parts
+        return max(parts, key=parts.__getitem__)
 
 
 @dataclass(frozen=True)

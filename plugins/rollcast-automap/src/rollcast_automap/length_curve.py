@@ -77,12 +77,15 @@ class LengthCurve:
         """
         if lengths.mean >= lengths.maximum:
             return cls.fixed(float(lengths.maximum))
-        known = [(level, value) for level, value in lengths.quantiles if 0 < level < 1]
+        known = list(lengths.quantiles)
         if not known:
             levels = [place / 32 for place in range(1, 32)]
             known = [(level, min(-lengths.mean * math.log(1 - level), float(lengths.maximum))) for level in levels]
-        pairs = [(0.0, min(1.0, known[0][1])), *known, (1.0, float(lengths.maximum))]
-        return cls(tuple(level for level, _ in pairs), tuple(value for _, value in pairs))
+        if known[0][0] > 0:
+            known.insert(0, (0.0, min(1.0, known[0][1])))
+        if known[-1][0] < 1:
+            known.append((1.0, float(lengths.maximum)))
+        return cls(tuple(level for level, _ in known), tuple(value for _, value in known))
 
     @classmethod
     def from_samples(cls, samples: Sequence[float], points: int = 64) -> LengthCurve:
@@ -105,8 +108,7 @@ class LengthCurve:
 
     def statistics(self, maximum: int) -> Lengths:
         """Return the mean and the quantiles of this curve, for a problem in which ``maximum`` tokens are the most."""
-        inner = zip(self.levels[1:-1], self.quantiles[1:-1], strict=True)
-        return Lengths(self.mean, maximum, tuple(inner))
+        return Lengths(self.mean, maximum, tuple(zip(self.levels, self.quantiles, strict=True)))
 
     @property
     def longest(self) -> float:
