@@ -15,6 +15,7 @@ from rollcast.contracts.mapping import (
     BaseCostModel,
     Cluster,
     Constraints,
+    CostModelConfig,
     DeviceKind,
     Lengths,
     MemoryParts,
@@ -38,7 +39,7 @@ SLOW = DeviceKind("slow", 40 * 10**9, {"bfloat16": 3e14}, 1.5e12, 2.5e10)
 class Synthetic(BaseCostModel):
     """A cheap model with a trade-off in every dimension of a placement."""
 
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Arithmetic over devices, a latency per micro-batch, collectives by tensor size, a pipeline bubble."""
         role, mesh = problem.role(stage.role), placement.mesh
         speed = min(problem.cluster.nodes[node].kind.flops["bfloat16"] for node, _ in pool.places) / 2
@@ -135,12 +136,12 @@ def compare(seed: int) -> float | None:
     """Return the found step time over the oracle's; None if nothing fits, for both."""
     problem = draw_problem(seed)
     try:
-        oracle = Exhaustive().plan(problem, Synthetic())[0].step_seconds
+        oracle = Exhaustive().plan(problem, Synthetic(CostModelConfig()))[0].step_seconds
     except ResourceError:
         with pytest.raises(ResourceError):
-            BranchAndBound().plan(problem, Synthetic())
+            BranchAndBound().plan(problem, Synthetic(CostModelConfig()))
         return None
-    return BranchAndBound().plan(problem, Synthetic())[0].step_seconds / oracle
+    return BranchAndBound().plan(problem, Synthetic(CostModelConfig()))[0].step_seconds / oracle
 
 
 def test_branch_and_bound_finds_the_oracles_cost() -> None:
@@ -152,10 +153,10 @@ def test_branch_and_bound_finds_the_oracles_cost() -> None:
 
 def test_planners_are_deterministic_and_list_the_best_first() -> None:
     problem = make_problem({"actor": 7e9, "rollout": 7e9, "ref": 7e9}, Cluster(nodes(2), 5e10), max_staleness=1)
-    first = BranchAndBound().plan(problem, Synthetic(), 3)
-    assert first == BranchAndBound().plan(problem, Synthetic(), 3)
+    first = BranchAndBound().plan(problem, Synthetic(CostModelConfig()), 3)
+    assert first == BranchAndBound().plan(problem, Synthetic(CostModelConfig()), 3)
     assert [each.step_seconds for each in first] == sorted(each.step_seconds for each in first)
-    assert HybridFlow().plan(problem, Synthetic())[0].step_seconds >= first[0].step_seconds
+    assert HybridFlow().plan(problem, Synthetic(CostModelConfig()))[0].step_seconds >= first[0].step_seconds
 
 
 def test_constraints_hold() -> None:
@@ -165,7 +166,7 @@ def test_constraints_hold() -> None:
         forbidden=(("actor", "ref"),),
         pinned={"ref": 2},
     )
-    found = BranchAndBound().plan(problem, Synthetic())[0].mapping
+    found = BranchAndBound().plan(problem, Synthetic(CostModelConfig()))[0].mapping
     homes = {each.role: each.pool for each in found.placements}
     sizes = {pool.name: pool.devices for pool in found.pools}
     assert homes["actor"] != homes["ref"]
@@ -175,7 +176,7 @@ def test_constraints_hold() -> None:
 def test_a_model_that_fits_nowhere_is_refused() -> None:
     problem = make_problem({"actor": 7e11, "rollout": 7e11}, Cluster(nodes(1), 5e10))
     with pytest.raises(ResourceError, match="no mapping of actor, rollout fits 8 devices"):
-        BranchAndBound().plan(problem, Synthetic())
+        BranchAndBound().plan(problem, Synthetic(CostModelConfig()))
 
 
 if __name__ == "__main__":
@@ -192,5 +193,5 @@ if __name__ == "__main__":
             max_staleness=1,
         )
         start = time.perf_counter()
-        seconds = BranchAndBound().plan(big, Synthetic())[0].step_seconds
+        seconds = BranchAndBound().plan(big, Synthetic(CostModelConfig()))[0].step_seconds
         sys.stdout.write(f"{devices} devices: {time.perf_counter() - start:.2f} s of search, step {seconds:.2f} s\n")

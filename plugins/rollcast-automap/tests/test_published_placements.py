@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from rollcast.contracts.mapping import Cluster, Constraints, Lengths, ModelFacts, Node, Problem, RoleSpec, StageSpec
-from rollcast_automap.analytical import AnalyticalCosts
+from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.clusters import DEVICE_KINDS
 from rollcast_automap.planners import HybridFlow
 
@@ -47,6 +47,6 @@ def ppo(model: str, devices: int) -> Problem:
     ("model", "devices", "is_split"), [("13b", 16, False), ("13b", 32, False), ("13b", 64, False), ("34b", 96, True)]
 )
 def test_colocation_wins_on_few_devices_and_a_split_on_many(model: str, devices: int, is_split: bool) -> None:
-    (best,) = HybridFlow().plan(ppo(model, devices), AnalyticalCosts())
+    (best,) = HybridFlow().plan(ppo(model, devices), AnalyticalCosts(AnalyticalConfig()))
     assert (len(best.mapping.pools) > 1) is is_split
     assert sum(pool.devices for pool in best.mapping.pools) == devices

@@ -12,6 +12,7 @@ from rollcast.contracts.mapping import (
     BaseCostModel,
     BasePlanner,
     Constraints,
+    CostModelConfig,
     Mapping,
     MemoryParts,
     Mesh,
@@ -31,7 +32,7 @@ from rollcast_testing.mapping import CostModelSuite, PlannerSuite, _Prices
 class TestPrices(CostModelSuite):
     def build(self) -> BaseCostModel:
         """Return the suite's own prices."""
-        return _Prices()
+        return _Prices(CostModelConfig())
 
 
 class _OnePool(BasePlanner):
@@ -68,7 +69,7 @@ class TestOnePool(PlannerSuite):
 class _Random(_Prices):
     counter = itertools.count(1)
 
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         return StageCost(compute=float(next(self.counter)))
 
 
@@ -80,7 +81,7 @@ class _Negative(_Prices):
 
 
 class _ByName(_Prices):
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         return StageCost(compute=float(len(pool.name)))
 
 
@@ -90,7 +91,7 @@ class _Shrinking(_Prices):
 
 
 class _Faster(_Prices):
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         return StageCost(compute=1.0 / problem.rows)
 
 
@@ -114,7 +115,7 @@ class _SyncByRows(_Prices):
 )
 def test_broken_prices_are_caught(model: type[BaseCostModel], test: str) -> None:
     suite = CostModelSuite()
-    suite.build = model  # type: ignore[method-assign]
+    suite.build = lambda: model(CostModelConfig())  # type: ignore[method-assign]
     with pytest.raises(AssertionError):
         getattr(suite, test)()
 

@@ -10,8 +10,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
+from rollcast.contracts.config import config
 from rollcast.plugins import Registry, subclass_of
 
 __all__ = [
@@ -19,6 +20,7 @@ __all__ = [
     "BasePlanner",
     "Cluster",
     "Constraints",
+    "CostModelConfig",
     "DeviceKind",
     "Lengths",
     "Mapping",
@@ -427,11 +429,26 @@ class Prediction:
         return {name: cost.limit for name, cost in self.stages.items()}
 
 
+@config
+class CostModelConfig:
+    """Keys of a cost model that has none; others derive from it."""
+
+
 class BaseCostModel(ABC):
-    """Prices the stages of a mapping. Equal arguments have equal prices, so that planners may keep them."""
+    """Prices the stages of a mapping. Equal arguments have equal prices, so that planners may keep them.
+
+    Args:
+        config: the options ``cost_model.*``, an instance of ``config_schema``.
+    """
+
+    #: Dataclass of the options ``cost_model.*``.
+    config_schema: ClassVar[type[CostModelConfig]] = CostModelConfig
+
+    def __init__(self, config: Any) -> None:
+        self.config = config
 
     @abstractmethod
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost of a stage of one step, without its waits for other stages."""
 
     @abstractmethod
@@ -447,6 +464,10 @@ class BaseCostModel(ABC):
     @abstractmethod
     def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
+
+    def controller_cost(self, problem: Problem) -> StageCost:  # noqa: ARG002  # for subclasses
+        """Return the cost per step of what the controller does between the stages, such as rewards; 0 if unknown."""
+        return StageCost()
 
 
 class BasePlanner(ABC):

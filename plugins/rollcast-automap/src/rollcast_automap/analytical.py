@@ -5,9 +5,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Annotated, Any, ClassVar
 
+from rollcast.contracts.config import Ge, Gt, Le, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
+    CostModelConfig,
     Lengths,
     MemoryParts,
     Mode,
@@ -21,38 +24,37 @@ from rollcast.contracts.mapping import (
 )
 from rollcast_automap.length_curve import LengthCurve
 
-__all__ = ["AnalyticalCosts", "Efficiency"]
+__all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
 #: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
 _SHARDING = frozenset({"fsdp"})
 _STEPS = 24
+Reached = Annotated[float, Gt(0), Le(1)]
+NonNegative = Annotated[float, Ge(0)]
 
 
-@dataclass(frozen=True)
-class Efficiency:
-    """Reached fractions of published peak figures, and fixed costs; the same for every device and every stage.
+@config
+class AnalyticalConfig(CostModelConfig):
+    """Reached fractions of published peak figures, and fixed costs; the same for every device and every stage."""
 
-    Attributes:
-        compute: fraction of the peak FLOP per second in matrix products.
-        attention: fraction of the matrix products' rate that attention reaches.
-        memory: fraction of the peak memory bandwidth.
-        link: fraction of the peak link bandwidth in collectives.
-        elementwise_bytes: bytes moved per token, layer and hidden number by norms, residuals and activations forward.
-        latency_s: seconds of one small collective.
-        launch_s: seconds that a layer takes at least.
-        reserve_bytes: CUDA context, libraries and graphs.
-        bucket_bytes: buffer of a weight sync.
-    """
-
-    compute: float = 0.8
-    attention: float = 0.5
-    memory: float = 0.85
-    link: float = 0.8
-    elementwise_bytes: float = 120.0
-    latency_s: float = 1e-5
-    launch_s: float = 5e-5
-    reserve_bytes: int = 2 << 30
-    bucket_bytes: int = 512 << 20
+    compute: Reached = 0.8
+    """Fraction of the peak FLOP per second in matrix products."""
+    attention: Reached = 0.5
+    """Fraction of the matrix products' rate that attention reaches."""
+    memory: Reached = 0.85
+    """Fraction of the peak memory bandwidth."""
+    link: Reached = 0.8
+    """Fraction of the peak link bandwidth in collectives."""
+    elementwise_bytes: NonNegative = 120.0
+    """Bytes moved per token, layer and hidden number by norms, residuals and activations forward."""
+    latency_s: NonNegative = 1e-5
+    """Seconds of one small collective."""
+    launch_s: NonNegative = 5e-5
+    """Seconds that a layer takes at least."""
+    reserve_bytes: Annotated[int, Ge(0)] = 2 << 30
+    """CUDA context, libraries and graphs."""
+    bucket_bytes: Annotated[int, Ge(0)] = 512 << 20
+    """Buffer of a weight sync."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,7 @@ class _Place:
     network: float
     nodes: int
     per_node: int
-    efficiency: Efficiency
+    efficiency: AnalyticalConfig
 
     def gather(self, size: float, ranks: int, stride: int) -> float:
         """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ranks that are ``stride`` apart."""
@@ -94,16 +96,15 @@ def _curve(lengths: Lengths) -> LengthCurve:
 
 
 class AnalyticalCosts(BaseCostModel):
-    """Roofline costs.
+    """Roofline costs."""
 
-    Args:
-        efficiency: reached fractions of the peak figures.
-    """
+    config_schema: ClassVar[type[CostModelConfig]] = AnalyticalConfig
 
-    def __init__(self, efficiency: Efficiency | None = None) -> None:
-        self.efficiency = efficiency or Efficiency()
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.efficiency: AnalyticalConfig = config
 
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost of a stage of one step, without its waits for other stages."""
         role, place = problem.role(stage.role), self._place(problem, pool)
         if stage.kind == "generate":

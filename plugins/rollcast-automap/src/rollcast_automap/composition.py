@@ -106,7 +106,9 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     pools = {pool.name: pool for pool in mapping.pools}
     placed: dict[str, tuple[Placement, Pool]] = {each.role: (each, pools[each.pool]) for each in mapping.placements}
     pool_of = {each.role: each.pool for each in mapping.placements}
-    stages = {stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role]) for stage in problem.stages}
+    stages = {
+        stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
+    }
     seconds = {name: cost.seconds for name, cost in stages.items()}
     memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
     extras: dict[str, StageCost] = {}
@@ -119,6 +121,9 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
         cost = cost_model.switch_cost(problem, role, *placed[role.name], mapping.mode)
         if cost.seconds:
             extras[f"switch {role.name}"] = cost
+    controller = cost_model.controller_cost(problem)
+    if controller.seconds:
+        extras["controller"] = controller
     overlaps = mapping.max_staleness >= 1 and mapping.mode == "standalone"
     total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), overlaps)
     peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}

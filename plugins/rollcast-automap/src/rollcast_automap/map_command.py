@@ -49,8 +49,8 @@ def map_roles(
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
 
     Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device,
-    cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart and constraints.headroom.
-    Predictions come from published peak figures; docs/cost-models.md says how wrong they are.
+    cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart, constraints.headroom, and
+    cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are.
     """
     from rollcast import compose
     from rollcast.contracts.mapping import cost_models, planners
@@ -61,11 +61,13 @@ def map_roles(
 
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
     limits, rest = _take_section(ConstraintsConfig, "constraints", rest)
+    kind = cost_models.get(cost_model, "--cost-model")
+    section, rest = _take_section(kind.config_schema, "cost_model", rest)
     trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
     response = mean_length if lengths_file is None else _read_lengths(trainer, lengths_file, mean_length)
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits)
-    search, prices = planners.get(planner, "--planner")(), cost_models.get(cost_model, "--cost-model")()
-    found = list(search.plan(problem, prices, max(count, 2 if explain else 1)))
+    search = planners.get(planner, "--planner")()
+    found = list(search.plan(problem, kind(section), max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
     if write is not None:
         _write(write, found[0], texts[0])

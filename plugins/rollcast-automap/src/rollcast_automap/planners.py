@@ -271,7 +271,7 @@ class _Search:
     def _price(self, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> _Option:
         price = self._cost_model.stage_cost
         stages = self._stages_of[role.name]
-        seconds = {stage.name: price(self._problem, stage, placement, pool).seconds for stage in stages}
+        seconds = {stage.name: price(self._problem, stage, placement, pool, mode).seconds for stage in stages}
         switch = self._cost_model.switch_cost(self._problem, role, placement, pool, mode).seconds
         return _Option(placement, seconds, switch, self._cost_model.memory(self._problem, role, placement, pool, mode))
 

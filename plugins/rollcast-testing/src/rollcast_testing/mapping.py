@@ -15,17 +15,19 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import pytest
 
+from rollcast import build_section
 from rollcast.contracts.mapping import (
     BaseCostModel,
     BasePlanner,
     Cluster,
     Constraints,
+    CostModelConfig,
     DeviceKind,
     Lengths,
     MemoryParts,
@@ -94,15 +96,18 @@ class CostModelSuite:
         name: the cost model, as it is announced in ``rollcast.cost_models``.
         meshes: meshes that are priced, of 1 to 4 devices each.
         modes: modes that are priced.
+        settings: the options ``cost_model.*`` of the cost model.
     """
 
     name: ClassVar[str] = ""
+    settings: ClassVar[Mapping[str, Any]] = {}
     meshes: ClassVar[tuple[Mesh, ...]] = (Mesh(), Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2))
     modes: ClassVar[tuple[Mode, ...]] = ("hybrid", "standalone")
 
     def build(self) -> BaseCostModel:
-        """Return a new cost model; override it for one that is not announced."""
-        return cost_models.get(self.name)()
+        """Return a new cost model with ``settings``; override it for one that is not announced."""
+        kind = cost_models.get(self.name)
+        return kind(build_section(kind.config_schema, dict(self.settings), "cost_model", closed=True))
 
     def problem(self) -> Problem:
         """Return the problem that is priced; override it for a model that knows only some sizes or engines."""
@@ -112,10 +117,16 @@ class CostModelSuite:
         for mesh in self.meshes:
             yield Placement(role, "pool", mesh, rows), _pool(mesh.size)
 
-    def _costs(self, problem: Problem, model: BaseCostModel) -> Iterator[StageCost]:
+    def _stages(self, problem: Problem) -> Iterator[tuple[StageSpec, Placement, Pool, Mode]]:
         for stage in problem.stages:
             for placement, pool in self._placed(stage.role):
-                yield model.stage_cost(problem, stage, placement, pool)
+                for mode in self.modes:
+                    yield stage, placement, pool, mode
+
+    def _costs(self, problem: Problem, model: BaseCostModel) -> Iterator[StageCost]:
+        yield model.controller_cost(problem)
+        for asked in self._stages(problem):
+            yield model.stage_cost(problem, *asked)
         for trained, rollout in zip(self._placed("actor"), self._placed("rollout"), strict=True):
             for mode in self.modes:
                 yield model.sync_cost(problem, trained, rollout, mode)
@@ -129,9 +140,8 @@ class CostModelSuite:
         problem, model = self.problem(), self.build()
         for cost in self._costs(problem, model):
             assert all(math.isfinite(value) and value >= 0 for value in cost.parts.values()), cost
-        for stage in problem.stages:
-            for placement, pool in self._placed(stage.role):
-                assert model.stage_cost(problem, stage, placement, pool).seconds > 0
+        for asked in self._stages(problem):
+            assert model.stage_cost(problem, *asked).seconds > 0
 
     def test_equal_arguments_have_equal_prices(self) -> None:
         """A second model, and the same one again, give the same prices."""
@@ -143,20 +153,17 @@ class CostModelSuite:
     def test_the_name_of_a_pool_has_no_price(self) -> None:
         """Planners keep the prices of pools of one shape, whatever they are called."""
         problem, model = self.problem(), self.build()
-        for stage in problem.stages:
-            for placement, pool in self._placed(stage.role):
-                other = replace(placement, pool="elsewhere"), replace(pool, name="elsewhere")
-                expected = model.stage_cost(problem, stage, placement, pool)
-                assert model.stage_cost(problem, stage, *other) == expected
+        for stage, placement, pool, mode in self._stages(problem):
+            other = replace(placement, pool="elsewhere"), replace(pool, name="elsewhere")
+            expected = model.stage_cost(problem, stage, placement, pool, mode)
+            assert model.stage_cost(problem, stage, *other, mode) == expected
 
     def test_more_prompts_take_no_less_time(self) -> None:
         """Four times the prompts are not faster."""
         problem, model = self.problem(), self.build()
         more = replace(problem, prompts=4 * problem.prompts)
-        for stage in problem.stages:
-            for placement, pool in self._placed(stage.role):
-                few = model.stage_cost(problem, stage, placement, pool).seconds
-                assert model.stage_cost(more, stage, placement, pool).seconds >= few
+        for asked in self._stages(problem):
+            assert model.stage_cost(more, *asked).seconds >= model.stage_cost(problem, *asked).seconds
 
     def test_larger_micro_batches_take_no_less_memory(self) -> None:
         """Bytes are whole numbers of 0 or more, and grow with the rows of a micro-batch."""
@@ -182,7 +189,7 @@ class CostModelSuite:
 class _Prices(BaseCostModel):
     """Work over devices, a fixed time per micro-batch, and memory that sharding divides."""
 
-    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool) -> StageCost:
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the work of the stage over the pool's devices."""
         work = {"generate": 8.0, "forward": 1.0, "update": 4.0}[stage.kind]
         passes = -(-problem.rows // (placement.mesh.data * placement.micro_batch_rows))
@@ -229,7 +236,7 @@ class PlannerSuite:
         return planners.get(self.name)()
 
     def _plan(self, problem: Problem, count: int = 4) -> list[Prediction]:
-        return list(self.build().plan(problem, _Prices(), count))
+        return list(self.build().plan(problem, _Prices(CostModelConfig()), count))
 
     def test_the_best_come_first(self) -> None:
         """Mappings come by rising step time, and no more of them than were asked for."""
