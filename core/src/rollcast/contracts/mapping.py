@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from rollcast.contracts.config import config
@@ -157,6 +157,7 @@ class RoleSpec:
         recompute: layers recompute their activations in the backward pass.
         offload: weights and optimizer state are in host memory outside of their use.
         value_head: the output is a number per token, so there are no logits.
+        own_process: the role runs in processes of its own also where it shares devices, as replicas do.
     """
 
     name: str
@@ -168,6 +169,7 @@ class RoleSpec:
     recompute: bool = True
     offload: bool = False
     value_head: bool = False
+    own_process: bool = False
 
 
 @dataclass(frozen=True)
@@ -222,6 +224,7 @@ class Problem:
         prompt_lengths, response_lengths: statistics in tokens.
         cluster: devices.
         constraints: limits on mappings.
+        trained_share: fraction of the rows that updates compute; the others have no advantage, so they are skipped.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -234,6 +237,7 @@ class Problem:
     response_lengths: Lengths
     cluster: Cluster
     constraints: Constraints = field(default_factory=Constraints)
+    trained_share: float = 1.0
 
     @property
     def rows(self) -> int:
@@ -378,8 +382,9 @@ class MemoryParts:
         parameters, gradients, optimizer: held during the whole step, unless ``visiting``.
         activations, logits, buckets: present while the role computes or its weights are synced.
         kv_cache: cache of a rollout.
-        reserve: CUDA context, graphs and fragmentation; held.
+        reserve: CUDA context, graphs and fragmentation of the process; held. Roles that share a process share it.
         visiting: the role leaves the device outside of its use; only ``reserve`` is held.
+        own_process: the role has processes of its own, also where it shares devices with others.
     """
 
     parameters: int = 0
@@ -391,16 +396,27 @@ class MemoryParts:
     buckets: int = 0
     reserve: int = 0
     visiting: bool = False
+    own_process: bool = False
 
     @property
     def total(self) -> int:
-        """All bytes at the role's peak."""
-        return sum(getattr(self, entry.name) for entry in fields(self) if entry.name != "visiting")
+        """All bytes at the role's peak, the reserve of its process included."""
+        return self.reserve + self.held + self.passing
 
     @property
     def held(self) -> int:
-        """Bytes that stay while another role of the pool computes."""
-        return self.reserve if self.visiting else self.parameters + self.gradients + self.optimizer + self.reserve
+        """Bytes beside the reserve that stay while another role of the pool computes."""
+        return 0 if self.visiting else self._model
+
+    @property
+    def passing(self) -> int:
+        """Bytes that are there only while the role computes."""
+        work = self.activations + self.logits + self.kv_cache + self.buckets
+        return work + (self._model if self.visiting else 0)
+
+    @property
+    def _model(self) -> int:
+        return self.parameters + self.gradients + self.optimizer
 
 
 @dataclass(frozen=True)
@@ -465,7 +481,7 @@ class BaseCostModel(ABC):
     def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
 
-    def controller_cost(self, problem: Problem) -> StageCost:  # noqa: ARG002  # for subclasses
+    def controller_cost(self, problem: Problem) -> StageCost:  # for subclasses
         """Return the cost per step of what the controller does between the stages, such as rewards; 0 if unknown."""
         return StageCost()
 

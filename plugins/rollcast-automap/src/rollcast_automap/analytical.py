@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Annotated, Any, ClassVar
 
 from rollcast.contracts.config import Ge, Gt, Le, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
     CostModelConfig,
-    Lengths,
     MemoryParts,
     Mode,
     ModelFacts,
@@ -22,13 +20,13 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
+from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
 
 __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
 #: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
 _SHARDING = frozenset({"fsdp"})
-_STEPS = 24
 Reached = Annotated[float, Gt(0), Le(1)]
 NonNegative = Annotated[float, Ge(0)]
 
@@ -90,11 +88,6 @@ def _layer_weights(model: ModelFacts) -> float:
     return min(stored, attention + 3 * model.hidden * model.ffn)
 
 
-@lru_cache(maxsize=256)
-def _curve(lengths: Lengths) -> LengthCurve:
-    return LengthCurve.read(lengths)
-
-
 class AnalyticalCosts(BaseCostModel):
     """Roofline costs."""
 
@@ -149,13 +142,14 @@ class AnalyticalCosts(BaseCostModel):
             whole = body + embedding * mesh.pipeline
         numbers = -(-whole // split)
         parts = {"parameters": numbers * model.dtype_bytes, "reserve": self.efficiency.reserve_bytes}
+        own = role.own_process
         longest = problem.prompt_lengths.maximum + problem.response_lengths.maximum
         rows = placement.micro_batch_rows
         if role.kind == "generates":
             heads = max(-(-model.kv_heads // mesh.tensor), 1)
             parts["kv_cache"] = rows * longest * 2 * model.layers * heads * model.head_size * 2 // mesh.pipeline
             parts["buckets"] = self.efficiency.bucket_bytes
-            return MemoryParts(**parts, visiting=mode == "hybrid")
+            return MemoryParts(**parts, visiting=mode == "hybrid", own_process=own)
         tokens = rows * longest
         # Korthikanti et al. 2022: 34 bytes per token and hidden number in a layer with flash attention.
         layer = tokens * model.hidden * 34 // mesh.tensor
@@ -173,7 +167,7 @@ class AnalyticalCosts(BaseCostModel):
             parts["logits"] = copies * 4 * rows * problem.response_lengths.maximum * -(-model.vocab // mesh.tensor)
         if role.plugin in _SHARDING and mesh.data > 1:
             parts["buckets"] = int(2 * 2 * _layer_weights(model))
-        return MemoryParts(**parts, visiting=role.offload)
+        return MemoryParts(**parts, visiting=role.offload, own_process=own)
 
     def _parameters(self, role: RoleSpec) -> int:
         model = role.model
@@ -208,10 +202,10 @@ class AnalyticalCosts(BaseCostModel):
     def _pass(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place, trains: bool) -> StageCost:
         """Return the cost of forward passes, or of forward and backward passes and optimizer steps, over the batch."""
         model, mesh = role.model, at.mesh
-        prompt, response = _curve(problem.prompt_lengths), _curve(problem.response_lengths)
+        prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
         mean, square = prompt.plus(response)
         batches = problem.mini_batches * problem.epochs if trains else 1
-        rows = problem.rows / (problem.mini_batches if trains else 1) / mesh.data
+        rows = problem.rows * (problem.trained_share / problem.mini_batches if trains else 1) / mesh.data
         micro_rows = min(at.micro_batch_rows, math.ceil(rows))
         micro = math.ceil(rows / micro_rows)
         tokens, share = mean * rows / micro, rows / micro
@@ -248,9 +242,8 @@ class AnalyticalCosts(BaseCostModel):
     def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:
         """Return the cost of generating the batch; ``tail`` is what unequal lengths add to equal ones."""
         model, mesh = role.model, at.mesh
-        prompt, response = _curve(problem.prompt_lengths), _curve(problem.response_lengths)
+        prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
         rows = math.ceil(problem.rows / mesh.data)
-        slots = min(at.micro_batch_rows, rows)
         layers = model.layers
 
         tokens = rows * prompt.mean
@@ -269,20 +262,13 @@ class AnalyticalCosts(BaseCostModel):
             wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
             return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
 
-        # Full slots until the queue is empty, then a drain in which the active rows end one by one.
-        fresh = slots >= rows
-        survivors = response.surviving if fresh else response.remaining
-        drain = response.mean if fresh else response.mean_square / (2 * response.mean)
-        full = max((rows * response.mean - slots * drain) / slots, 0.0)
-        equal = rows * response.mean / slots
+        decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
         context = prompt.mean + response.mean_square / (2 * response.mean)
-        for place_in, part in enumerate(token(slots, context)):
-            parts[place_in] += equal * part
-        longest = response.expected_longest(problem.rows)
-        width = longest / _STEPS
-        seconds = full * sum(token(slots, context))
-        for step in range(_STEPS):
-            done = (step + 0.5) * width
-            seconds += width * sum(token(max(slots * survivors(done), 1.0), prompt.mean + done))
-        tail = max(seconds - equal * sum(token(slots, context)), 0.0)
+        whole = token(decoding.slots, context)
+        for place_in, part in enumerate(whole):
+            parts[place_in] += decoding.equal * part
+        seconds = decoding.full * sum(whole)
+        for steps, active, done in decoding.drain:
+            seconds += steps * sum(token(active, prompt.mean + done))
+        tail = max(seconds - decoding.equal * sum(whole), 0.0)
         return StageCost(parts[0], parts[1], parts[2], tail=tail)

@@ -91,8 +91,13 @@ def step_seconds(
 
 
 def pool_bytes(memory: Sequence[MemoryParts]) -> int:
-    """Return the peak on each device of a pool whose roles take turns."""
-    return sum(parts.held for parts in memory) + max((parts.total - parts.held for parts in memory), default=0)
+    """Return the peak on each device of a pool whose roles take turns.
+
+    Roles without processes of their own share one, and so its reserve.
+    """
+    shared = max((parts.reserve for parts in memory if not parts.own_process), default=0)
+    reserves = shared + sum(parts.reserve for parts in memory if parts.own_process)
+    return reserves + sum(parts.held for parts in memory) + max((parts.passing for parts in memory), default=0)
 
 
 def fits_pool(problem: Problem, pool: Pool, peak: int) -> bool:

@@ -7,7 +7,7 @@ import random
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 from rollcast.contracts.mapping import Lengths
@@ -69,18 +69,20 @@ class LengthCurve:
         return cls((0.0, 1.0), (length, length))
 
     @classmethod
+    @lru_cache(maxsize=256)
     def read(cls, lengths: Lengths) -> LengthCurve:
         """Return the curve through the quantiles of a problem.
 
-        Without quantiles the lengths are taken to be exponential with the given mean and cut at the maximum; equal
-        mean and maximum make them all the same.
+        Without quantiles the lengths are taken to be exponential and cut at the maximum, with the given mean after the
+        cut; equal mean and maximum make them all the same.
         """
         if lengths.mean >= lengths.maximum:
             return cls.fixed(float(lengths.maximum))
         known = list(lengths.quantiles)
         if not known:
             levels = [place / 32 for place in range(1, 32)]
-            known = [(level, min(-lengths.mean * math.log(1 - level), float(lengths.maximum))) for level in levels]
+            scale = _uncut_mean(lengths.mean, lengths.maximum)
+            known = [(level, min(-scale * math.log(1 - level), float(lengths.maximum))) for level in levels]
         if known[0][0] > 0:
             known.insert(0, (0.0, min(1.0, known[0][1])))
         if known[-1][0] < 1:
@@ -191,3 +193,14 @@ class LengthCurve:
             (self.levels[place] - self.levels[place - 1], self.quantiles[place - 1], self.quantiles[place])
             for place in range(1, len(self.levels))
         ]
+
+
+def _uncut_mean(mean: float, maximum: int) -> float:
+    """Return the mean of the exponential distribution that has ``mean`` after its cut at ``maximum``."""
+    low, high = mean, mean
+    while high * -math.expm1(-maximum / high) < mean and high < 1e6 * maximum:
+        high *= 2
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if middle * -math.expm1(-maximum / middle) < mean else (low, middle)
+    return high

@@ -33,7 +33,7 @@ from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.schemas import RewardModelConfig
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["build_problem", "list_overrides"]
+__all__ = ["build_problem", "list_overrides", "place_of"]
 
 #: Stage of a step → role and kind. The check of log-probs computes a few rows, and is not priced.
 _PRICED: dict[str, tuple[str, StageKind]] = {
@@ -142,7 +142,7 @@ def _role(trainer: LoopTrainer, name: str) -> RoleSpec:
     kinds: dict[str, RoleKind] = {"actor": "trains", "critic": "trains", "rollout": "generates"}
     facts = _facts(_size(trainer, name))
     if name == "rollout":
-        return RoleSpec(name, "generates", facts, task.rollout.name)
+        return RoleSpec(name, "generates", facts, task.rollout.name, own_process=task.uses_replicas)
     engine = task.role_engine(name)
     layout = EngineLayout.read(engine, 1)
     return RoleSpec(
@@ -196,6 +196,11 @@ def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mes
         return None
     most = has.max_world_size or cluster.devices
     return tuple(Mesh(data=size) for size in sizes if size <= most)
+
+
+def place_of(role: str, uses_replicas: bool) -> str:
+    """Return the name in ``placement.mapping`` that decides where a role of a problem is."""
+    return str(Role.ACTOR_ROLLOUT) if role == "rollout" and not uses_replicas else _PLACED.get(role, role)
 
 
 def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> list[str]:

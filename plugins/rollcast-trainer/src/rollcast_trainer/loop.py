@@ -23,7 +23,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.run.timeline import TimelineWriter
 from rollcast_trainer.workers.heap import frozen_heap
 
-__all__ = ["LoopTrainer", "build_loop_trainer"]
+__all__ = ["LoopTrainer", "build_from_config", "build_loop_trainer"]
 
 logger = logging.getLogger(__name__)
 
@@ -168,11 +168,20 @@ def build_loop_trainer(composed: Composed) -> LoopTrainer:
         ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
     """
     composed.load_plugins()
-    name = composed.config.trainer.name
+    return build_from_config(composed.config)
+
+
+def build_from_config(config: DictConfig) -> LoopTrainer:
+    """Return the trainer of a resolved config, such as a run's ``config.yaml``, built and not started.
+
+    Raises:
+        ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
+    """
+    name = config.trainer.name
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):
         raise ConfigError(
             f"trainer.name={name} is no trainer of rollcast-trainer, so its stages and workers are not known before it "
             "runs; name one such as ppo"
         )
-    return trainer_class(TaskRunner(composed.config, trainer_class.schema))
+    return trainer_class(TaskRunner(config, trainer_class.schema))
