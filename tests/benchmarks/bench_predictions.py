@@ -1,0 +1,134 @@
+"""Predicted against measured step time and memory of sixteen configurations that run on two cores.
+
+The configurations are two tasks (the quick start, and GSM8K with a tiny model), two engines (FSDP and Megatron), and four
+placements (the rollout with the actor on one process and on two, and in a process of its own with staleness 0 and 1). Six of
+them calibrate the cost model ``measured``: each is measured by ``rollcast profile`` and by a run. The other ten are predicted.
+
+Run it with the folder of GSM8K in ``ROLLCAST_GSM8K_DIR``::
+
+    python tests/benchmarks/bench_predictions.py runs/predictions
+
+Folders that are there already are not made again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
+
+ENGINES = ("fsdp", "megatron")
+PLACEMENTS = {
+    "one": ["placement.n_gpus_per_node=1"],
+    "two": ["placement.n_gpus_per_node=2"],
+    "split": [
+        *("placement.n_gpus_per_node=1", "placement.pools.rollout=[1]", "placement.mapping.rollout=rollout"),
+        *("rollout.mode=standalone", "rollout.weight_sync=shared_memory"),
+    ],
+}
+PLACEMENTS["ahead"] = [*PLACEMENTS["split"], "trainer.max_staleness=1"]
+#: Every task, engine and placement occurs, and the pairs of task and engine.
+CALIBRATES = (
+    *("sort-fsdp-one", "sort-megatron-two", "sort-fsdp-split"),
+    *("gsm8k-megatron-one", "gsm8k-fsdp-two", "gsm8k-megatron-split"),
+)
+STEPS = 10
+#: Task → sizes that are measured: those of its passes, and smaller ones.
+SIZES = {
+    "sort": ("--batch-sizes=16,128,512", "--lengths=5,10,19", "--new-tokens=5"),
+    "gsm8k": ("--batch-sizes=2,8,64", "--lengths=64,256,384", "--new-tokens=16"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration: its name and its overrides."""
+
+    name: str
+    overrides: list[str]
+
+
+def find_cases(folder: Path) -> list[Case]:
+    """Return the sixteen configurations, their data and model in ``folder``."""
+    common = [
+        *("trainer.test_freq=-1", "trainer.save_freq=-1", f"trainer.total_steps={STEPS}"),
+        *("trainer.val_before_train=false", "trackers=[jsonl]", "runtime.threads_per_worker=1"),
+    ]
+    model = folder / "model"
+    data = folder / "gsm8k"
+    tasks = {
+        "sort": [
+            *("recipe=quickstart", "trainer.warm_start=null", "trainer.export=false"),
+            f"model.path={folder}/warm_up/warm_start/export",
+        ],
+        "gsm8k": [
+            *("recipe=gsm8k_grpo", f"model.path={model}"),
+            *(f"data.train_files=[{data}/train.parquet]", f"data.val_files=[{data}/test.parquet]"),
+            *("data.train_batch_size=16", "data.max_prompt_length=384", "data.max_response_length=64", "rollout.n=4"),
+            *("actor.ppo_mini_batch_size=8", "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=8"),
+            *("actor.log_prob_micro_batch_size_per_gpu=16", "actor.engine.param_dtype=fp32"),
+            # A random model solves nothing; a little entropy bonus gives it a gradient all the same.
+            "actor.entropy_coeff=0.01",
+        ],
+    }
+    return [
+        Case(f"{task}-{engine}-{place}", [*tasks[task], f"engine={engine}", *PLACEMENTS[place], *common])
+        for task, engine, place in itertools.product(tasks, ENGINES, PLACEMENTS)
+    ]
+
+
+def rollcast(*arguments: str) -> str:
+    """Run the command and return what it prints."""
+    command = [sys.executable, "-m", "rollcast", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        sys.stderr.write(done.stderr)
+        raise SystemExit(f"rollcast {' '.join(arguments)} failed")
+    return done.stdout
+
+
+def measure(folder: Path, case: Case) -> Path:
+    """Return the run of a configuration, and make it if it is not there."""
+    run = folder / "runs" / case.name
+    if not (run / "status.json").is_file() or json.loads((run / "status.json").read_text())["state"] != "finished":
+        rollcast("train", *case.overrides, f"run_dir={run}")
+    return run
+
+
+def profile(folder: Path, case: Case) -> Path:
+    """Return the cost table of a configuration, and make it if it is not there."""
+    table = folder / "profiles" / case.name / "costs.json"
+    if not table.is_file():
+        rollcast("profile", *case.overrides, *SIZES[case.name.split("-")[0]], f"--output={table}")
+    return table
+
+
+def prepare(folder: Path) -> None:
+    """Make the model and the data of the GSM8K configurations."""
+    if not (folder / "model").is_dir():
+        tiny_model_folder(folder / "model", hidden=64, layers=2, chat_template=CHAT_TEMPLATE)
+    if not (folder / "warm_up").is_dir():
+        rollcast("train", "recipe=quickstart", "trainer.total_steps=1", f"run_dir={folder / 'warm_up'}")
+    if not (folder / "gsm8k").is_dir():
+        rollcast("preprocess", "gsm8k", f"--input={os.environ['ROLLCAST_GSM8K_DIR']}", f"--output={folder / 'gsm8k'}")
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("folder", type=Path)
+    place = parser.parse_args().folder.resolve()
+    place.mkdir(parents=True, exist_ok=True)
+    prepare(place)
+    for each in find_cases(place):
+        measure(place, each)
+        if each.name in CALIBRATES:
+            profile(place, each)
+        sys.stdout.write(f"{each.name}\n")
+        sys.stdout.flush()
