@@ -24,7 +24,10 @@ from pathlib import Path
 
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
-ENGINES = ("fsdp", "megatron")
+ENGINES = {
+    "fsdp": ["engine=fsdp", "actor.engine.param_dtype=fp32"],
+    "megatron": ["engine=megatron", "actor.engine.dtype=fp32"],
+}
 PLACEMENTS = {
     "one": ["placement.n_gpus_per_node=1"],
     "two": ["placement.n_gpus_per_node=2"],
@@ -73,13 +76,13 @@ def find_cases(folder: Path) -> list[Case]:
             *(f"data.train_files=[{data}/train.parquet]", f"data.val_files=[{data}/test.parquet]"),
             *("data.train_batch_size=16", "data.max_prompt_length=384", "data.max_response_length=64", "rollout.n=4"),
             *("actor.ppo_mini_batch_size=8", "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=8"),
-            *("actor.log_prob_micro_batch_size_per_gpu=16", "actor.engine.param_dtype=fp32"),
+            "actor.log_prob_micro_batch_size_per_gpu=16",
             # A random model solves nothing; a little entropy bonus gives it a gradient all the same.
             "actor.entropy_coeff=0.01",
         ],
     }
     return [
-        Case(f"{task}-{engine}-{place}", [*tasks[task], f"engine={engine}", *PLACEMENTS[place], *common])
+        Case(f"{task}-{engine}-{place}", [*tasks[task], *ENGINES[engine], *PLACEMENTS[place], *common])
         for task, engine, place in itertools.product(tasks, ENGINES, PLACEMENTS)
     ]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,12 +15,14 @@ from typer.testing import CliRunner, Result
 
 from rollcast.cli.app import build_app
 from rollcast.errors import DataError
+from rollcast.protocol import DataProto
 from rollcast_fsdp.engine import FsdpEngine
 from rollcast_profiling.cost_job import a_step
 from rollcast_profiling.costs import PHASES, CostTable, Measurement, RoleLayout, read_costs
 from rollcast_profiling.devices import DeviceInfo
 from rollcast_profiling.flops import read_model_flops
 from rollcast_profiling.passes import PassShape, random_rows
+from rollcast_serving.sampler import InProcessSampler
 
 GRID = ["--batch-sizes", "1,3", "--lengths", "4,12", "--new-tokens", "4", "--repeats", "2"]
 
@@ -78,6 +81,27 @@ def test_operations_memory_and_layout(measured: tuple[Path, str], small_task: Sm
     assert table.roles["rollout"].engine == "hf"
     assert table.versions["torch"] == torch.__version__
     assert (table.nodes, table.device.memory_bytes > 1 << 30) == ([1], True)
+
+
+class _OnItsWay:
+    """A batch that takes 50 ms to arrive, as the handle of a call that has not ended."""
+
+    def __init__(self, batch: DataProto) -> None:
+        self._batch = batch
+
+    def local(self, keys: str) -> DataProto:
+        time.sleep(0.05)
+        return self._batch.local(keys)
+
+
+def test_generation_is_waited_for(small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = InProcessSampler.generate
+    monkeypatch.setattr(InProcessSampler, "generate", lambda *arguments: _OnItsWay(real(*arguments)))
+    grid = ["--batch-sizes", "2", "--lengths", "4", "--new-tokens", "2", "--repeats", "1", "--phases", "prefill"]
+    result = run(small_task.ppo(tmp_path / "run"), *grid, "--output", str(tmp_path / "costs.json"))
+    assert result.exit_code == 0, result.stderr
+    (prefill,) = read_costs(tmp_path / "costs.json").find("rollout", "prefill")
+    assert prefill.seconds_min is not None and prefill.seconds_min >= 0.05
 
 
 def test_people_get_all_of_it(measured: tuple[Path, str]) -> None:

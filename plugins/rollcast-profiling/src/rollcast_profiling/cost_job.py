@@ -174,7 +174,8 @@ class CostJob:
             seeds = torch.randint(0, 2**31, (rows,), generator=generator)
             prompts = DataProto.from_dict({"prompts": column, "seed": seeds})
             start = time.perf_counter()
-            self._trainer.run.sampler.generate(prompts, sampling)
+            # A rollout in the actor's processes answers with a handle: what has arrived is what took time.
+            self._trainer.run.sampler.generate(prompts, sampling).local("response_mask")
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
 
