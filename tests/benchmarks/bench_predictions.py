@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import subprocess
 import sys
@@ -26,8 +25,9 @@ from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
 ENGINES = {
     "fsdp": ["engine=fsdp", "actor.engine.param_dtype=fp32"],
-    "megatron": ["engine=megatron", "actor.engine.dtype=fp32"],
+    "megatron": ["engine=megatron", "actor.engine.dtype=float32"],
 }
+RECIPES = {"fsdp": "gsm8k_grpo", "megatron": "gsm8k_megatron"}
 PLACEMENTS = {
     "one": ["placement.n_gpus_per_node=1"],
     "two": ["placement.n_gpus_per_node=2"],
@@ -42,11 +42,11 @@ CALIBRATES = (
     *("sort-fsdp-one", "sort-megatron-two", "sort-fsdp-split"),
     *("gsm8k-megatron-one", "gsm8k-fsdp-two", "gsm8k-megatron-split"),
 )
-STEPS = 10
+STEPS = 20
 #: Task → sizes that are measured: those of its passes, and smaller ones.
 SIZES = {
-    "sort": ("--batch-sizes=16,128,512", "--lengths=5,10,19", "--new-tokens=5"),
-    "gsm8k": ("--batch-sizes=2,8,64", "--lengths=64,256,384", "--new-tokens=16"),
+    "sort": ("--batch-sizes=16,128,512", "--lengths=9,18", "--new-tokens=8", "--response-share=0.5"),
+    "gsm8k": ("--batch-sizes=2,8,64", "--lengths=64,256,384", "--new-tokens=16", "--response-share=0.13"),
 }
 
 
@@ -68,11 +68,11 @@ def find_cases(folder: Path) -> list[Case]:
     data = folder / "gsm8k"
     tasks = {
         "sort": [
-            *("recipe=quickstart", "trainer.warm_start=null", "trainer.export=false"),
+            *("trainer.warm_start=null", "trainer.export=false"),
             f"model.path={folder}/warm_up/warm_start/export",
         ],
         "gsm8k": [
-            *("recipe=gsm8k_grpo", f"model.path={model}"),
+            f"model.path={model}",
             *(f"data.train_files=[{data}/train.parquet]", f"data.val_files=[{data}/test.parquet]"),
             *("data.train_batch_size=16", "data.max_prompt_length=384", "data.max_response_length=64", "rollout.n=4"),
             *("actor.ppo_mini_batch_size=8", "actor.use_dynamic_bsz=false", "actor.ppo_micro_batch_size_per_gpu=8"),
@@ -81,8 +81,12 @@ def find_cases(folder: Path) -> list[Case]:
             "actor.entropy_coeff=0.01",
         ],
     }
+    recipes = {"sort": dict.fromkeys(ENGINES, "quickstart"), "gsm8k": RECIPES}
     return [
-        Case(f"{task}-{engine}-{place}", [*tasks[task], *ENGINES[engine], *PLACEMENTS[place], *common])
+        Case(
+            f"{task}-{engine}-{place}",
+            [f"recipe={recipes[task][engine]}", *tasks[task], *ENGINES[engine], *PLACEMENTS[place], *common],
+        )
         for task, engine, place in itertools.product(tasks, ENGINES, PLACEMENTS)
     ]
 
@@ -100,7 +104,7 @@ def rollcast(*arguments: str) -> str:
 def measure(folder: Path, case: Case) -> Path:
     """Return the run of a configuration, and make it if it is not there."""
     run = folder / "runs" / case.name
-    if not (run / "status.json").is_file() or json.loads((run / "status.json").read_text())["state"] != "finished":
+    if not (run / "timeline.jsonl").is_file():
         rollcast("train", *case.overrides, f"run_dir={run}")
     return run
 

@@ -214,6 +214,21 @@ def test_what_did_not_fit_is_not_found() -> None:
     assert table.find("actor", "decode") == []
 
 
+def test_rows_share_prompts_as_in_training() -> None:
+    def prompts(rows: int, drawn: bool) -> int:
+        return len(
+            random_rows(PassShape(rows, 5, 2, 50, samples=8, batch_rows=512), 0, drawn)["input_ids"][:, :5].unique(
+                dim=0
+            )
+        )
+
+    assert [prompts(rows, drawn=False) for rows in (1, 8, 64)] == [1, 1, 8]
+    # A draw of half of the rows meets nearly every prompt, four times on average; a few rows meet one each.
+    assert prompts(256, drawn=True) >= 60
+    assert prompts(8, drawn=True) >= 7
+    assert prompts(512, drawn=True) == 64
+
+
 def test_rows_are_whole_and_the_same_on_ranks_of_one_part() -> None:
     rows = random_rows(PassShape(3, 5, 2, 50), seed=4)
     assert torch.equal(rows["input_ids"], random_rows(PassShape(3, 5, 2, 50), seed=4)["input_ids"])

@@ -206,8 +206,8 @@ class AnalyticalCosts(BaseCostModel):
         mean, square = prompt.plus(response)
         batches = problem.mini_batches * problem.epochs if trains else 1
         rows = problem.rows * (problem.trained_share / problem.mini_batches if trains else 1) / mesh.data
-        micro_rows = min(at.micro_batch_rows, math.ceil(rows))
-        micro = math.ceil(rows / micro_rows)
+        # No row is trained where none has an advantage.
+        micro = max(math.ceil(rows / min(at.micro_batch_rows, max(math.ceil(rows), 1))), 1)
         tokens, share = mean * rows / micro, rows / micro
         layers = model.layers / mesh.pipeline
         compute, memory = self._layer(model, place, tokens, square * share, mesh.tensor)

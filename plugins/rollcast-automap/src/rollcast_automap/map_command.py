@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
@@ -14,6 +14,7 @@ from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollcast.contracts.mapping import Lengths, Prediction, Problem
+    from rollcast_automap.check import Compared, RunCheck
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "map_roles"]
@@ -44,14 +45,22 @@ def map_roles(
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the best mapping for 'mapping=FILE'.")
     ] = None,
+    check: Annotated[
+        list[Path] | None,
+        typer.Option("--check", metavar="RUN", help="Run directory to compare with its prediction; may be repeated."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
 ) -> None:
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
 
     Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device,
     cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart, constraints.headroom, and
-    cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are.
+    cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are. With --check, no
+    search: what the cost model predicts of runs that were made, beside what they took, stage by stage.
     """
+    if check:
+        _check_runs(check, overrides or (), cost_model, as_json)
+        return
     from rollcast import compose
     from rollcast.contracts.mapping import cost_models, planners
     from rollcast_automap.clusters import ClusterConfig, build_cluster
@@ -80,6 +89,51 @@ def map_roles(
         print_lines(*_explain(found))
     if write is not None:
         print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
+
+
+def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: str, as_json: bool) -> None:
+    """Print what a cost model predicts of runs beside what they took."""
+    from rollcast.contracts.mapping import cost_models
+    from rollcast_automap.check import as_dict, check_run
+    from rollcast_automap.measured_run import read_run
+
+    kind = cost_models.get(cost_model, "--cost-model")
+    section, rest = _take_section(kind.config_schema, "cost_model", overrides)
+    devices = [text.removeprefix("cluster.device=") for text in rest if text.startswith("cluster.device=")]
+    others = [text for text in rest if not text.startswith("cluster.device=")]
+    if others:
+        raise ConfigError(
+            f"--check reads the configuration of a run from its directory, so {', '.join(others)} has no effect; it "
+            "takes cluster.device and cost_model.*"
+        )
+    costs = kind(section)
+    found = [check_run(read_run(folder, devices[-1] if devices else None), costs) for folder in folders]
+    if as_json:
+        typer.echo(json.dumps([as_dict(each) for each in found], indent=2))
+        return
+    for each in found:
+        build_console().print(_check_table(each))
+
+
+def _check_table(found: RunCheck) -> Any:
+    from rich.table import Table
+
+    from rollcast_automap.memory_facts import format_bytes
+
+    table = Table("", "predicted", "measured", "off by", "", title=str(found.folder), title_justify="left")
+    for column in table.columns[1:4]:
+        column.justify = "right"
+
+    def row(name: str, pair: Compared, show: Callable[[float], str]) -> None:
+        shown = ["" if value is None else show(value) for value in (pair.predicted, pair.measured)]
+        table.add_row(name, *shown, "" if pair.error is None else f"{pair.error:+.0%}", pair.note)
+
+    for name, pair in found.stages.items():
+        row(name, pair, "{:.3g} s".format)
+    table.add_section()
+    row("step", found.step, "{:.3g} s".format)
+    row("memory", found.memory, lambda value: format_bytes(round(value)))
+    return table
 
 
 def _read_lengths(trainer: LoopTrainer, path: Path, mean_length: float | None) -> Lengths:

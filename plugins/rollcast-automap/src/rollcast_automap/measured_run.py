@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.mapping import Lengths, Mesh, Mode, Placement, Pool, Problem
 from rollcast.contracts.mapping import Mapping as RoleMapping
-from rollcast.errors import DataError
+from rollcast.errors import ConfigError, DataError
 from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.composition import find_trained, step_seconds
 from rollcast_automap.memory_facts import largest_pass
@@ -19,6 +19,7 @@ from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer, build_from_config
+from rollcast_trainer.stages.update_actor import may_skip_rows
 
 if TYPE_CHECKING:
     from rollcast.contracts.pools import ResourcePool
@@ -28,6 +29,7 @@ __all__ = ["MeasuredRun", "read_run"]
 #: Stage of a problem → the pools' name of it in ``timeline.jsonl``, where it has another.
 _CALLS = {"rollout": "generate", "agent_rollout": "generate", "reward_model": "reward"}
 _GB = 1e9
+_ACCELERATOR_BYTES = "perf/max_memory_allocated_gb"
 
 
 @dataclass(frozen=True)
@@ -65,16 +67,16 @@ class MeasuredRun:
         return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), overlaps)
 
 
-def read_run(folder: Path, device: str) -> MeasuredRun:
+def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
     """Read a run directory.
 
     Args:
         folder: run directory.
-        device: kind of the devices that the run was on.
+        device: kind of the devices that the run was on; a run on CPUs says so itself.
 
     Raises:
         DataError: the folder holds no run of two steps or more, or a file cannot be read.
-        ConfigError: the run's trainer has no stages that could be priced.
+        ConfigError: the run's trainer has no stages that could be priced, or the kind of device is not known.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -89,11 +91,13 @@ def read_run(folder: Path, device: str) -> MeasuredRun:
     steps = [row for row in metrics if "time/step_s" in row]
     if len(steps) < 2:
         raise DataError(f"{folder / 'metrics.jsonl'} has {len(steps)} steps, but the first is not counted; train more")
+    if device is None and _ACCELERATOR_BYTES in steps[-1]:
+        raise ConfigError(f"{folder} ran on an accelerator; name its kind, such as cluster.device=h100")
     pools = _read_pools(trainer)
     nodes = max(len(pool.process_on_nodes) for pool in pools.values())
     devices = [sum(dict(pool.places).get(node, 0) for pool in pools.values()) for node in range(nodes)]
     response, trained = _lengths(trainer, steps)
-    cluster = build_cluster(ClusterConfig(nodes=nodes, devices_per_node=max(devices), device=device))
+    cluster = build_cluster(ClusterConfig(nodes=nodes, devices_per_node=max(devices), device=device or "cpu"))
     problem = build_problem(trainer, cluster, response)
     problem = replace(problem, prompt_lengths=_prompt_lengths(problem, steps), trained_share=trained)
     mapping = _read_mapping(trainer, problem, pools)
@@ -125,7 +129,7 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 def _lengths(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> tuple[Lengths | None, float]:
     """Return the lengths of responses, and the share of rows that updates compute."""
     mean, longest = _mean(steps, "rollout/response_length_mean"), trainer.task.data.max_response_length
-    without = _mean(steps, "actor/zero_advantage_rows") if trainer.task.actor.skip_zero_advantage else None
+    without = _mean(steps, "actor/zero_advantage_rows") if may_skip_rows(trainer.run) else None
     found = None if mean is None else Lengths(min(mean, float(longest)), longest)
     return found, 1.0 - (without or 0.0)
 
@@ -207,7 +211,7 @@ def _seconds_of(line: Mapping[str, Any], problem: Problem) -> dict[str, float]:
 
 
 def _peak(steps: Sequence[Mapping[str, Any]]) -> int | None:
-    for key in ("perf/max_memory_allocated_gb", "perf/cpu_memory_used_gb"):
+    for key in (_ACCELERATOR_BYTES, "perf/cpu_memory_used_gb"):
         found = [float(row[key]) for row in steps if key in row]
         if found:
             return round(max(found) * _GB)

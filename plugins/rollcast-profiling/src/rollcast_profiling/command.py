@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -43,6 +44,15 @@ def profile(
     ] = None,
     repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions, after one that does not count.")] = 3,
     new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens that decode is averaged over.")] = 16,
+    response_share: Annotated[
+        float | None,
+        typer.Option(
+            "--response-share",
+            min=0.0,
+            max=1.0,
+            help="Response's share of a row [default: the recipe's longest row's].",
+        ),
+    ] = None,
 ) -> None:
     """Measure prefill, decode, forward, backward, optimizer and weight sync of a recipe, by batch and length.
 
@@ -52,7 +62,8 @@ def profile(
     trainer, target = _build(overrides or [], config_dir, output)
     from rollcast_profiling.cost_job import CostJob
 
-    job = CostJob(trainer, _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens))
+    grid = _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens)
+    job = CostJob(trainer, replace(grid, response_share=response_share))
     with _status() as tell:
         table = job.run(tell)
     table.write(target)

@@ -44,6 +44,7 @@ class Grid:
         lengths: tokens of a row.
         repeats: of each.
         new_tokens: that ``decode`` is averaged over.
+        response_share: fraction of a row's tokens that are the response's; None for that of the recipe's longest row.
     """
 
     phases: Sequence[Phase]
@@ -51,6 +52,7 @@ class Grid:
     lengths: Sequence[int]
     repeats: int
     new_tokens: int
+    response_share: float | None = None
 
 
 @dataclass(frozen=True)
@@ -162,14 +164,19 @@ class CostJob:
                     self._add("rollout", "decode", (batch, length, 1, batch), steps, flops=flops)
 
     def _generate(self, rows: int, length: int, tokens: int) -> list[float]:
-        """Seconds of each repetition; prompts are new each time, so that no cache knows them."""
+        """Return the seconds of each repetition.
+
+        Prompts are new each time, so that no cache knows them, and as many rows share one as in training.
+        """
+        samples = self._trainer.task.rollout.n
         temperature = self._trainer.task.rollout.temperature or 1.0
         sampling = SamplingParams(temperature=temperature, max_tokens=tokens, ignore_eos=True)
         seconds = []
         for repeat in range(self._grid.repeats + 1):
             generator = torch.Generator().manual_seed(1_000_003 * length + 1009 * tokens + repeat)
             vocabulary = len(self._trainer.task.tokenizer)
-            ids = torch.randint(0, vocabulary, (rows * length,), generator=generator, dtype=torch.int32)
+            ids = torch.randint(0, vocabulary, (-(-rows // samples), length), generator=generator, dtype=torch.int32)
+            ids = ids.repeat_interleave(samples, 0)[:rows].flatten()
             column = Jagged.from_lengths(ids, torch.full((rows,), length)).column()
             seeds = torch.randint(0, 2**31, (rows,), generator=generator)
             prompts = DataProto.from_dict({"prompts": column, "seed": seeds})
@@ -208,15 +215,19 @@ class CostJob:
 
     def _measure_engine(self, engine: _Engine) -> None:
         self._trainer.run.sampler.rest()
-        data, layout = self._trainer.task.data, self._engine_layout(engine)
-        share = data.max_response_length / (data.max_prompt_length + data.max_response_length)
+        task, layout = self._trainer.task, self._engine_layout(engine)
+        share = self._grid.response_share
+        if share is None:
+            share = task.data.max_response_length / (task.data.max_prompt_length + task.data.max_response_length)
         value_model = engine.role in (Role.CRITIC, Role.REWARD_MODEL)
         counter = self._counter(engine.model_path, value_model)
         for length in self._grid.lengths:
             response = min(max(round(length * share), 1), length - 1)
             for batch in self._grid.batch_sizes:
                 self._say(f"{engine.name}: {batch} x {length} tokens")
-                shape = PassShape(batch, length - response, response, len(self._trainer.task.tokenizer))
+                vocabulary, samples = len(task.tokenizer), task.rollout.n
+                rows = task.data.train_batch_size * samples
+                shape = PassShape(batch, length - response, response, vocabulary, samples, rows)
                 flops = None
                 if counter is not None:
                     devices = layout.world_size / layout.data_parallel

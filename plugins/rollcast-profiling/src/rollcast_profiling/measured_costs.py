@@ -222,7 +222,7 @@ def _passes(problem: Problem, source: _Source, at: Placement, trains: bool) -> t
     prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
     batches = problem.mini_batches * problem.epochs if trains else 1
     rows = problem.rows * (problem.trained_share / problem.mini_batches if trains else 1) / at.mesh.data
-    micro = math.ceil(math.ceil(rows) / at.micro_batch_rows)
+    micro = max(math.ceil(math.ceil(rows) / at.micro_batch_rows), 1)
     length = prompt.mean + response.mean
     if source.pads:
         count = max(round(rows / micro), 1)

@@ -20,18 +20,22 @@ __all__ = ["PassCost", "PassShape", "measure_passes", "random_rows"]
 
 @dataclass(frozen=True)
 class PassShape:
-    """Rows that are all alike.
+    """Rows of equal length, with as many rows to a prompt as a step's batch has.
 
     Attributes:
-        rows: of the rank.
-        prompt_tokens, response_tokens: of each row, at least 1.
-        vocabulary: token ids are below it.
+        rows: rows of the rank.
+        prompt_tokens, response_tokens: tokens of each row, at least 1.
+        vocabulary: upper bound of the token ids.
+        samples: responses to each prompt.
+        batch_rows: rows of the step, from which updates draw theirs.
     """
 
     rows: int
     prompt_tokens: int
     response_tokens: int
     vocabulary: int
+    samples: int = 1
+    batch_rows: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,12 +56,25 @@ class PassCost:
     out_of_memory: tuple[str, ...] = ()
 
 
-def random_rows(shape: PassShape, seed: int) -> DataProto:
-    """A batch as engines get it, without padding, from ``seed``; int64 ``[rows, prompt + response]`` columns."""
+def random_rows(shape: PassShape, seed: int, drawn: bool = False) -> DataProto:
+    """Return a batch as engines get it, without padding, from ``seed``; int64 ``[rows, prompt + response]`` columns.
+
+    Engines may compute a prompt of several rows once, so the rows have as many different prompts as in training.
+
+    Args:
+        shape: sizes.
+        seed: seed of the tokens and the draw.
+        drawn: rows are drawn from the step's batch, as updates do; else they are its first ones, prompt by prompt.
+    """
     length = shape.prompt_tokens + shape.response_tokens
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, shape.vocabulary, (shape.rows, length), generator=generator)
-    responses = ids[:, shape.prompt_tokens :]
+    prompts = -(-max(shape.rows, shape.batch_rows if drawn else 0) // shape.samples)
+    prompt_of = torch.arange(prompts).repeat_interleave(shape.samples)
+    if drawn:
+        prompt_of = prompt_of[torch.randperm(len(prompt_of), generator=generator)]
+    prompt_ids = torch.randint(0, shape.vocabulary, (prompts, shape.prompt_tokens), generator=generator)
+    responses = torch.randint(0, shape.vocabulary, (shape.rows, shape.response_tokens), generator=generator)
+    ids = torch.cat([prompt_ids[prompt_of[: shape.rows]], responses], 1)
     return DataProto.from_dict(
         {
             "input_ids": ids,
@@ -92,7 +109,8 @@ def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: in
     """
     training: TrainingWorker = getattr(worker, attribute)
     engine, setup = training.engine, training.setup
-    data = random_rows(shape, engine.get_data_parallel_rank())
+    rank = engine.get_data_parallel_rank()
+    data, drawn = (random_rows(shape, rank, draws) for draws in (False, True))
     settings = replace(setup.forward, micro_batch_size_per_gpu=None, max_token_len_per_gpu=None, vocabulary_kl=None)
     seconds: dict[str, list[float]] = {name: [] for name in ("forward", "forward_backward", "optimizer")}
     peaks: dict[str, int] = {}
@@ -109,7 +127,7 @@ def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: in
 
     def train() -> None:
         engine.optimizer_zero_grad()
-        engine.forward_backward_batch(data, _loss, settings)
+        engine.forward_backward_batch(drawn, _loss, settings)
 
     failed: list[str] = []
     try:

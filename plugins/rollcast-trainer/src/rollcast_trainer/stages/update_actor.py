@@ -59,7 +59,7 @@ class UpdateActor(Stage):
         if self.vocabulary_kl is not None:
             check_offload(run)
         self.loss_function = build_loss(self._policy, correction_of(run).rollout_is is not None)
-        self._may_skip = self._policy.skip_zero_advantage and needs_advantage(self.loss_function)
+        self._may_skip = may_skip_rows(run, self.loss_function)
 
     def configure(self, role: str, setup: Any) -> Any:
         if role != Role.ACTOR_ROLLOUT:
@@ -110,6 +110,18 @@ class UpdateActor(Stage):
         chosen = mask.values.long().unsqueeze(0)
         prepared = self.loss_function.prepare(given["old_log_probs"], given["advantages"], chosen, given)
         return {name: mask.with_values(column.squeeze(0)) for name, column in prepared.items()}
+
+
+def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
+    """Return True if updates leave out rows without any advantage.
+
+    Args:
+        run: run, which need not have started.
+        loss: loss of the run's actor; built here without one.
+    """
+    policy: PpoActorConfig = run.task.actor
+    loss = loss or build_loss(policy, correction_of(run).rollout_is is not None)
+    return policy.skip_zero_advantage and needs_advantage(loss)
 
 
 def needs_advantage(loss: PpoLoss) -> bool:

@@ -1,0 +1,88 @@
+"""Prediction against measurement of a run that has been made, stage by stage: ``rollcast map --check``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rollcast.contracts.mapping import BaseCostModel
+from rollcast_automap.composition import predict
+from rollcast_automap.measured_run import MeasuredRun
+
+__all__ = ["Compared", "RunCheck", "as_dict", "check_run"]
+
+
+@dataclass(frozen=True)
+class Compared:
+    """A predicted figure and the measured one.
+
+    Attributes:
+        predicted, measured: None if the figure was not predicted or not recorded.
+        note: how far the prediction extrapolates; empty if it does not.
+    """
+
+    predicted: float | None
+    measured: float | None
+    note: str = ""
+
+    @property
+    def error(self) -> float | None:
+        """Predicted by measured figure, less 1; None if either is missing or the measured one is 0."""
+        return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
+
+
+@dataclass(frozen=True)
+class RunCheck:
+    """A run's predicted and measured figures.
+
+    Attributes:
+        folder: run directory.
+        step: seconds of a step.
+        stages: stage → seconds; ``weight_sync`` and ``controller`` are among the names.
+        memory: peak bytes of a worker of the trained role.
+    """
+
+    folder: Path
+    step: Compared
+    stages: dict[str, Compared]
+    memory: Compared
+
+
+def check_run(run: MeasuredRun, cost_model: BaseCostModel) -> RunCheck:
+    """Return what a cost model predicts of a run beside what the run took."""
+    found = predict(run.problem, cost_model, run.mapping)
+    names = dict.fromkeys([*found.stages, *run.stages])
+    stages = {
+        name: Compared(
+            found.stages[name].seconds if name in found.stages else None,
+            run.stages.get(name),
+            found.stages[name].note if name in found.stages else "",
+        )
+        for name in names
+        if name != "controller"
+    }
+    controller = found.stages.get("controller")
+    between = max(run.step_seconds - run.busy_seconds, 0.0)
+    stages["controller"] = Compared(None if controller is None else controller.seconds, between)
+    return RunCheck(
+        folder=run.folder,
+        step=Compared(found.step_seconds, run.step_seconds),
+        stages=stages,
+        memory=Compared(found.device_bytes[run.home], run.peak_bytes),
+    )
+
+
+def as_dict(found: RunCheck) -> dict[str, Any]:
+    """Return the figures of a run for JSON; the unit is in the name of each."""
+
+    def shown(pair: Compared, unit: str) -> dict[str, Any]:
+        figures = {f"predicted_{unit}": pair.predicted, f"measured_{unit}": pair.measured, "error": pair.error}
+        return {**figures, "note": pair.note}
+
+    return {
+        "run_dir": str(found.folder),
+        "step": shown(found.step, "s"),
+        "stages": {name: shown(pair, "s") for name, pair in found.stages.items()},
+        "memory": shown(found.memory, "bytes"),
+    }
