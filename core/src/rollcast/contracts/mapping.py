@@ -481,7 +481,7 @@ class BaseCostModel(ABC):
     def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
 
-    def controller_cost(self, problem: Problem) -> StageCost:  # for subclasses
+    def controller_cost(self, problem: Problem, mode: Mode) -> StageCost:  # for subclasses
         """Return the cost per step of what the controller does between the stages, such as rewards; 0 if unknown."""
         return StageCost()
 

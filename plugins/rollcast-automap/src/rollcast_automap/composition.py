@@ -126,7 +126,7 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
         cost = cost_model.switch_cost(problem, role, *placed[role.name], mapping.mode)
         if cost.seconds:
             extras[f"switch {role.name}"] = cost
-    controller = cost_model.controller_cost(problem)
+    controller = cost_model.controller_cost(problem, mapping.mode)
     if controller.seconds:
         extras["controller"] = controller
     overlaps = mapping.max_staleness >= 1 and mapping.mode == "standalone"

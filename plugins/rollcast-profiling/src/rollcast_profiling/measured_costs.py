@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 from bisect import bisect_left
@@ -29,13 +30,16 @@ from rollcast.contracts.mapping import (
 from rollcast.errors import ConfigError
 from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.clusters import DEVICE_KINDS
-from rollcast_automap.composition import find_trained, predict
+from rollcast_automap.composition import find_generator, find_trained, predict
 from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
 from rollcast_automap.measured_run import MeasuredRun, read_run
-from rollcast_profiling.costs import CostTable, Phase, RoleLayout, read_costs
+from rollcast_profiling.costs import PHASES, CostTable, Phase, RoleLayout, read_costs
 
 __all__ = ["Grid", "MeasuredConfig", "MeasuredCosts"]
+
+#: Kind, plugin, parameters of the model (0 for any) and mode ("" for any).
+_PriceKey = tuple[str, str, int, str]
 
 #: Largest ratio of asked to measured size that needs no note.
 _NEAR = 1.25
@@ -120,17 +124,25 @@ def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
 
 
 class _Source:
-    """The measurements of a role in a table."""
+    """The measurements of a role in a table.
 
-    table: CostTable
-    role: str
-    layout: RoleLayout
+    Args:
+        table: the table.
+        role: name of the role in it.
+        layout: mesh and engine of the role.
+        note: how the figures were carried over from another mesh; empty for measured ones.
+    """
 
-    def __init__(self, table: CostTable, role: str, layout: RoleLayout) -> None:
-        self.table, self.role, self.layout = table, role, layout
+    def __init__(self, table: CostTable, role: str, layout: RoleLayout, note: str = "") -> None:
+        self.table, self.role, self.layout, self.note = table, role, layout, note
         self.mesh = Mesh(layout.data_parallel, layout.tensor_parallel, layout.pipeline_parallel)
         #: Mode of a rollout.
         self.mode = layout.settings.get("mode")
+        #: FSDP computes shared prompts once where the model is whole on a rank; sharded, it does more work.
+        shares = bool(layout.settings.get("share_prompts")) and layout.world_size == 1
+        #: What has to be equal for the times of two meshes to differ by the mesh alone.
+        self.purpose = (role, self.mode, shares)
+        self.model = (layout.engine, layout.parameters)
         #: Rows of a pass are as long as the longest of them.
         self.pads = layout.settings.get("use_remove_padding") is False
         self._grids: dict[Phase, Grid | None] = {}
@@ -158,41 +170,145 @@ class _Source:
         return self._peaks[phase]
 
 
+def _points(source: _Source, phase: Phase) -> dict[tuple[int, int], float]:
+    """Return (rows, length) → seconds of a phase."""
+    found = source.table.find(source.role, phase)
+    return {(each.batch_size, each.length): each.seconds for each in found if each.seconds}
+
+
+def _fit(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return slope and offset, both at least 0, with the least squared relative error over pairs of x and y."""
+    xs, ones = [x / y for x, y in pairs], [1 / y for _, y in pairs]
+    xx, x1, one1 = (sum(a * b for a, b in zip(*both, strict=True)) for both in ((xs, xs), (xs, ones), (ones, ones)))
+    sum_x, sum_1 = sum(xs), sum(ones)
+    whole = xx * one1 - x1 * x1
+    if len(pairs) > 1 and whole > 1e-12 * xx * one1:
+        slope, offset = (sum_x * one1 - sum_1 * x1) / whole, (xx * sum_1 - x1 * sum_x) / whole
+        if slope >= 0 and offset >= 0:
+            return slope, offset
+        if slope < 0:
+            return 0.0, sum_1 / one1
+    return sum_x / xx, 0.0
+
+
+def _carry(source: _Source, there: Sequence[tuple[_Source, _Source]]) -> _Source | None:
+    """Return the measurements of a role as they would be on another mesh.
+
+    Each phase takes the line through the points that other models have on both meshes: the slope is what ranks take
+    from each other, the offset what their collectives cost.
+
+    Args:
+        source: measured on one mesh.
+        there: measurements of other models on this mesh and on the other one.
+    """
+    lines: dict[Phase, tuple[float, float]] = {}
+    for phase in PHASES:
+        both = [(_points(here, phase), _points(other, phase)) for here, other in there]
+        pairs = [(here[size], other[size]) for here, other in both for size in here.keys() & other.keys()]
+        if pairs:
+            lines[phase] = _fit(sorted(pairs))
+    kept = [
+        replace(each, seconds=lines[each.phase][0] * each.seconds + lines[each.phase][1])
+        for each in source.table.measurements
+        if each.role == source.role and each.seconds is not None and each.phase in lines
+    ]
+    if not kept:
+        return None
+    one, other = there[0]
+    layout = replace(
+        source.layout,
+        world_size=other.layout.world_size,
+        data_parallel=other.mesh.data,
+        tensor_parallel=other.mesh.tensor,
+        pipeline_parallel=other.mesh.pipeline,
+    )
+    note = f"from a mesh of {_describe(one.mesh)}, as {Path(other.layout.model_path).name} changes"
+    return _Source(replace(source.table, measurements=kept), source.role, layout, note)
+
+
+def _carried(sources: Sequence[_Source]) -> list[_Source]:
+    """Return the measurements that follow from those of other models on two meshes.
+
+    Models of the same engine come first. Without one, other engines tell how ranks of these devices slow each other.
+    """
+    pairs: dict[tuple[Any, ...], list[tuple[_Source, _Source]]] = defaultdict(list)
+    for one, other in itertools.permutations(sources, 2):
+        if one.purpose == other.purpose and one.model == other.model and one.mesh != other.mesh:
+            for engine in (one.layout.engine, ""):
+                pairs[(one.purpose, engine, one.mesh, other.mesh)].append((one, other))
+    known = {(each.purpose, each.model, each.mesh) for each in sources}
+    targets = sorted({key[-1] for key in pairs}, key=lambda mesh: (mesh.data, mesh.tensor, mesh.pipeline))
+    found = []
+    for source, target in itertools.product(sources, targets):
+        engines = (source.layout.engine, "")
+        there = next(filter(None, (pairs.get((source.purpose, each, source.mesh, target)) for each in engines)), None)
+        if there is not None and (source.purpose, source.model, target) not in known:
+            made = _carry(source, there)
+            found += [] if made is None else [made]
+    return found
+
+
 @dataclass(frozen=True)
 class Correction:
     """What runs say about the prices.
 
     Attributes:
-        scales: (kind of a stage and its plugin, or ``sync`` and the mode) → measured by predicted seconds.
+        scales: what a price is of, by :func:`_price_keys` → measured by predicted seconds.
         bytes: engine → bytes to add to the peak of a pass.
-        controller: (rows of a step, seconds of the controller in it) by rising rows.
+        controller: mode, or ``""`` for any → (rows of a step, seconds of the controller in it) by rising rows.
     """
 
-    scales: Mapping[tuple[str, str], float] = field(default_factory=dict)
+    scales: Mapping[_PriceKey, float] = field(default_factory=dict)
     bytes: Mapping[str, float] = field(default_factory=dict)
-    controller: tuple[tuple[float, float], ...] = ()
+    controller: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
+
+    def scale(self, kind: str, role: RoleSpec, mode: Mode) -> float:
+        """Return the factor of a price: that of the closest runs, 1 without any."""
+        return next((self.scales[key] for key in _price_keys(kind, role, mode) if key in self.scales), 1.0)
+
+
+def _price_keys(kind: str, role: RoleSpec, mode: Mode) -> list[_PriceKey]:
+    """Return what a price is of, the closest first: plugin, model and mode; plugin and model; plugin.
+
+    Args:
+        kind: kind of a stage, or ``sync``.
+        role: role that computes the stage, or receives the weights.
+        mode: mode of the mapping.
+    """
+    model = role.model.parameters
+    if kind == "sync":
+        return [(kind, role.plugin, model, mode), (kind, role.plugin, 0, mode)]
+    return [(kind, role.plugin, model, mode), (kind, role.plugin, model, ""), (kind, role.plugin, 0, "")]
 
 
 def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
     """Return the median difference of measured and predicted figures over runs."""
-    ratios: dict[tuple[str, str], list[float]] = defaultdict(list)
+    ratios: dict[_PriceKey, list[float]] = defaultdict(list)
     excess: dict[str, list[float]] = defaultdict(list)
-    controller: dict[float, list[float]] = defaultdict(list)
+    controller: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
-        problem, found = run.problem, predict(run.problem, costs, run.mapping)
-        keys = {stage.name: (str(stage.kind), problem.role(stage.role).plugin) for stage in problem.stages}
-        keys["weight_sync"] = ("sync", str(run.mapping.mode))
-        for name, key in keys.items():
-            if run.stages.get(name) and found.stages[name].seconds:
-                ratios[key].append(run.stages[name] / found.stages[name].seconds)
-        controller[problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
-        trained = find_trained(problem)
+        problem, mode, found = run.problem, run.mapping.mode, predict(run.problem, costs, run.mapping)
+        priced = {stage.name: (str(stage.kind), problem.role(stage.role)) for stage in problem.stages}
+        generator, trained = find_generator(problem), find_trained(problem)
+        if generator is not None:
+            priced["weight_sync"] = ("sync", generator)
+        for name, (kind, role) in priced.items():
+            # Beside training, generation shares what the mapping says is its own: the driver, and here the cores.
+            beside = kind == "generate" and run.mapping.max_staleness > 0
+            if run.stages.get(name) and found.stages[name].seconds and not beside:
+                for key in _price_keys(kind, role, mode):
+                    ratios[key].append(run.stages[name] / found.stages[name].seconds)
+        for each in (mode, ""):
+            controller[each][problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
         if run.peak_bytes is not None and trained is not None:
             excess[trained.plugin].append(run.peak_bytes - found.device_bytes[run.home])
     return Correction(
         scales={key: statistics.median(values) for key, values in ratios.items()},
         bytes={plugin: statistics.median(values) for plugin, values in excess.items()},
-        controller=tuple(sorted((rows, statistics.median(values)) for rows, values in controller.items())),
+        controller={
+            mode: tuple(sorted((rows, statistics.median(values)) for rows, values in found.items()))
+            for mode, found in controller.items()
+        },
     )
 
 
@@ -278,11 +394,12 @@ class MeasuredCosts(AnalyticalCosts):
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self._sources = [
+        measured = [
             _Source(table, role, layout)
             for table in map(read_costs, map(Path, config.tables))
             for role, layout in table.roles.items()
         ]
+        self._sources = [*measured, *_carried(measured)]
         if not self._sources:
             raise ConfigError(
                 "cost_model.tables is empty; `rollcast profile` writes such tables, and cost_model.tables=[FILE] takes "
@@ -310,7 +427,8 @@ class MeasuredCosts(AnalyticalCosts):
             factor = analytical.seconds / other.seconds if other.seconds else 1.0
             seconds, tail = seconds * factor, tail * factor
             note = "; ".join(filter(None, (note, f"measured on a mesh of {_describe(measured)}")))
-        factor = self._correction.scales.get((stage.kind, role.plugin), 1.0)
+        note = "; ".join(filter(None, (note, source.note)))
+        factor = self._correction.scale(stage.kind, role, mode)
         return _share(analytical, seconds * factor, tail * factor, note)
 
     def sync_cost(
@@ -322,7 +440,7 @@ class MeasuredCosts(AnalyticalCosts):
         if source is None or source.mode != mode:
             found = super().sync_cost(problem, trained, rollout, mode)
             return replace(found, note=f"a sync to {role.plugin} in mode {mode} was not measured: analytical")
-        factor = self._correction.scales.get(("sync", mode), 1.0)
+        factor = self._correction.scale("sync", role, mode)
         return StageCost(communication=source.seconds("sync", 0, 0) * factor)
 
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
@@ -344,11 +462,12 @@ class MeasuredCosts(AnalyticalCosts):
         left = parts.activations + parts.logits - (rest - total)
         return replace(parts, reserve=0, logits=0, activations=max(left, 0))
 
-    def controller_cost(self, problem: Problem) -> StageCost:
+    def controller_cost(self, problem: Problem, mode: Mode) -> StageCost:
         """Return the cost per step of what the controller does between the stages, by the runs that were measured."""
-        if not self._correction.controller:
+        known = self._correction.controller
+        if not known:
             return StageCost()
-        rows, seconds = zip(*self._correction.controller, strict=True)
+        rows, seconds = zip(*known.get(mode, known[""]), strict=True)
         return StageCost(compute=max(_line(rows, seconds, problem.rows), min(seconds)))
 
     def _find(self, role: RoleSpec, phases: tuple[Phase, ...], mesh: Mesh, mode: Mode) -> _Source | None:

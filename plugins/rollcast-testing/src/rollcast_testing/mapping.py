@@ -124,7 +124,8 @@ class CostModelSuite:
                     yield stage, placement, pool, mode
 
     def _costs(self, problem: Problem, model: BaseCostModel) -> Iterator[StageCost]:
-        yield model.controller_cost(problem)
+        for mode in self.modes:
+            yield model.controller_cost(problem, mode)
         for asked in self._stages(problem):
             yield model.stage_cost(problem, *asked)
         for trained, rollout in zip(self._placed("actor"), self._placed("rollout"), strict=True):
