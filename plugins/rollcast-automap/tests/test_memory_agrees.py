@@ -23,7 +23,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
 
 GPU = DeviceKind("gpu", 80 << 30, {"bfloat16": 1e15, "float32": 1e14}, 1e12, 1e10)
 EIGHT = ["placement.n_gpus_per_node=8", "placement.device=cuda"]
-MEGATRON = [*EIGHT, "engine=megatron", "actor.engine.tensor_model_parallel_size=2"]
+MEGATRON = [*EIGHT, "recipe=gsm8k_megatron", "actor.engine.tensor_model_parallel_size=2"]
 REPLICAS = ["rollout=vllm", "rollout.weight_sync=shared_memory"]
 CASES = {
     "fsdp on one device": ["placement.device=cuda"],
@@ -76,7 +76,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def build(model: Path, changes: list[str]) -> Any:
     files = ["data.train_files=[train.parquet]", "data.val_files=[test.parquet]"]
     small = ["data.train_batch_size=16", "actor.ppo_mini_batch_size=8"]
-    config = compose(["recipe=gsm8k_grpo", f"model.path={model}", *files, *small, *changes]).config
+    recipe = [] if any(change.startswith("recipe=") for change in changes) else ["recipe=gsm8k_grpo"]
+    config = compose([*recipe, f"model.path={model}", *files, *small, *changes]).config
     trainer_class: Any = trainers.get(config.trainer.name)
     return trainer_class(TaskRunner(config, trainer_class.schema))
 

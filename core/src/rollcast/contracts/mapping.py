@@ -163,6 +163,8 @@ class TrainingLayout:
         fused_logits: log-probs are computed block by block, and logits are never held.
         logit_copies: float32 tensors of the size of the logits that exist at once in an update.
         eager_attention: attention holds the matrix of every head.
+        shares_weights: the weights are those of the trained role in the same pool, as of a reference beside an adapter.
+        reference: place of a frozen copy of the model, with which the loss compares every word; None without one.
     """
 
     shard_size: int = 1
@@ -178,6 +180,8 @@ class TrainingLayout:
     fused_logits: bool = False
     logit_copies: int = 3
     eager_attention: bool = False
+    shares_weights: bool = False
+    reference: Literal["device", "host"] | None = None
 
 
 @dataclass(frozen=True)

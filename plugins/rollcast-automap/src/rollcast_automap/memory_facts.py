@@ -19,7 +19,15 @@ from rollcast_automap.role_memory import (
     list_engine_items,
     list_rollout_items,
 )
-from rollcast_automap.role_specs import find_model, micro_batch_rows, read_role, role_size, slots_of
+from rollcast_automap.role_specs import (
+    compares_vocabularies,
+    find_model,
+    micro_batch_rows,
+    read_role,
+    role_size,
+    shares_weights,
+    slots_of,
+)
 from rollcast_automap.splits import check_split
 from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
@@ -87,7 +95,7 @@ def plan_memory(
     disk = 3 * 4 * adapter
     by_pool: dict[str, Any] = {}
     for pool, titles in placed_roles(trainer).items():
-        memory = _PoolMemory(trainer, algebra, size, pool, [each for each in titles if each in _NAMES], device_bytes)
+        memory = _PoolMemory(trainer, algebra, size, pool, _counted(trainer, titles), device_bytes)
         phases = memory.phases()
         by_pool[pool.name] = {"items": {item.name: item.bytes for item in memory.items}, "device": phases}
         lines += [("", None, f"{pool.name}: {_describe(item)}") for item in memory.items]
@@ -103,6 +111,16 @@ def plan_memory(
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
+
+
+def _counted(trainer: LoopTrainer, titles: Sequence[str]) -> list[str]:
+    """Return the roles of a pool that have memory of their own there."""
+    found = [title for title in titles if title in _NAMES]
+    if "actor" in found and shares_weights(trainer):
+        found.append("reference")  # no role of its own, but it has passes
+    if "actor" in found and compares_vocabularies(trainer) and "reference" in found:
+        found.remove("reference")  # in the actor's update
+    return found
 
 
 class _PoolMemory:

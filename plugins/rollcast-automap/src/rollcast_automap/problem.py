@@ -25,7 +25,7 @@ from rollcast.errors import ConfigError
 from rollcast_automap.constraints import ConstraintsConfig, check_roles
 from rollcast_automap.memory_model import measure_model
 from rollcast_automap.plan import find_algebra
-from rollcast_automap.role_specs import find_model, read_role, role_size
+from rollcast_automap.role_specs import find_model, read_role, role_size, shares_weights
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.workers.roles import Role
 
@@ -83,6 +83,8 @@ def build_problem(
     meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
     longest = data.max_response_length
     together, forbidden = _sharing(task.rollout_class.capabilities.modes)
+    if "ref" in names and shares_weights(trainer):
+        together += (("actor", "ref"),)
     return Problem(
         roles=roles,
         stages=stages,

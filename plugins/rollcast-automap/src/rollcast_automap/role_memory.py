@@ -137,8 +137,14 @@ def list_engine_items(
     if trains and role.adapter_parameters:
         items = count_frozen(title, parameters, layout)
         items += count_adapter_state(title, role.adapter_parameters, layout)
+    elif keeps.shares_weights:
+        items = []
     else:
         items = (count_trained if trains else count_frozen)(title, parameters, layout)
+    if keeps.reference is not None:
+        on_host = keeps.reference == "host"
+        copy = count_frozen("reference", parameters, layout)
+        items += [replace(item, on_host=on_host, phase="update" if on_host else "held") for item in copy]
     if layout.gathers:
         items.append(MemoryItem(f"{title}: gathered weights", count_gathered(size, layout), phase))
     if trains and layout.activation_offload:
@@ -233,6 +239,8 @@ def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMe
         part = _PARTS.get(item.name.partition(": ")[2])
         if part is None:
             continue
+        if part == "parameters" and item.phase == "update":
+            part = "gathered"  # a copy that visits, beside weights that may stay
         sizes[part] = sizes.get(part, 0) + item.bytes
         if item.on_host or item.phase == "generate":
             visiting.add(part)

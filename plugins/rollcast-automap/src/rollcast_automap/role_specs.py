@@ -16,7 +16,17 @@ from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.schemas import CriticConfig, RefConfig, RewardModelConfig
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["count_replicas", "find_model", "largest_pass", "micro_batch_rows", "read_role", "role_size", "slots_of"]
+__all__ = [
+    "compares_vocabularies",
+    "count_replicas",
+    "find_model",
+    "largest_pass",
+    "micro_batch_rows",
+    "read_role",
+    "role_size",
+    "shares_weights",
+    "slots_of",
+]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Keys by which rollouts say how many sequences they compute at once, and what part of a device is theirs.
@@ -92,13 +102,15 @@ def read_role(trainer: LoopTrainer, name: str, size: ModelSize, on_cpu: bool) ->
     training = role.training or TrainingLayout()
     training = replace(training, eager_attention=task.model.attn_implementation == "eager")
     if name == "actor":
-        more = KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0
-        training = replace(training, logit_copies=LOGIT_COPIES + more)
+        if compares_vocabularies(trainer):
+            training = replace(training, logit_copies=LOGIT_COPIES + KL_LOGIT_COPIES)
+            place = "host" if _offloads_reference(trainer, training.param_offload) else "device"
+            training = training if task.model.trains_adapter else replace(training, reference=place)
         role = replace(role, adapter_parameters=count_adapter(task.model) if find_model(trainer)[0] else 0)
     if name == "ref":
-        section: RefConfig = task.section("ref", RefConfig)
-        offload = training.param_offload or bool(section.engine.get("param_offload", False))
-        role, training = replace(role, offload=offload), replace(training, param_offload=offload)
+        offload = _offloads_reference(trainer, training.param_offload)
+        role = replace(role, offload=offload)
+        training = replace(training, param_offload=offload, shares_weights=shares_weights(trainer))
     return replace(role, training=training)
 
 
@@ -145,7 +157,19 @@ def _rollout_layout(task: TaskRunner, on_cpu: bool) -> RolloutLayout:
     )
 
 
-def _compares_vocabularies(trainer: LoopTrainer) -> bool:
+def shares_weights(trainer: LoopTrainer) -> bool:
+    """Return True if the reference is the actor without its adapter, in the same workers."""
+    pools, has_reference = trainer.task.pools.mapping, Role.REF in trainer.run.roles
+    return has_reference and trainer.task.model.trains_adapter and pools[Role.REF] == pools[Role.ACTOR_ROLLOUT]
+
+
+def _offloads_reference(trainer: LoopTrainer, as_actor: bool) -> bool:
+    section: RefConfig = trainer.task.section("ref", RefConfig)
+    return as_actor or bool(section.engine.get("param_offload", False))
+
+
+def compares_vocabularies(trainer: LoopTrainer) -> bool:
+    """Return True if the loss compares every word with the reference, which is then in the actor's workers."""
     return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
 
 
