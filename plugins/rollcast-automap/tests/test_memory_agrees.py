@@ -27,6 +27,10 @@ MEGATRON = [*EIGHT, "recipe=gsm8k_megatron", "actor.engine.tensor_model_parallel
 REPLICAS = ["rollout=vllm", "rollout.weight_sync=shared_memory"]
 CASES = {
     "fsdp on one device": ["placement.device=cuda"],
+    "prompts that responses share": [
+        *("placement.device=cuda", "actor.engine.share_prompts=true", "actor.engine.param_dtype=null"),
+        *("actor.engine.enable_gradient_checkpointing=false", "actor.engine.use_remove_padding=false"),
+    ],
     "fsdp over eight": EIGHT,
     "bf16 passes, all saved": [
         *(*EIGHT, "actor.engine.param_dtype=bf16", "actor.engine.enable_gradient_checkpointing=true"),
@@ -131,6 +135,20 @@ def actor_of(model: Path, *changes: str, mesh: Mesh | None = None) -> tuple[Any,
     placement = Placement("actor", "p", mesh or Mesh(data=8), 4)
     parts = AnalyticalCosts(AnalyticalConfig()).memory(problem, role, placement, Pool("p", ((0, 8),)), "hybrid")
     return parts, role
+
+
+def test_responses_share_the_activations_of_their_prompt(model: Path) -> None:
+    def activations(shares: bool, ranks: int) -> int:
+        changes = [*CASES["prompts that responses share"], f"placement.n_gpus_per_node={ranks}"]
+        trainer = build(model, [*changes, f"actor.engine.share_prompts={shares}"])
+        problem = build_problem(trainer, Cluster((Node(GPU, 8, 1e11),), 1e10))
+        at, pool = Placement("actor", "p", Mesh(data=ranks), 10), Pool("p", ((0, ranks),))
+        costs = AnalyticalCosts(AnalyticalConfig())
+        return costs.memory(problem, problem.role("actor"), at, pool, "hybrid").activations
+
+    # 5 samples of 512 + 1,024 tokens; the weights of two ranks are gathered, and then nothing is shared.
+    assert activations(True, 1) / activations(False, 1) == pytest.approx((103 + 1024) / (512 + 1024))
+    assert activations(True, 2) == activations(False, 2)
 
 
 def test_an_adapter_has_the_only_gradients(model: Path) -> None:

@@ -163,6 +163,8 @@ class TrainingLayout:
         fused_logits: log-probs are computed block by block, and logits are never held.
         logit_copies: float32 tensors of the size of the logits that exist at once in an update.
         eager_attention: attention holds the matrix of every head.
+        shares_prompts: the responses of a prompt that are in one micro-batch share its activations, unless the weights
+            are gathered.
         shares_weights: the weights are those of the trained role in the same pool, as of a reference beside an adapter.
         reference: place of a frozen copy of the model, with which the loss compares every word; None without one.
     """
@@ -180,6 +182,7 @@ class TrainingLayout:
     fused_logits: bool = False
     logit_copies: int = 3
     eager_attention: bool = False
+    shares_prompts: bool = False
     shares_weights: bool = False
     reference: Literal["device", "host"] | None = None
 

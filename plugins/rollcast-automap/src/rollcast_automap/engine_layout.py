@@ -128,6 +128,7 @@ def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
         activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
         reshards=bool(getattr(engine, "reshard_after_forward", True)),
         fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
+        shares_prompts=bool(getattr(engine, "share_prompts", False)),
     )
     recompute = bool(getattr(engine, "enable_gradient_checkpointing", False))
     return _finish(role, engine, training, (stored, stored, 2 * stored), recompute)

@@ -10,7 +10,7 @@ from rollcast.contracts.pools import ResourcePool
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import held_bytes
 from rollcast_automap.engine_layout import has_known_keys
-from rollcast_automap.memory_model import MemoryItem, ModelSize, Passes, count_adapter, measure_model
+from rollcast_automap.memory_model import MemoryItem, ModelSize, count_adapter, measure_model
 from rollcast_automap.process_memory import find_process_memory
 from rollcast_automap.role_memory import (
     Cache,
@@ -18,6 +18,7 @@ from rollcast_automap.role_memory import (
     gather_parts,
     list_engine_items,
     list_rollout_items,
+    longest_pass,
 )
 from rollcast_automap.role_specs import (
     compares_vocabularies,
@@ -178,7 +179,8 @@ class _PoolMemory:
         mesh = Mesh(sizes.data(self._ranks), sizes.tensor, sizes.pipeline)
         sends = role.name == "actor" and task.uses_replicas
         bucket = task.rollout.update_weights_bucket_megabytes << 20 if sends else 0
-        passes = Passes(rows, longest, data.max_response_length)
+        lengths, samples = (data.max_prompt_length, data.max_response_length), self._algebra.samples
+        passes = longest_pass(role, mesh, self._ranks, rows, *lengths, samples)
         return list_engine_items(title, role, mesh, self._ranks, passes, bucket)
 
     def phases(self) -> dict[str, int]:

@@ -43,6 +43,7 @@ __all__ = [
     "list_engine_items",
     "list_rollout_items",
     "longest_of",
+    "longest_pass",
     "price_memory",
     "size_of",
 ]
@@ -115,6 +116,25 @@ def longest_of(lengths: Lengths) -> int:
     if lengths.quantiles and lengths.quantiles[-1][0] >= 1:
         return round(lengths.quantiles[-1][1])
     return lengths.maximum
+
+
+def longest_pass(
+    role: RoleSpec, mesh: Mesh, devices: int, rows: int, prompt: int, response: int, samples: int
+) -> Passes:
+    """Return the largest micro-batch of a role that does not generate.
+
+    Args:
+        role: the role.
+        mesh: its mesh.
+        devices: of its pool.
+        rows: of the micro-batch.
+        prompt, response: longest lengths in tokens.
+        samples: responses per prompt.
+    """
+    keeps = role.training or usual_layout(role)
+    if keeps.shares_prompts and not EngineLayout.of(role, mesh, devices).gathers:
+        prompt = -(-prompt // min(samples, rows))
+    return Passes(rows, prompt + response, response)
 
 
 def list_engine_items(
@@ -279,7 +299,8 @@ def price_memory(
         rollouts = [each for each in problem.roles if each.kind == "generates" and _is_replicated(each)]
         layouts = [each.rollout or RolloutLayout() for each in rollouts] if sends else []
         bucket = max((layout.bucket_bytes for layout in layouts), default=0)
-        passes = Passes(placement.micro_batch_rows, longest, response)
+        rows, prompt = placement.micro_batch_rows, longest - response
+        passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)
         items = list_engine_items(role.name, role, placement.mesh, pool.devices, passes, bucket)
         return gather_parts(items, role, process)
     mean, smallest = problem.prompt_lengths.mean + problem.response_lengths.mean, min(k.memory_bytes for k in kinds)

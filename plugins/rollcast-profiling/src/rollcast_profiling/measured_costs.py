@@ -33,7 +33,7 @@ from rollcast_automap.composition import find_trained, predict
 from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
 from rollcast_automap.measured_run import MeasuredRun, read_run, worker_bytes
-from rollcast_automap.role_memory import longest_of
+from rollcast_automap.role_memory import longest_of, longest_pass
 from rollcast_profiling.costs import CostTable, Phase, RoleLayout, read_costs
 
 __all__ = ["Grid", "MeasuredConfig", "MeasuredCosts"]
@@ -354,8 +354,10 @@ class MeasuredCosts(AnalyticalCosts):
         peaks = None if source is None else source.peaks(phase)
         if source is None or peaks is None:
             return parts
-        longest = longest_of(problem.prompt_lengths) + longest_of(problem.response_lengths)
-        peak = round(peaks.at(placement.micro_batch_rows, longest) + self._correction.bytes.get(role.plugin, 0))
+        prompt, response = map(longest_of, (problem.prompt_lengths, problem.response_lengths))
+        rows = placement.micro_batch_rows
+        passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)
+        peak = round(peaks.at(rows, passes.row_tokens) + self._correction.bytes.get(role.plugin, 0))
         there = self._memory_on(problem, role, placement, pool, mode, source)
         if find_device(source.table.device.name) != "cpu":
             peak += there.reserve  # torch's allocator knows nothing of context and libraries
