@@ -90,7 +90,7 @@ def test_a_run_that_does_not_fit_says_which_phase_and_what_would_help(folders: d
     found = json.loads(result.stdout)
     assert found["memory"]["pools"]["global_pool"]["fits"] is False
     (note,) = [note for note in found["notes"] if "does not fit" in note]
-    assert "GiB generating does not fit into 90% of 80 GiB; more devices" in note
+    assert "GiB generating does not fit into 95% of 80 GiB; more devices" in note
 
 
 @pytest.mark.parametrize(

@@ -16,22 +16,26 @@ from trainer_tools import SmallTask, launch, read_metrics, set_up, worker_of
 
 from rollcast.config import compose
 from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.mapping import Mesh, ModelFacts, RoleSpec
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast_algorithms import full
-from rollcast_automap.engine_layout import EngineLayout
+from rollcast_automap.composition import held_bytes, pool_bytes
+from rollcast_automap.engine_layout import EngineLayout, describe_engine, has_known_keys
 from rollcast_automap.memory_facts import format_bytes
 from rollcast_automap.memory_model import (
     KL_LOGIT_COPIES,
     MemoryItem,
     Passes,
     bound_activations,
+    bound_logits,
     count_gathered,
     count_kv_cache,
     measure_model,
-    total,
 )
 from rollcast_automap.plan import Plan, plan_run
+from rollcast_automap.process_memory import ProcessMemory
+from rollcast_automap.role_memory import gather_parts
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import data_parallel_size
 from rollcast_trainer.run.task_runner import TaskRunner
@@ -110,7 +114,8 @@ def test_gsm8k_on_eight_ranks(config_folder: Path) -> None:
     shard = -(-found["memory"]["parameters"] // 8) * 4
     names = ("actor: parameters", "actor: gradients", "actor: optimizer state", "reference: parameters")
     assert [items[name] for name in names] == [shard, shard, 2 * shard, shard]
-    assert found["memory"]["pools"]["global_pool"]["device"]["held"] == 5 * shard
+    process = items["workers: context and libraries"]
+    assert found["memory"]["pools"]["global_pool"]["device"]["held"] == 5 * shard + process
     # All weights in bf16 while generating.
     assert items["rollout: weights"] == found["memory"]["parameters"] * 2
     assert found["notes"] == ["the data files were not read"]
@@ -127,7 +132,7 @@ def test_a_reference_by_itself_and_the_exact_kl_count(config_folder: Path) -> No
     assert exact["device"]["held"] == plain["device"]["held"] - reference
     # Six more [10 rows, 1024 tokens, vocabulary] in float32.
     size = measure_model(ModelConfig(str(config_folder)))
-    more = exact["items"]["actor: activations"] - plain["items"]["actor: activations"]
+    more = exact["items"]["actor: logits"] - plain["items"]["actor: logits"]
     assert more == KL_LOGIT_COPIES * 4 * 10 * 1024 * size.vocabulary
 
 
@@ -272,6 +277,7 @@ def test_the_critic_in_a_pool_of_its_own(small_task: SmallTask, tmp_path: Path) 
     assert found["batch"]["critic_optimizer_steps"] == 6
     assert found["roles"]["apart"]["roles"] == ["critic"]
     assert set(found["memory"]["pools"]["apart"]["device"]) == {"held", "updating"}
+    assert set(found["memory"]["pools"]["global_pool"]["device"]) == {"held", "generating", "updating"}
     together = make_plan(small_task.ppo(tmp_path, "algorithm=gae")).as_dict()
     assert together["roles"]["global_pool"]["roles"] == ["actor", "rollout", "critic"]
     critic = together["memory"]["pools"]["global_pool"]["items"]["critic: parameters"]
@@ -291,8 +297,13 @@ def test_a_reward_model_in_a_pool_of_its_own(config_folder: Path, tmp_path: Path
     assert found["roles"]["judges"]["roles"] == ["reward model"]
     memory = found["memory"]["pools"]["judges"]
     # Its head has no bias, which a value head has.
-    assert memory["items"] == {"reward model: parameters": _bytes(judge.parameters()) + 4}
-    assert memory["device"] == {"held": memory["items"]["reward model: parameters"]}
+    weights = _bytes(judge.parameters()) + 4
+    assert memory["items"]["reward model: parameters"] == weights
+    assert memory["device"]["held"] == weights + memory["items"]["workers: context and libraries"]
+    # A score is a number a row, so there are no logits.
+    gathered, activations = (memory["items"][f"reward model: {what}"] for what in ("gathered weights", "activations"))
+    assert memory["device"]["forward"] == memory["device"]["held"] + gathered + activations
+    assert set(memory["device"]) == {"held", "forward"}
 
 
 def test_the_models_of_other_roles_are_named_by_their_keys(config_folder: Path, tmp_path: Path) -> None:
@@ -364,26 +375,33 @@ def test_activations_are_near_and_below_their_bound(
         kept_alive = torch.logsumexp(logits, -1).sum()
     layout = EngineLayout(1, stored, stored, checkpointing=checkpointing)
     size = measure_model(ModelConfig(str(folder)))
-    bound = bound_activations(size, Passes(4, 48, 16), layout, attention == "eager")
+    passes = Passes(4, 48, 16)
+    bound = bound_activations(size, passes, layout, attention == "eager") + bound_logits(size, passes, layout)
     assert kept_alive.requires_grad
     # Checkpointed layers are computed again in the backward, one after the other.
     assert bound / (20 if checkpointing else 3) < sum(saved.values()) < bound
 
 
+def layout_of(engine: Any, ranks: int) -> EngineLayout:
+    role = RoleSpec("actor", "trains", ModelFacts(1, 1, 1, 1, 1, 1, 1, 1), "fsdp")
+    return EngineLayout.of(describe_engine(role, engine), Mesh(data=ranks), ranks)
+
+
 def test_layouts_of_engines() -> None:
     from rollcast_fsdp.schemas import FsdpConfig
 
-    assert EngineLayout.read(FsdpConfig(), 1) == EngineLayout(1)
-    assert not EngineLayout.read(FsdpConfig(), 1).gathers
-    mixed = EngineLayout.read(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 4)
-    assert mixed == EngineLayout(4, 4, 2, param_offload=True)
+    assert layout_of(FsdpConfig(), 1) == EngineLayout(1, gradient=4, state=8)
+    assert not layout_of(FsdpConfig(), 1).gathers
+    mixed = layout_of(FsdpConfig(param_dtype="bf16", param_offload=True, fsdp_size=4), 8)
+    assert mixed == EngineLayout(4, 4, 2, param_offload=True, gradient=4, state=8)
     assert (mixed.shard(10), mixed.gathers) == (3, True)
-    assert not EngineLayout.read(object(), 4).known
+    assert not has_known_keys(object())
+    assert layout_of(object(), 4) == EngineLayout(1, gradient=4, state=8)
     lean = FsdpConfig(
         ulysses_sequence_parallel_size=2, use_fused_kernels=True, enable_activation_offload=True, model_dtype="bf16"
     )
-    assert EngineLayout.read(lean, 4) == EngineLayout(
-        4, 2, 2, activation_offload=True, sequence_parts=2, fused_logits=True
+    assert layout_of(lean, 4) == EngineLayout(
+        4, 2, 2, activation_offload=True, sequence_parts=2, fused_logits=True, gradient=2, state=4
     )
     assert (data_parallel_size(lean, 8), data_parallel_size(object(), 8)) == (4, 8)
 
@@ -393,11 +411,11 @@ def test_keys_that_save_memory_lower_the_bound(config_folder: Path) -> None:
     large = replace(size, vocabulary=150_000, layers=24)
     plain = bound_activations(large, passes, EngineLayout(1), eager=False)
     logits = 3 * 4 * 8 * 1024 * 150_000
-    fused = bound_activations(large, passes, EngineLayout(1, fused_logits=True), eager=False)
-    assert 0 < fused - (plain - logits) < logits / 8
+    assert bound_logits(large, passes, EngineLayout(1)) == logits
+    assert 0 < bound_logits(large, passes, EngineLayout(1, fused_logits=True)) < logits / 8
     assert bound_activations(large, passes, EngineLayout(1, sequence_parts=2), eager=False) == plain / 2
-    offloaded = bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False)
-    assert offloaded - logits == (plain - logits) / 24
+    assert bound_logits(large, passes, EngineLayout(1, sequence_parts=2)) == logits / 2
+    assert bound_activations(large, passes, EngineLayout(1, activation_offload=True), eager=False) == plain / 24
 
 
 def test_gathered_weights_are_two_layers_and_what_is_outside(config_folder: Path) -> None:
@@ -414,22 +432,45 @@ def test_gathered_weights_are_two_layers_and_what_is_outside(config_folder: Path
 
 
 def test_models_take_turns_and_offloaded_state_comes_back() -> None:
-    items = [
+    role = RoleSpec("any", "trains", ModelFacts(1, 1, 1, 1, 1, 1, 1, 1), "fsdp")
+    actor = [
         MemoryItem("actor: parameters", 100, on_host=True),
         MemoryItem("actor: optimizer state", 200, on_host=True),
         MemoryItem("actor: gradients", 10),
         MemoryItem("actor: activations", 50, "update"),
-        MemoryItem("critic: parameters", 7),
-        MemoryItem("critic: activations", 90, "update"),
-        MemoryItem("rollout: KV cache", 30, "generate"),
+        MemoryItem("actor: kept activations", 999, "update", on_host=True),
     ]
-    assert total(items, "held") == 17
-    assert total(items, "update") == 17 + 100 + 200
-    assert total(items, "generate") == 17 + 130
-    on_device = [MemoryItem(item.name, item.bytes, item.phase) for item in items]
-    assert total(on_device, "held") == 317
-    assert total(on_device, "update") == 317 + 90
-    assert total(on_device, "generate") == 317 + 30
+    critic = [MemoryItem("critic: parameters", 7), MemoryItem("critic: activations", 90, "update")]
+    rollout = [MemoryItem("rollout: weights", 100, "generate"), MemoryItem("rollout: KV cache", 30, "generate")]
+    process = ProcessMemory(reserve=3, graphs=1)
+    parts = [gather_parts(items, role, process) for items in (actor, critic, rollout)]
+    assert [each.held for each in parts] == [10, 7, 0]
+    # After the passes the optimizer state takes the place of activations.
+    assert [each.passing for each in parts] == [100 + 200, 90, 130]
+    assert (held_bytes(parts), pool_bytes(parts)) == (17 + 4, 17 + 4 + 300)
+    on_device = [
+        MemoryItem(item.name, item.bytes, item.phase) for item in actor if item.name != "actor: kept activations"
+    ]
+    parts = [gather_parts(items, role, process) for items in (on_device, critic, rollout)]
+    assert (held_bytes(parts), pool_bytes(parts)) == (317 + 4, 317 + 4 + 130)
+    replica = gather_parts(rollout, replace(role, own_process=True), process)
+    assert held_bytes([parts[0], replica]) == 310 + 8
+
+
+def test_both_ends_of_a_weight_sync_are_on_the_devices_at_once() -> None:
+    role = RoleSpec("any", "trains", ModelFacts(1, 1, 1, 1, 1, 1, 1, 1), "fsdp")
+    sender = gather_parts(
+        [MemoryItem("actor: parameters", 100, on_host=True), MemoryItem("actor: sync bucket", 5, "sync")],
+        role,
+        ProcessMemory(0),
+    )
+    receiver = gather_parts(
+        [MemoryItem("rollout: weights", 80, "generate"), MemoryItem("rollout: sync bucket", 5, "sync")],
+        role,
+        ProcessMemory(0),
+    )
+    assert (sender.passing, receiver.passing) == (100, 80)
+    assert pool_bytes([sender, receiver]) == 105 + 85
 
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ class Synthetic(BaseCostModel):
             optimizer=12 * mine // mesh.data * trains,
             activations=placement.micro_batch_rows * 10**8 // mesh.tensor,
             reserve=10**9,
-            visiting=role.kind == "generates" and mode == "hybrid",
+            visiting=frozenset({"parameters"}) if role.kind == "generates" and mode == "hybrid" else frozenset(),
         )
 
     def sync_cost(

@@ -33,8 +33,10 @@ __all__ = [
     "Prediction",
     "Problem",
     "RoleSpec",
+    "RolloutLayout",
     "StageCost",
     "StageSpec",
+    "TrainingLayout",
     "cost_models",
     "planners",
 ]
@@ -144,6 +146,70 @@ class ModelFacts:
 
 
 @dataclass(frozen=True)
+class TrainingLayout:
+    """How an engine keeps a model and computes with it on any mesh.
+
+    Attributes:
+        shard_size: ranks over which a copy of the weights, gradients and optimizer state is spread, and each of which
+            gathers the weights that it needs; -1 for all ranks of the role.
+        computed_bytes: bytes of a number in passes.
+        sequence_parts: ranks that share the tokens of a row.
+        param_offload, optimizer_offload: weights, and optimizer state, are in host memory outside of their use.
+        activation_offload: activations are in host memory until the backward pass.
+        spreads_optimizer: data-parallel ranks share the optimizer state.
+        splits_sequence: tensor-parallel ranks share the activations that tensor parallelism leaves whole.
+        reshards: a layer's gathered weights are freed after its forward pass.
+        head_positions: positions whose logits exist at a time; None for all of a micro-batch.
+        fused_logits: log-probs are computed block by block, and logits are never held.
+        logit_copies: float32 tensors of the size of the logits that exist at once in an update.
+        eager_attention: attention holds the matrix of every head.
+        shares_prompts: the responses of a prompt that are in one micro-batch share its activations, unless the weights
+            are gathered.
+        shares_weights: the weights are those of the trained role in the same pool, as of a reference beside an adapter.
+        reference: place of a frozen copy of the model, with which the loss compares every word; None without one.
+    """
+
+    shard_size: int = 1
+    computed_bytes: int = 2
+    sequence_parts: int = 1
+    param_offload: bool = False
+    optimizer_offload: bool = False
+    activation_offload: bool = False
+    spreads_optimizer: bool = False
+    splits_sequence: bool = False
+    reshards: bool = True
+    head_positions: int | None = None
+    fused_logits: bool = False
+    logit_copies: int = 3
+    eager_attention: bool = False
+    shares_prompts: bool = False
+    shares_weights: bool = False
+    reference: Literal["device", "host"] | None = None
+
+
+@dataclass(frozen=True)
+class RolloutLayout:
+    """How a rollout uses its devices.
+
+    Attributes:
+        max_rows: sequences that a replica computes at once, at most; None for no limit.
+        memory_share: fraction of a device that a replica takes, weights and cache included, whatever its rows need;
+            None if the cache is as large as its rows.
+        cache_bytes: fixed size of the cache on each device; None if it is not fixed.
+        releases_memory: weights and cache leave the devices while the trainer computes in mode ``hybrid``.
+        bucket_bytes: largest bucket of a weight sync; 0 if weights are not sent.
+        captures_graphs: replicas on GPUs hold CUDA graphs, where their engine can.
+    """
+
+    max_rows: int | None = None
+    memory_share: float | None = None
+    cache_bytes: int | None = None
+    releases_memory: bool = True
+    bucket_bytes: int = 64 << 20
+    captures_graphs: bool = True
+
+
+@dataclass(frozen=True)
 class RoleSpec:
     """A model with one purpose.
 
@@ -158,6 +224,9 @@ class RoleSpec:
         offload: weights and optimizer state are in host memory outside of their use.
         value_head: the output is a number per token, so there are no logits.
         own_process: the role runs in processes of its own also where it shares devices, as replicas do.
+        adapter_parameters: parameters of the adapter that is trained in place of the model; 0 without one.
+        training: layout of a role that does not generate; None for the usual one of ``plugin``.
+        rollout: layout of a role that generates; None for replicas with the defaults.
     """
 
     name: str
@@ -170,6 +239,9 @@ class RoleSpec:
     offload: bool = False
     value_head: bool = False
     own_process: bool = False
+    adapter_parameters: int = 0
+    training: TrainingLayout | None = None
+    rollout: RolloutLayout | None = None
 
 
 @dataclass(frozen=True)
@@ -379,11 +451,11 @@ class MemoryParts:
     """Predicted bytes of a role on each of its devices; with a pipeline, on the fullest one.
 
     Attributes:
-        parameters, gradients, optimizer: held during the whole step, unless ``visiting``.
-        activations, logits, buckets: present while the role computes or its weights are synced.
-        kv_cache: cache of a rollout.
-        reserve: CUDA context, graphs and fragmentation of the process; held. Roles that share a process share it.
-        visiting: the role leaves the device outside of its use; only ``reserve`` is held.
+        parameters, gradients, optimizer, kv_cache: held during the whole step, unless they are ``visiting``.
+        activations, logits, gathered: present while the role computes; ``gathered`` are weights of other ranks.
+        buckets: buffers of the weight sync, present during it; 0 for a role that takes no part.
+        reserve: CUDA context, libraries and graphs of the process; held. Roles that share a process share it.
+        visiting: names of the parts that are on the device only while the role uses them.
         own_process: the role has processes of its own, also where it shares devices with others.
     """
 
@@ -392,31 +464,38 @@ class MemoryParts:
     optimizer: int = 0
     activations: int = 0
     logits: int = 0
+    gathered: int = 0
     kv_cache: int = 0
     buckets: int = 0
     reserve: int = 0
-    visiting: bool = False
+    visiting: frozenset[str] = frozenset({"kv_cache"})
     own_process: bool = False
 
     @property
     def total(self) -> int:
         """All bytes at the role's peak, the reserve of its process included."""
-        return self.reserve + self.held + self.passing
+        return self.reserve + self.held + max(self.passing, self.syncing)
 
     @property
     def held(self) -> int:
         """Bytes beside the reserve that stay while another role of the pool computes."""
-        return 0 if self.visiting else self._model
+        return sum(self._resting(name, visits=False) for name in ("parameters", "gradients", "optimizer", "kv_cache"))
 
     @property
     def passing(self) -> int:
-        """Bytes that are there only while the role computes."""
-        work = self.activations + self.logits + self.kv_cache + self.buckets
-        return work + (self._model if self.visiting else 0)
+        """Bytes that are there only while the role computes; the optimizer state visits after the passes."""
+        passes = self.activations + self.logits + self.gathered + self._resting("kv_cache", visits=True)
+        weights = self._resting("parameters", visits=True) + self._resting("gradients", visits=True)
+        return weights + max(passes, self._resting("optimizer", visits=True))
 
     @property
-    def _model(self) -> int:
-        return self.parameters + self.gradients + self.optimizer
+    def syncing(self) -> int:
+        """Bytes beside the held ones during a weight sync; 0 for a role that takes no part."""
+        return self.buckets + self._resting("parameters", visits=True) if self.buckets else 0
+
+    def _resting(self, name: str, *, visits: bool) -> int:
+        """Return the bytes of a part if it visits, or if it does not; else 0."""
+        return int(getattr(self, name)) if (name in self.visiting) == visits else 0
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from rollcast.contracts.mapping import (
 )
 from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.role_memory import price_memory
 
 __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
@@ -49,10 +50,10 @@ class AnalyticalConfig(CostModelConfig):
     """Seconds of one small collective."""
     launch_s: NonNegative = 5e-5
     """Seconds that a layer takes at least."""
-    reserve_bytes: Annotated[int, Ge(0)] = 2 << 30
-    """CUDA context, libraries and graphs."""
-    bucket_bytes: Annotated[int, Ge(0)] = 512 << 20
-    """Buffer of a weight sync."""
+    reserve_bytes: Annotated[int, Ge(0)] | None = None
+    """Bytes of a process beside its tensors, without CUDA graphs; null for the figure of its device and plugin."""
+    graph_bytes: Annotated[int, Ge(0)] | None = None
+    """Bytes of a replica's CUDA graphs; null for the figure of its plugin."""
 
 
 @dataclass(frozen=True)
@@ -127,47 +128,13 @@ class AnalyticalCosts(BaseCostModel):
         parts = self.memory(problem, role, placement, pool, mode)
         # A frozen role's weights are in host memory already: they are only loaded.
         ways = 2 if role.kind == "trains" else 1
-        moved = ways * (parts.parameters + parts.optimizer)
+        moved = ways * sum(int(getattr(parts, name)) for name in ("parameters", "optimizer") if name in parts.visiting)
         return StageCost(communication=moved / (self._place(problem, pool).host * self.efficiency.link))
 
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
         """Return the memory of a role on each of its devices."""
-        model, mesh = role.model, placement.mesh
-        split = mesh.tensor * mesh.pipeline * (mesh.data if role.plugin in _SHARDING else 1)
-        whole = self._parameters(role)
-        if mesh.pipeline > 1:
-            # The first and the last stage hold an embedding each beside their layers.
-            embedding = model.hidden * model.vocab
-            body = whole - embedding * (1 if model.tied or role.value_head else 2)
-            whole = body + embedding * mesh.pipeline
-        numbers = -(-whole // split)
-        parts = {"parameters": numbers * model.dtype_bytes, "reserve": self.efficiency.reserve_bytes}
-        own = role.own_process
-        longest = problem.prompt_lengths.maximum + problem.response_lengths.maximum
-        rows = placement.micro_batch_rows
-        if role.kind == "generates":
-            heads = max(-(-model.kv_heads // mesh.tensor), 1)
-            parts["kv_cache"] = rows * longest * 2 * model.layers * heads * model.head_size * 2 // mesh.pipeline
-            parts["buckets"] = self.efficiency.bucket_bytes
-            return MemoryParts(**parts, visiting=mode == "hybrid", own_process=own)
-        tokens = rows * longest
-        # Korthikanti et al. 2022: 34 bytes per token and hidden number in a layer with flash attention.
-        layer = tokens * model.hidden * 34 // mesh.tensor
-        if role.kind == "trains":
-            kept = tokens * model.hidden * 2 // mesh.tensor
-            parts["gradients"] = numbers * role.gradient_bytes
-            shared = 1 if role.plugin in _SHARDING else mesh.data
-            parts["optimizer"] = -(-numbers * role.optimizer_bytes // shared)
-            # The first stage of a pipeline has as many micro-batches in flight as there are stages.
-            parts["activations"] = model.layers * kept + layer if role.recompute else model.layers * layer
-        else:
-            parts["activations"] = layer
-        if not role.value_head:
-            copies = 3 if role.kind == "trains" else 1
-            parts["logits"] = copies * 4 * rows * problem.response_lengths.maximum * -(-model.vocab // mesh.tensor)
-        if role.plugin in _SHARDING and mesh.data > 1:
-            parts["buckets"] = int(2 * 2 * _layer_weights(model))
-        return MemoryParts(**parts, visiting=role.offload, own_process=own)
+        given = self.efficiency
+        return price_memory(problem, role, placement, pool, mode, given.reserve_bytes, given.graph_bytes)
 
     def _parameters(self, role: RoleSpec) -> int:
         model = role.model

@@ -8,7 +8,7 @@ from typing import Any
 
 from rollcast.contracts.mapping import BaseCostModel
 from rollcast_automap.composition import predict
-from rollcast_automap.measured_run import MeasuredRun
+from rollcast_automap.measured_run import MeasuredRun, worker_bytes
 
 __all__ = ["Compared", "RunCheck", "as_dict", "check_run"]
 
@@ -69,7 +69,7 @@ def check_run(run: MeasuredRun, cost_model: BaseCostModel) -> RunCheck:
         folder=run.folder,
         step=Compared(found.step_seconds, run.step_seconds),
         stages=stages,
-        memory=Compared(found.device_bytes[run.home], run.peak_bytes),
+        memory=Compared(worker_bytes(run, found), run.peak_bytes),
     )
 
 

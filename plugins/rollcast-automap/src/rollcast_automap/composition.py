@@ -22,6 +22,7 @@ __all__ = [
     "find_generator",
     "find_trained",
     "fits_pool",
+    "held_bytes",
     "makespan",
     "mode_of",
     "pool_bytes",
@@ -90,14 +91,20 @@ def step_seconds(
     return max(generation, makespan(problem, pool_of, others)) + extra
 
 
-def pool_bytes(memory: Sequence[MemoryParts]) -> int:
-    """Return the peak on each device of a pool whose roles take turns.
+def held_bytes(memory: Sequence[MemoryParts]) -> int:
+    """Return what is on each device of a pool while none of its roles computes.
 
     Roles without processes of their own share one, and so its reserve.
     """
     shared = max((parts.reserve for parts in memory if not parts.own_process), default=0)
     reserves = shared + sum(parts.reserve for parts in memory if parts.own_process)
-    return reserves + sum(parts.held for parts in memory) + max((parts.passing for parts in memory), default=0)
+    return reserves + sum(parts.held for parts in memory)
+
+
+def pool_bytes(memory: Sequence[MemoryParts]) -> int:
+    """Return the peak on each device of a pool whose roles take turns, or sync weights together."""
+    turns = max((parts.passing for parts in memory), default=0)
+    return held_bytes(memory) + max(turns, sum(parts.syncing for parts in memory))
 
 
 def fits_pool(problem: Problem, pool: Pool, peak: int) -> bool:

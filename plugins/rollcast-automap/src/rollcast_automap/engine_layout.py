@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from rollcast.contracts.mapping import Mesh, RoleSpec, TrainingLayout
 from rollcast_trainer.batch.sizes import ParallelSizes
 
-__all__ = ["EngineLayout"]
+__all__ = ["EngineLayout", "describe_engine", "has_known_keys", "usual_layout"]
 
 _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine keeps a model.
+    """How an engine keeps a model on a mesh.
 
     Attributes:
         shards: ranks over which one copy is spread, of which each gathers what it needs.
@@ -33,7 +34,6 @@ class EngineLayout:
         state_shards: ranks over which the optimizer's state is spread beside.
         fused_logits: logits are computed block by block, and never held.
         reshards: a layer's gathered weights are given up after its forward pass.
-        known: the engine has the keys that this was read from; otherwise it is a guess.
     """
 
     shards: int
@@ -53,52 +53,36 @@ class EngineLayout:
     state_shards: int = 1
     fused_logits: bool = False
     reshards: bool = True
-    known: bool = True
 
     @classmethod
-    def read(cls, engine: Any, ranks: int) -> EngineLayout:
-        """From the engine's own keys (``actor.engine``), by their usual names."""
-        if hasattr(engine, "pipeline_model_parallel_size") and hasattr(engine, "dtype"):
-            return cls._read_megatron(engine, ranks)
-        if not hasattr(engine, "model_dtype"):
-            return cls(shards=1, known=False)
-        stored = _BYTES.get(engine.model_dtype, 4)
-        size = getattr(engine, "fsdp_size", -1)
-        return cls(
-            shards=ranks if size < 1 else size,
-            stored=stored,
-            computed=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
-            param_offload=bool(getattr(engine, "param_offload", False)),
-            optimizer_offload=bool(getattr(engine, "optimizer_offload", False)),
-            checkpointing=bool(getattr(engine, "enable_gradient_checkpointing", False)),
-            activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
-            sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
-            fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
-            reshards=bool(getattr(engine, "reshard_after_forward", True)),
-        )
+    def of(cls, role: RoleSpec, mesh: Mesh, devices: int) -> EngineLayout:
+        """Return the layout of a role that does not generate.
 
-    @classmethod
-    def _read_megatron(cls, engine: Any, ranks: int) -> EngineLayout:
-        """Of an engine that is split as Megatron is."""
-        sizes = ParallelSizes.read(engine)
-        stored = _BYTES.get(engine.dtype, 4)
-        spread = bool(getattr(engine, "use_distributed_optimizer", False))
+        Args:
+            role: the role.
+            mesh: its mesh.
+            devices: of its pool; a mesh leaves out the ranks that share the tokens of a row.
+        """
+        keeps = role.training or usual_layout(role)
+        data = max(devices // (mesh.tensor * mesh.pipeline * keeps.sequence_parts), 1)
         return cls(
-            shards=1,
-            stored=stored,
-            gradient=4,
-            # Two moments, and with weights of two bytes a copy of four.
-            state=8 if stored == 4 else 12,
-            state_shards=sizes.data(ranks) if spread else 1,
-            computed=stored,
-            param_offload=bool(getattr(engine, "param_offload", False)),
-            optimizer_offload=bool(getattr(engine, "optimizer_offload", False)),
-            checkpointing=getattr(engine, "recompute_granularity", None) == "full",
-            sequence_parts=sizes.context,
-            tensor=sizes.tensor,
-            pipeline=sizes.pipeline,
-            splits_sequence=bool(getattr(engine, "sequence_parallel", False)),
-            head_positions=getattr(engine, "head_chunk_size", None),
+            shards=devices if keeps.shard_size < 1 else keeps.shard_size,
+            stored=role.model.dtype_bytes,
+            computed=keeps.computed_bytes,
+            param_offload=keeps.param_offload,
+            optimizer_offload=keeps.optimizer_offload,
+            checkpointing=role.recompute,
+            activation_offload=keeps.activation_offload,
+            sequence_parts=keeps.sequence_parts,
+            tensor=mesh.tensor,
+            pipeline=mesh.pipeline,
+            splits_sequence=keeps.splits_sequence,
+            head_positions=keeps.head_positions,
+            gradient=role.gradient_bytes,
+            state=role.optimizer_bytes,
+            state_shards=data if keeps.spreads_optimizer else 1,
+            fused_logits=keeps.fused_logits,
+            reshards=keeps.reshards,
         )
 
     @property
@@ -109,3 +93,78 @@ class EngineLayout:
     def shard(self, parameters: int) -> int:
         """Parameters on each rank, of those that all ranks share."""
         return -(-parameters // (self.shards * self.tensor))
+
+
+def usual_layout(role: RoleSpec) -> TrainingLayout:
+    """Return the layout of an engine whose keys are not known: sharded by FSDP, or split as Megatron does."""
+    shards = role.plugin == "fsdp"
+    return TrainingLayout(
+        shard_size=-1 if shards else 1,
+        param_offload=role.offload,
+        optimizer_offload=role.offload,
+        spreads_optimizer=not shards,
+        splits_sequence=not shards,
+    )
+
+
+def has_known_keys(engine: Any) -> bool:
+    """Return True if an engine has keys that :func:`describe_engine` reads; otherwise fp32 on every rank is assumed."""
+    return _splits(engine) or hasattr(engine, "model_dtype")
+
+
+def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
+    """Return the role as its engine's own keys (``actor.engine``) keep it, by their usual names."""
+    if _splits(engine):
+        return _describe_megatron(role, engine)
+    if not has_known_keys(engine):
+        whole = replace(role.model, dtype_bytes=4)
+        training = TrainingLayout(computed_bytes=4)
+        return replace(role, model=whole, optimizer_bytes=8, gradient_bytes=4, recompute=False, training=training)
+    stored = _BYTES.get(engine.model_dtype, 4)
+    training = TrainingLayout(
+        shard_size=max(getattr(engine, "fsdp_size", -1), -1) or -1,
+        computed_bytes=_BYTES.get(getattr(engine, "param_dtype", None) or engine.model_dtype, stored),
+        sequence_parts=getattr(engine, "ulysses_sequence_parallel_size", 1),
+        activation_offload=bool(getattr(engine, "enable_activation_offload", False)),
+        reshards=bool(getattr(engine, "reshard_after_forward", True)),
+        fused_logits=bool(getattr(engine, "use_fused_kernels", False)),
+        shares_prompts=bool(getattr(engine, "share_prompts", False)),
+    )
+    recompute = bool(getattr(engine, "enable_gradient_checkpointing", False))
+    return _finish(role, engine, training, (stored, stored, 2 * stored), recompute)
+
+
+def _splits(engine: Any) -> bool:
+    return hasattr(engine, "pipeline_model_parallel_size") and hasattr(engine, "dtype")
+
+
+def _describe_megatron(role: RoleSpec, engine: Any) -> RoleSpec:
+    """Describe an engine that is split as Megatron is."""
+    stored = _BYTES.get(engine.dtype, 4)
+    training = TrainingLayout(
+        computed_bytes=stored,
+        sequence_parts=ParallelSizes.read(engine).context,
+        spreads_optimizer=bool(getattr(engine, "use_distributed_optimizer", False)),
+        splits_sequence=bool(getattr(engine, "sequence_parallel", False)),
+        head_positions=getattr(engine, "head_chunk_size", None),
+    )
+    # Two moments, and with weights of two bytes a copy of four.
+    sizes = (stored, 4, 8 if stored == 4 else 12)
+    return _finish(role, engine, training, sizes, getattr(engine, "recompute_granularity", None) == "full")
+
+
+def _finish(
+    role: RoleSpec, engine: Any, training: TrainingLayout, sizes: tuple[int, int, int], recompute: bool
+) -> RoleSpec:
+    """Add what engines have in common; ``sizes`` are bytes of a parameter, a gradient and the optimizer's state."""
+    params, state = (bool(getattr(engine, key, False)) for key in ("param_offload", "optimizer_offload"))
+    stored, gradient, optimizer = sizes
+    return replace(
+        role,
+        model=replace(role.model, dtype_bytes=stored),
+        optimizer_bytes=optimizer,
+        gradient_bytes=gradient,
+        offload=params or state,
+        recompute=recompute,
+        training=replace(training, param_offload=params, optimizer_offload=state),
+    )

@@ -9,14 +9,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.mapping import Lengths, Mesh, Mode, Placement, Pool, Problem
+from rollcast.contracts.mapping import Lengths, Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.clusters import ClusterConfig, build_cluster
-from rollcast_automap.composition import find_trained, step_seconds
-from rollcast_automap.memory_facts import largest_pass
+from rollcast_automap.composition import find_trained, pool_bytes, step_seconds
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
+from rollcast_automap.role_specs import micro_batch_rows
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer, build_from_config
 from rollcast_trainer.stages.update_actor import may_skip_rows
@@ -24,7 +24,7 @@ from rollcast_trainer.stages.update_actor import may_skip_rows
 if TYPE_CHECKING:
     from rollcast.contracts.pools import ResourcePool
 
-__all__ = ["MeasuredRun", "read_run"]
+__all__ = ["MeasuredRun", "read_run", "worker_bytes"]
 
 #: Stage of a problem → the pools' name of it in ``timeline.jsonl``, where it has another.
 _CALLS = {"rollout": "generate", "agent_rollout": "generate", "reward_model": "reward"}
@@ -65,6 +65,17 @@ class MeasuredRun:
         seconds = {stage.name: self.stages.get(stage.name, 0.0) for stage in self.problem.stages}
         overlaps = self.mapping.max_staleness >= 1 and self.mapping.mode == "standalone"
         return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), overlaps)
+
+
+def worker_bytes(run: MeasuredRun, prediction: Prediction) -> int:
+    """Return the prediction of ``run.peak_bytes``: the peak of a worker of the trained role on its device.
+
+    Replicas have processes of their own, and torch's allocator on a GPU knows nothing of context and libraries.
+    """
+    mine = [each.role for each in run.mapping.placements if each.pool == run.home]
+    parts = [prediction.memory[role] for role in mine if not prediction.memory[role].own_process]
+    on_gpu = all(node.kind.name != "cpu" for node in run.problem.cluster.nodes)
+    return pool_bytes([replace(each, reserve=0) if on_gpu else each for each in parts])
 
 
 def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
@@ -166,7 +177,9 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
             continue
         sizes = ParallelSizes.read(task.role_engine(role.name))
         mesh = Mesh(sizes.data(pool.devices), sizes.tensor, sizes.pipeline)
-        placements.append(Placement(role.name, pool.name, mesh, _micro_batch(trainer, problem, role.name)))
+        length = max(round(problem.prompt_lengths.mean + problem.response_lengths.mean), 1)
+        rows = micro_batch_rows(trainer, find_algebra(trainer), role.name, pool.devices, length)
+        placements.append(Placement(role.name, pool.name, mesh, rows))
     used = {each.pool for each in placements}
     mode: Mode = "standalone" if task.uses_replicas and task.has_own_pool("rollout") else "hybrid"
     return RoleMapping(
@@ -182,20 +195,6 @@ def _slots(task: Any) -> int:
     rollout = task.rollout
     rows = getattr(rollout, "max_num_seqs", None) or getattr(rollout, "max_batch_size", None)
     return int(rows or task.data.train_batch_size * rollout.n)
-
-
-def _micro_batch(trainer: LoopTrainer, problem: Problem, role: str) -> int:
-    """Return the rows of a micro-batch of mean length on a rank."""
-    algebra, actor = find_algebra(trainer), trainer.task.actor
-    if role == "ref":
-        own = actor.log_prob_micro_batch_size_per_gpu or actor.ppo_micro_batch_size_per_gpu
-    elif role == "actor":
-        own = actor.ppo_micro_batch_size_per_gpu
-    else:
-        section = trainer.task.config[role]
-        own = section.get("ppo_micro_batch_size_per_gpu") or section.get("micro_batch_size_per_gpu")
-    mean = problem.prompt_lengths.mean + problem.response_lengths.mean
-    return largest_pass(replace(algebra, micro_batch_rows=own), max(round(mean), 1))
 
 
 def _seconds_of(line: Mapping[str, Any], problem: Problem) -> dict[str, float]:

@@ -2,45 +2,53 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from rollcast.contracts.engine import ModelConfig
+from rollcast.contracts.mapping import Constraints, MemoryParts, Mesh, RoleSpec
 from rollcast.contracts.pools import ResourcePool
-from rollcast_automap.engine_layout import EngineLayout
-from rollcast_automap.memory_model import (
-    KL_LOGIT_COPIES,
-    LOGIT_COPIES,
-    MemoryItem,
-    ModelSize,
-    Passes,
-    bound_activations,
-    count_adapter,
-    count_adapter_state,
-    count_frozen,
-    count_gathered,
-    count_trained,
-    measure_model,
-    parameters_on_rank,
-    total,
+from rollcast.errors import ConfigError
+from rollcast_automap.composition import held_bytes
+from rollcast_automap.engine_layout import has_known_keys
+from rollcast_automap.memory_model import MemoryItem, ModelSize, count_adapter, measure_model
+from rollcast_automap.process_memory import find_process_memory
+from rollcast_automap.role_memory import (
+    Cache,
+    ReplicaTooLargeError,
+    gather_parts,
+    list_engine_items,
+    list_rollout_items,
+    longest_pass,
 )
-from rollcast_automap.rollout_memory import bound_cache, rollout_items
+from rollcast_automap.role_specs import (
+    compares_vocabularies,
+    find_model,
+    micro_batch_rows,
+    read_role,
+    role_size,
+    shares_weights,
+    slots_of,
+)
 from rollcast_automap.splits import check_split
-from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size
+from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.schemas import CriticConfig, RefConfig, RewardModelConfig
+from rollcast_trainer.run.task_runner import TaskRunner
 from rollcast_trainer.workers.roles import Role
 
-__all__ = ["critic_size", "find_model", "format_bytes", "largest_pass", "placed_roles", "plan_memory"]
+__all__ = ["format_bytes", "placed_roles", "plan_memory"]
 
-#: Of a device; the rest is for libraries, the device's context and the allocator's gaps.
-_USABLE = 0.9
-
-
+#: Of a device; the rest is for the allocator's gaps, as `constraints.headroom` of `rollcast map`.
+_USABLE = 1 - Constraints().headroom
 #: Titles of roles where they differ from the name.
 _TITLES: dict[str, str] = {Role.ACTOR_ROLLOUT: "actor", Role.REF: "reference", Role.REWARD_MODEL: "reward model"}
-_SECTIONS = {"actor": "actor", "reference": "ref", "critic": "critic", "reward model": "reward_model"}
+#: Title → name of the role in a problem of `rollcast map`; roles of plugins, whose models are not known, have none.
+_NAMES = {
+    "actor": "actor",
+    "reference": "ref",
+    "critic": "critic",
+    "reward model": "reward_model",
+    "rollout": "rollout",
+}
 
 
 def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
@@ -56,13 +64,6 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
     for title, pool in roles.items():
         found.setdefault(pools.resource_pool_dict[pool], []).append(title)
     return found
-
-
-def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
-    """Rows of the longest length in the largest forward and backward pass of a rank."""
-    if algebra.micro_batch_tokens is not None:
-        return min(max(algebra.micro_batch_tokens // longest, 1), algebra.rows_per_rank)
-    return min(algebra.micro_batch_rows or algebra.rows_per_rank, algebra.rows_per_rank)
 
 
 def plan_memory(
@@ -87,41 +88,146 @@ def plan_memory(
     size = measure_model(model)
     check_split(trainer, size)
     lines: list[tuple[str, Any, str]] = [("parameters", size.parameters, f"{size.parameters:,} parameters")]
-    if not EngineLayout.read(trainer.task.engine, 1).known:
+    if not has_known_keys(trainer.task.engine):
         notes.append(f"engine {trainer.task.engine.name} does not say how it stores a model: whole in fp32 is assumed")
     adapter = count_adapter(model)
     if adapter:
         lines.append(("adapter_parameters", adapter, f"{adapter:,} parameters of the adapter that trains"))
     disk = 3 * 4 * adapter
     by_pool: dict[str, Any] = {}
-    for pool, roles in placed_roles(trainer).items():
-        items = [item for role in roles for item in _items(role, trainer, algebra, size, pool, adapter)]
-        if device_bytes is not None and "rollout" in roles:
-            items = bound_cache(items, trainer.task, device_bytes)
-        phases = {"held": total(items, "held")}
-        phases |= {"generating": total(items, "generate")} if "rollout" in roles else {}
-        phases |= {"updating": total(items, "update")} if {"actor", "critic"} & set(roles) else {}
-        by_pool[pool.name] = {"items": {item.name: item.bytes for item in items}, "device": phases}
-        for item in items:
-            how = [*(["rough bound"] if item.is_bound else []), *(["in host memory"] if item.on_host else [])]
-            aside = f" ({', '.join(how)})" if how else ""
-            lines.append(("", None, f"{pool.name}: {item.name} {format_bytes(item.bytes)}{aside}"))
+    for pool, titles in placed_roles(trainer).items():
+        memory = _PoolMemory(trainer, algebra, size, pool, _counted(trainer, titles), device_bytes)
+        phases = memory.phases()
+        by_pool[pool.name] = {"items": {item.name: item.bytes for item in memory.items}, "device": phases}
+        lines += [("", None, f"{pool.name}: {_describe(item)}") for item in memory.items]
         shown = ", ".join(f"{format_bytes(most)} {phase}" for phase, most in phases.items())
         lines.append(("", None, f"{pool.name}: in all {shown}"))
         if device_bytes is not None:
             by_pool[pool.name]["fits"] = fits = _fits(pool.name, phases, device_bytes, notes)
             room = f"{format_bytes(device_bytes)} on each device"
             lines.append(("", None, f"{pool.name}: {'fits' if fits else 'does not fit'} into {room}"))
-        disk += size.parameters * ("actor" in roles and not adapter) * _checkpointed(trainer, "actor", pool)
-        critic = critic_size(trainer, size).value_parameters * ("critic" in roles)
-        disk += critic * _checkpointed(trainer, "critic", pool)
+        disk += sum(
+            memory.checkpoint_bytes(each) for each in memory.roles.values() if not (each.name == "actor" and adapter)
+        )
     lines.append(("checkpoint_bytes", disk, f"{format_bytes(disk)} a checkpoint on the disk"))
     lines.append(("pools", by_pool, ""))
     return lines
 
 
+def _counted(trainer: LoopTrainer, titles: Sequence[str]) -> list[str]:
+    """Return the roles of a pool that have memory of their own there."""
+    found = [title for title in titles if title in _NAMES]
+    if "actor" in found and shares_weights(trainer):
+        found.append("reference")  # no role of its own, but it has passes
+    if "actor" in found and compares_vocabularies(trainer) and "reference" in found:
+        found.remove("reference")  # in the actor's update
+    return found
+
+
+class _PoolMemory:
+    """The memory of the roles of a pool on each of its devices.
+
+    Attributes:
+        roles: title → role.
+        parts: title → memory of the role.
+        items: of all roles, and of their processes.
+    """
+
+    def __init__(
+        self,
+        trainer: LoopTrainer,
+        algebra: BatchAlgebra,
+        size: ModelSize,
+        pool: ResourcePool,
+        titles: Sequence[str],
+        device_bytes: int | None,
+    ) -> None:
+        self._trainer, self._algebra, self._ranks, self._device_bytes = trainer, algebra, pool.world_size, device_bytes
+        # Where the device is not known yet, it is taken for a GPU.
+        self._on_cpu = trainer.task.placement.device == "cpu"
+        self._sizes = {title: role_size(trainer, _NAMES[title], size) for title in titles}
+        self.roles = {title: read_role(trainer, _NAMES[title], self._sizes[title], self._on_cpu) for title in titles}
+        self._actor = read_role(trainer, "actor", size, self._on_cpu)
+        self.items: list[MemoryItem] = []
+        self.parts: dict[str, MemoryParts] = {}
+        for title, role in self.roles.items():
+            items = self._list_items(title, role)
+            self.items += items
+            self.parts[title] = gather_parts(items, role, find_process_memory(role, self._on_cpu))
+        shared = [parts.reserve for parts in self.parts.values() if not parts.own_process]
+        if shared:
+            self.items.append(MemoryItem("workers: context and libraries", max(shared), is_bound=True))
+        own = [(title, parts.reserve) for title, parts in self.parts.items() if parts.own_process]
+        self.items += [
+            MemoryItem(f"{title}: context, libraries and graphs", each, is_bound=True) for title, each in own
+        ]
+
+    def _list_items(self, title: str, role: RoleSpec) -> list[MemoryItem]:
+        trainer, data, task = self._trainer, self._trainer.task.data, self._trainer.task
+        longest = data.max_prompt_length + data.max_response_length
+        if role.kind == "generates":
+            cache = Cache(slots_of(task, self._algebra, self._ranks), longest, longest / 2, self._device_bytes)
+            process = find_process_memory(role, self._on_cpu)
+            try:
+                return list_rollout_items(
+                    role, self._actor, _rollout_mesh(task, self._ranks), self._ranks, cache, process, task.rollout.mode
+                )
+            except ReplicaTooLargeError as error:
+                raise _describe_too_large(task, error, self._device_bytes or 0) from error
+        rows = micro_batch_rows(trainer, self._algebra, role.name, self._ranks, longest)
+        sizes = ParallelSizes.read(task.role_engine(role.name))
+        mesh = Mesh(sizes.data(self._ranks), sizes.tensor, sizes.pipeline)
+        sends = role.name == "actor" and task.uses_replicas
+        bucket = task.rollout.update_weights_bucket_megabytes << 20 if sends else 0
+        lengths, samples = (data.max_prompt_length, data.max_response_length), self._algebra.samples
+        passes = longest_pass(role, mesh, self._ranks, rows, *lengths, samples)
+        return list_engine_items(title, role, mesh, self._ranks, passes, bucket)
+
+    def phases(self) -> dict[str, int]:
+        """Return the most bytes on a device in each phase that the pool takes part in."""
+        held = held_bytes(list(self.parts.values()))
+        names = {"generates": "generating", "forwards": "forward", "trains": "updating"}
+        found = {"held": held}
+        for kind, name in names.items():
+            mine = [self.parts[title].passing for title, role in self.roles.items() if role.kind == kind]
+            found |= {name: held + max(mine)} if mine else {}
+        syncing = sum(parts.syncing for parts in self.parts.values())
+        return found | ({"syncing": held + syncing} if syncing else {})
+
+    def checkpoint_bytes(self, role: RoleSpec) -> int:
+        """Return the bytes of a role in a checkpoint: weights and optimizer state."""
+        if role.kind != "trains":
+            return 0
+        size = self._sizes[role.name]
+        numbers = size.value_parameters if role.value_head else size.parameters
+        return numbers * (role.model.dtype_bytes + role.optimizer_bytes)
+
+
+def _rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
+    """Return the mesh of the rollout; one in the actor's processes has a copy a data-parallel part."""
+    sizes = ParallelSizes(task.rollout.tensor_model_parallel_size)
+    sizes = sizes if task.uses_replicas else ParallelSizes.read(task.engine)
+    return Mesh(sizes.data(ranks), sizes.model)
+
+
+def _describe_too_large(task: TaskRunner, error: ReplicaTooLargeError, device_bytes: int) -> ConfigError:
+    key = next(key for key in ("gpu_memory_utilization", "mem_fraction_static") if hasattr(task.rollout, key))
+    return ConfigError(
+        f"rollout.{key}={getattr(task.rollout, key):g} of a device of {device_bytes / 2**30:.0f} GiB is "
+        f"{error.room / 2**30:.1f} GiB, but a replica's weights take {error.weights / 2**30:.1f} GiB on each of its "
+        f"{task.rollout.tensor_model_parallel_size} devices, and its process {error.process / 2**30:.1f} GiB; "
+        "raise it, or rollout.tensor_model_parallel_size"
+    )
+
+
+def _describe(item: MemoryItem) -> str:
+    how = [*(["rough bound"] if item.is_bound else []), *(["in host memory"] if item.on_host else [])]
+    aside = f" ({', '.join(how)})" if how else ""
+    return f"{item.name} {format_bytes(item.bytes)}{aside}"
+
+
 def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]) -> bool:
-    """Whether the largest phase leaves room for what is not counted."""
+    """Return True if the largest phase leaves room for the gaps between tensors."""
     phase, most = max(phases.items(), key=lambda entry: entry[1])
     usable = int(device_bytes * _USABLE)
     if most > usable:
@@ -130,83 +236,6 @@ def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]
             "more devices, smaller passes, offload or gradient checkpointing would help"
         )
     return most <= usable
-
-
-def find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
-    """Return the model that the run starts from; or None and why it cannot be known."""
-    task = trainer.task
-    warm = task.run_dir / "warm_start" / "export"
-    if task.trainer.warm_start is not None and (warm / "config.json").is_file():
-        return replace(task.model, path=str(warm)), ""
-    folder = Path(task.model.path)
-    if task.data.preprocess is not None and not folder.exists():
-        return None, f"{folder} does not exist; data.preprocess={task.data.preprocess} may make it when the run starts"
-    if task.trainer.warm_start is not None and not folder.exists():
-        return None, f"{folder} does not exist; recipe {task.trainer.warm_start} is trained first and may make it"
-    return task.model, ""
-
-
-def _engine_of(trainer: LoopTrainer, title: str) -> Any:
-    return trainer.task.role_engine(_SECTIONS.get(title, "actor"))
-
-
-def _checkpointed(trainer: LoopTrainer, title: str, pool: ResourcePool) -> int:
-    """Return the bytes of a parameter in a checkpoint: weight and optimizer state."""
-    layout: EngineLayout = EngineLayout.read(_engine_of(trainer, title), pool.world_size)
-    return layout.stored + (2 * layout.stored if layout.state is None else layout.state)
-
-
-def _items(
-    role: str, trainer: LoopTrainer, algebra: BatchAlgebra, size: ModelSize, pool: ResourcePool, adapter: int
-) -> list[MemoryItem]:
-    if role not in (*_SECTIONS, "rollout"):
-        return []  # a role of a plugin, whose model is not known here
-    data, layout = trainer.task.data, EngineLayout.read(_engine_of(trainer, role), pool.world_size)
-    longest = data.max_prompt_length + data.max_response_length
-    algebra = replace(algebra, dp_size=data_parallel_size(_engine_of(trainer, role), pool.world_size))
-    if role == "reference":
-        section: RefConfig = trainer.task.section("ref", RefConfig)
-        offload = layout.param_offload or bool(section.engine.get("param_offload", False))
-        return count_frozen("reference", parameters_on_rank(size, layout), replace(layout, param_offload=offload))
-    if role == "reward model":
-        judge = trainer.task.section("reward_model", RewardModelConfig).model.path
-        own = measure_model(replace(trainer.task.model, path=judge), "reward_model.model.path")
-        return count_frozen("reward model", parameters_on_rank(own, layout, value_model=True), layout)
-    if role == "rollout":
-        return rollout_items(trainer, algebra, size, layout, longest, pool.world_size)
-    if role == "critic":
-        rows = trainer.task.section("critic", CriticConfig).ppo_micro_batch_size_per_gpu
-        algebra = replace(algebra, micro_batch_rows=rows or algebra.micro_batch_rows)
-    passes = Passes(largest_pass(algebra, longest), longest, data.max_response_length)
-    eager = trainer.task.model.attn_implementation == "eager"
-    size = size if role == "actor" else critic_size(trainer, size)
-    parameters = parameters_on_rank(size, layout, value_model=role == "critic")
-    logits = (LOGIT_COPIES + (KL_LOGIT_COPIES if _compares_vocabularies(trainer) else 0)) if role == "actor" else 0
-    activations = bound_activations(size, passes, layout, eager, logits)
-    if role == "actor" and adapter:
-        items = [*count_frozen(role, parameters, layout), count_adapter_state(role, adapter, layout)]
-    else:
-        items = count_trained(role, parameters, layout)
-    if layout.gathers:
-        items.append(MemoryItem(f"{role}: gathered weights", count_gathered(size, layout), "update"))
-    if layout.activation_offload:
-        kept = bound_activations(size, passes, replace(layout, activation_offload=False), eager, 0)
-        items.append(MemoryItem(f"{role}: kept activations", kept, "update", on_host=True, is_bound=True))
-    return [*items, MemoryItem(f"{role}: activations", activations, "update", is_bound=True)]
-
-
-def _compares_vocabularies(trainer: LoopTrainer) -> bool:
-    return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
-
-
-def critic_size(trainer: LoopTrainer, actor: ModelSize) -> ModelSize:
-    """Return the size of the critic's model: the actor's, unless ``critic.model.path`` names another."""
-    if Role.CRITIC not in trainer.run.roles:
-        return actor
-    critic: CriticConfig = trainer.task.section("critic", CriticConfig)
-    if critic.model.path is None:
-        return actor
-    return measure_model(replace(trainer.task.model, path=critic.model.path), "critic.model.path")
 
 
 def format_bytes(count: int) -> str:

@@ -1,7 +1,6 @@
 """What the models of a run take in memory on each rank, from ``config.json`` and the settings alone.
 
 Weights, gradients, optimizer state and the KV cache are counted; activations are a rough upper bound.
-What libraries, the allocator and the CUDA context take is not in it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,12 @@ __all__ = [
     "MemoryItem",
     "ModelSize",
     "Passes",
+    "Phase",
+    "FORWARD_LOGIT_COPIES",
     "KL_LOGIT_COPIES",
     "LOGIT_COPIES",
     "bound_activations",
+    "bound_logits",
     "count_adapter",
     "count_adapter_state",
     "count_frozen",
@@ -31,13 +33,15 @@ __all__ = [
     "count_trained",
     "measure_model",
     "parameters_on_rank",
-    "total",
 ]
 
-Phase = Literal["held", "generate", "update"]
+#: When an item takes memory: throughout, or only in a phase.
+Phase = Literal["held", "generate", "forward", "update", "sync"]
 
 #: float32 copies of the logits that exist at once: themselves, divided by the temperature, and the gradient.
 LOGIT_COPIES = 3
+#: The same without a gradient.
+FORWARD_LOGIT_COPIES = 2
 #: With ``use_fused_kernels``, bytes of the blocks of logits that exist at once, at most.
 FUSED_LOGIT_BYTES = 4 * (1 << 22) * 4
 #: What a KL penalty over the vocabulary adds: logits of the reference, log-probs, ratios and their products.
@@ -83,7 +87,7 @@ class MemoryItem:
     Attributes:
         name: what it is.
         bytes: on each rank.
-        phase: ``held`` throughout, or only to ``generate`` or to ``update``.
+        phase: ``held`` throughout, or only in a phase.
         on_host: in host memory, and on the device only while it is used.
         is_bound: a rough upper bound, not a count.
     """
@@ -171,9 +175,14 @@ def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[Memo
     ]
 
 
-def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> MemoryItem:
+def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> list[MemoryItem]:
     """Weights, gradients and AdamW's state of an adapter, all in float32, over the ranks that share a copy."""
-    return MemoryItem(f"{name}: adapter", layout.shard(numbers) * 4 * 4)
+    each = layout.shard(numbers) * 4
+    return [
+        MemoryItem(f"{name}: adapter", each),
+        MemoryItem(f"{name}: gradients", each),
+        MemoryItem(f"{name}: optimizer state", 2 * each),
+    ]
 
 
 def count_frozen(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:
@@ -202,15 +211,12 @@ def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, computed: int, t
     return rows * row_tokens * 2 * size.layers * heads * size.head_dim * computed
 
 
-def bound_activations(
-    size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool, logits: int = LOGIT_COPIES
-) -> int:
-    """A rough upper bound of what the largest pass keeps for its backward, in bytes.
+def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> int:
+    """A rough upper bound of what the layers of the largest pass keep for its backward, in bytes.
 
     A layer keeps four tensors of the feed-forward's width, four of the queries, keys and values, eight of
     the hidden size and four more of it in float32 (the norms), and with ``eager`` attention the matrix of
-    every head three times. With gradient checkpointing a layer keeps its input, and one of them all.
-    Logits count ``logits`` times in float32, for response tokens; fused ones are a few blocks. Ranks that
+    every head three times. With gradient checkpointing a layer keeps its input, and one of them all. Ranks that
     share a sequence have a part of all this each, and those that share a layer a part of its widths and
     heads. With activation offload only the layer at work counts. The first stage of a pipeline has as many
     micro-batches under way as there are stages, so it keeps as much as if it had all layers.
@@ -224,37 +230,20 @@ def bound_activations(
         layer += -(-size.heads * passes.row_tokens * tokens * (4 + 2 * layout.computed) // layout.tensor)
     inputs = -(-tokens * size.hidden * layout.computed // whole)
     if layout.activation_offload:
-        layers = layer
-    else:
-        layers = size.layers * inputs + layer if layout.checkpointing else size.layers * layer
+        return layer
+    return size.layers * inputs + layer if layout.checkpointing else size.layers * layer
+
+
+def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: int = LOGIT_COPIES) -> int:
+    """An upper bound of the logits of the largest pass: ``copies`` in float32 for response tokens, in bytes.
+
+    Fused ones are a few blocks. Ranks that share a layer have a part of the vocabulary each.
+    """
     positions = -(-passes.rows * passes.response_tokens // layout.sequence_parts)
     if layout.head_positions is not None:
         positions = min(positions, layout.head_positions)
-    head = logits * 4 * positions * -(-size.vocabulary // layout.tensor)
-    return layers + (min(head, FUSED_LOGIT_BYTES) if layout.fused_logits else head)
-
-
-def total(items: list[MemoryItem], phase: Phase) -> int:
-    """The most that a rank's device holds in a phase, in which models take turns.
-
-    What is offloaded is on the device while it is used: weights in passes, the optimizer's state in its
-    step, when there are no activations any more.
-    """
-    held = sum(item.bytes for item in items if item.phase == "held" and not item.on_host)
-    if phase == "held":
-        return held
-    if phase == "generate":
-        weights = (item.bytes for item in items if item.on_host and item.name == "actor: parameters")
-        return held + sum(weights) + sum(item.bytes for item in items if item.phase == "generate")
-    owners = {item.name.partition(":")[0] for item in items}
-    return held + max((_to_update(items, owner) for owner in owners), default=0)
-
-
-def _to_update(items: list[MemoryItem], owner: str) -> int:
-    mine = [item for item in items if item.name.startswith(f"{owner}:")]
-    visiting = {item.name.partition(": ")[2]: item.bytes for item in mine if item.on_host}
-    passes = sum(item.bytes for item in mine if item.phase == "update" and not item.on_host)
-    return visiting.get("parameters", 0) + max(passes, visiting.get("optimizer state", 0))
+    head = copies * 4 * positions * -(-size.vocabulary // layout.tensor)
+    return min(head, FUSED_LOGIT_BYTES) if layout.fused_logits else head
 
 
 def count_adapter(model: ModelConfig) -> int:

@@ -375,4 +375,5 @@ def _undominated(options: Sequence[_Option], per_mesh: bool) -> list[_Option]:
 def _dominates(one: _Option, other: _Option) -> bool:
     times = all(one.seconds[name] <= other.seconds[name] for name in other.seconds) and one.switch <= other.switch
     mine, its = one.memory, other.memory
-    return times and mine.passing <= its.passing and mine.held <= its.held and mine.reserve <= its.reserve
+    peaks = mine.passing <= its.passing and mine.syncing <= its.syncing
+    return times and peaks and mine.held <= its.held and mine.reserve <= its.reserve

@@ -13,11 +13,9 @@ from rollcast.contracts.mapping import (
     Lengths,
     Mapping,
     Mesh,
-    ModelFacts,
     Placement,
     Pool,
     Problem,
-    RoleKind,
     RoleSpec,
     StageKind,
     StageSpec,
@@ -25,12 +23,10 @@ from rollcast.contracts.mapping import (
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
 from rollcast_automap.constraints import ConstraintsConfig, check_roles
-from rollcast_automap.engine_layout import EngineLayout
-from rollcast_automap.memory_facts import critic_size, find_model
-from rollcast_automap.memory_model import ModelSize, measure_model
+from rollcast_automap.memory_model import measure_model
 from rollcast_automap.plan import find_algebra
+from rollcast_automap.role_specs import find_model, read_role, role_size, shares_weights
 from rollcast_trainer.loop import LoopTrainer
-from rollcast_trainer.schemas import RewardModelConfig
 from rollcast_trainer.workers.roles import Role
 
 __all__ = ["build_problem", "list_overrides", "place_of"]
@@ -83,10 +79,12 @@ def build_problem(
     names = list(dict.fromkeys(stage.role for stage in stages))
     limits = limits or ConstraintsConfig()
     check_roles(limits, names, cluster.devices)
-    roles = tuple(_role(trainer, name) for name in names)
+    roles = tuple(_role(trainer, name, cluster) for name in names)
     meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
     longest = data.max_response_length
     together, forbidden = _sharing(task.rollout_class.capabilities.modes)
+    if "ref" in names and shares_weights(trainer):
+        together += (("actor", "ref"),)
     return Problem(
         roles=roles,
         stages=stages,
@@ -137,52 +135,12 @@ def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
     return tuple(ordered)
 
 
-def _role(trainer: LoopTrainer, name: str) -> RoleSpec:
-    task = trainer.task
-    kinds: dict[str, RoleKind] = {"actor": "trains", "critic": "trains", "rollout": "generates"}
-    facts = _facts(_size(trainer, name))
-    if name == "rollout":
-        return RoleSpec(name, "generates", facts, task.rollout.name, own_process=task.uses_replicas)
-    engine = task.role_engine(name)
-    layout = EngineLayout.read(engine, 1)
-    return RoleSpec(
-        name,
-        kinds.get(name, "forwards"),
-        replace(facts, dtype_bytes=layout.stored),
-        engine.name,
-        optimizer_bytes=2 * layout.stored if layout.state is None else layout.state,
-        gradient_bytes=layout.stored if layout.gradient is None else layout.gradient,
-        offload=layout.param_offload,
-        recompute=layout.checkpointing,
-        value_head=name in ("critic", "reward_model"),
-    )
-
-
-def _size(trainer: LoopTrainer, name: str) -> ModelSize:
+def _role(trainer: LoopTrainer, name: str, cluster: Cluster) -> RoleSpec:
     model, reason = find_model(trainer)
     if model is None:
         raise ConfigError(f"the size of the model is not known yet: {reason}")
-    size = measure_model(model)
-    if name == "critic":
-        return critic_size(trainer, size)
-    if name == "reward_model":
-        section: RewardModelConfig = trainer.task.section("reward_model", RewardModelConfig)
-        return measure_model(replace(model, path=str(section.model.path)), "reward_model.model.path")
-    return size
-
-
-def _facts(size: ModelSize) -> ModelFacts:
-    return ModelFacts(
-        layers=size.layers,
-        hidden=size.hidden,
-        heads=size.heads,
-        kv_heads=size.kv_heads,
-        ffn=size.intermediate,
-        vocab=size.vocabulary,
-        parameters=size.parameters,
-        head_size=size.head_dim,
-        tied=size.parameters == size.body,
-    )
+    on_cpu = all(node.kind.name == "cpu" for node in cluster.nodes)
+    return read_role(trainer, name, role_size(trainer, name, measure_model(model)), on_cpu)
 
 
 def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mesh, ...] | None:

@@ -98,8 +98,8 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
 def _grid(
     trainer: LoopTrainer, phases: str, batch_sizes: str | None, lengths: str | None, repeats: int, new_tokens: int
 ) -> Grid:
-    from rollcast_automap.memory_facts import largest_pass
     from rollcast_automap.plan import find_algebra
+    from rollcast_automap.role_specs import largest_pass
     from rollcast_profiling.cost_job import Grid
     from rollcast_profiling.costs import check_sizes
 

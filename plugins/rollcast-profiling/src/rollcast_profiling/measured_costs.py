@@ -33,7 +33,8 @@ from rollcast_automap.clusters import DEVICE_KINDS
 from rollcast_automap.composition import find_generator, find_trained, predict
 from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
-from rollcast_automap.measured_run import MeasuredRun, read_run
+from rollcast_automap.measured_run import MeasuredRun, read_run, worker_bytes
+from rollcast_automap.role_memory import longest_of, longest_pass
 from rollcast_profiling.costs import PHASES, CostTable, Phase, RoleLayout, read_costs
 
 __all__ = ["Grid", "MeasuredConfig", "MeasuredCosts"]
@@ -301,7 +302,7 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
         for each in (mode, ""):
             controller[each][problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
         if run.peak_bytes is not None and trained is not None:
-            excess[trained.plugin].append(run.peak_bytes - found.device_bytes[run.home])
+            excess[trained.plugin].append(run.peak_bytes - worker_bytes(run, found))
     return Correction(
         scales={key: statistics.median(values) for key, values in ratios.items()},
         bytes={plugin: statistics.median(values) for plugin, values in excess.items()},
@@ -359,6 +360,26 @@ def _share(analytical: StageCost, seconds: float, tail: float, note: str) -> Sta
     factor = (seconds - tail) / whole
     parts = {name: value * factor for name, value in analytical.parts.items() if name != "tail"}
     return StageCost(**parts, tail=tail, note=note)
+
+
+def _at_work(parts: MemoryParts) -> int:
+    return parts.reserve + parts.held + parts.passing
+
+
+def _anchor(parts: MemoryParts, peak: int) -> MemoryParts:
+    """Return the parts of a role that needs ``peak`` bytes while it computes.
+
+    What the formulas leave out is reserve; where they say more, activations and logits have the difference, and what is
+    left of it the reserve.
+    """
+    excess = peak - _at_work(parts)
+    if excess >= 0:
+        return replace(parts, reserve=parts.reserve + excess)
+    bounds = parts.activations + parts.logits
+    left = max(bounds + excess, 0)
+    logits = round(left * parts.logits / bounds) if bounds else 0
+    reserve = max(parts.reserve + min(bounds + excess, 0), 0)
+    return replace(parts, reserve=reserve, activations=left - logits, logits=logits)
 
 
 def _describe(mesh: Mesh) -> str:
@@ -451,16 +472,22 @@ class MeasuredCosts(AnalyticalCosts):
         peaks = None if source is None else source.peaks(phase)
         if source is None or peaks is None:
             return parts
-        longest = problem.prompt_lengths.maximum + problem.response_lengths.maximum
-        peak = peaks.at(placement.micro_batch_rows, longest) + self._correction.bytes.get(role.plugin, 0)
-        there = super().memory(problem, role, replace(placement, mesh=source.mesh), pool, mode)
-        total = max(round(peak) + parts.total - there.total, parts.parameters + parts.gradients + parts.optimizer)
-        rest = parts.total - parts.reserve
-        if total >= rest:
-            return replace(parts, reserve=total - rest)
-        # The measured passes need less than the formula says: activations and logits share the difference.
-        left = parts.activations + parts.logits - (rest - total)
-        return replace(parts, reserve=0, logits=0, activations=max(left, 0))
+        prompt, response = map(longest_of, (problem.prompt_lengths, problem.response_lengths))
+        rows = placement.micro_batch_rows
+        passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)
+        peak = round(peaks.at(rows, passes.row_tokens) + self._correction.bytes.get(role.plugin, 0))
+        there = self._memory_on(problem, role, placement, pool, mode, source)
+        if find_device(source.table.device.name) != "cpu":
+            peak += there.reserve  # torch's allocator knows nothing of context and libraries
+        return _anchor(parts, peak + _at_work(parts) - _at_work(there))
+
+    def _memory_on(
+        self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode, source: _Source
+    ) -> MemoryParts:
+        """Return the analytical memory of a role on the mesh and the devices of a measurement."""
+        (first, _), *_rest = pool.places
+        there = replace(pool, places=_spread(problem.cluster, first, source.layout.world_size))
+        return super().memory(problem, role, replace(placement, mesh=source.mesh), there, mode)
 
     def controller_cost(self, problem: Problem, mode: Mode) -> StageCost:
         """Return the cost per step of what the controller does between the stages, by the runs that were measured."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
 import threading
 import time
@@ -14,7 +15,16 @@ from typing import Any
 from rollcast import Worker
 from rollcast.contracts.marks import add_listener, remove_listener
 
-__all__ = ["MemoryWatch", "Peak", "read_peak", "reset_peak", "start_watch", "stop_watch", "take_peaks"]
+__all__ = [
+    "MemoryWatch",
+    "Peak",
+    "read_peak",
+    "reset_peak",
+    "return_free_memory",
+    "start_watch",
+    "stop_watch",
+    "take_peaks",
+]
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESIDENT = re.compile(rb"VmHWM:\s+(\d+) kB")
@@ -71,6 +81,13 @@ def reset_peak() -> None:
         _CLEAR.write_bytes(_FORGET_LARGEST)
     except OSError:  # then peaks are of the process's whole life: still true, only less telling
         return
+
+
+def return_free_memory() -> None:
+    """Return freed memory to the system where the C library can, so that later peaks owe nothing to earlier ones."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 class MemoryWatch:

@@ -12,7 +12,7 @@ from rollcast import Worker
 from rollcast.contracts.device import empty_cache, synchronize
 from rollcast.contracts.engine import LossInputs, LossOutput
 from rollcast.protocol import DataProto
-from rollcast_profiling.memory_watch import read_peak, reset_peak
+from rollcast_profiling.memory_watch import read_peak, reset_peak, return_free_memory
 from rollcast_trainer.workers.training import TrainingWorker
 
 __all__ = ["PassCost", "PassShape", "measure_passes", "random_rows"]
@@ -130,6 +130,7 @@ def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: in
         engine.forward_backward_batch(drawn, _loss, settings)
 
     failed: list[str] = []
+    return_free_memory()
     try:
         with training.on_device(), engine.eval_mode():
             for _ in range(repeats + 1):
@@ -138,6 +139,7 @@ def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: in
         failed.append("forward")
         empty_cache()
     if trains:
+        return_free_memory()
         try:
             with engine.train_mode():
                 for _ in range(repeats + 1):

@@ -1,0 +1,312 @@
+"""What a role takes in memory on a mesh; `rollcast plan` and the cost models of `rollcast map` both count with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from rollcast.contracts.mapping import (
+    Lengths,
+    MemoryParts,
+    Mesh,
+    Mode,
+    ModelFacts,
+    Placement,
+    Pool,
+    Problem,
+    RoleSpec,
+    RolloutLayout,
+)
+from rollcast_automap.composition import find_trained
+from rollcast_automap.engine_layout import EngineLayout, usual_layout
+from rollcast_automap.memory_model import (
+    FORWARD_LOGIT_COPIES,
+    MemoryItem,
+    ModelSize,
+    Passes,
+    Phase,
+    bound_activations,
+    bound_logits,
+    count_adapter_state,
+    count_frozen,
+    count_gathered,
+    count_kv_cache,
+    count_trained,
+    parameters_on_rank,
+)
+from rollcast_automap.process_memory import ProcessMemory, find_process_memory
+
+__all__ = [
+    "Cache",
+    "ReplicaTooLargeError",
+    "gather_parts",
+    "list_engine_items",
+    "list_rollout_items",
+    "longest_of",
+    "longest_pass",
+    "price_memory",
+    "size_of",
+]
+
+#: Name of an item behind its role → part of a role's memory.
+_PARTS = {
+    "parameters": "parameters",
+    "weights": "parameters",
+    "actor's weights": "parameters",
+    "adapter": "parameters",
+    "gradients": "gradients",
+    "optimizer state": "optimizer",
+    "gathered weights": "gathered",
+    "activations": "activations",
+    "logits": "logits",
+    "KV cache": "kv_cache",
+    "sync bucket": "buckets",
+}
+
+
+class ReplicaTooLargeError(Exception):
+    """The weights of a replica and its process leave nothing of its part of a device for the cache.
+
+    Args:
+        room: the part in bytes.
+        weights: bytes of the weights on each device.
+        process: bytes of the process beside its tensors.
+    """
+
+    def __init__(self, room: int, weights: int, process: int) -> None:
+        super().__init__(room, weights, process)
+        self.room, self.weights, self.process = room, weights, process
+
+
+@dataclass(frozen=True)
+class Cache:
+    """What the KV cache of a rollout is made for.
+
+    Attributes:
+        rows: sequences at a time on each replica.
+        row_tokens: tokens of the longest row.
+        mean_tokens: mean tokens of a row.
+        device_bytes: memory of a device; None if it is not known.
+    """
+
+    rows: int
+    row_tokens: int
+    mean_tokens: float
+    device_bytes: int | None = None
+
+
+def size_of(model: ModelFacts) -> ModelSize:
+    """Return the numbers of a model."""
+    head = 0 if model.tied else model.hidden * model.vocab
+    return ModelSize(
+        parameters=model.parameters,
+        value_parameters=model.parameters - head + model.hidden + 1,
+        layers=model.layers,
+        hidden=model.hidden,
+        intermediate=model.ffn,
+        heads=model.heads,
+        kv_heads=model.kv_heads,
+        head_dim=model.head_size,
+        vocabulary=model.vocab,
+    )
+
+
+def longest_of(lengths: Lengths) -> int:
+    """Return the longest length: the quantile of probability 1 if there is one."""
+    if lengths.quantiles and lengths.quantiles[-1][0] >= 1:
+        return round(lengths.quantiles[-1][1])
+    return lengths.maximum
+
+
+def longest_pass(
+    role: RoleSpec, mesh: Mesh, devices: int, rows: int, prompt: int, response: int, samples: int
+) -> Passes:
+    """Return the largest micro-batch of a role that does not generate.
+
+    Args:
+        role: the role.
+        mesh: its mesh.
+        devices: of its pool.
+        rows: of the micro-batch.
+        prompt, response: longest lengths in tokens.
+        samples: responses per prompt.
+    """
+    keeps = role.training or usual_layout(role)
+    if keeps.shares_prompts and not EngineLayout.of(role, mesh, devices).gathers:
+        prompt = -(-prompt // min(samples, rows))
+    return Passes(rows, prompt + response, response)
+
+
+def list_engine_items(
+    title: str, role: RoleSpec, mesh: Mesh, devices: int, passes: Passes, bucket_bytes: int = 0
+) -> list[MemoryItem]:
+    """Return what a role that does not generate has on each of its devices.
+
+    Args:
+        title: name of the role in the items.
+        role: the role.
+        mesh: its mesh.
+        devices: of its pool.
+        passes: its largest micro-batch.
+        bucket_bytes: largest bucket of a weight sync; 0 for a role that sends none.
+    """
+    size, layout, keeps = size_of(role.model), EngineLayout.of(role, mesh, devices), role.training or usual_layout(role)
+    parameters = parameters_on_rank(size, layout, role.value_head)
+    trains = role.kind == "trains"
+    phase: Phase = "update" if trains else "forward"
+    if trains and role.adapter_parameters:
+        items = count_frozen(title, parameters, layout)
+        items += count_adapter_state(title, role.adapter_parameters, layout)
+    elif keeps.shares_weights:
+        items = []
+    else:
+        items = (count_trained if trains else count_frozen)(title, parameters, layout)
+    if keeps.reference is not None:
+        on_host = keeps.reference == "host"
+        copy = count_frozen("reference", parameters, layout)
+        items += [replace(item, on_host=on_host, phase="update" if on_host else "held") for item in copy]
+    if layout.gathers:
+        items.append(MemoryItem(f"{title}: gathered weights", count_gathered(size, layout), phase))
+    if trains and layout.activation_offload:
+        kept = bound_activations(size, passes, replace(layout, activation_offload=False), keeps.eager_attention)
+        items.append(MemoryItem(f"{title}: kept activations", kept, phase, on_host=True, is_bound=True))
+    # Without a backward pass nothing is kept from one layer to the next, as with offloaded activations.
+    at_work = layout if trains else replace(layout, activation_offload=True)
+    activations = bound_activations(size, passes, at_work, keeps.eager_attention)
+    items.append(MemoryItem(f"{title}: activations", activations, phase, is_bound=True))
+    if not role.value_head:
+        logits = bound_logits(size, passes, layout, keeps.logit_copies if trains else FORWARD_LOGIT_COPIES)
+        items.append(MemoryItem(f"{title}: logits", logits, phase, is_bound=True))
+    if bucket_bytes:
+        items.append(MemoryItem(f"{title}: sync bucket", _bucket(size, layout.stored, bucket_bytes), "sync"))
+    return items
+
+
+def list_rollout_items(
+    role: RoleSpec, trained: RoleSpec | None, mesh: Mesh, devices: int, cache: Cache, process: ProcessMemory, mode: Mode
+) -> list[MemoryItem]:
+    """Return what a rollout has on each of its devices.
+
+    Args:
+        role: the rollout.
+        trained: role whose weights it takes.
+        mesh: its mesh.
+        devices: of its pool.
+        cache: what its cache is made for.
+        process: memory of a replica's process beside its tensors.
+        mode: mode of the rollout.
+
+    Raises:
+        ReplicaTooLargeError: nothing is left for the cache.
+    """
+    size, layout = size_of(role.model), role.rollout or RolloutLayout()
+    rows = cache.rows if layout.max_rows is None else min(cache.rows, layout.max_rows)
+    computed = role.model.dtype_bytes
+    if trained is not None and not _is_replicated(role):
+        # The cache is whole on each rank: the rollout in the actor's processes does not split a model.
+        kept = count_kv_cache(size, rows, cache.row_tokens, computed)
+        items = _weights_in_process(size, trained, mesh, devices)
+        return [*items, MemoryItem("rollout: KV cache", kept, "generate", is_bound=True)]
+    weights = -(-size.parameters * computed // (mesh.tensor * mesh.pipeline))
+    phase: Phase = "generate" if mode == "hybrid" and layout.releases_memory else "held"
+    needed = count_kv_cache(size, rows, cache.row_tokens, computed, mesh.tensor)
+    is_bound = layout.cache_bytes is None
+    if layout.cache_bytes is not None:
+        needed = layout.cache_bytes
+    elif layout.memory_share is not None and cache.device_bytes is not None:
+        room = int(cache.device_bytes * layout.memory_share)
+        left, is_bound = room - weights - process.total, False
+        if left <= 0:
+            raise ReplicaTooLargeError(room, weights, process.total)
+        # Rows that do not fit wait; those that are asked for at a time have their mean length.
+        needed = max(left, count_kv_cache(size, rows, round(cache.mean_tokens), computed, mesh.tensor))
+    items = [
+        MemoryItem("rollout: weights", weights, phase),
+        MemoryItem("rollout: KV cache", needed, phase, is_bound=is_bound),
+    ]
+    if layout.bucket_bytes:
+        bucket = _bucket(size, computed, layout.bucket_bytes)
+        items.append(MemoryItem("rollout: sync bucket", bucket, "sync"))
+    return items
+
+
+def _is_replicated(role: RoleSpec) -> bool:
+    return role.own_process or role.rollout is None
+
+
+def _weights_in_process(size: ModelSize, trained: RoleSpec, mesh: Mesh, devices: int) -> list[MemoryItem]:
+    """Return the weights that a rollout in the trained role's processes has on the device beside held ones."""
+    layout = EngineLayout.of(trained, Mesh(data=mesh.data, tensor=mesh.tensor), devices)
+    items = []
+    if layout.gathers or mesh.tensor * mesh.pipeline > 1:
+        items.append(MemoryItem("rollout: weights", size.parameters * layout.computed, "generate"))
+    if layout.param_offload:
+        own = -(-layout.shard(size.parameters) // mesh.pipeline) * layout.stored
+        items.append(MemoryItem("rollout: actor's weights", own, "generate"))
+    return items
+
+
+def _bucket(size: ModelSize, stored: int, bucket_bytes: int) -> int:
+    """Return the bytes of the largest bucket: a larger tensor goes alone, and the embedding is the largest."""
+    return min(max(bucket_bytes, size.vocabulary * size.hidden * stored), size.parameters * stored)
+
+
+def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMemory) -> MemoryParts:
+    """Return the items of a role as parts; what is in host memory all the time is left out."""
+    sizes: dict[str, int] = {}
+    visiting = set()
+    for item in items:
+        part = _PARTS.get(item.name.partition(": ")[2])
+        if part is None:
+            continue
+        if part == "parameters" and item.phase == "update":
+            part = "gathered"  # a copy that visits, beside weights that may stay
+        sizes[part] = sizes.get(part, 0) + item.bytes
+        if item.on_host or item.phase == "generate":
+            visiting.add(part)
+    # The parts of a role visit or stay as a whole: an adapter beside offloaded weights counts with them.
+    return MemoryParts(
+        **sizes, reserve=process.total, visiting=frozenset(visiting), own_process=role.own_process and bool(sizes)
+    )
+
+
+def price_memory(
+    problem: Problem,
+    role: RoleSpec,
+    placement: Placement,
+    pool: Pool,
+    mode: Mode,
+    reserve_bytes: int | None = None,
+    graph_bytes: int | None = None,
+) -> MemoryParts:
+    """Return the memory of a role of a problem on each of its devices; more than a device has if it cannot start.
+
+    Args:
+        problem: the problem.
+        role: the role.
+        placement: its mesh and micro-batch.
+        pool: its devices.
+        mode: mode of the rollout.
+        reserve_bytes, graph_bytes: of a process; None for the figures of its device and plugin.
+    """
+    kinds = [problem.cluster.nodes[node].kind for node, _ in pool.places]
+    on_cpu = all(kind.name == "cpu" for kind in kinds)
+    process = find_process_memory(role, on_cpu, reserve_bytes, graph_bytes)
+    response = longest_of(problem.response_lengths)
+    longest, trained = longest_of(problem.prompt_lengths) + response, find_trained(problem)
+    if role.kind != "generates":
+        sends = trained is not None and role.name == trained.name
+        rollouts = [each for each in problem.roles if each.kind == "generates" and _is_replicated(each)]
+        layouts = [each.rollout or RolloutLayout() for each in rollouts] if sends else []
+        bucket = max((layout.bucket_bytes for layout in layouts), default=0)
+        rows, prompt = placement.micro_batch_rows, longest - response
+        passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)
+        items = list_engine_items(role.name, role, placement.mesh, pool.devices, passes, bucket)
+        return gather_parts(items, role, process)
+    mean, smallest = problem.prompt_lengths.mean + problem.response_lengths.mean, min(k.memory_bytes for k in kinds)
+    cache = Cache(placement.micro_batch_rows, longest, mean, smallest)
+    try:
+        items = list_rollout_items(role, trained, placement.mesh, pool.devices, cache, process, mode)
+    except ReplicaTooLargeError as error:
+        return MemoryParts(error.weights, kv_cache=smallest, reserve=process.total, own_process=role.own_process)
+    return gather_parts(items, role, process)
