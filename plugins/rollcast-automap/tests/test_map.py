@@ -108,7 +108,7 @@ def test_bad_files_are_named(small_task: SmallTask, tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: a100, h100, h200, cpu"),
+        (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: .*a100, .*h100, .*cpu;"),
         (["cluster.nodez=2"], ConfigError, r"cluster\.nodez"),
         (["cluster.nodes=0"], ConfigError, r"cluster\.nodes must be at least 1"),
         (
