@@ -28,6 +28,9 @@ __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
 #: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
 _SHARDING = frozenset({"fsdp"})
+#: Kernels of a layer of an inference engine: two norms, four products, rotation with the write of the cache, attention
+#: in two (parts of the context, then their sum), and the activation.
+_KERNELS = 10
 Reached = Annotated[float, Gt(0), Le(1)]
 NonNegative = Annotated[float, Ge(0)]
 
@@ -50,6 +53,8 @@ class AnalyticalConfig(CostModelConfig):
     """Seconds of one small collective."""
     launch_s: NonNegative = 5e-5
     """Seconds that a layer takes at least."""
+    kernel_s: NonNegative = 3e-6
+    """Seconds that a kernel of a CUDA graph takes beyond its work."""
     reserve_bytes: Annotated[int, Ge(0)] = 2 << 30
     """CUDA context, libraries and graphs."""
     bucket_bytes: Annotated[int, Ge(0)] = 512 << 20
@@ -79,6 +84,19 @@ class _Place:
         if nodes > 1:
             seconds = max(seconds, size * (nodes - 1) / nodes / (min(inside, ranks) * self.network))
         return seconds / self.efficiency.link + self.efficiency.latency_s * math.log2(ranks)
+
+    def reduce(self, size: float, ranks: int) -> float:
+        """Return the seconds of an inference engine's all-reduce of ``size`` bytes over neighbouring ranks.
+
+        Within a node a rank reads the others' memory: all of it in one kernel, or its share in one and the sums in
+        another, whichever is shorter. Between nodes it is a reduce-scatter and an all-gather.
+        """
+        if ranks < 2:
+            return 0.0
+        if self.nodes > 1 and ranks > self.per_node:
+            return 2 * self.gather(size, ranks, 1)
+        peers, wire = ranks - 1, size / self.link / self.efficiency.link
+        return self.efficiency.kernel_s + min(peers * wire, 2 * peers / ranks * wire + self.efficiency.kernel_s)
 
 
 def _layer_weights(model: ModelFacts) -> float:
@@ -262,18 +280,28 @@ class AnalyticalCosts(BaseCostModel):
         rows = math.ceil(problem.rows / at.mesh.data)
         tokens = rows * prompt.mean
         compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, at.mesh.tensor)
-        reduce = 2 * 2 * place.gather(tokens * model.hidden * 2, at.mesh.tensor, 1)
-        return compute * model.layers, memory * model.layers, reduce * model.layers
+        memory += _KERNELS * self.efficiency.kernel_s
+        wire = 2 * place.reduce(tokens * model.hidden * 2, at.mesh.tensor)
+        return compute * model.layers, memory * model.layers, wire * model.layers
 
     def _decode(
         self, model: ModelFacts, mesh: Mesh, place: _Place, active: float, context: float
     ) -> tuple[float, float, float]:
         """Return compute, memory and communication of a token for each of ``active`` rows of ``context`` tokens."""
-        layers, weights = model.layers, _layer_weights(model)
-        cache = 2 * model.kv_heads * model.head_size * 2 / min(mesh.tensor, model.kv_heads)
-        work = active * (2 * weights + 4 * model.heads * model.head_size * context)
-        work = layers * work + active * 2 * model.hidden * model.vocab
-        read = layers * (2 * weights + active * context * cache * mesh.tensor) + 2 * model.hidden * model.vocab
-        busy = work / mesh.tensor / place.flops
-        wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
-        return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
+        tensor, weights = mesh.tensor, _layer_weights(model)
+        cache = 2 * model.kv_heads * model.head_size * 2 / min(tensor, model.kv_heads)
+        pairs = 4 * active * context * model.heads * model.head_size / tensor
+        head = model.hidden * model.vocab / tensor
+        # Kernels follow one another: products may be bound by arithmetic while attention is bound by the memory.
+        compute = memory = 0.0
+        for count, work, read in (
+            (model.layers, 2 * active * weights / tensor, 2 * weights / tensor),
+            (model.layers, pairs / self.efficiency.attention, active * context * cache),
+            (1, 2 * active * head, 2 * head),
+        ):
+            busy = work / place.flops
+            compute += count * busy
+            memory += count * max(read / place.bandwidth - busy, 0.0)
+        moved = self.efficiency.elementwise_bytes * active * model.hidden / tensor / place.bandwidth
+        memory += model.layers * (moved + _KERNELS * self.efficiency.kernel_s)
+        return compute, memory, model.layers * 2 * place.reduce(active * model.hidden * 2, tensor)
