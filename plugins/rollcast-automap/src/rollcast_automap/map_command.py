@@ -35,8 +35,15 @@ def map_roles(
     ] = None,
     lengths_file: Annotated[
         Path | None,
-        typer.Option("--lengths", metavar="FILE", help="Token counts of responses to take them from, one a line."),
+        typer.Option(
+            "--lengths",
+            metavar="PATH",
+            help="Token counts of responses, one a line; or the directory of a run, for those of prompts too.",
+        ),
     ] = None,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Tokenize training data for the lengths of prompts.")
+    ] = False,
     staleness: Annotated[
         int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness that a mapping may have.")
     ] = 0,
@@ -48,8 +55,8 @@ def map_roles(
 ) -> None:
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
 
-    Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device,
-    cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart, constraints.headroom, and
+    Takes the arguments of 'rollcast train', and cluster.* (nodes, devices_per_node, device, groups of nodes that
+    differ, network_gbit_s, and figures of the device), constraints.* (pinned, together, apart, headroom), and
     cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are.
     """
     from rollcast import compose
@@ -57,6 +64,7 @@ def map_roles(
     from rollcast_automap.clusters import ClusterConfig, build_cluster
     from rollcast_automap.constraints import ConstraintsConfig
     from rollcast_automap.problem import build_problem, list_overrides
+    from rollcast_automap.run_lengths import measure_prompts
     from rollcast_trainer.loop import build_loop_trainer
 
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
@@ -64,8 +72,13 @@ def map_roles(
     kind = cost_models.get(cost_model, "--cost-model")
     section, rest = _take_section(kind.config_schema, "cost_model", rest)
     trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
-    response = mean_length if lengths_file is None else _read_lengths(trainer, lengths_file, mean_length)
-    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits)
+    prompt: Lengths | None = None
+    response: Lengths | float | None = mean_length
+    if lengths_file is not None:
+        prompt, response = _read_lengths(trainer, lengths_file, mean_length)
+    if read_data:
+        prompt = measure_prompts(trainer)
+    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
     search = planners.get(planner, "--planner")()
     found = list(search.plan(problem, kind(section), max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
@@ -82,14 +95,21 @@ def map_roles(
         print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
 
 
-def _read_lengths(trainer: LoopTrainer, path: Path, mean_length: float | None) -> Lengths:
-    """Return the statistics of the responses in a file of token counts."""
+def _read_lengths(
+    trainer: LoopTrainer, path: Path, mean_length: float | None
+) -> tuple[Lengths | None, Lengths | float | None]:
+    """Return the statistics of prompts, if they are known, and of responses: of a run, or of a file of token counts."""
     from rollcast_automap.length_curve import LengthCurve, read_samples
+    from rollcast_automap.run_lengths import read_run_lengths
 
     if mean_length is not None:
         raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
-    longest = trainer.task.data.max_response_length
-    return LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
+    data = trainer.task.data
+    if path.is_dir():
+        found = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
+        return found.prompt, found.response
+    longest = data.max_response_length
+    return None, LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
 
 
 def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:

@@ -64,16 +64,17 @@ def build_problem(
     response: Lengths | float | None = None,
     max_staleness: int = 0,
     limits: ConstraintsConfig | None = None,
+    prompt: Lengths | None = None,
 ) -> Problem:
     """Return the problem of mapping a run.
 
     Args:
         trainer: built, not started.
         cluster: devices.
-        response: statistics of the responses, or their mean in tokens; None for half of the longest. The mean of a
-            prompt is half of its longest.
+        response: statistics of the responses, or their mean in tokens; None for half of the longest.
         max_staleness: largest value that the planner may choose.
         limits: limits of the user's.
+        prompt: statistics of the prompts; None for a mean of half of the longest.
 
     Raises:
         ConfigError: the model folder cannot be used, a stage calls workers that no cost is known of, or a limit names
@@ -95,7 +96,7 @@ def build_problem(
         samples=algebra.samples,
         mini_batches=algebra.mini_batches,
         epochs=algebra.epochs,
-        prompt_lengths=Lengths(data.max_prompt_length / 2, data.max_prompt_length),
+        prompt_lengths=prompt or Lengths(data.max_prompt_length / 2, data.max_prompt_length),
         response_lengths=response
         if isinstance(response, Lengths)
         else Lengths(min(response or longest / 2, float(longest)), longest),
