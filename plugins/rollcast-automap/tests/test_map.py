@@ -228,6 +228,19 @@ def test_lengths_come_from_an_earlier_run(small_task: SmallTask, tmp_path: Path)
         run(small_task, tmp_path, *cluster, "--lengths", str(tmp_path))
 
 
+def test_prices_of_a_database_and_nodes_that_differ(small_task: SmallTask, tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    groups = "cluster.groups=[{device: h200}, {device: a100}]"
+    cluster = ["--cost-model", "aiconfigurator", "cluster.devices_per_node=1", groups, "--count", "1"]
+    best = rows(small_task, tmp_path, *CRITIC, *cluster)[0]
+    # The tiny model's heads have no measured kernels.
+    assert "no kernels" in best["stages"]["rollout"]["note"]
+    composed = compose(small_task.ppo(tmp_path / "run", *CRITIC, *best["overrides"]))
+    pools = composed.config.placement.pools
+    assert {pool["accelerator_type"] for pool in pools.values()} <= {"H200", "A100"}
+    assert set(composed.config.placement.mapping.values()) == set(pools)
+
+
 def test_prompts_of_the_data_are_measured(small_task: SmallTask, tmp_path: Path) -> None:
     trainer = build_loop_trainer(compose(small_task.ppo(tmp_path / "run")))
     found = measure_prompts(trainer)

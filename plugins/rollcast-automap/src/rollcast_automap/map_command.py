@@ -20,6 +20,11 @@ __all__ = ["app", "map_roles"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 S = TypeVar("S")
+_LENGTHS = typer.Option(
+    "--lengths",
+    metavar="PATH",
+    help="Token counts of responses, one a line; or the directory of a run, for those of prompts too.",
+)
 
 
 @app.command(name="map")
@@ -33,14 +38,7 @@ def map_roles(
         float | None,
         typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; half of the longest without it."),
     ] = None,
-    lengths_file: Annotated[
-        Path | None,
-        typer.Option(
-            "--lengths",
-            metavar="PATH",
-            help="Token counts of responses, one a line; or the directory of a run, for those of prompts too.",
-        ),
-    ] = None,
+    lengths_file: Annotated[Path | None, _LENGTHS] = None,
     read_data: Annotated[
         bool, typer.Option("--read-data", help="Tokenize training data for the lengths of prompts.")
     ] = False,
@@ -64,7 +62,6 @@ def map_roles(
     from rollcast_automap.clusters import ClusterConfig, build_cluster
     from rollcast_automap.constraints import ConstraintsConfig
     from rollcast_automap.problem import build_problem, list_overrides
-    from rollcast_automap.run_lengths import measure_prompts
     from rollcast_trainer.loop import build_loop_trainer
 
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
@@ -72,12 +69,7 @@ def map_roles(
     kind = cost_models.get(cost_model, "--cost-model")
     section, rest = _take_section(kind.config_schema, "cost_model", rest)
     trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
-    prompt: Lengths | None = None
-    response: Lengths | float | None = mean_length
-    if lengths_file is not None:
-        prompt, response = _read_lengths(trainer, lengths_file, mean_length)
-    if read_data:
-        prompt = measure_prompts(trainer)
+    prompt, response = _read_lengths(trainer, lengths_file, mean_length, read_data)
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
     search = planners.get(planner, "--planner")()
     found = list(search.plan(problem, kind(section), max(count, 2 if explain else 1)))
@@ -96,20 +88,24 @@ def map_roles(
 
 
 def _read_lengths(
-    trainer: LoopTrainer, path: Path, mean_length: float | None
+    trainer: LoopTrainer, path: Path | None, mean_length: float | None, read_data: bool
 ) -> tuple[Lengths | None, Lengths | float | None]:
-    """Return the statistics of prompts, if they are known, and of responses: of a run, or of a file of token counts."""
+    """Return what the options say of prompts and of responses: statistics, or a mean; None for nothing."""
     from rollcast_automap.length_curve import LengthCurve, read_samples
-    from rollcast_automap.run_lengths import read_run_lengths
+    from rollcast_automap.run_lengths import measure_prompts, read_run_lengths
 
-    if mean_length is not None:
+    prompt: Lengths | None = None
+    response: Lengths | float | None = mean_length
+    if path is not None and mean_length is not None:
         raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
     data = trainer.task.data
-    if path.is_dir():
+    if path is not None and path.is_dir():
         found = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
-        return found.prompt, found.response
-    longest = data.max_response_length
-    return None, LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
+        prompt, response = found.prompt, found.response
+    elif path is not None:
+        longest = data.max_response_length
+        response = LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
+    return measure_prompts(trainer) if read_data else prompt, response
 
 
 def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:
