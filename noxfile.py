@@ -47,6 +47,7 @@ RETRIED = 10
 #: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
+    "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
     "rollcast-fsdp": ["peft"],
     "rollcast-rewards": ["math-verify[antlr4_9_3]"],
     "rollcast-trackers": ["tensorboard"],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from rollcast.errors import ConfigError, DataError, PluginNotFoundError, Resourc
 from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.map_command import app
 from rollcast_automap.problem import build_problem
+from rollcast_automap.run_lengths import measure_prompts, read_run_lengths
 from rollcast_trainer.loop import build_loop_trainer
 
 pytestmark = pytest.mark.long
@@ -108,7 +110,7 @@ def test_bad_files_are_named(small_task: SmallTask, tmp_path: Path, content: str
 @pytest.mark.parametrize(
     ("arguments", "error", "message"),
     [
-        (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: a100, h100, h200, cpu"),
+        (["cluster.device=tpu"], ConfigError, r"cluster\.device is 'tpu'; valid: .*a100, .*h100, .*cpu;"),
         (["cluster.nodez=2"], ConfigError, r"cluster\.nodez"),
         (["cluster.nodes=0"], ConfigError, r"cluster\.nodes must be at least 1"),
         (
@@ -205,6 +207,48 @@ def test_lengths_come_from_a_file(small_task: SmallTask, tmp_path: Path) -> None
     file.write_text("4\nfour\n")
     with pytest.raises(DataError, match=r"line 2: 'four'"):
         run(small_task, tmp_path, *cluster, "--lengths", str(file))
+
+
+def test_lengths_come_from_an_earlier_run(small_task: SmallTask, tmp_path: Path) -> None:
+    launch(small_task.ppo(tmp_path / "earlier", "trainer.total_steps=2", "runtime.record_trajectories=true"))
+    found = read_run_lengths(tmp_path / "earlier", (16, 6))
+    assert found.prompt is not None
+    assert found.response is not None
+    steps = [row for row in read_metrics(tmp_path / "earlier") if row["step"]]
+    # The mean of the quantiles' curve is close to that of the rows.
+    assert found.response.mean == pytest.approx(
+        statistics.fmean(row["rollout/response_length_mean"] for row in steps), rel=0.03
+    )
+    cluster = [*CPUS, "cluster.devices_per_node=1", "--count", "1"]
+    whole = rows(small_task, tmp_path, *cluster)[0]
+    short = rows(small_task, tmp_path, *cluster, "--lengths", str(tmp_path / "earlier"))[0]
+    assert found.prompt.mean < 8  # half of the longest, which is taken without a run
+    assert short["stages"]["rollout"]["compute"] != whole["stages"]["rollout"]["compute"]
+    with pytest.raises(DataError, match=r"no lengths"):
+        run(small_task, tmp_path, *cluster, "--lengths", str(tmp_path))
+
+
+def test_prices_of_a_database_and_nodes_that_differ(small_task: SmallTask, tmp_path: Path) -> None:
+    pytest.importorskip("aiconfigurator_core")
+    groups = "cluster.groups=[{device: h200}, {device: a100}]"
+    cluster = ["--cost-model", "aiconfigurator", "cluster.devices_per_node=1", groups, "--count", "1"]
+    best = rows(small_task, tmp_path, *CRITIC, *cluster)[0]
+    # The tiny model's heads have no measured kernels.
+    assert "no kernels" in best["stages"]["rollout"]["note"]
+    composed = compose(small_task.ppo(tmp_path / "run", *CRITIC, *best["overrides"]))
+    pools = composed.config.placement.pools
+    assert {pool["accelerator_type"] for pool in pools.values()} <= {"H200", "A100"}
+    assert set(composed.config.placement.mapping.values()) == set(pools)
+
+
+def test_prompts_of_the_data_are_measured(small_task: SmallTask, tmp_path: Path) -> None:
+    trainer = build_loop_trainer(compose(small_task.ppo(tmp_path / "run")))
+    found = measure_prompts(trainer)
+    assert found.maximum == 16
+    assert found.quantiles[0][1] == found.quantiles[-1][1] == found.mean  # "4+0=": all are equally long
+    cluster = [*CPUS, "cluster.devices_per_node=1", "--count", "1"]
+    guessed, measured = (rows(small_task, tmp_path, *cluster, *how)[0] for how in ((), ("--read-data",)))
+    assert measured["step_seconds"] < guessed["step_seconds"]
 
 
 def test_every_mapping_that_fits_trains(small_task: SmallTask, tmp_path: Path) -> None:

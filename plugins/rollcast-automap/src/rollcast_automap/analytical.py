@@ -11,6 +11,7 @@ from rollcast.contracts.mapping import (
     BaseCostModel,
     CostModelConfig,
     MemoryParts,
+    Mesh,
     Mode,
     ModelFacts,
     Placement,
@@ -28,6 +29,9 @@ __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
 #: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
 _SHARDING = frozenset({"fsdp"})
+#: Kernels of a layer of an inference engine: two norms, four products, rotation with the write of the cache, attention
+#: in two (parts of the context, then their sum), and the activation.
+_KERNELS = 10
 Reached = Annotated[float, Gt(0), Le(1)]
 NonNegative = Annotated[float, Ge(0)]
 
@@ -50,6 +54,8 @@ class AnalyticalConfig(CostModelConfig):
     """Seconds of one small collective."""
     launch_s: NonNegative = 5e-5
     """Seconds that a layer takes at least."""
+    kernel_s: NonNegative = 3e-6
+    """Seconds that a kernel of a CUDA graph takes beyond its work."""
     reserve_bytes: Annotated[int, Ge(0)] | None = None
     """Bytes of a process beside its tensors, without CUDA graphs; null for the figure of its device and plugin."""
     graph_bytes: Annotated[int, Ge(0)] | None = None
@@ -79,6 +85,19 @@ class _Place:
         if nodes > 1:
             seconds = max(seconds, size * (nodes - 1) / nodes / (min(inside, ranks) * self.network))
         return seconds / self.efficiency.link + self.efficiency.latency_s * math.log2(ranks)
+
+    def reduce(self, size: float, ranks: int) -> float:
+        """Return the seconds of an inference engine's all-reduce of ``size`` bytes over neighbouring ranks.
+
+        Within a node a rank reads the others' memory: all of it in one kernel, or its share in one and the sums in
+        another, whichever is shorter. Between nodes it is a reduce-scatter and an all-gather.
+        """
+        if ranks < 2:
+            return 0.0
+        if self.nodes > 1 and ranks > self.per_node:
+            return 2 * self.gather(size, ranks, 1)
+        peers, wire = ranks - 1, size / self.link / self.efficiency.link
+        return self.efficiency.kernel_s + min(peers * wire, 2 * peers / ranks * wire + self.efficiency.kernel_s)
 
 
 def _layer_weights(model: ModelFacts) -> float:
@@ -208,34 +227,48 @@ class AnalyticalCosts(BaseCostModel):
 
     def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:
         """Return the cost of generating the batch; ``tail`` is what unequal lengths add to equal ones."""
-        model, mesh = role.model, at.mesh
         prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
-        rows = math.ceil(problem.rows / mesh.data)
-        layers = model.layers
-
-        tokens = rows * prompt.mean
-        compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, mesh.tensor)
-        reduce = 2 * 2 * place.gather(tokens * model.hidden * 2, mesh.tensor, 1)
-        parts = [compute * layers, memory * layers, reduce * layers]
-
-        cache = 2 * model.kv_heads * model.head_size * 2 / min(mesh.tensor, model.kv_heads)
-        weights = _layer_weights(model)
-
-        def token(active: float, context: float) -> tuple[float, float, float]:
-            work = active * (2 * weights + 4 * model.heads * model.head_size * context)
-            work = layers * work + active * 2 * model.hidden * model.vocab
-            read = layers * (2 * weights + active * context * cache * mesh.tensor) + 2 * model.hidden * model.vocab
-            busy = work / mesh.tensor / place.flops
-            wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
-            return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
-
+        rows = math.ceil(problem.rows / at.mesh.data)
+        parts = list(self._prefill(problem, role, at, place))
         decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
         context = prompt.mean + response.mean_square / (2 * response.mean)
-        whole = token(decoding.slots, context)
+        whole = self._decode(role.model, at.mesh, place, decoding.slots, context)
         for place_in, part in enumerate(whole):
             parts[place_in] += decoding.equal * part
         seconds = decoding.full * sum(whole)
         for steps, active, done in decoding.drain:
-            seconds += steps * sum(token(active, prompt.mean + done))
+            seconds += steps * sum(self._decode(role.model, at.mesh, place, active, prompt.mean + done))
         tail = max(seconds - decoding.equal * sum(whole), 0.0)
         return StageCost(parts[0], parts[1], parts[2], tail=tail)
+
+    def _prefill(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> tuple[float, float, float]:
+        """Return compute, memory and communication of the prompts of a replica."""
+        model, prompt = role.model, LengthCurve.read(problem.prompt_lengths)
+        rows = math.ceil(problem.rows / at.mesh.data)
+        tokens = rows * prompt.mean
+        compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, at.mesh.tensor)
+        memory += _KERNELS * self.efficiency.kernel_s
+        wire = 2 * place.reduce(tokens * model.hidden * 2, at.mesh.tensor)
+        return compute * model.layers, memory * model.layers, wire * model.layers
+
+    def _decode(
+        self, model: ModelFacts, mesh: Mesh, place: _Place, active: float, context: float
+    ) -> tuple[float, float, float]:
+        """Return compute, memory and communication of a token for each of ``active`` rows of ``context`` tokens."""
+        tensor, weights = mesh.tensor, _layer_weights(model)
+        cache = 2 * model.kv_heads * model.head_size * 2 / min(tensor, model.kv_heads)
+        pairs = 4 * active * context * model.heads * model.head_size / tensor
+        head = model.hidden * model.vocab / tensor
+        # Kernels follow one another: products may be bound by arithmetic while attention is bound by the memory.
+        compute = memory = 0.0
+        for count, work, read in (
+            (model.layers, 2 * active * weights / tensor, 2 * weights / tensor),
+            (model.layers, pairs / self.efficiency.attention, active * context * cache),
+            (1, 2 * active * head, 2 * head),
+        ):
+            busy = work / place.flops
+            compute += count * busy
+            memory += count * max(read / place.bandwidth - busy, 0.0)
+        moved = self.efficiency.elementwise_bytes * active * model.hidden / tensor / place.bandwidth
+        memory += model.layers * (moved + _KERNELS * self.efficiency.kernel_s)
+        return compute, memory, model.layers * 2 * place.reduce(active * model.hidden * 2, tensor)

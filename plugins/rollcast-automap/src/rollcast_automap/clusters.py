@@ -1,32 +1,43 @@
-"""Clusters to map onto: device kinds by their published figures, and the options ``cluster.*``."""
+"""Clusters to map onto: the options ``cluster.*``, with device kinds by their published figures or by figures given."""
 
 from __future__ import annotations
 
-from typing import Annotated
+from dataclasses import field, replace
+from typing import Annotated, Any
 
+from rollcast import build_section
 from rollcast.contracts.config import Gt, Positive, config
 from rollcast.contracts.mapping import Cluster, DeviceKind, Node
 from rollcast.errors import ConfigError
+from rollcast_automap.device_kinds import DEVICE_KINDS, LINK_BANDWIDTHS
 
-__all__ = ["DEVICE_KINDS", "ClusterConfig", "build_cluster"]
+__all__ = ["DEVICE_KINDS", "ClusterConfig", "NodesConfig", "build_cluster"]
 
-_GIB = 2**30
-_A100 = "NVIDIA A100 datasheet, SXM 80GB"
-_H100 = "NVIDIA H100 datasheet, SXM"
-_H200 = "NVIDIA H200 datasheet, SXM"
+Amount = Annotated[float, Gt(0)]
+#: Figures that replace those of a datasheet; together they describe a device that has none here.
+_FIGURES = ("memory_gib", "memory_gbyte_s", "tflops", "link_gbyte_s", "host_gbyte_s")
 
-#: Device kinds by name. FLOP per second are dense; bandwidths are one way.
-DEVICE_KINDS = {
-    kind.name: kind
-    for kind in (
-        DeviceKind("a100", 80 * _GIB, {"bfloat16": 312e12, "float32": 19.5e12}, 2.039e12, 32e9, _A100),
-        DeviceKind("h100", 80 * _GIB, {"bfloat16": 989e12, "float32": 67e12}, 3.35e12, 64e9, _H100),
-        DeviceKind("h200", 141 * 10**9, {"bfloat16": 989e12, "float32": 67e12}, 4.8e12, 64e9, _H200),
-        DeviceKind("cpu", 12 * _GIB, {"bfloat16": 5e10, "float32": 5e10}, 1e10, 1e10, "rough figures of a core"),
-    )
-}
-#: Bytes per second from a device to another of its node, one way: half of the datasheets' NVLink figures.
-_LINKS = {"a100": 300e9, "h100": 450e9, "h200": 450e9, "cpu": 1e10}
+
+@config
+class NodesConfig:
+    """Equal nodes of a cluster; what is null is as in ``cluster.*``."""
+
+    nodes: Positive | None = None
+    """Number of nodes."""
+    devices_per_node: Positive | None = None
+    """Devices of a node."""
+    device: str | None = None
+    """Kind of the devices."""
+    memory_gib: Amount | None = None
+    """Memory of a device in GiB."""
+    memory_gbyte_s: Amount | None = None
+    """Bandwidth of the device memory in GB/s."""
+    tflops: Amount | None = None
+    """Dense bfloat16 peak in TFLOP/s."""
+    link_gbyte_s: Amount | None = None
+    """Bandwidth of a device to the others of its node in GB/s, one way."""
+    host_gbyte_s: Amount | None = None
+    """Bandwidth from the host to a device in GB/s, one way."""
 
 
 @config
@@ -38,18 +49,76 @@ class ClusterConfig:
     devices_per_node: Positive = 8
     """Devices of a node."""
     device: str = "h100"
-    """Kind of the devices: a100, h100, h200 or cpu."""
-    network_gbit_s: Annotated[float, Gt(0)] = 200.0
+    """Kind of the devices: a10, a100, a800, b200, h100, h20, h200, h800, l4, l40s, mi300x or cpu; another name needs
+    all five figures below."""
+    groups: list[dict[str, Any]] = field(default_factory=list)
+    """Nodes that differ, in place of `nodes` equal ones: `[{device: h100, nodes: 2}, {device: a100, nodes: 4}]`. A
+    group takes what it leaves out from the other keys."""
+    network_gbit_s: Amount = 200.0
     """Bandwidth of a device to a device of another node, one way, in Gbit/s."""
+    memory_gib: Amount | None = None
+    """Memory of a device in GiB, in place of the datasheet's."""
+    memory_gbyte_s: Amount | None = None
+    """Bandwidth of the device memory in GB/s, in place of the datasheet's."""
+    tflops: Amount | None = None
+    """Dense bfloat16 peak in TFLOP/s, in place of the datasheet's."""
+    link_gbyte_s: Amount | None = None
+    """Bandwidth of a device to the others of its node in GB/s, one way, in place of the datasheet's."""
+    host_gbyte_s: Amount | None = None
+    """Bandwidth from the host to a device in GB/s, one way, in place of the datasheet's."""
 
 
 def build_cluster(config: ClusterConfig) -> Cluster:
     """Return the cluster of the options.
 
     Raises:
-        ConfigError: there is no such kind of device.
+        ConfigError: there is no such kind of device, and its figures are not given; or a key of a group is refused.
     """
-    if config.device not in DEVICE_KINDS:
-        raise ConfigError(f"cluster.device is {config.device!r}; valid: {', '.join(DEVICE_KINDS)}")
-    node = Node(DEVICE_KINDS[config.device], config.devices_per_node, _LINKS[config.device])
-    return Cluster((node,) * config.nodes, config.network_gbit_s * 1e9 / 8)
+    nodes: list[Node] = []
+    for index, given in enumerate(config.groups or [{}]):
+        path = f"cluster.groups[{index}]" if config.groups else "cluster"
+        group = build_section(NodesConfig, given, path, closed=True)
+        node = _node(config, group, path)
+        known = {each.kind.name: each for each in nodes}
+        name, number = node.kind.name, 2
+        # Planners know kinds by name, so devices with other figures need a name of their own.
+        while name in known and not _alike(known[name], node):
+            name, number = f"{node.kind.name}#{number}", number + 1
+        node = replace(node, kind=replace(node.kind, name=name))
+        nodes += [node] * (group.nodes or config.nodes)
+    return Cluster(tuple(nodes), config.network_gbit_s * 1e9 / 8)
+
+
+def _alike(one: Node, other: Node) -> bool:
+    return one.link_bandwidth == other.link_bandwidth and one.kind == replace(other.kind, name=one.kind.name)
+
+
+def _node(config: ClusterConfig, group: NodesConfig, path: str) -> Node:
+    """Return a node of a group.
+
+    A figure of the group holds before one of the cluster, and that before the datasheet's. If the group names a device
+    of its own, the figures of the cluster are those of another device.
+    """
+    name = group.device or config.device
+    shared = config if group.device in (None, config.device) else ClusterConfig()
+    given = {key: getattr(group, key) or getattr(shared, key) for key in _FIGURES}
+    missing = [key for key, value in given.items() if value is None]
+    if name not in DEVICE_KINDS and missing:
+        raise ConfigError(
+            f"{path}.device is {name!r}; valid: {', '.join(DEVICE_KINDS)}; for another device give the figures too, "
+            f"here {', '.join(f'{path}.{key}' for key in missing)}"
+        )
+    sheet = DEVICE_KINDS.get(name) or DeviceKind(name, 0, {}, 0.0, 0.0, "cluster.*")
+    kind = replace(
+        sheet,
+        memory_bytes=sheet.memory_bytes if given["memory_gib"] is None else round(given["memory_gib"] * 2**30),
+        flops=sheet.flops if given["tflops"] is None else {**sheet.flops, "bfloat16": given["tflops"] * 1e12},
+        memory_bandwidth=_bytes(given["memory_gbyte_s"], sheet.memory_bandwidth),
+        host_bandwidth=_bytes(given["host_gbyte_s"], sheet.host_bandwidth),
+    )
+    link = _bytes(given["link_gbyte_s"], LINK_BANDWIDTHS.get(name, 0.0))
+    return Node(kind, group.devices_per_node or config.devices_per_node, link)
+
+
+def _bytes(gigabytes: float | None, otherwise: float) -> float:
+    return otherwise if gigabytes is None else gigabytes * 1e9

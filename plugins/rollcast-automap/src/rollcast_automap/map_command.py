@@ -21,6 +21,11 @@ __all__ = ["app", "map_roles"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 S = TypeVar("S")
+_LENGTHS = typer.Option(
+    "--lengths",
+    metavar="PATH",
+    help="Token counts of responses, one a line; or the directory of a run, for those of prompts too.",
+)
 
 
 @app.command(name="map")
@@ -34,10 +39,10 @@ def map_roles(
         float | None,
         typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; half of the longest without it."),
     ] = None,
-    lengths_file: Annotated[
-        Path | None,
-        typer.Option("--lengths", metavar="FILE", help="Token counts of responses to take them from, one a line."),
-    ] = None,
+    lengths_file: Annotated[Path | None, _LENGTHS] = None,
+    read_data: Annotated[
+        bool, typer.Option("--read-data", help="Tokenize training data for the lengths of prompts.")
+    ] = False,
     staleness: Annotated[
         int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness that a mapping may have.")
     ] = 0,
@@ -53,8 +58,8 @@ def map_roles(
 ) -> None:
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
 
-    Takes the arguments of 'rollcast train', and cluster.nodes, cluster.devices_per_node, cluster.device,
-    cluster.network_gbit_s, constraints.pinned, constraints.together, constraints.apart, constraints.headroom, and
+    Takes the arguments of 'rollcast train', and cluster.* (nodes, devices_per_node, device, groups of nodes that
+    differ, network_gbit_s, and figures of the device), constraints.* (pinned, together, apart, headroom), and
     cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are. With --check, no
     search: what the cost model predicts of runs that were made, beside what they took, stage by stage.
     """
@@ -73,8 +78,8 @@ def map_roles(
     kind = cost_models.get(cost_model, "--cost-model")
     section, rest = _take_section(kind.config_schema, "cost_model", rest)
     trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
-    response = mean_length if lengths_file is None else _read_lengths(trainer, lengths_file, mean_length)
-    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits)
+    prompt, response = _read_lengths(trainer, lengths_file, mean_length, read_data)
+    problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
     search = planners.get(planner, "--planner")()
     found = list(search.plan(problem, kind(section), max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
@@ -136,14 +141,25 @@ def _check_table(found: RunCheck) -> Any:
     return table
 
 
-def _read_lengths(trainer: LoopTrainer, path: Path, mean_length: float | None) -> Lengths:
-    """Return the statistics of the responses in a file of token counts."""
+def _read_lengths(
+    trainer: LoopTrainer, path: Path | None, mean_length: float | None, read_data: bool
+) -> tuple[Lengths | None, Lengths | float | None]:
+    """Return what the options say of prompts and of responses: statistics, or a mean; None for nothing."""
     from rollcast_automap.length_curve import LengthCurve, read_samples
+    from rollcast_automap.run_lengths import measure_prompts, read_run_lengths
 
-    if mean_length is not None:
+    prompt: Lengths | None = None
+    response: Lengths | float | None = mean_length
+    if path is not None and mean_length is not None:
         raise ConfigError(f"--mean-length {mean_length:g} and --lengths {path} both describe the responses; choose one")
-    longest = trainer.task.data.max_response_length
-    return LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
+    data = trainer.task.data
+    if path is not None and path.is_dir():
+        found = read_run_lengths(path, (data.max_prompt_length, data.max_response_length))
+        prompt, response = found.prompt, found.response
+    elif path is not None:
+        longest = data.max_response_length
+        response = LengthCurve.from_samples(read_samples(path, longest)).statistics(longest)
+    return measure_prompts(trainer) if read_data else prompt, response
 
 
 def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:

@@ -9,14 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.mapping import Lengths, Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.contracts.mapping import Mapping as RoleMapping
+from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.composition import find_trained, pool_bytes, step_seconds
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
 from rollcast_automap.role_specs import micro_batch_rows
+from rollcast_automap.run_lengths import read_run_lengths
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer, build_from_config
 from rollcast_trainer.stages.update_actor import may_skip_rows
@@ -107,10 +108,11 @@ def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
     pools = _read_pools(trainer)
     nodes = max(len(pool.process_on_nodes) for pool in pools.values())
     devices = [sum(dict(pool.places).get(node, 0) for pool in pools.values()) for node in range(nodes)]
-    response, trained = _lengths(trainer, steps)
+    data = trainer.task.data
+    lengths = read_run_lengths(folder, (data.max_prompt_length, data.max_response_length))
     cluster = build_cluster(ClusterConfig(nodes=nodes, devices_per_node=max(devices), device=device or "cpu"))
-    problem = build_problem(trainer, cluster, response)
-    problem = replace(problem, prompt_lengths=_prompt_lengths(problem, steps), trained_share=trained)
+    problem = build_problem(trainer, cluster, lengths.response, prompt=lengths.prompt)
+    problem = replace(problem, trained_share=_trained_share(trainer, steps))
     mapping = _read_mapping(trainer, problem, pools)
     timed = [_seconds_of(line, problem) for line in timeline if line["step"] > steps[0]["step"]]
     names = dict.fromkeys(name for line in timed for name in line)
@@ -137,23 +139,10 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
     return statistics.fmean(values) if values else None
 
 
-def _lengths(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> tuple[Lengths | None, float]:
-    """Return the lengths of responses, and the share of rows that updates compute."""
-    mean, longest = _mean(steps, "rollout/response_length_mean"), trainer.task.data.max_response_length
+def _trained_share(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> float:
+    """Return the share of rows that updates compute."""
     without = _mean(steps, "actor/zero_advantage_rows") if may_skip_rows(trainer.run) else None
-    found = None if mean is None else Lengths(min(mean, float(longest)), longest)
-    return found, 1.0 - (without or 0.0)
-
-
-def _prompt_lengths(problem: Problem, steps: Sequence[Mapping[str, Any]]) -> Lengths:
-    """Return the lengths of prompts: what is left of all tokens without the responses."""
-    tokens, longest = _mean(steps, "perf/total_num_tokens"), problem.prompt_lengths.maximum
-    if tokens is None:
-        return problem.prompt_lengths
-    mean = tokens / problem.rows - problem.response_lengths.mean
-    # Prompts of one task are about equally long, unlike responses: the quantiles say so.
-    mean = min(max(mean, 1.0), float(longest))
-    return Lengths(mean, longest, ((0.0, mean), (1.0, mean)))
+    return 1.0 - (without or 0.0)
 
 
 def _read_pools(trainer: LoopTrainer) -> dict[str, Pool]:

@@ -23,6 +23,7 @@ from rollcast.contracts.mapping import (
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
 from rollcast_automap.constraints import ConstraintsConfig, check_roles
+from rollcast_automap.device_kinds import ACCELERATOR_TYPES
 from rollcast_automap.memory_model import measure_model
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.role_specs import find_model, read_role, role_size, shares_weights
@@ -59,16 +60,17 @@ def build_problem(
     response: Lengths | float | None = None,
     max_staleness: int = 0,
     limits: ConstraintsConfig | None = None,
+    prompt: Lengths | None = None,
 ) -> Problem:
     """Return the problem of mapping a run.
 
     Args:
         trainer: built, not started.
         cluster: devices.
-        response: statistics of the responses, or their mean in tokens; None for half of the longest. The mean of a
-            prompt is half of its longest.
+        response: statistics of the responses, or their mean in tokens; None for half of the longest.
         max_staleness: largest value that the planner may choose.
         limits: limits of the user's.
+        prompt: statistics of the prompts; None for a mean of half of the longest.
 
     Raises:
         ConfigError: the model folder cannot be used, a stage calls workers that no cost is known of, or a limit names
@@ -92,7 +94,7 @@ def build_problem(
         samples=algebra.samples,
         mini_batches=algebra.mini_batches,
         epochs=algebra.epochs,
-        prompt_lengths=Lengths(data.max_prompt_length / 2, data.max_prompt_length),
+        prompt_lengths=prompt or Lengths(data.max_prompt_length / 2, data.max_prompt_length),
         response_lengths=response
         if isinstance(response, Lengths)
         else Lengths(min(response or longest / 2, float(longest)), longest),
@@ -166,23 +168,33 @@ def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> 
     pools = {pool.name: pool for pool in mapping.pools}
     places = {each.role: each for each in mapping.placements}
     home = places["actor"].pool
-    found = _pool_overrides(pools, {role: each.pool for role, each in places.items()}, home)
+    found = _pool_overrides(problem.cluster, pools, {role: each.pool for role, each in places.items()}, home)
     for role, placement in places.items():
         found += _role_overrides(problem.role(role), placement)
     found += _rollout_overrides(trainer, places["rollout"], mapping, pools)
     return [*found, f"trainer.max_staleness={mapping.max_staleness}"]
 
 
-def _pool_overrides(pools: dict[str, Pool], homes: dict[str, str], home: str) -> list[str]:
+def _pool_overrides(cluster: Cluster, pools: dict[str, Pool], homes: dict[str, str], home: str) -> list[str]:
     counts = pools[home].process_on_nodes
+    mixed = len({node.kind.name for node in cluster.nodes}) > 1
     found, mapped = [], {_PLACED.get(role, role): name for role, name in homes.items() if name != home}
-    if len(set(counts)) == 1:
+    # The pool of placement.nnodes has no accelerator_type.
+    if len(set(counts)) == 1 and not mixed:
         found = [f"placement.nnodes={len(counts)}", f"placement.n_gpus_per_node={counts[0]}"]
     else:
         mapped |= {_PLACED.get(role, role): name for role, name in homes.items() if name == home}
     used = dict.fromkeys(mapped.values())
-    found += [f"placement.pools.{name}={json.dumps(list(pools[name].process_on_nodes))}" for name in used]
+    found += [f"placement.pools.{name}={_describe_pool(cluster, pools[name], mixed)}" for name in used]
     return found + [f"placement.mapping.{role}={name}" for role, name in mapped.items()]
+
+
+def _describe_pool(cluster: Cluster, pool: Pool, mixed: bool) -> str:
+    """Return the value of ``placement.pools.NAME``; a pool on one of several kinds of nodes asks for its kind."""
+    processes = json.dumps(list(pool.process_on_nodes))
+    kinds = {cluster.nodes[node].kind.name.partition("#")[0] for node, _ in pool.places}
+    accelerator = ACCELERATOR_TYPES.get(next(iter(kinds))) if mixed and len(kinds) == 1 else None
+    return processes if accelerator is None else f"{{processes: {processes}, accelerator_type: {accelerator}}}"
 
 
 def _role_overrides(role: RoleSpec, placement: Placement) -> list[str]:

@@ -5,27 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollcast import Worker
+from rollcast_automap.device_kinds import PEAK_TFLOPS, find_part
 
 __all__ = ["PEAK_TFLOPS", "DeviceInfo", "describe_device", "find_peak"]
-
-#: Part of a device's name → its vendor's figure for dense bfloat16 matrix products with float32 sums, in
-#: TFLOP/s; figures that are only given with sparsity are halved. Of several parts the longest counts.
-PEAK_TFLOPS: dict[str, float] = {
-    "A10": 125.0,
-    "A100": 312.0,
-    "A40": 149.7,
-    "A800": 312.0,
-    "B200": 2250.0,
-    "H100": 989.4,
-    "H100 NVL": 835.5,
-    "H100 PCIe": 756.0,
-    "H200": 989.4,
-    "H200 NVL": 835.5,
-    "H800": 989.4,
-    "L4": 121.0,
-    "L40S": 362.0,
-    "MI300X": 1307.4,
-}
 
 
 @dataclass(frozen=True)
@@ -45,9 +27,8 @@ class DeviceInfo:
 
 def find_peak(name: str) -> float | None:
     """Dense bfloat16 operations a second of the device with this name; None where that is not known."""
-    words = f" {name.replace('-', ' ')} ".lower()
-    known = [part for part in PEAK_TFLOPS if f" {part.lower()} " in words]
-    return PEAK_TFLOPS[max(known, key=len)] * 1e12 if known else None
+    part = find_part(name)
+    return None if part is None else PEAK_TFLOPS[part] * 1e12
 
 
 def describe_device(worker: Worker) -> DeviceInfo:

@@ -315,7 +315,7 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
 
 def find_device(name: str) -> str:
     """Return the kind of device that a driver's name means; ``cpu`` if it means none that is known."""
-    return next((kind for kind in DEVICE_KINDS if kind in name.lower().split()), "cpu")
+    return next((kind for kind in DEVICE_KINDS if kind in name.lower().replace("-", " ").split()), "cpu")
 
 
 def _generation(problem: Problem, source: _Source, at: Placement) -> tuple[float, float, str]:

@@ -1,0 +1,282 @@
+"""The cost model ``aiconfigurator``: generation from measured kernel times, the rest from ``analytical``."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, ClassVar
+
+from rollcast.contracts.config import Positive, config
+from rollcast.contracts.mapping import (
+    CostModelConfig,
+    Mode,
+    ModelFacts,
+    Placement,
+    Pool,
+    Problem,
+    RoleSpec,
+    StageCost,
+    StageSpec,
+)
+from rollcast.errors import ConfigError
+from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.decoding import read_decoding
+from rollcast_automap.length_curve import LengthCurve
+
+__all__ = ["AiconfiguratorConfig", "AiconfiguratorCosts", "KernelTimes"]
+
+#: Backend whose times are those of a rollout that the database does not know.
+_OTHERWISE = "vllm"
+#: Largest ratio of stored weights to those of a dense layer of the same width.
+_DENSE = 1.05
+#: Operations between devices, by the ends of their names.
+_WIRE = ("_ar", "_ar_1", "_ar_2", "_p2p")
+
+
+@config
+class AiconfiguratorConfig(AnalyticalConfig):
+    """The database. The other keys are those of ``analytical``, which prices everything but generation."""
+
+    backend: str = "auto"
+    """Engine whose kernels count: `vllm`, `sglang` or `trtllm`; `auto` for the rollout's own, or else `vllm`."""
+    backend_version: str = "current"
+    """Version of the engine, or `current`, `previous` or `next`."""
+    systems: dict[str, str] = field(default_factory=dict)
+    """Kind of device → its system in the database, such as `{h800: h100_sxm}`; by default `KIND_sxm` or `KIND`."""
+    prefill_tokens: Positive = 8192
+    """Prompt tokens of a prefill pass."""
+
+
+@dataclass(frozen=True)
+class KernelSeconds:
+    """Seconds of a pass.
+
+    Attributes:
+        busy: kernels of one device.
+        wire: collectives.
+    """
+
+    busy: float
+    wire: float
+
+
+class KernelTimes:
+    """Times of a model on one system, engine and tensor-parallel size.
+
+    Args:
+        engine: compiled model of ``aiconfigurator_core``.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self._known: dict[tuple[str, int, int], KernelSeconds] = {}
+
+    def prefill(self, rows: int, length: int) -> KernelSeconds:
+        """Return the seconds of a pass over ``rows`` prompts of ``length`` tokens."""
+        return self._ask("prefill", max(rows, 1), max(length, 1))
+
+    def decode(self, rows: float, context: float) -> KernelSeconds:
+        """Return the seconds of a token of each row; between whole numbers of rows by linear interpolation."""
+        low, length = max(math.floor(rows), 1), max(round(context), 1)
+        below = self._ask("decode", low, length)
+        share = max(rows - low, 0.0)
+        if not share:
+            return below
+        above = self._ask("decode", low + 1, length)
+        return KernelSeconds(
+            below.busy + share * (above.busy - below.busy), below.wire + share * (above.wire - below.wire)
+        )
+
+    def _ask(self, phase: str, rows: int, length: int) -> KernelSeconds:
+        key = (phase, rows, length)
+        if key not in self._known:
+            if phase == "prefill":
+                found, _ = self._engine.run_static_per_op(batch_size=rows, isl=length, osl=1, mode="static_ctx")
+            else:
+                found = self._engine.decode_step_per_op(rows, length, 2)
+            times = {name: milliseconds * 1e-3 for name, milliseconds, *_ in found}
+            wire = sum(seconds for name, seconds in times.items() if name.endswith(_WIRE))
+            self._known[key] = KernelSeconds(sum(times.values()) - wire, wire)
+        return self._known[key]
+
+
+class AiconfiguratorCosts(AnalyticalCosts):
+    """Prices of a generation from measured kernels.
+
+    A model is described to the database by its sizes, as a dense decoder of Llama's kind; its name is not needed. Where
+    the database has no kernels for these sizes, and for a mixture of experts, whose experts a problem does not state,
+    the price is the analytical one and ``StageCost.note`` says so.
+
+    Raises:
+        ConfigError: the package is not installed, or it has no such engine, version or system.
+    """
+
+    config_schema: ClassVar[type[CostModelConfig]] = AiconfiguratorConfig
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.options: AiconfiguratorConfig = config
+        self._times: dict[tuple[str, str, ModelFacts, int], KernelTimes | str] = {}
+        try:
+            import aiconfigurator_core.sdk  # noqa: F401
+        except ImportError as error:
+            raise ConfigError(
+                "the cost model aiconfigurator needs the package aiconfigurator-core: "
+                f'pip install "rollcast-automap[aiconfigurator]" ({error})'
+            ) from error
+
+    def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
+        """Return the cost of a stage of one step, without its waits for other stages."""
+        analytical = super().stage_cost(problem, stage, placement, pool, mode)
+        if stage.kind != "generate":
+            return analytical
+        role = problem.role(stage.role)
+        backend, note = self._backend(role)
+        found = [
+            self._generation(problem, role, placement, analytical, system, backend)
+            for system in sorted({self._system(problem, node, backend) for node, _ in pool.places})
+        ]
+        cost = max(found, key=lambda each: each.seconds)
+        return replace(cost, note="; ".join(filter(None, (note, cost.note))))
+
+    def times(self, system: str, backend: str, model: ModelFacts, tensor: int) -> KernelTimes | str:
+        """Return the times of a model, or why the database has none."""
+        key = (system, backend, model, tensor)
+        if key not in self._times:
+            self._times[key] = self._compile(*key)
+        return self._times[key]
+
+    def _generation(
+        self, problem: Problem, role: RoleSpec, at: Placement, analytical: StageCost, system: str, backend: str
+    ) -> StageCost:
+        times = self.times(system, backend, role.model, at.mesh.tensor)
+        if isinstance(times, str):
+            return replace(analytical, note=f"{times}: analytical")
+        prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
+        rows = math.ceil(problem.rows / at.mesh.data)
+        length = max(round(prompt.mean), 1)
+        together = min(max(self.options.prefill_tokens // length, 1), rows)
+        prefill = times.prefill(together, length)
+        decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
+        context = prompt.mean + response.mean_square / (2 * response.mean)
+        whole = times.decode(decoding.slots, context)
+        busy = prefill.busy * rows / together + decoding.equal * whole.busy
+        wire = prefill.wire * rows / together + decoding.equal * whole.wire
+        equal = decoding.equal * (whole.busy + whole.wire)
+        seconds = decoding.full * (whole.busy + whole.wire)
+        for steps, active, done in decoding.drain:
+            step = times.decode(active, prompt.mean + done)
+            seconds += steps * (step.busy + step.wire)
+        # The database does not say what a kernel waits for; the formula does.
+        known = analytical.compute + analytical.memory
+        share = analytical.compute / known if known else 1.0
+        return StageCost(busy * share, busy * (1 - share), wire, tail=max(seconds - equal, 0.0))
+
+    @cached_property
+    def _databases(self) -> dict[str, dict[str, list[str]]]:
+        """System → engine → versions."""
+        from aiconfigurator_core.sdk.perf_database import get_supported_databases
+
+        return {system: dict(engines) for system, engines in get_supported_databases().items()}
+
+    def _backend(self, role: RoleSpec) -> tuple[str, str]:
+        """Return the engine whose kernels count for a role, and a note if it is another one than the role's."""
+        known = sorted({name for engines in self._databases.values() for name in engines})
+        if self.options.backend == "auto":
+            if role.plugin in known:
+                return role.plugin, ""
+            return _OTHERWISE, f"priced as {_OTHERWISE}: the database has no {role.plugin}"
+        if self.options.backend not in known:
+            raise ConfigError(f"cost_model.backend is {self.options.backend!r}; valid: auto, {', '.join(known)}")
+        return self.options.backend, ""
+
+    def _system(self, problem: Problem, node: int, backend: str) -> str:
+        """Return the system of a node's devices.
+
+        Raises:
+            ConfigError: the database has none, or none for the engine.
+        """
+        kind = problem.cluster.nodes[node].kind.name.partition("#")[0]
+        known = sorted(system for system, engines in self._databases.items() if backend in engines)
+        asked = self.options.systems.get(kind)
+        system = asked or next((name for name in (f"{kind}_sxm", kind) if name in known), None)
+        if system not in known:
+            found = f"cost_model.systems.{kind} is {asked!r}" if asked else f"the database has no system for {kind!r}"
+            raise ConfigError(
+                f"{found}; {backend} was measured on {', '.join(known)}; choose the closest by "
+                f"cost_model.systems.{kind}=SYSTEM, or the cost model analytical"
+            )
+        return system
+
+    def _compile(self, system: str, backend: str, model: ModelFacts, tensor: int) -> KernelTimes | str:
+        from aiconfigurator_core.sdk import EngineHandle
+        from aiconfigurator_core.sdk.errors import InterpolationDataNotAvailableError, PerfDataNotAvailableError
+
+        embeddings = model.hidden * model.vocab * (1 if model.tied else 2)
+        stored = (model.parameters - embeddings) / model.layers
+        attention = model.hidden * model.head_size * (2 * model.heads + 2 * model.kv_heads)
+        if stored > _DENSE * (attention + 3 * model.hidden * model.ffn):
+            return "a mixture of experts cannot be described to aiconfigurator by its sizes"
+        try:
+            version = self._version(system, backend)
+            # Two matrices of a feed-forward part have as many weights as three of two thirds of the width.
+            width = max(round((stored - attention) / (3 * model.hidden)), tensor)
+            with TemporaryDirectory() as folder, _quiet():
+                Path(folder, "config.json").write_text(json.dumps(_describe(model, width)))
+                engine = EngineHandle.compile(folder, system, backend, backend_version=version, tp_size=tensor)
+                times = KernelTimes(engine)
+                # Sizes without measured kernels are refused at the first question.
+                times.prefill(1, 1)
+                times.decode(1, 1)
+        except (PerfDataNotAvailableError, InterpolationDataNotAvailableError):
+            sizes = f"{model.heads} heads of {model.head_size}, {model.kv_heads} for keys, on {tensor} devices"
+            return f"aiconfigurator has no kernels of {backend} on {system} for {sizes}"
+        return times
+
+    def _version(self, system: str, backend: str) -> str:
+        from aiconfigurator_core.sdk.perf_database import resolve_query_version
+
+        try:
+            return str(resolve_query_version(system, backend, self.options.backend_version))
+        except ValueError as error:
+            raise ConfigError(
+                f"cost_model.backend_version is {self.options.backend_version!r}; {backend} on {system} was measured "
+                f"in the versions {', '.join(self._databases[system][backend])}; `current` is the default"
+            ) from error
+
+
+def _describe(model: ModelFacts, width: int) -> dict[str, Any]:
+    """Return the ``config.json`` of a dense decoder with these sizes."""
+    return {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "num_hidden_layers": model.layers,
+        "hidden_size": model.hidden,
+        "intermediate_size": width,
+        "num_attention_heads": model.heads,
+        "num_key_value_heads": model.kv_heads,
+        "head_dim": model.head_size,
+        "vocab_size": model.vocab,
+        "max_position_embeddings": 1 << 20,
+        "torch_dtype": "bfloat16",
+        "tie_word_embeddings": model.tied,
+    }
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the database's warnings off the console; they name tables of models that are not priced here."""
+    theirs = logging.getLogger("aiconfigurator_core")
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.setLevel(level)
