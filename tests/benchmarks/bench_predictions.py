@@ -2,7 +2,8 @@
 
 The configurations are two tasks (the quick start, and GSM8K with a tiny model), two engines (FSDP and Megatron), and four
 placements (the rollout with the actor on one process and on two, and in a process of its own with staleness 0 and 1). Six of
-them calibrate the cost model ``measured``: each is measured by ``rollcast profile`` and by a run. The other ten are predicted.
+them, marked by a star, calibrate the cost model ``measured``: each is measured by ``rollcast profile`` and by a run. The other
+ten are predicted. All of it takes a quarter of an hour, and a machine that does nothing else.
 
 Run it with the folder of GSM8K in ``ROLLCAST_GSM8K_DIR``::
 
@@ -16,11 +17,15 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollcast_automap.check import RunCheck, check_run
+from rollcast_automap.measured_run import read_run
+from rollcast_profiling.measured_costs import MeasuredConfig, MeasuredCosts
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 
 ENGINES = {
@@ -127,15 +132,54 @@ def prepare(folder: Path) -> None:
         rollcast("preprocess", "gsm8k", f"--input={os.environ['ROLLCAST_GSM8K_DIR']}", f"--output={folder / 'gsm8k'}")
 
 
+def check(folder: Path, cases: list[Case]) -> dict[str, RunCheck]:
+    """Return the predicted and measured figures of every configuration, and print them."""
+    tables = [str(folder / "profiles" / name / "costs.json") for name in CALIBRATES]
+    runs = [str(folder / "runs" / name) for name in CALIBRATES]
+    costs = MeasuredCosts(MeasuredConfig(tables=tables, runs=runs))
+    found = {case.name: check_run(read_run(folder / "runs" / case.name), costs) for case in cases}
+    row = "{:22} {:>9} {:>9} {:>7} {:>9} {:>9} {:>7}"
+    say(row.format("", "step (s)", "measured", "off by", "MB", "measured", "off by"))
+    for name, each in found.items():
+        figures = (each.step.predicted, each.step.measured, each.memory.predicted / 1e6, each.memory.measured / 1e6)
+        seconds, megabytes = (f"{value:.3f}" for value in figures[:2]), (f"{value:.0f}" for value in figures[2:])
+        errors = (f"{each.step.error:+.1%}", f"{each.memory.error:+.1%}")
+        say(row.format(name + " *" * (name in CALIBRATES), *seconds, errors[0], *megabytes, errors[1]))
+    return found
+
+
+def summarize(found: dict[str, RunCheck]) -> None:
+    """Print the errors of the configurations that calibrated nothing, and the pairs in the wrong order."""
+    held = {name: each for name, each in found.items() if name not in CALIBRATES}
+    for what in ("step", "memory"):
+        errors = [abs(getattr(each, what).error) for each in held.values()]
+        say(f"{what}: median error {statistics.median(errors):.1%}, worst {max(errors):.1%}, {len(held)} held out")
+    wrong = [
+        f"{one}, {other}"
+        for one, other in itertools.combinations(held, 2)
+        if abs(held[one].step.measured / held[other].step.measured - 1) > 0.15
+        and (held[one].step.measured > held[other].step.measured)
+        != (held[one].step.predicted > held[other].step.predicted)
+    ]
+    say(f"pairs that differ by more than 15 % in the wrong order: {'; '.join(wrong) or 'none'}")
+
+
+def say(line: str) -> None:
+    """Print a line at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("folder", type=Path)
     place = parser.parse_args().folder.resolve()
     place.mkdir(parents=True, exist_ok=True)
     prepare(place)
-    for each in find_cases(place):
+    configurations = find_cases(place)
+    for each in configurations:
         measure(place, each)
         if each.name in CALIBRATES:
             profile(place, each)
-        sys.stdout.write(f"{each.name}\n")
-        sys.stdout.flush()
+        say(each.name)
+    summarize(check(place, configurations))
