@@ -50,6 +50,19 @@ def test_a_call_is_charged_what_was_resident_while_it_ran() -> None:
     assert take_peaks(HERE) == {}
 
 
+def test_freed_memory_is_returned() -> None:
+    """Blocks below those that are still in use stay with the C library until they are asked for."""
+    memory_watch.reset_peak()
+    before = memory_watch.read_peak().resident
+    blocks = [bytes(100_000) for _ in range(3000)]
+    kept = blocks[::100]
+    del blocks
+    memory_watch.return_free_memory()
+    memory_watch.reset_peak()
+    assert len(kept) == 30
+    assert memory_watch.read_peak().resident - before < 100 << 20
+
+
 @pytest.mark.usefixtures("watched")
 def test_blocks_within_each_other_share_their_peaks() -> None:
     with mark("actor.outer"):

@@ -18,7 +18,7 @@ _GPU_BYTES = round(1.79 * 2**30)
 _GRAPH_BYTES = {"vllm": round(1.4 * 2**30), "sglang": 1_040_000_000}
 #: On a CPU: resident size of a process that works on one row of four tokens with a model of 0.5 million parameters,
 #: measured (docs/memory.md has the command). The largest stands for plugins that were not measured.
-_CPU_BYTES = {"fsdp": 490_000_000, "megatron": 550_000_000, "hf": 400_000_000}
+_CPU_BYTES = {"fsdp": 490_000_000, "megatron": 550_000_000, "hf": 430_000_000}
 
 
 @dataclass(frozen=True)

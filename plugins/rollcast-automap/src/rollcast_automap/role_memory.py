@@ -304,7 +304,8 @@ def price_memory(
         items = list_engine_items(role.name, role, placement.mesh, pool.devices, passes, bucket)
         return gather_parts(items, role, process)
     mean, smallest = problem.prompt_lengths.mean + problem.response_lengths.mean, min(k.memory_bytes for k in kinds)
-    cache = Cache(placement.micro_batch_rows, longest, mean, smallest)
+    rows = min(placement.micro_batch_rows, -(-problem.rows // placement.mesh.data))
+    cache = Cache(rows, longest, mean, smallest)
     try:
         items = list_rollout_items(role, trained, placement.mesh, pool.devices, cache, process, mode)
     except ReplicaTooLargeError as error:

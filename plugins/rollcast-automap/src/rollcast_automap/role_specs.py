@@ -104,8 +104,9 @@ def read_role(trainer: LoopTrainer, name: str, size: ModelSize, on_cpu: bool) ->
     if name == "actor":
         if compares_vocabularies(trainer):
             training = replace(training, logit_copies=LOGIT_COPIES + KL_LOGIT_COPIES)
-            place = "host" if _offloads_reference(trainer, training.param_offload) else "device"
-            training = training if task.model.trains_adapter else replace(training, reference=place)
+            if not task.model.trains_adapter:
+                on_host = _offloads_reference(trainer, training.param_offload)
+                training = replace(training, reference="host" if on_host else "device")
         role = replace(role, adapter_parameters=count_adapter(task.model) if find_model(trainer)[0] else 0)
     if name == "ref":
         offload = _offloads_reference(trainer, training.param_offload)
