@@ -10,7 +10,9 @@ from rollcast.contracts.config import Ge, Gt, Le, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
     CostModelConfig,
+    GenerationSpeed,
     MemoryParts,
+    Mesh,
     Mode,
     ModelFacts,
     Placement,
@@ -103,6 +105,18 @@ class AnalyticalCosts(BaseCostModel):
         if stage.kind == "generate":
             return self._generate(problem, role, placement, place)
         return self._pass(problem, role, placement, place, stage.kind == "update")
+
+    def generation_speed(
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
+    ) -> GenerationSpeed | None:
+        """Return how fast a replica of a generating stage is."""
+        role, place = problem.role(stage.role), self._place(problem, pool)
+        rows = math.ceil(problem.rows / placement.mesh.data)
+
+        def decode(active: float, context: float) -> float:
+            return sum(self._decode(role.model, placement.mesh, place, active, context))
+
+        return GenerationSpeed(sum(self._prefill(problem, role, placement, place)) / rows, decode)
 
     def sync_cost(
         self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
@@ -241,34 +255,39 @@ class AnalyticalCosts(BaseCostModel):
 
     def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:
         """Return the cost of generating the batch; ``tail`` is what unequal lengths add to equal ones."""
-        model, mesh = role.model, at.mesh
         prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
-        rows = math.ceil(problem.rows / mesh.data)
-        layers = model.layers
-
-        tokens = rows * prompt.mean
-        compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, mesh.tensor)
-        reduce = 2 * 2 * place.gather(tokens * model.hidden * 2, mesh.tensor, 1)
-        parts = [compute * layers, memory * layers, reduce * layers]
-
-        cache = 2 * model.kv_heads * model.head_size * 2 / min(mesh.tensor, model.kv_heads)
-        weights = _layer_weights(model)
-
-        def token(active: float, context: float) -> tuple[float, float, float]:
-            work = active * (2 * weights + 4 * model.heads * model.head_size * context)
-            work = layers * work + active * 2 * model.hidden * model.vocab
-            read = layers * (2 * weights + active * context * cache * mesh.tensor) + 2 * model.hidden * model.vocab
-            busy = work / mesh.tensor / place.flops
-            wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
-            return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
-
+        rows = math.ceil(problem.rows / at.mesh.data)
+        parts = list(self._prefill(problem, role, at, place))
         decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
         context = prompt.mean + response.mean_square / (2 * response.mean)
-        whole = token(decoding.slots, context)
+        whole = self._decode(role.model, at.mesh, place, decoding.slots, context)
         for place_in, part in enumerate(whole):
             parts[place_in] += decoding.equal * part
-        seconds = decoding.full * sum(whole)
-        for steps, active, done in decoding.drain:
-            seconds += steps * sum(token(active, prompt.mean + done))
+        seconds = sum(
+            steps * sum(self._decode(role.model, at.mesh, place, active, prompt.mean + done))
+            for steps, active, done in decoding.phases
+        )
         tail = max(seconds - decoding.equal * sum(whole), 0.0)
         return StageCost(parts[0], parts[1], parts[2], tail=tail)
+
+    def _prefill(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> tuple[float, float, float]:
+        """Return compute, memory and communication of the prompts of a replica."""
+        model, prompt = role.model, LengthCurve.read(problem.prompt_lengths)
+        rows = math.ceil(problem.rows / at.mesh.data)
+        tokens = rows * prompt.mean
+        compute, memory = self._layer(model, place, tokens, rows * prompt.mean_square, at.mesh.tensor)
+        reduce = 2 * 2 * place.gather(tokens * model.hidden * 2, at.mesh.tensor, 1)
+        return compute * model.layers, memory * model.layers, reduce * model.layers
+
+    def _decode(
+        self, model: ModelFacts, mesh: Mesh, place: _Place, active: float, context: float
+    ) -> tuple[float, float, float]:
+        """Return compute, memory and communication of a token for each of ``active`` rows of ``context`` tokens."""
+        layers, weights = model.layers, _layer_weights(model)
+        cache = 2 * model.kv_heads * model.head_size * 2 / min(mesh.tensor, model.kv_heads)
+        work = active * (2 * weights + 4 * model.heads * model.head_size * context)
+        work = layers * work + active * 2 * model.hidden * model.vocab
+        read = layers * (2 * weights + active * context * cache * mesh.tensor) + 2 * model.hidden * model.vocab
+        busy = work / mesh.tensor / place.flops
+        wire = layers * 4 * place.gather(active * model.hidden * 2, mesh.tensor, 1)
+        return busy, max(read / mesh.tensor / place.bandwidth - busy, 0.0), wire
