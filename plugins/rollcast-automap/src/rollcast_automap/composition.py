@@ -16,9 +16,11 @@ from rollcast.contracts.mapping import (
     Problem,
     RoleSpec,
     StageCost,
+    StageSpec,
 )
 
 __all__ = [
+    "ahead",
     "find_generator",
     "find_trained",
     "fits_pool",
@@ -26,6 +28,7 @@ __all__ = [
     "mode_of",
     "pool_bytes",
     "predict",
+    "stage_times",
     "step_seconds",
 ]
 
@@ -56,6 +59,11 @@ def mode_of(problem: Problem, pool_of: MappingType[str, str]) -> Mode | None:
     return "standalone" if alone else None
 
 
+def ahead(mapping: Mapping) -> int:
+    """Return the steps by which generation runs ahead of training; 0 if they take turns."""
+    return mapping.max_staleness if mapping.mode == "standalone" else 0
+
+
 def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float]) -> float:
     """Return the end of the last stage in seconds.
 
@@ -71,23 +79,46 @@ def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingT
     return max(ends.values(), default=0.0)
 
 
+def stage_times(stage: StageSpec, cost: StageCost) -> dict[str, float]:
+    """Return the times of a stage by which :func:`step_seconds` goes: name of a time → seconds.
+
+    A generation that runs ahead has a second one beside its duration: without the tail, which the next steps' rows fill.
+    """
+    times = {stage.name: cost.seconds}
+    if stage.kind == "generate":
+        times[_filled(stage)] = cost.seconds - cost.tail
+    return times
+
+
+def _filled(stage: StageSpec) -> str:
+    return f"{stage.name} without its tail"
+
+
 def step_seconds(
-    problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float], extra: float, overlaps: bool
+    problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float], extra: float, staleness: int
 ) -> float:
     """Return the duration of a step.
+
+    Where generation runs ``s`` steps ahead, three limits are possible, and the slowest counts. Training takes its time.
+    Replicas have to generate a step's rows in a step; their slots are full, as rows of later steps fill the tail. And
+    the rows of a step start when the weights of ``s + 1`` steps before have been sent, so that their generation and
+    training take no longer than ``s + 1`` steps.
 
     Args:
         problem: the problem.
         pool_of: role → name of its pool.
-        seconds: stage → duration.
+        seconds: times of the stages, as :func:`stage_times` returns them.
         extra: weight sync and switches in seconds, during which neither side computes.
-        overlaps: generation runs beside the other stages, so the longer of both counts.
+        staleness: steps by which generation runs ahead of training; 0 if they take turns.
     """
-    if not overlaps:
+    if not staleness:
         return makespan(problem, pool_of, seconds) + extra
-    generation = sum(seconds[stage.name] for stage in problem.stages if stage.kind == "generate")
+    generating = [stage for stage in problem.stages if stage.kind == "generate"]
+    generation = sum(seconds[stage.name] for stage in generating)
+    filled = sum(seconds.get(_filled(stage), seconds[stage.name]) for stage in generating)
     others = {stage.name: 0.0 if stage.kind == "generate" else seconds[stage.name] for stage in problem.stages}
-    return max(generation, makespan(problem, pool_of, others)) + extra
+    training = makespan(problem, pool_of, others)
+    return max(training, filled, (generation + training) / (staleness + 1)) + extra
 
 
 def pool_bytes(memory: Sequence[MemoryParts]) -> int:
@@ -114,7 +145,7 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     stages = {
         stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
     }
-    seconds = {name: cost.seconds for name, cost in stages.items()}
+    seconds = {name: time for stage in problem.stages for name, time in stage_times(stage, stages[stage.name]).items()}
     memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
     extras: dict[str, StageCost] = {}
     generator, trained = find_generator(problem), find_trained(problem)
@@ -129,8 +160,7 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     controller = cost_model.controller_cost(problem)
     if controller.seconds:
         extras["controller"] = controller
-    overlaps = mapping.max_staleness >= 1 and mapping.mode == "standalone"
-    total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), overlaps)
+    total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), ahead(mapping))
     peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}
     rate = problem.tokens / total if total else 0.0
     return Prediction(mapping, total, rate, {**stages, **extras}, memory, peaks)

@@ -22,7 +22,7 @@ from rollcast.contracts.mapping import (
 )
 from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError
-from rollcast_automap.composition import find_generator, find_trained
+from rollcast_automap.composition import ahead, find_generator, find_trained
 from rollcast_automap.decoding import read_decoding
 from rollcast_automap.length_curve import LengthCurve
 from rollcast_serving.admissions import WindowedFifo
@@ -298,7 +298,7 @@ class _Player:
         pools = {pool.name: pool for pool in self.mapping.pools}
         self.placed = {each.role: (each, pools[each.pool]) for each in self.mapping.placements}
         self.generation = _find_generation(self.problem)
-        self.overlaps = self.mapping.max_staleness >= 1 and self.mapping.mode == "standalone"
+        self.overlaps = ahead(self.mapping) > 0
 
     def start(self) -> None:
         """Load what generates first."""
@@ -378,8 +378,8 @@ class _Draws:
     def problem_of(self, tasks: Sequence[int]) -> Problem:
         """Return the problem with the lengths of these prompts and their responses in place of the expected ones."""
         problem = self._problem
-        prompts = LengthCurve.from_samples([self.prompt(task)[0] for task in tasks])
-        responses = LengthCurve.from_samples([length for task in tasks for length in self.responses(task)])
+        prompts = LengthCurve.of_batch([self.prompt(task)[0] for task in tasks])
+        responses = LengthCurve.of_batch([length for task in tasks for length in self.responses(task)])
         return replace(
             problem,
             prompt_lengths=prompts.statistics(problem.prompt_lengths.maximum),
@@ -454,11 +454,10 @@ def simulate_mapping(
 
     placement = at[0]
     player.replicas += [_Replica(placement.micro_batch_rows, speed, prompt_of) for _ in range(placement.mesh.data)]
-    ahead = mapping.max_staleness if player.overlaps else 0
-    admission = WindowedFifo(AdmissionSettings(ahead, problem.prompts))
+    admission = WindowedFifo(AdmissionSettings(ahead(mapping), problem.prompts))
     run = TrainingSimulation(admission, draws.responses, player.replicas, player)
     player.start()
-    warm_up = ahead + 1 if ahead else 0
+    warm_up = ahead(mapping) + 1 if player.overlaps else 0
     run.run(warm_up + steps)
     return _collect(player, run, warm_up)
 

@@ -26,6 +26,7 @@ from rollcast_automap.composition import (
     mode_of,
     pool_bytes,
     predict,
+    stage_times,
     step_seconds,
 )
 from rollcast_automap.search_space import (
@@ -233,7 +234,7 @@ class _Search:
 
     def _bound(self, homes: dict[str, str], seconds: dict[str, float], extra: float, mode: Mode) -> float:
         values = _stalenesses(self._problem, mode)
-        return min(step_seconds(self._problem, homes, seconds, extra, value >= 1) for value in values)
+        return min(step_seconds(self._problem, homes, seconds, extra, value) for value in values)
 
     def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> tuple[dict[str, float], float]:
         """Return the least seconds of each stage of a group on a share, and of its switches; infinite if none fits.
@@ -270,8 +271,9 @@ class _Search:
 
     def _price(self, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> _Option:
         price = self._cost_model.stage_cost
-        stages = self._stages_of[role.name]
-        seconds = {stage.name: price(self._problem, stage, placement, pool, mode).seconds for stage in stages}
+        seconds: dict[str, float] = {}
+        for stage in self._stages_of[role.name]:
+            seconds |= stage_times(stage, price(self._problem, stage, placement, pool, mode))
         switch = self._cost_model.switch_cost(self._problem, role, placement, pool, mode).seconds
         return _Option(placement, seconds, switch, self._cost_model.memory(self._problem, role, placement, pool, mode))
 
