@@ -60,7 +60,10 @@ def draw_mapping(seed: int) -> tuple[str, Problem, Mapping]:
         for name in names
     ]
     roles.insert(1, RoleSpec("rollout", "generates", model, "vllm", own_process=True))
-    forwards = [StageSpec("old_log_prob", "actor", "forward", ("rollout",)), StageSpec("ref", "ref", "forward", ("rollout",))]
+    forwards = [
+        StageSpec("old_log_prob", "actor", "forward", ("rollout",)),
+        StageSpec("ref", "ref", "forward", ("rollout",)),
+    ]
     forwards += [StageSpec("values", "critic", "forward", ("rollout",))] if critic else []
     before = ("rollout", *(each.name for each in forwards))
     updates = [StageSpec("update_critic", "critic", "update", before)] if critic else []
@@ -83,7 +86,7 @@ def draw_mapping(seed: int) -> tuple[str, Problem, Mapping]:
         response_lengths=draw_lengths(drawn, kind),
         cluster=Cluster((node,), 50e9),
     )
-    homes = {name: "train" for name in names} | {"rollout": "train" if way == "hybrid" else "rollouts"}
+    homes = dict.fromkeys(names, "train") | {"rollout": "train" if way == "hybrid" else "rollouts"}
     if critic and drawn.random() < 0.5:
         homes["critic"] = "critic"
     sizes = {home: size if home != "rollouts" else drawn.choice((1, 2, 4, 8)) for home in dict.fromkeys(homes.values())}
@@ -92,7 +95,12 @@ def draw_mapping(seed: int) -> tuple[str, Problem, Mapping]:
     rows = -(-problem.rows // data)
     slots = drawn.choice([each for each in (4, 16, 64, 256) if each < rows] + [rows])
     placements = [
-        Placement(name, home, Mesh(data, tensor) if name == "rollout" else Mesh(data=sizes[home]), slots if name == "rollout" else 4)
+        Placement(
+            name,
+            home,
+            Mesh(data, tensor) if name == "rollout" else Mesh(data=sizes[home]),
+            slots if name == "rollout" else 4,
+        )
         for name, home in homes.items()
     ]
     pools = tuple(Pool(home, ((0, count),)) for home, count in sizes.items())

@@ -21,6 +21,7 @@ from rollcast.contracts.mapping import (
 
 __all__ = [
     "ahead",
+    "busy_shares",
     "find_generator",
     "find_trained",
     "fits_pool",
@@ -82,7 +83,7 @@ def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingT
 def stage_times(stage: StageSpec, cost: StageCost) -> dict[str, float]:
     """Return the times of a stage by which :func:`step_seconds` goes: name of a time → seconds.
 
-    A generation that runs ahead has a second one beside its duration: without the tail, which the next steps' rows fill.
+    Generation has a second one beside its duration: without the tail, which rows of later steps fill if it runs ahead.
     """
     times = {stage.name: cost.seconds}
     if stage.kind == "generate":
@@ -164,3 +165,12 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}
     rate = problem.tokens / total if total else 0.0
     return Prediction(mapping, total, rate, {**stages, **extras}, memory, peaks)
+
+
+def busy_shares(problem: Problem, prediction: Prediction) -> dict[str, float]:
+    """Return pool → predicted share of a step in which its stages run; syncs and switches are no stages."""
+    homes = {each.role: each.pool for each in prediction.mapping.placements}
+    found = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
+    for stage in problem.stages:
+        found[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
+    return {pool: min(share, 1.0) for pool, share in found.items()}

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from rollcast_automap.length_curve import LengthCurve
 
 __all__ = ["Decoding", "read_decoding"]
 
-Floats: TypeAlias = NDArray[np.float64]
+Floats: TypeAlias = NDArray[np.floating[Any]]
 #: Points per mean length in which starts are counted, and most points before starts are taken to be uniform in time.
 _FINE, _MOST = 16, 512
 #: Phases of the drain; the first ones are short, because most rows end early.
@@ -62,7 +63,7 @@ def read_decoding(response: LengthCurve, rows: int, slots: int, batch: int) -> D
     starts, width, full = _starts(response, rows / slots)
     edges = [response.longest * (place / _PHASES) ** 2 for place in range(_PHASES + 1)]
     drain = []
-    for low, high in zip(edges, edges[1:], strict=False):
+    for low, high in itertools.pairwise(edges):
         busy, tokens = _busy(response, starts, width, (low + high) / 2)
         here, anywhere = (1.0 - (1.0 - min(busy, 1.0)) ** count for count in (slots, batch * slots / rows))
         if anywhere > 1e-9:

@@ -417,7 +417,7 @@ def _uniform_speed(
     decoding = read_decoding(response, rows, placement.micro_batch_rows, problem.rows)
     steps = sum(steps for steps, _, _ in decoding.phases)
     seconds = costs.stage_cost(problem, stage, *at, mapping.mode).seconds / steps
-    return GenerationSpeed(0.0, lambda active, context: seconds)
+    return GenerationSpeed(0.0, lambda _active, _context: seconds)
 
 
 def simulate_mapping(
