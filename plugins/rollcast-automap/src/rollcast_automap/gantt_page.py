@@ -52,8 +52,8 @@ def _header(problem: Problem, played: Sequence[tuple[Prediction, SimulatedMappin
     listed = "".join(f"<div><dt>{name}</dt><dd>{value}</dd></div>" for name, value in facts)
     lead = (
         f"A step of the best mapping takes <b>{_seconds(run.step_seconds)}</b> on the simulated clock: the mean of "
-        f"{len(run.step_times)} steps of {_seconds(min(run.step_times))} to {_seconds(max(run.step_times))}. The closed "
-        f"form predicts <b>{_seconds(prediction.step_seconds)}</b> ({off:+.1%})."
+        f"{len(run.step_times)} steps of {_seconds(min(run.step_times))} to {_seconds(max(run.step_times))}. The "
+        f"closed form predicts <b>{_seconds(prediction.step_seconds)}</b> ({off:+.1%})."
     )
     return (
         f'<header><div class="title"><h1>{html.escape(title)}</h1></div><p class="lead">{lead}</p>'

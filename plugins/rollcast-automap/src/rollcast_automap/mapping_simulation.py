@@ -28,7 +28,7 @@ from rollcast_automap.length_curve import LengthCurve
 from rollcast_serving.admissions import WindowedFifo
 from rollcast_serving.simulation import TrainingSimulation
 
-__all__ = ["Interval", "ReplicaUse", "SimulatedMapping", "simulate_mapping"]
+__all__ = ["Interval", "Replica", "ReplicaUse", "SimulatedMapping", "simulate_mapping"]
 
 #: Name of the interval in which a pool gets new weights or sends them.
 SYNC = "weight_sync"
@@ -174,7 +174,7 @@ def _is_stage(name: str) -> bool:
 
 
 @dataclass
-class _Replica:
+class Replica:
     """A replica that decodes all its sequences in lockstep, at a rate that follows from their number and lengths.
 
     Sequences end at a number of decoding steps, so that no event is needed for the steps between two ends.
@@ -287,7 +287,7 @@ class _Player:
     mapping: RoleMapping
     costs: BaseCostModel
     draws: _Draws
-    replicas: list[_Replica] = field(default_factory=list)
+    replicas: list[Replica] = field(default_factory=list)
     intervals: list[Interval] = field(default_factory=list)
     ends: list[float] = field(default_factory=list)
     trained: list[tuple[int, ...]] = field(default_factory=list)
@@ -453,7 +453,7 @@ def simulate_mapping(
         return draws.prompt(run.task_of(sequence))
 
     placement = at[0]
-    player.replicas += [_Replica(placement.micro_batch_rows, speed, prompt_of) for _ in range(placement.mesh.data)]
+    player.replicas += [Replica(placement.micro_batch_rows, speed, prompt_of) for _ in range(placement.mesh.data)]
     admission = WindowedFifo(AdmissionSettings(ahead(mapping), problem.prompts))
     run = TrainingSimulation(admission, draws.responses, player.replicas, player)
     player.start()
