@@ -118,9 +118,10 @@ def draw_mapping(seed: int) -> tuple[str, Problem, Mapping]:
     return f"{way}, {kind}", problem, Mapping(pools, tuple(placements), mode, int(way == "ahead"))
 
 
-def error(seed: int, seeds: int = 4, steps: int = 25) -> tuple[str, float]:
+def error(seed: int, seeds: int = 4, steps: int = 25, prompts: Lengths | None = None) -> tuple[str, float]:
     """Return the case of a random problem, and the predicted over the simulated step time - 1."""
     case, problem, mapping = draw_mapping(seed)
+    problem = replace(problem, prompt_lengths=prompts or problem.prompt_lengths)
     predicted = predict(problem, COSTS, mapping).step_seconds
     runs = [simulate_mapping(problem, mapping, COSTS, steps, each).step_seconds for each in range(seeds)]
     return case, predicted / statistics.fmean(runs) - 1
@@ -146,7 +147,7 @@ def test_pools_do_one_thing_at_a_time_and_stages_wait(seed: int) -> None:
             for other in stage.waits_for:
                 if stage.name in found and other in found:
                     assert found[stage.name].start >= found[other].end - 1e-9
-        assert found["weight_sync"].end == pytest.approx(run.ends[step - 1])
+        assert max(each.end for each in found.values()) == pytest.approx(run.ends[step - 1])
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
@@ -227,7 +228,7 @@ def test_a_paused_replica_ends_later_by_the_pause() -> None:
 
 def test_equal_lengths_and_full_slots_take_the_closed_form() -> None:
     """Also in waves that fill the slots in part, with a pool for the critic, and ahead of training."""
-    errors = [error(seed, 1, 4) for seed in range(150) if draw_mapping(seed)[0].endswith("fixed")]
+    errors = [error(seed, 1, 4, Lengths(256.0, 256)) for seed in range(150) if draw_mapping(seed)[0].endswith("fixed")]
     assert len(errors) >= 30
     assert {case for case, _ in errors} == {f"{way}, fixed" for way in ("hybrid", "standalone", "ahead")}
     assert max(abs(off) for _, off in errors) <= 0.02, errors

@@ -80,14 +80,20 @@ def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingT
     return max(ends.values(), default=0.0)
 
 
-def stage_times(stage: StageSpec, cost: StageCost) -> dict[str, float]:
+def stage_times(stage: StageSpec, cost: StageCost, switch: float = 0.0) -> dict[str, float]:
     """Return the times of a stage by which :func:`step_seconds` goes: name of a time → seconds.
 
     Generation has a second one beside its duration: without the tail, which rows of later steps fill if it runs ahead.
+
+    Args:
+        stage: the stage.
+        cost: its cost.
+        switch: seconds of loading and offloading its role, for the first stage of the role in a step; its pool alone
+            waits for that.
     """
-    times = {stage.name: cost.seconds}
+    times = {stage.name: cost.seconds + switch}
     if stage.kind == "generate":
-        times[_filled(stage)] = cost.seconds - cost.tail
+        times[_filled(stage)] = cost.seconds - cost.tail + switch
     return times
 
 
@@ -96,7 +102,12 @@ def _filled(stage: StageSpec) -> str:
 
 
 def step_seconds(
-    problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float], extra: float, staleness: int
+    problem: Problem,
+    pool_of: MappingType[str, str],
+    seconds: MappingType[str, float],
+    sync: float,
+    staleness: int,
+    controller: float = 0.0,
 ) -> float:
     """Return the duration of a step.
 
@@ -109,17 +120,18 @@ def step_seconds(
         problem: the problem.
         pool_of: role → name of its pool.
         seconds: times of the stages, as :func:`stage_times` returns them.
-        extra: weight sync and switches in seconds, during which neither side computes.
+        sync: seconds of the weight sync, during which neither side computes.
         staleness: steps by which generation runs ahead of training; 0 if they take turns.
+        controller: seconds of the controller in a step, for which training waits, and generation that runs ahead not.
     """
     if not staleness:
-        return makespan(problem, pool_of, seconds) + extra
+        return makespan(problem, pool_of, seconds) + controller + sync
     generating = [stage for stage in problem.stages if stage.kind == "generate"]
     generation = sum(seconds[stage.name] for stage in generating)
     filled = sum(seconds.get(_filled(stage), seconds[stage.name]) for stage in generating)
     others = {stage.name: 0.0 if stage.kind == "generate" else seconds[stage.name] for stage in problem.stages}
-    training = makespan(problem, pool_of, others)
-    return max(training, filled, (generation + training) / (staleness + 1)) + extra
+    training = makespan(problem, pool_of, others) + controller
+    return max(training, filled, (generation + training) / (staleness + 1)) + sync
 
 
 def pool_bytes(memory: Sequence[MemoryParts]) -> int:
@@ -146,7 +158,6 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     stages = {
         stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
     }
-    seconds = {name: time for stage in problem.stages for name, time in stage_times(stage, stages[stage.name]).items()}
     memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
     extras: dict[str, StageCost] = {}
     generator, trained = find_generator(problem), find_trained(problem)
@@ -154,14 +165,20 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
         extras["weight_sync"] = cost_model.sync_cost(
             problem, placed[trained.name], placed[generator.name], mapping.mode
         )
+    switches: dict[str, float] = {}
     for role in problem.roles:
         cost = cost_model.switch_cost(problem, role, *placed[role.name], mapping.mode)
         if cost.seconds:
             extras[f"switch {role.name}"] = cost
+            switches[role.name] = cost.seconds
+    times: dict[str, float] = {}
+    for stage in problem.stages:
+        times |= stage_times(stage, stages[stage.name], switches.pop(stage.role, 0.0))
     controller = cost_model.controller_cost(problem)
     if controller.seconds:
         extras["controller"] = controller
-    total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), ahead(mapping))
+    sync = extras["weight_sync"].seconds if "weight_sync" in extras else 0.0
+    total = step_seconds(problem, pool_of, times, sync, ahead(mapping), controller.seconds)
     peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}
     rate = problem.tokens / total if total else 0.0
     return Prediction(mapping, total, rate, {**stages, **extras}, memory, peaks)
