@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import statistics
 from dataclasses import replace
 from pathlib import Path
@@ -137,6 +138,26 @@ def test_two_mappings_are_compared(small_task: SmallTask, tmp_path: Path) -> Non
     assert "update_actor:" in text
     assert " s (compute " in text
     assert " against " in text
+
+
+def test_the_best_mapping_is_simulated(small_task: SmallTask, tmp_path: Path) -> None:
+    file = tmp_path / "chart.html"
+    cluster = [*CRITIC, *CPUS, "cluster.devices_per_node=2", "--count", "2", "--staleness", "1"]
+    text = run(small_task, tmp_path, *cluster, "--explain", "--simulate", str(file), "--simulate-steps", "3")
+    for number in (1, 2):
+        assert f"mapping {number}, simulated: " in text
+    assert re.search(r"s a step, the mean of 3; \S+ s predicted \([+-]\d", text.replace("\n", " "))
+    assert re.search(r"pool_0: busy \d+%, \d+% predicted", text)
+    assert file.read_text().count("<svg") == 2
+    best, second = rows(small_task, tmp_path, *cluster, "--simulate", str(file))
+    found = best["simulation"]
+    assert len(found["step_times"]) == 5
+    assert found["step_seconds"] == pytest.approx(best["step_seconds"], rel=0.3)
+    assert set(found["pools"]) == set(best["pools"])
+    assert "simulation" not in second
+    assert file.read_text().count("<svg") == 1
+    with pytest.raises(ConfigError, match=r"--simulate \S+none/chart\.html: the file cannot be written"):
+        run(small_task, tmp_path, *cluster, "--simulate", str(tmp_path / "none" / "chart.html"))
 
 
 @pytest.mark.parametrize(("missing", "mode"), [(RolloutMode.STANDALONE, "hybrid"), (RolloutMode.HYBRID, "standalone")])

@@ -7,8 +7,8 @@ returns its best mappings. Units are seconds, bytes, bytes per second, FLOP per 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
 from collections.abc import Mapping as MappingType
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -22,6 +22,7 @@ __all__ = [
     "Constraints",
     "CostModelConfig",
     "DeviceKind",
+    "GenerationSpeed",
     "Lengths",
     "Mapping",
     "MemoryParts",
@@ -447,6 +448,20 @@ class StageCost:
 
 
 @dataclass(frozen=True)
+class GenerationSpeed:
+    """How fast a replica generates.
+
+    Attributes:
+        prefill: seconds of the prefill of a prompt of mean length.
+        decode: (sequences decoded at once, mean tokens of each so far, its prompt included) → seconds of one decoding
+            step, in which each of them gets one token.
+    """
+
+    prefill: float
+    decode: Callable[[float, float], float]
+
+
+@dataclass(frozen=True)
 class MemoryParts:
     """Predicted bytes of a role on each of its devices; with a pipeline, on the fullest one.
 
@@ -545,6 +560,16 @@ class BaseCostModel(ABC):
     @abstractmethod
     def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost of a stage of one step, without its waits for other stages."""
+
+    def generation_speed(  # for subclasses
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
+    ) -> GenerationSpeed | None:
+        """Return how fast a replica of a generating stage is; None if the model prices whole stages only.
+
+        The price of the stage follows from this speed and the problem's lengths, so that a simulation with drawn
+        lengths can be held against it.
+        """
+        return None
 
     @abstractmethod
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:

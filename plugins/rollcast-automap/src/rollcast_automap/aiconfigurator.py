@@ -16,6 +16,7 @@ from typing import Any, ClassVar
 from rollcast.contracts.config import Positive, config
 from rollcast.contracts.mapping import (
     CostModelConfig,
+    GenerationSpeed,
     Mode,
     ModelFacts,
     Placement,
@@ -161,23 +162,48 @@ class AiconfiguratorCosts(AnalyticalCosts):
             return replace(analytical, note=f"{times}: analytical")
         prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
         rows = math.ceil(problem.rows / at.mesh.data)
-        length = max(round(prompt.mean), 1)
-        together = min(max(self.options.prefill_tokens // length, 1), rows)
-        prefill = times.prefill(together, length)
+        prefill, together = self._prefill_pass(times, prompt.mean, rows)
         decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
         context = prompt.mean + response.mean_square / (2 * response.mean)
         whole = times.decode(decoding.slots, context)
         busy = prefill.busy * rows / together + decoding.equal * whole.busy
         wire = prefill.wire * rows / together + decoding.equal * whole.wire
         equal = decoding.equal * (whole.busy + whole.wire)
-        seconds = decoding.full * (whole.busy + whole.wire)
-        for steps, active, done in decoding.drain:
+        seconds = 0.0
+        for steps, active, done in decoding.phases:
             step = times.decode(active, prompt.mean + done)
             seconds += steps * (step.busy + step.wire)
         # The database does not say what a kernel waits for; the formula does.
         known = analytical.compute + analytical.memory
         share = analytical.compute / known if known else 1.0
         return StageCost(busy * share, busy * (1 - share), wire, tail=max(seconds - equal, 0.0))
+
+    def generation_speed(
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
+    ) -> GenerationSpeed | None:
+        """Return how fast a replica of a generating stage is, on the slowest of its devices."""
+        role = problem.role(stage.role)
+        backend, _ = self._backend(role)
+        systems = sorted({self._system(problem, node, backend) for node, _ in pool.places})
+        tables = [self.times(system, backend, role.model, placement.mesh.tensor) for system in systems]
+        known = [table for table in tables if not isinstance(table, str)]
+        if len(known) < len(tables):
+            return super().generation_speed(problem, stage, placement, pool, mode)
+        prompt = LengthCurve.read(problem.prompt_lengths).mean
+        rows = math.ceil(problem.rows / placement.mesh.data)
+        passes = [self._prefill_pass(table, prompt, rows) for table in known]
+
+        def decode(active: float, context: float) -> float:
+            steps = [table.decode(active, context) for table in known]
+            return max(step.busy + step.wire for step in steps)
+
+        return GenerationSpeed(max((each.busy + each.wire) / together for each, together in passes), decode)
+
+    def _prefill_pass(self, times: KernelTimes, prompt: float, rows: int) -> tuple[KernelSeconds, int]:
+        """Return the time of a prefill pass over prompts of ``prompt`` tokens, and how many it has."""
+        length = max(round(prompt), 1)
+        together = min(max(self.options.prefill_tokens // length, 1), rows)
+        return times.prefill(together, length), together
 
     @cached_property
     def _databases(self) -> dict[str, dict[str, list[str]]]:

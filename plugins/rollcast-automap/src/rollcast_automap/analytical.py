@@ -10,6 +10,7 @@ from rollcast.contracts.config import Ge, Gt, Le, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
     CostModelConfig,
+    GenerationSpeed,
     MemoryParts,
     Mesh,
     Mode,
@@ -124,6 +125,18 @@ class AnalyticalCosts(BaseCostModel):
             return self._generate(problem, role, placement, place)
         return self._pass(problem, role, placement, place, stage.kind == "update")
 
+    def generation_speed(
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
+    ) -> GenerationSpeed | None:
+        """Return how fast a replica of a generating stage is."""
+        role, place = problem.role(stage.role), self._place(problem, pool)
+        rows = math.ceil(problem.rows / placement.mesh.data)
+
+        def decode(active: float, context: float) -> float:
+            return sum(self._decode(role.model, placement.mesh, place, active, context))
+
+        return GenerationSpeed(sum(self._prefill(problem, role, placement, place)) / rows, decode)
+
     def sync_cost(
         self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
     ) -> StageCost:
@@ -235,9 +248,10 @@ class AnalyticalCosts(BaseCostModel):
         whole = self._decode(role.model, at.mesh, place, decoding.slots, context)
         for place_in, part in enumerate(whole):
             parts[place_in] += decoding.equal * part
-        seconds = decoding.full * sum(whole)
-        for steps, active, done in decoding.drain:
-            seconds += steps * sum(self._decode(role.model, at.mesh, place, active, prompt.mean + done))
+        seconds = sum(
+            steps * sum(self._decode(role.model, at.mesh, place, active, prompt.mean + done))
+            for steps, active, done in decoding.phases
+        )
         tail = max(seconds - decoding.equal * sum(whole), 0.0)
         return StageCost(parts[0], parts[1], parts[2], tail=tail)
 

@@ -16,9 +16,12 @@ from rollcast.contracts.mapping import (
     Problem,
     RoleSpec,
     StageCost,
+    StageSpec,
 )
 
 __all__ = [
+    "ahead",
+    "busy_shares",
     "find_generator",
     "find_trained",
     "fits_pool",
@@ -27,6 +30,7 @@ __all__ = [
     "mode_of",
     "pool_bytes",
     "predict",
+    "stage_times",
     "step_seconds",
 ]
 
@@ -57,6 +61,11 @@ def mode_of(problem: Problem, pool_of: MappingType[str, str]) -> Mode | None:
     return "standalone" if alone else None
 
 
+def ahead(mapping: Mapping) -> int:
+    """Return the steps by which generation runs ahead of training; 0 if they take turns."""
+    return mapping.max_staleness if mapping.mode == "standalone" else 0
+
+
 def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float]) -> float:
     """Return the end of the last stage in seconds.
 
@@ -72,23 +81,58 @@ def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingT
     return max(ends.values(), default=0.0)
 
 
+def stage_times(stage: StageSpec, cost: StageCost, switch: float = 0.0) -> dict[str, float]:
+    """Return the times of a stage by which :func:`step_seconds` goes: name of a time → seconds.
+
+    Generation has a second one beside its duration: without the tail, which rows of later steps fill if it runs ahead.
+
+    Args:
+        stage: the stage.
+        cost: its cost.
+        switch: seconds of loading and offloading its role, for the first stage of the role in a step; its pool alone
+            waits for that.
+    """
+    times = {stage.name: cost.seconds + switch}
+    if stage.kind == "generate":
+        times[_filled(stage)] = cost.seconds - cost.tail + switch
+    return times
+
+
+def _filled(stage: StageSpec) -> str:
+    return f"{stage.name} without its tail"
+
+
 def step_seconds(
-    problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float], extra: float, overlaps: bool
+    problem: Problem,
+    pool_of: MappingType[str, str],
+    seconds: MappingType[str, float],
+    sync: float,
+    staleness: int,
+    controller: float = 0.0,
 ) -> float:
     """Return the duration of a step.
+
+    Where generation runs ``s`` steps ahead, three limits are possible, and the slowest counts. Training takes its time.
+    Replicas have to generate a step's rows in a step; their slots are full, as rows of later steps fill the tail. And
+    the rows of a step start when the weights of ``s + 1`` steps before have been sent, so that their generation and
+    training take no longer than ``s + 1`` steps.
 
     Args:
         problem: the problem.
         pool_of: role → name of its pool.
-        seconds: stage → duration.
-        extra: weight sync and switches in seconds, during which neither side computes.
-        overlaps: generation runs beside the other stages, so the longer of both counts.
+        seconds: times of the stages, as :func:`stage_times` returns them.
+        sync: seconds of the weight sync, during which neither side computes.
+        staleness: steps by which generation runs ahead of training; 0 if they take turns.
+        controller: seconds of the controller in a step, for which training waits, and generation that runs ahead not.
     """
-    if not overlaps:
-        return makespan(problem, pool_of, seconds) + extra
-    generation = sum(seconds[stage.name] for stage in problem.stages if stage.kind == "generate")
+    if not staleness:
+        return makespan(problem, pool_of, seconds) + controller + sync
+    generating = [stage for stage in problem.stages if stage.kind == "generate"]
+    generation = sum(seconds[stage.name] for stage in generating)
+    filled = sum(seconds.get(_filled(stage), seconds[stage.name]) for stage in generating)
     others = {stage.name: 0.0 if stage.kind == "generate" else seconds[stage.name] for stage in problem.stages}
-    return max(generation, makespan(problem, pool_of, others)) + extra
+    training = makespan(problem, pool_of, others) + controller
+    return max(training, filled, (generation + training) / (staleness + 1)) + sync
 
 
 def held_bytes(memory: Sequence[MemoryParts]) -> int:
@@ -121,7 +165,6 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     stages = {
         stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
     }
-    seconds = {name: cost.seconds for name, cost in stages.items()}
     memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
     extras: dict[str, StageCost] = {}
     generator, trained = find_generator(problem), find_trained(problem)
@@ -129,15 +172,29 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
         extras["weight_sync"] = cost_model.sync_cost(
             problem, placed[trained.name], placed[generator.name], mapping.mode
         )
+    switches: dict[str, float] = {}
     for role in problem.roles:
         cost = cost_model.switch_cost(problem, role, *placed[role.name], mapping.mode)
         if cost.seconds:
             extras[f"switch {role.name}"] = cost
+            switches[role.name] = cost.seconds
+    times: dict[str, float] = {}
+    for stage in problem.stages:
+        times |= stage_times(stage, stages[stage.name], switches.pop(stage.role, 0.0))
     controller = cost_model.controller_cost(problem, mapping.mode)
     if controller.seconds:
         extras["controller"] = controller
-    overlaps = mapping.max_staleness >= 1 and mapping.mode == "standalone"
-    total = step_seconds(problem, pool_of, seconds, sum(cost.seconds for cost in extras.values()), overlaps)
+    sync = extras["weight_sync"].seconds if "weight_sync" in extras else 0.0
+    total = step_seconds(problem, pool_of, times, sync, ahead(mapping), controller.seconds)
     peaks = {name: pool_bytes([memory[role] for role, home in pool_of.items() if home == name]) for name in pools}
     rate = problem.tokens / total if total else 0.0
     return Prediction(mapping, total, rate, {**stages, **extras}, memory, peaks)
+
+
+def busy_shares(problem: Problem, prediction: Prediction) -> dict[str, float]:
+    """Return pool → predicted share of a step in which its stages run; syncs and switches are no stages."""
+    homes = {each.role: each.pool for each in prediction.mapping.placements}
+    found = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
+    for stage in problem.stages:
+        found[homes[stage.role]] += prediction.stages[stage.name].seconds / prediction.step_seconds
+    return {pool: min(share, 1.0) for pool, share in found.items()}

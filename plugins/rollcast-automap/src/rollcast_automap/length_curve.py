@@ -108,6 +108,23 @@ class LengthCurve:
             quantiles.append(ordered[below] + share * (ordered[min(below + 1, last)] - ordered[below]))
         return cls(levels, tuple(quantiles))
 
+    @classmethod
+    def of_batch(cls, lengths: Sequence[float]) -> LengthCurve:
+        """Return the distribution of a batch: its lengths and no others, each with the same probability.
+
+        Mean and mean square are those of the batch, also where one long row makes up much of both.
+
+        Raises:
+            ConfigError: There is no length.
+        """
+        if not lengths:
+            raise ConfigError("a batch of lengths needs at least one of them")
+        count = len(lengths)
+        step = 1e-9 / count  # levels rise, so a jump has some width
+        levels = [level for place in range(1, count) for level in (place / count - step, place / count + step)]
+        values = [value for value in sorted(lengths) for _ in range(2)]
+        return cls((0.0, *levels, 1.0), tuple(values))
+
     def statistics(self, maximum: int) -> Lengths:
         """Return the mean and the quantiles of this curve, for a problem in which ``maximum`` tokens are the most."""
         return Lengths(self.mean, maximum, tuple(zip(self.levels, self.quantiles, strict=True)))

@@ -13,8 +13,9 @@ from rollcast.contracts.command import ConfigDir, Overrides, build_console, prin
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
-    from rollcast.contracts.mapping import Lengths, Prediction, Problem
+    from rollcast.contracts.mapping import BaseCostModel, Lengths, Prediction, Problem
     from rollcast_automap.check import Compared, RunCheck
+    from rollcast_automap.mapping_simulation import SimulatedMapping
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "map_roles"]
@@ -54,6 +55,14 @@ def map_roles(
         list[Path] | None,
         typer.Option("--check", metavar="RUN", help="Run directory to compare with its prediction; may be repeated."),
     ] = None,
+    simulate: Annotated[
+        Path | None,
+        typer.Option(
+            "--simulate", metavar="FILE", help="Simulate the best mapping (two with --explain), and write a chart."
+        ),
+    ] = None,
+    simulate_steps: Annotated[int, typer.Option("--simulate-steps", min=1, help="Steps to simulate.")] = 5,
+    simulate_seed: Annotated[int, typer.Option("--simulate-seed", help="Seed of the simulated lengths.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
 ) -> None:
     """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
@@ -80,20 +89,58 @@ def map_roles(
     trainer = build_loop_trainer(compose(rest, config_dir, needs_trainer=True))
     prompt, response = _read_lengths(trainer, lengths_file, mean_length, read_data)
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
-    search = planners.get(planner, "--planner")()
-    found = list(search.plan(problem, kind(section), max(count, 2 if explain else 1)))
+    costs = kind(section)
+    found = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
     if write is not None:
         _write(write, found[0], texts[0])
+    runs: list[SimulatedMapping] = []
+    if simulate is not None:
+        runs = _simulate(simulate, problem, found[: 2 if explain else 1], costs, simulate_steps, simulate_seed)
     if as_json:
         rows = [_as_dict(each, given) for each, given in zip(found[:count], texts, strict=False)]
+        for row, run in zip(rows, runs, strict=False):
+            row["simulation"] = run.as_dict()
         typer.echo(json.dumps(rows, indent=2))
         return
     _print_table(found[:count], problem)
     if explain:
         print_lines(*_explain(found))
+    for number, run in enumerate(runs):
+        print_lines(*_compare(problem, found[number], run, number + 1))
+    if simulate is not None:
+        print_lines(f"wrote {simulate}")
     if write is not None:
         print_lines(f"wrote {write}; rollcast train ... mapping={write} takes it")
+
+
+def _simulate(
+    path: Path, problem: Problem, found: Sequence[Prediction], costs: BaseCostModel, steps: int, seed: int
+) -> list[SimulatedMapping]:
+    """Play mappings on a simulated clock and write their chart."""
+    from rollcast.contracts.files import replace_file
+    from rollcast_automap.gantt_page import render_gantt
+    from rollcast_automap.mapping_simulation import simulate_mapping
+
+    runs = [simulate_mapping(problem, each.mapping, costs, steps, seed) for each in found]
+    title = f"{problem.rows:,} rows a step on {problem.cluster.devices:,} devices"
+    try:
+        replace_file(path, render_gantt(problem, list(zip(found, runs, strict=True)), title))
+    except OSError as error:
+        raise ConfigError(f"--simulate {path}: the file cannot be written: {error}") from error
+    return runs
+
+
+def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number: int) -> list[str]:
+    """Return the simulated figures of a mapping against the predicted ones."""
+    from rollcast_automap.composition import busy_shares
+
+    expected, predicted = busy_shares(problem, found), found.step_seconds
+    lines = [
+        f"mapping {number}, simulated: {run.step_seconds:.3g} s a step, the mean of {len(run.step_times)}; "
+        f"{predicted:.3g} s predicted ({predicted / run.step_seconds - 1:+.1%})"
+    ]
+    return lines + [f"  {pool}: busy {share:.0%}, {expected[pool]:.0%} predicted" for pool, share in run.busy().items()]
 
 
 def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: str, as_json: bool) -> None:

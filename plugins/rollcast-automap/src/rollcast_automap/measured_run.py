@@ -13,7 +13,7 @@ from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.clusters import ClusterConfig, build_cluster
-from rollcast_automap.composition import find_trained, pool_bytes, step_seconds
+from rollcast_automap.composition import ahead, find_trained, pool_bytes, step_seconds
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
 from rollcast_automap.role_specs import micro_batch_rows
@@ -64,8 +64,7 @@ class MeasuredRun:
         """Seconds of a step that its stages account for, by the composition of predictions."""
         homes = {each.role: each.pool for each in self.mapping.placements}
         seconds = {stage.name: self.stages.get(stage.name, 0.0) for stage in self.problem.stages}
-        overlaps = self.mapping.max_staleness >= 1 and self.mapping.mode == "standalone"
-        return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), overlaps)
+        return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), ahead(self.mapping))
 
 
 def worker_bytes(run: MeasuredRun, prediction: Prediction) -> int:

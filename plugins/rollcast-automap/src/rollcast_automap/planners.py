@@ -26,6 +26,7 @@ from rollcast_automap.composition import (
     mode_of,
     pool_bytes,
     predict,
+    stage_times,
     step_seconds,
 )
 from rollcast_automap.search_space import (
@@ -45,16 +46,15 @@ Groups = tuple[tuple[str, ...], ...]
 
 @dataclass(frozen=True)
 class _Option:
-    """A placement of one role with its prices."""
+    """A placement of one role with its times, switches included, and its memory."""
 
     placement: Placement
     seconds: dict[str, float]
-    switch: float
     memory: MemoryParts
 
     @property
     def total(self) -> float:
-        return sum(self.seconds.values()) + self.switch
+        return sum(self.seconds.values())
 
 
 class _Best:
@@ -192,24 +192,22 @@ class _Search:
     def search_groups(self, groups: Groups, mode: Mode) -> None:
         """Search the allocations and placements of one partition."""
         homes = _homes(groups)
-        cheapest: list[list[tuple[Share, dict[str, float], float]]] = []
+        cheapest: list[list[tuple[Share, dict[str, float]]]] = []
         for group in groups:
-            shares = [(share, *self._floor(group, share, mode)) for share in list_shares(self._problem, group)]
-            cheapest.append([each for each in shares if each[2] != float("inf")])
+            shares = [(share, self._floor(group, share, mode)) for share in list_shares(self._problem, group)]
+            cheapest.append([(share, seconds) for share, seconds in shares if seconds is not None])
             if not cheapest[-1]:
                 return
-        floors = [_least([seconds for _, seconds, _ in each]) for each in cheapest]
-        switches = [min(switch for _, _, switch in each) for each in cheapest]
-        self._allocate(groups, mode, homes, cheapest, floors, switches, [])
+        floors = [_least([seconds for _, seconds in each]) for each in cheapest]
+        self._allocate(groups, mode, homes, cheapest, floors, [])
 
     def _allocate(
         self,
         groups: Groups,
         mode: Mode,
         homes: dict[str, str],
-        cheapest: list[list[tuple[Share, dict[str, float], float]]],
+        cheapest: list[list[tuple[Share, dict[str, float]]]],
         floors: list[dict[str, float]],
-        switches: list[float],
         chosen: list[Share],
     ) -> None:
         depth = len(chosen)
@@ -220,41 +218,38 @@ class _Search:
             return
         left = self._problem.cluster.devices - sum(size for _, size in chosen) - (len(groups) - depth - 1)
         ranked = []
-        for share, seconds, switch in cheapest[depth]:
+        for share, seconds in cheapest[depth]:
             if share[1] <= left:
                 after = [*floors[:depth], seconds, *floors[depth + 1 :]]
-                costs = [*switches[:depth], switch, *switches[depth + 1 :]]
                 merged = {name: value for part in after for name, value in part.items()}
-                ranked.append((self._bound(homes, merged, sum(costs), mode), share, after, costs))
-        for bound, share, after, costs in sorted(ranked, key=lambda each: (each[0], each[1])):
+                ranked.append((self._bound(homes, merged, 0.0, mode), share, after))
+        for bound, share, after in sorted(ranked, key=lambda each: (each[0], each[1])):
             if bound >= self._best.limit:
                 break
-            self._allocate(groups, mode, homes, cheapest, after, costs, [*chosen, share])
+            self._allocate(groups, mode, homes, cheapest, after, [*chosen, share])
 
-    def _bound(self, homes: dict[str, str], seconds: dict[str, float], extra: float, mode: Mode) -> float:
+    def _bound(self, homes: dict[str, str], seconds: dict[str, float], sync: float, mode: Mode) -> float:
         values = _stalenesses(self._problem, mode)
-        return min(step_seconds(self._problem, homes, seconds, extra, value >= 1) for value in values)
+        return min(step_seconds(self._problem, homes, seconds, sync, value) for value in values)
 
-    def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> tuple[dict[str, float], float]:
-        """Return the least seconds of each stage of a group on a share, and of its switches; infinite if none fits.
+    def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> dict[str, float] | None:
+        """Return the least seconds of each stage of a group on a share; None if none fits.
 
         The share is priced on an empty cluster. Other pools may spread it over more nodes, so the floor holds only
         for cost models in which a compact pool is no slower.
         """
         pools = allocate(self._problem, [share])
         seconds: dict[str, float] = {}
-        switch = 0.0
         if pools is None:
-            return seconds, float("inf")
+            return None
         held = 0
         for name in group:
             options = self._list_options(self._problem.role(name), pools[0], mode)
             if not options:
-                return seconds, float("inf")
+                return None
             seconds |= _least([option.seconds for option in options])
-            switch += min(option.switch for option in options)
             held += min(option.memory.held for option in options)
-        return seconds, switch if fits_pool(self._problem, pools[0], held) else float("inf")
+        return seconds if fits_pool(self._problem, pools[0], held) else None
 
     def _list_options(self, role: RoleSpec, pool: Pool, mode: Mode) -> list[_Option]:
         """Return the placements of a role that fit by themselves, fastest first, without dominated ones."""
@@ -270,10 +265,12 @@ class _Search:
 
     def _price(self, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> _Option:
         price = self._cost_model.stage_cost
-        stages = self._stages_of[role.name]
-        seconds = {stage.name: price(self._problem, stage, placement, pool, mode).seconds for stage in stages}
         switch = self._cost_model.switch_cost(self._problem, role, placement, pool, mode).seconds
-        return _Option(placement, seconds, switch, self._cost_model.memory(self._problem, role, placement, pool, mode))
+        seconds: dict[str, float] = {}
+        for stage in self._stages_of[role.name]:
+            seconds |= stage_times(stage, price(self._problem, stage, placement, pool, mode), switch)
+            switch = 0.0
+        return _Option(placement, seconds, self._cost_model.memory(self._problem, role, placement, pool, mode))
 
     def _place(self, pools: tuple[Pool, ...], mode: Mode, homes: dict[str, str]) -> None:
         by_name = {pool.name: pool for pool in pools}
@@ -282,8 +279,7 @@ class _Search:
         if not all(choices):
             return
         floors = [_least([option.seconds for option in options]) for options in choices]
-        switches = [min(option.switch for option in options) for options in choices]
-        self._choose(pools, mode, homes, choices, floors, switches, [])
+        self._choose(pools, mode, homes, choices, floors, [])
 
     def _choose(
         self,
@@ -292,12 +288,11 @@ class _Search:
         homes: dict[str, str],
         choices: list[list[_Option]],
         floors: list[dict[str, float]],
-        switches: list[float],
         chosen: list[_Option],
     ) -> None:
         merged = {name: value for part in floors for name, value in part.items()}
-        extra = sum(switches) + self._sync_floor(pools, mode, homes, choices, chosen)
-        if self._bound(homes, merged, extra, mode) >= self._best.limit or not self._shares_fit(pools, homes, chosen):
+        sync = self._sync_floor(pools, mode, homes, choices, chosen)
+        if self._bound(homes, merged, sync, mode) >= self._best.limit or not self._shares_fit(pools, homes, chosen):
             return
         depth = len(chosen)
         if depth == len(choices):
@@ -310,8 +305,7 @@ class _Search:
             return
         for option in choices[depth]:
             after = [*floors[:depth], option.seconds, *floors[depth + 1 :]]
-            costs = [*switches[:depth], option.switch, *switches[depth + 1 :]]
-            self._choose(pools, mode, homes, choices, after, costs, [*chosen, option])
+            self._choose(pools, mode, homes, choices, after, [*chosen, option])
 
     def _sync_floor(
         self,
@@ -373,7 +367,7 @@ def _undominated(options: Sequence[_Option], per_mesh: bool) -> list[_Option]:
 
 
 def _dominates(one: _Option, other: _Option) -> bool:
-    times = all(one.seconds[name] <= other.seconds[name] for name in other.seconds) and one.switch <= other.switch
+    times = all(one.seconds[name] <= other.seconds[name] for name in other.seconds)
     mine, its = one.memory, other.memory
     peaks = mine.passing <= its.passing and mine.syncing <= its.syncing
     return times and peaks and mine.held <= its.held and mine.reserve <= its.reserve

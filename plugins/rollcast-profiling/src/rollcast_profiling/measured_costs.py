@@ -17,6 +17,7 @@ from rollcast.contracts.mapping import (
     BaseCostModel,
     Cluster,
     CostModelConfig,
+    GenerationSpeed,
     MemoryParts,
     Mesh,
     Mode,
@@ -326,9 +327,9 @@ def _generation(problem: Problem, source: _Source, at: Placement) -> tuple[float
     context = prompt.mean + response.mean_square / (2 * response.mean)
     prefill = source.seconds("prefill", decoding.slots, prompt.mean) * rows / decoding.slots
     step = source.seconds("decode", decoding.slots, context)
-    seconds = decoding.full * step
-    for steps, active, done in decoding.drain:
-        seconds += steps * source.seconds("decode", active, prompt.mean + done)
+    seconds = sum(
+        steps * source.seconds("decode", active, prompt.mean + done) for steps, active, done in decoding.phases
+    )
     grid = source.grid("decode")
     note = "" if grid is None else grid.note(decoding.slots, prompt.mean + decoding.drain[-1][2])
     return prefill + seconds, max(seconds - decoding.equal * step, 0.0), note
@@ -442,15 +443,37 @@ class MeasuredCosts(AnalyticalCosts):
             seconds, tail, note = _generation(problem, source, placement)
         else:
             seconds, tail, note = _passes(problem, source, placement, stage.kind == "update")
-        measured = source.mesh
-        if measured != placement.mesh:
-            other = self._analytical_on(problem, stage, placement, pool, mode, measured)
-            factor = analytical.seconds / other.seconds if other.seconds else 1.0
-            seconds, tail = seconds * factor, tail * factor
-            note = "; ".join(filter(None, (note, f"measured on a mesh of {_describe(measured)}")))
+        if source.mesh != placement.mesh:
+            note = "; ".join(filter(None, (note, f"measured on a mesh of {_describe(source.mesh)}")))
         note = "; ".join(filter(None, (note, source.note)))
-        factor = self._correction.scale(stage.kind, role, mode)
+        factor = self._factor(problem, stage, placement, pool, mode, source)
         return _share(analytical, seconds * factor, tail * factor, note)
+
+    def generation_speed(
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
+    ) -> GenerationSpeed | None:
+        """Return how fast a replica of a generating stage is, by measurement where there is one."""
+        source = self._find(problem.role(stage.role), _PHASES[stage.kind], placement.mesh, mode)
+        if source is None:
+            return super().generation_speed(problem, stage, placement, pool, mode)
+        factor = self._factor(problem, stage, placement, pool, mode, source)
+        prompt = LengthCurve.read(problem.prompt_lengths).mean
+        slots = min(placement.micro_batch_rows, math.ceil(problem.rows / placement.mesh.data))
+
+        def decode(active: float, context: float) -> float:
+            return factor * source.seconds("decode", active, context)
+
+        return GenerationSpeed(factor * source.seconds("prefill", slots, prompt) / slots, decode)
+
+    def _factor(
+        self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode, source: _Source
+    ) -> float:
+        """Return by what measured seconds are multiplied: for another mesh, and for what runs said."""
+        scale = self._correction.scale(stage.kind, problem.role(stage.role), mode)
+        if source.mesh == placement.mesh:
+            return scale
+        other = self._analytical_on(problem, stage, placement, pool, mode, source.mesh).seconds
+        return scale * super().stage_cost(problem, stage, placement, pool, mode).seconds / other if other else scale
 
     def sync_cost(
         self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode

@@ -6,7 +6,7 @@ import base64
 import hashlib
 import html
 import statistics
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib import resources
 from string import Template
 from typing import Any
@@ -17,7 +17,7 @@ from rollcast_report.run_data import RunData
 from rollcast_report.samples import render_samples
 from rollcast_report.timeline import render_timeline
 
-__all__ = ["render_page"]
+__all__ = ["fill_page", "render_page"]
 
 _LARGE = (
     ChartSpec("reward/mean", "Reward"),
@@ -210,19 +210,39 @@ def _details(run: RunData) -> str:
 def render_page(run: RunData) -> str:
     """Return the whole report as one HTML page, which needs no other file and no network."""
     trajectories = render_trajectories(run)
-    scripts = ("report.js", "trajectories.js") if trajectories else ("report.js",)
-    script = "\n".join(_asset(name).strip() for name in scripts)
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    sections = [
+        _header(run),
+        _charts(run),
+        _recoveries(run) + _phases(run) + render_timeline(run.timeline),
+        render_samples(run),
+        trajectories,
+        _details(run),
+    ]
+    return fill_page(
+        f"{run.name} · rollcast",
+        sections,
+        "Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
+        script=_asset("trajectories.js") if trajectories else "",
+    )
+
+
+def fill_page(title: str, sections: Sequence[str], footer: str, *, style: str = "", script: str = "") -> str:
+    """Return one HTML page in the style of the report, which needs no other file and no network.
+
+    Args:
+        title: title of the window, as text.
+        sections: HTML of the page from top to bottom; the caller has escaped what comes from outside.
+        footer: last line, as text.
+        style: further CSS.
+        script: JavaScript to run after that of the report.
+    """
+    code = "\n".join(text.strip() for text in (_asset("report.js"), script) if text)
+    digest = base64.b64encode(hashlib.sha256(code.encode()).digest()).decode()
     return Template(_asset("report.html")).substitute(
-        title=html.escape(f"{run.name} · rollcast"),
+        title=html.escape(title),
         script_hash=f"sha256-{digest}",  # the browser runs no other script, whatever a response contains
-        style=_asset("report.css").strip(),
-        header=_header(run),
-        charts=_charts(run),
-        phases=_recoveries(run) + _phases(run) + render_timeline(run.timeline),
-        samples=render_samples(run),
-        trajectories=trajectories,
-        details=_details(run),
-        footer="Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
-        script=script,
+        style="\n".join(text.strip() for text in (_asset("report.css"), style) if text),
+        sections="\n".join(sections),
+        footer=html.escape(footer, quote=False),
+        script=code,
     )

@@ -1,4 +1,4 @@
-"""Simulated engines and a simulated trainer on a simulated clock, for tests of the order of requests and of pacing."""
+"""Engines and a trainer on a simulated clock, for tests of the order of requests and of pacing, and for predictions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import heapq
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Protocol
 
 from rollcast.contracts.admission import BaseAdmission
 from rollcast.contracts.rollout import EngineLoad
@@ -17,31 +18,69 @@ __all__ = [
     "SimulatedEngine",
     "SimulatedRun",
     "SimulatedStep",
+    "TimedEngine",
+    "TimedTrainer",
     "TrainingPlan",
+    "TrainingSimulation",
     "ideal_makespan",
     "simulate_training",
     "simulate_window",
 ]
 
 
+class TimedEngine(Protocol):
+    """An engine on a simulated clock; times are in seconds."""
+
+    @property
+    def limit(self) -> int:
+        """Number of sequences computed at once."""
+
+    @property
+    def next_end(self) -> float | None:
+        """Time of the next end of a sequence if nothing else happens before; None if nothing is under way."""
+
+    def take(self, number: int, length: float, now: float) -> None:
+        """Start a sequence of ``length`` tokens, or let it wait."""
+
+    def finish(self, now: float) -> list[int]:
+        """End the sequences that are due, start those that wait, and return the ended ones' numbers."""
+
+
+class TimedTrainer(Protocol):
+    """A trainer on a simulated clock; times are in seconds."""
+
+    def train(self, now: float, tasks: Sequence[int]) -> float:
+        """Begin to train the groups of these tasks; return the time of its end."""
+
+    def sync(self, now: float) -> float:
+        """Begin a weight sync; return the time of its end."""
+
+
 @dataclass
 class SimulatedEngine:
-    """An engine that computes up to ``limit`` sequences at once, one token of each in one unit of time.
+    """An engine with the same speed for every sequence, whatever else it computes.
 
     Attributes:
         limit: number of sequences computed at once.
+        tokens_per_s: tokens of each sequence in a unit of time.
         ends: end times of those under way, with their numbers; a heap.
         queue: numbers and lengths of sequences that wait.
     """
 
     limit: int
+    tokens_per_s: float = 1.0
     ends: list[tuple[float, int]] = field(default_factory=list)
     queue: deque[tuple[int, float]] = field(default_factory=deque)
 
+    @property
+    def next_end(self) -> float | None:
+        """Time of the next end; None if nothing is under way."""
+        return self.ends[0][0] if self.ends else None
+
     def take(self, number: int, length: float, now: float) -> None:
-        """Start a sequence, or let it wait."""
+        """Start a sequence of ``length`` tokens, or let it wait."""
         if len(self.ends) < self.limit:
-            heapq.heappush(self.ends, (now + length, number))
+            heapq.heappush(self.ends, (now + length / self.tokens_per_s, number))
         else:
             self.queue.append((number, length))
 
@@ -106,9 +145,10 @@ def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: 
             at(now + latency, "heard", place, ended)
         for number in what:
             engine.take(number, lengths[number], now)
-        if engine.ends and engine.ends[0][0] != due[place]:
-            due[place] = engine.ends[0][0]
-            at(due[place], "end", place)
+        end = engine.next_end
+        if end is not None and end != due[place]:
+            due[place] = end
+            at(end, "end", place)
     return now
 
 
@@ -170,72 +210,114 @@ class SimulatedRun:
         return self.steps[-1].ended_s if self.steps else 0.0
 
 
-class _Training:
-    """The events of one simulated run."""
+@dataclass(frozen=True)
+class _SteadyTrainer:
+    """A trainer whose steps take the same time each."""
 
-    def __init__(self, admission: BaseAdmission, lengths: Callable[[int], Sequence[float]], plan: TrainingPlan) -> None:
-        self.plan, self.lengths = plan, lengths
+    plan: TrainingPlan
+
+    def train(self, now: float, tasks: Sequence[int]) -> float:
+        """Return the end of the training."""
+        return now + self.plan.train_s
+
+    def sync(self, now: float) -> float:
+        """Return the end of the weight sync."""
+        return now + self.plan.sync_s
+
+
+class TrainingSimulation:
+    """A simulated run: groups that an admission paces, engines that generate them and a trainer that takes them.
+
+    Args:
+        admission: paces the groups; with ``max_staleness`` 0, generation and training take turns.
+        lengths: returns the tokens of each sequence of a prompt, by the prompt's number.
+        engines: generate; they share one queue, from which each takes a group as soon as it has room.
+        trainer: says how long a step takes.
+    """
+
+    def __init__(
+        self,
+        admission: BaseAdmission,
+        lengths: Callable[[int], Sequence[float]],
+        engines: Sequence[TimedEngine],
+        trainer: TimedTrainer,
+    ) -> None:
+        self.lengths, self.engines, self.trainer = lengths, engines, trainer
         self.queue: GroupQueue[int, None] = GroupQueue(admission)
-        self.window: SlidingWindow[tuple[int, ...]] = SlidingWindow(plan.replicas)
-        self.engines = [SimulatedEngine(plan.limit) for _ in range(plan.replicas)]
-        for place in range(plan.replicas):
-            self.window.open(place, EngineLoad(plan.limit))
+        self.window: SlidingWindow[tuple[int, ...]] = SlidingWindow(len(engines))
+        for place, engine in enumerate(engines):
+            self.window.open(place, EngineLoad(engine.limit))
+        #: Steps so far, in order.
         self.steps: list[SimulatedStep] = []
-        self.computed_s = 0.0
+        #: Tokens of the sequences that were sent to an engine.
+        self.tokens = 0.0
         self._groups: list[int] = []  # group of each sequence
-        self._seconds: list[float] = []
+        self._tasks: list[int] = []  # prompt of each sequence
+        self._lengths: list[float] = []
         self._left: dict[int, int] = {}  # sequences of a group that have not ended
         self._submitted = 0
         self._waits_since: float | None = 0.0
-        self._due = [-1.0] * plan.replicas
+        self._due: list[float | None] = [None] * len(engines)
         self._order = itertools.count()
         self._events: list[tuple[float, int, str, int]] = []
 
-    def run(self) -> None:
-        """Run to the last step."""
+    def run(self, steps: int) -> None:
+        """Run until ``steps`` steps have been trained and their weights sent.
+
+        Args:
+            steps: number of steps, 1 or more.
+        """
+        trained = 0
         self._submit()
         self._begin(0.0)
-        while len(self.steps) < self.plan.steps:
+        while trained < steps:
             now, _, kind, place = heapq.heappop(self._events)
             if kind == "trained":
-                self._at(now + self.plan.sync_s, "synced", 0)
+                self._at(self.trainer.sync(now), "synced", 0)
+                for each in range(len(self.engines)):  # a sync may hold up what is under way
+                    self._look(each)
             elif kind == "synced":
+                trained += 1
                 self.queue.publish(self.queue.version + 1)
-                self.steps[-1:] = [SimulatedStep(self.steps[-1].waited_s, now, self.steps[-1].ages)]
+                self.steps[-1] = replace(self.steps[-1], ended_s=now)
                 self._waits_since = now
             else:
                 self._finish(place, now)
-            self._submit()
-            self._begin(now)
-            self._take(now)
-        # The step that was taken last is still to be trained.
-        last = self.steps[-1]
-        end = last.ended_s + self.plan.train_s + self.plan.sync_s
-        self.steps[-1] = SimulatedStep(last.waited_s, end, last.ages)
+            if trained < steps:
+                self._submit()
+                self._begin(now)
+                self._take(now)
+
+    def task_of(self, sequence: int) -> int:
+        """Return the number of the prompt of a sequence that an engine was given."""
+        return self._tasks[sequence]
 
     def _submit(self) -> None:
         """Keep enough tasks waiting for whatever the admission starts."""
-        while len(self.queue) < 4 * (self.queue.admission.settings.max_staleness + 1) * self.plan.groups_per_step:
+        settings = self.queue.admission.settings
+        while len(self.queue) < 4 * (settings.max_staleness + 1) * settings.groups_per_step:
             self.queue.submit([self._submitted])
             self._submitted += 1
 
     def _begin(self, now: float) -> None:
         """Start the groups that the admission lets in, and send sequences to the engines with room."""
         for number, task in self.queue.start():
-            first = len(self._groups)
-            seconds = [length / self.plan.tokens_per_s for length in self.lengths(task)]
-            self._groups += [number] * len(seconds)
-            self._seconds += seconds
-            self._left[number] = len(seconds)
-            self.window.submit([(tuple(range(first, first + len(seconds))), len(seconds))])
+            first, lengths = len(self._groups), self.lengths(task)
+            self._groups += [number] * len(lengths)
+            self._tasks += [task] * len(lengths)
+            self._lengths += lengths
+            self._left[number] = len(lengths)
+            self.window.submit([(tuple(range(first, first + len(lengths))), len(lengths))])
         for place, sequences in self.window.assign():
             for each in sequences:
-                self.computed_s += self._seconds[each]
-                self.engines[place].take(each, self._seconds[each], now)
+                self.tokens += self._lengths[each]
+                self.engines[place].take(each, self._lengths[each], now)
             self._look(place)
 
     def _finish(self, place: int, now: float) -> None:
-        self._due[place] = -1.0
+        if self._due[place] != now:
+            return  # the end that this event stood for has moved
+        self._due[place] = None
         ended = self.engines[place].finish(now)
         self.window.finish(place, len(ended))
         for sequence in ended:
@@ -248,18 +330,19 @@ class _Training:
 
     def _look(self, place: int) -> None:
         """Make an event of the engine's next end."""
-        ends = self.engines[place].ends
-        if ends and ends[0][0] != self._due[place]:
-            self._due[place] = ends[0][0]
-            self._at(ends[0][0], "ended", place)
+        end = self.engines[place].next_end
+        if end is not None and end != self._due[place]:
+            self._at(end, "ended", place)
+        self._due[place] = end
 
     def _take(self, now: float) -> None:
-        if self._waits_since is None or not (taken := self.queue.take(self.plan.groups_per_step)):
+        settings = self.queue.admission.settings
+        if self._waits_since is None or not (taken := self.queue.take(settings.groups_per_step)):
             return
         ages = tuple(self.queue.version - each.version for each in taken)
         self.steps.append(SimulatedStep(now - self._waits_since, now, ages))
         self._waits_since = None
-        self._at(now + self.plan.train_s, "trained", 0)
+        self._at(self.trainer.train(now, [each.task for each in taken]), "trained", 0)
 
     def _at(self, time: float, kind: str, place: int) -> None:
         heapq.heappush(self._events, (time, next(self._order), kind, place))
@@ -277,8 +360,9 @@ def simulate_training(
         lengths: returns the tokens of each sequence of a prompt, by the prompt's number.
         plan: sizes and speeds.
     """
-    run = _Training(admission, lengths, plan)
-    run.run()
+    engines = [SimulatedEngine(plan.limit, plan.tokens_per_s) for _ in range(plan.replicas)]
+    run = TrainingSimulation(admission, lengths, engines, _SteadyTrainer(plan))
+    run.run(plan.steps)
     seconds = run.steps[-1].ended_s if run.steps else 0.0
-    busy = run.computed_s / max(seconds * plan.replicas * plan.limit, 1e-9)
-    return SimulatedRun(run.steps, min(busy, 1.0), run.queue.load.dropped)
+    slots = plan.replicas * plan.limit * plan.tokens_per_s
+    return SimulatedRun(run.steps, min(run.tokens / max(seconds * slots, 1e-9), 1.0), run.queue.load.dropped)

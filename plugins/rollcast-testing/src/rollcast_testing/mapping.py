@@ -166,6 +166,20 @@ class CostModelSuite:
         for asked in self._stages(problem):
             assert model.stage_cost(more, *asked).seconds >= model.stage_cost(problem, *asked).seconds
 
+    def test_a_replica_decodes_more_and_longer_rows_no_faster(self) -> None:
+        """The speed of generation, of a cost model that has one."""
+        problem, model = self.problem(), self.build()
+        for stage, placement, pool, mode in self._stages(problem):
+            if stage.kind != "generate":
+                continue
+            speed = model.generation_speed(problem, stage, placement, pool, mode)
+            if speed is None:
+                return
+            few, many, longer = speed.decode(1, 200.0), speed.decode(4, 200.0), speed.decode(4, 800.0)
+            assert 0 < few <= many <= longer < math.inf, (few, many, longer)
+            assert many <= 4 * few  # decoded together, rows are no slower than one after the other
+            assert 0 <= speed.prefill < math.inf
+
     def test_larger_micro_batches_take_no_less_memory(self) -> None:
         """Bytes are whole numbers of 0 or more, and grow with the rows of a micro-batch."""
         problem, model = self.problem(), self.build()
