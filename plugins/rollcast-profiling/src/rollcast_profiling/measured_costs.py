@@ -256,17 +256,21 @@ class Correction:
 
     Attributes:
         scales: what a price is of, by :func:`_price_keys` → measured by predicted seconds.
-        bytes: engine → bytes to add to the peak of a pass.
+        bytes: engine and parameters of the model (0 for any) → bytes to add to the peak of a pass.
         controller: mode, or ``""`` for any → (rows of a step, seconds of the controller in it) by rising rows.
     """
 
     scales: Mapping[_PriceKey, float] = field(default_factory=dict)
-    bytes: Mapping[str, float] = field(default_factory=dict)
+    bytes: Mapping[tuple[str, int], float] = field(default_factory=dict)
     controller: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def scale(self, kind: str, role: RoleSpec, mode: Mode) -> float:
         """Return the factor of a price: that of the closest runs, 1 without any."""
         return next((self.scales[key] for key in _price_keys(kind, role, mode) if key in self.scales), 1.0)
+
+    def extra_bytes(self, role: RoleSpec) -> float:
+        """Return the bytes to add to the peak of a role's passes: those of its model, else of its engine."""
+        return self.bytes.get((role.plugin, role.model.parameters), self.bytes.get((role.plugin, 0), 0.0))
 
 
 def _price_keys(kind: str, role: RoleSpec, mode: Mode) -> list[_PriceKey]:
@@ -286,7 +290,7 @@ def _price_keys(kind: str, role: RoleSpec, mode: Mode) -> list[_PriceKey]:
 def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
     """Return the median difference of measured and predicted figures over runs."""
     ratios: dict[_PriceKey, list[float]] = defaultdict(list)
-    excess: dict[str, list[float]] = defaultdict(list)
+    excess: dict[tuple[str, int], list[float]] = defaultdict(list)
     controller: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
     for run in runs:
         problem, mode, found = run.problem, run.mapping.mode, predict(run.problem, costs, run.mapping)
@@ -303,10 +307,11 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
         for each in (mode, ""):
             controller[each][problem.rows].append(max(run.step_seconds - run.busy_seconds, 0.0))
         if run.peak_bytes is not None and trained is not None:
-            excess[trained.plugin].append(run.peak_bytes - worker_bytes(run, found))
+            for size in (trained.model.parameters, 0):
+                excess[trained.plugin, size].append(run.peak_bytes - worker_bytes(run, found))
     return Correction(
         scales={key: statistics.median(values) for key, values in ratios.items()},
-        bytes={plugin: statistics.median(values) for plugin, values in excess.items()},
+        bytes={key: statistics.median(values) for key, values in excess.items()},
         controller={
             mode: tuple(sorted((rows, statistics.median(values)) for rows, values in found.items()))
             for mode, found in controller.items()
@@ -498,7 +503,7 @@ class MeasuredCosts(AnalyticalCosts):
         prompt, response = map(longest_of, (problem.prompt_lengths, problem.response_lengths))
         rows = placement.micro_batch_rows
         passes = longest_pass(role, placement.mesh, pool.devices, rows, prompt, response, problem.samples)
-        peak = round(peaks.at(rows, passes.row_tokens) + self._correction.bytes.get(role.plugin, 0))
+        peak = round(peaks.at(rows, passes.row_tokens) + self._correction.extra_bytes(role))
         there = self._memory_on(problem, role, placement, pool, mode, source)
         if find_device(source.table.device.name) != "cpu":
             peak += there.reserve  # torch's allocator knows nothing of context and libraries
