@@ -32,6 +32,7 @@ from rollcast_automap.search_space import (
     Groups,
     Share,
     allocate,
+    count_kinds,
     homes_of,
     list_placements,
     list_shares,
@@ -43,7 +44,7 @@ __all__ = ["BranchSearch"]
 _NEVER = float("inf")
 #: Seconds by slot: a slot is a stage of the problem, or generation without its tail, as in ``StepClock``.
 Times = tuple[float, ...]
-#: Devices that are free: all, and of each kind.
+#: What is free: devices, devices of each kind, and pools that may have several kinds.
 Free = tuple[int, ...]
 
 
@@ -106,7 +107,7 @@ class _Partition:
         kinds = sorted({node.kind.name for node in problem.cluster.nodes})
         self._kinds = {kind: place for place, kind in enumerate(kinds, 1)}
         counts = [sum(node.devices for node in problem.cluster.nodes if node.kind.name == kind) for kind in kinds]
-        self.free: Free = (problem.cluster.devices, *counts)
+        self.free: Free = (problem.cluster.devices, *counts, count_kinds(problem) - 1)
         self._open: dict[tuple[int, Free], _Floor | None] = {}
 
     def take(self, free: Free, share: Share, others: int) -> Free | None:
@@ -116,6 +117,8 @@ class _Partition:
         left[0] -= size
         if kind:
             left[self._kinds[kind]] -= size
+        else:
+            left[-1] -= 1
         return None if left[0] < others or min(left) < 0 else tuple(left)
 
     def list_ranked(self, chosen: Sequence[_Floor], free: Free) -> list[tuple[float, int, Share, _Floor, Free]]:
@@ -152,7 +155,11 @@ class _Partition:
         """Return the least of a group on any share that is free; None if there is none."""
         key = (group, free)
         if key not in self._open:
-            fitting = [floor for share, floor in self.floors[group] if self.take(free, share, 0) is not None]
+            fitting = [
+                floor
+                for (kind, size), floor in self.floors[group]
+                if size <= free[0] and (size <= free[self._kinds[kind]] if kind else free[-1])
+            ]
             self._open[key] = _least(fitting) if fitting else None
         return self._open[key]
 

@@ -12,6 +12,7 @@ __all__ = [
     "Groups",
     "Share",
     "allocate",
+    "count_kinds",
     "homes_of",
     "list_meshes",
     "list_micro_batches",
@@ -98,11 +99,14 @@ def _sizes(count: int) -> list[int]:
 def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | None:
     """Return pools of these shares; None if they do not fit beside each other.
 
-    A pool of several kinds that finds room on one kind is none either: the share of that kind has the same devices. Large
-    pools come first. A pool takes the first node that holds all of it, else empty nodes in their order.
+    Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order. A pool of
+    several kinds that finds room on one kind is none: the share of that kind has the same devices. Nor are there as many
+    pools of several kinds as kinds, since such pools could exchange devices until one of them has a single kind.
     """
     nodes = problem.cluster.nodes
     free = [node.devices for node in nodes]
+    if sum(kind == "" for kind, _ in shares) > max(count_kinds(problem) - 1, 0):
+        return None
     found: dict[int, Pool] = {}
     order = sorted(range(len(shares)), key=lambda index: (shares[index][0] == "", -shares[index][1], index))
     for index in order:
@@ -125,6 +129,11 @@ def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | No
             free[number] -= taken
         found[index] = Pool(f"pool_{index}", tuple(sorted(places)))
     return tuple(found[index] for index in range(len(shares)))
+
+
+def count_kinds(problem: Problem) -> int:
+    """Return the number of device kinds in the cluster."""
+    return len({node.kind.name for node in problem.cluster.nodes})
 
 
 def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
