@@ -40,8 +40,8 @@ class Best:
         roles = ", ".join(role.name for role in problem.roles)
         raise ResourceError(
             f"no mapping of {roles} fits {problem.cluster.devices} devices with headroom "
-            f"{problem.constraints.headroom:g} under these constraints; add devices, allow roles to share pools, or set "
-            "offload or recompute"
+            f"{problem.constraints.headroom:g} under these constraints; add devices, allow roles to share pools, or "
+            "set offload or recompute"
         )
 
 

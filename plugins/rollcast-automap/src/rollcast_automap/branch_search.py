@@ -243,7 +243,9 @@ class BranchSearch:
         self._best = best
         self._roles = {role.name: role for role in problem.roles}
         self._places = {role.name: place for place, role in enumerate(problem.roles)}
-        self._stages = {role.name: [each for each in problem.stages if each.role == role.name] for role in problem.roles}
+        self._stages = {
+            role.name: [each for each in problem.stages if each.role == role.name] for role in problem.roles
+        }
         self._slots = {role.name: self._slots_of(role) for role in problem.roles}
         self._controller = cost_model.controller_cost(problem).seconds
         generator, trained = find_generator(problem), find_trained(problem)
@@ -281,8 +283,8 @@ class BranchSearch:
     def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> _Floor | None:
         """Return the least of a group on a share; None if the group does not fit.
 
-        The share is priced on an empty cluster, where it is on as few nodes as can be. One of several kinds is no faster
-        than an equal one of a single kind.
+        The share is priced on an empty cluster, on as few nodes as can be. A share of several kinds is no faster than an
+        equal one of a single kind.
         """
         kind, size = share
         pools = [found[0] for each in self._kinds_of(kind) if (found := allocate(self._problem, [(each, size)]))]
@@ -319,7 +321,9 @@ class BranchSearch:
         key = (name, shape, mode)
         if key not in self._options:
             role = self._roles[name]
-            found = [self._price(role, placement, pool, mode) for placement in list_placements(self._problem, role, pool)]
+            found = [
+                self._price(role, placement, pool, mode) for placement in list_placements(self._problem, role, pool)
+            ]
             fitting = [each for each in found if fits_pool(self._problem, pool, each.memory.total)]
             fitting.sort(key=lambda each: (sum(each.times) + each.switch, each.memory.total))
             self._options[key] = _undominated(fitting, self._synced is not None and name in self._synced)
@@ -334,9 +338,7 @@ class BranchSearch:
         switch = model.switch_cost(problem, role, placement, pool, mode).seconds
         return _Option(placement, tuple(times), switch, memory_of(problem, model, role, placement, pool, mode))
 
-    def _allocate(
-        self, partition: _Partition, shares: Sequence[Share], floors: Sequence[_Floor], free: Free
-    ) -> None:
+    def _allocate(self, partition: _Partition, shares: Sequence[Share], floors: Sequence[_Floor], free: Free) -> None:
         if len(shares) == len(partition.groups):
             pools = allocate(self._problem, shares)
             if pools is not None:
@@ -387,7 +389,12 @@ class BranchSearch:
                 self._choose(partition, pools, choice, syncs, placed, after, costs)
 
     def _offer(
-        self, partition: _Partition, pools: tuple[Pool, ...], chosen: Sequence[_Option], times: list[float], extra: float
+        self,
+        partition: _Partition,
+        pools: tuple[Pool, ...],
+        chosen: Sequence[_Option],
+        times: list[float],
+        extra: float,
     ) -> None:
         placements = tuple(
             replace(option.placement, role=name, pool=partition.homes[name])

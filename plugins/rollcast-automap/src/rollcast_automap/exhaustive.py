@@ -68,9 +68,16 @@ class _Table:
 
     def part(self, wanted: slice) -> _Table:
         """Return a table of some placements."""
-        seconds = {name: values[wanted] for name, values in self.seconds.items()}
-        rest = (getattr(self, name)[wanted] for name in ("filled", "switch", "held", "passing", "reserve"))
-        return _Table(self.placements[wanted], seconds, *rest, self.own_process)
+        return replace(
+            self,
+            placements=self.placements[wanted],
+            seconds={name: values[wanted] for name, values in self.seconds.items()},
+            filled=self.filled[wanted],
+            switch=self.switch[wanted],
+            held=self.held[wanted],
+            passing=self.passing[wanted],
+            reserve=self.reserve[wanted],
+        )
 
 
 class Exhaustive(BasePlanner):
@@ -89,7 +96,7 @@ class _Enumeration:
     def __init__(self, problem: Problem, cost_model: BaseCostModel, best: Best) -> None:
         self._problem, self._cost_model, self._best = problem, cost_model, best
         self._tables: dict[object, _Table] = {}
-        self._syncs: dict[object, Floats] = {}
+        self._syncs: dict[object, float] = {}
 
     def compose(self, groups: Groups, mode: Mode) -> None:
         """Offer the best mappings of one partition."""
@@ -140,8 +147,9 @@ class _Enumeration:
         """Return the duration of a step of each mapping without weight sync and switches."""
         places = {role.name: axis for axis, role in enumerate(self._problem.roles)}
         zero = np.zeros((1,) * len(block))
-        generation, filled, free, ends = zero, zero, dict.fromkeys(homes.values(), zero), {}
-        for table, axis in zip(block, range(len(block)), strict=True):
+        generation, filled, free = zero, zero, dict.fromkeys(homes.values(), zero)
+        ends: dict[str, Floats] = {}
+        for axis, table in enumerate(block):
             filled = filled + _along(table.filled, axis, len(block))
         for stage in self._problem.stages:
             axis, pool = places[stage.role], homes[stage.role]
@@ -189,7 +197,9 @@ class _Enumeration:
     def _fits(self, block: Sequence[_Table], pools: tuple[Pool, ...], homes: dict[str, str]) -> npt.NDArray[np.bool_]:
         found = np.ones((1,) * len(block), dtype=bool)
         for pool in pools:
-            mine = [(axis, block[axis]) for axis, role in enumerate(self._problem.roles) if homes[role.name] == pool.name]
+            mine = [
+                (axis, block[axis]) for axis, role in enumerate(self._problem.roles) if homes[role.name] == pool.name
+            ]
             shared = held = passing = np.zeros((1,) * len(block))
             for axis, table in mine:
                 reserve = _along(table.reserve, axis, len(block))
