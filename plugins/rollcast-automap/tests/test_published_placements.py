@@ -94,9 +94,20 @@ def pools(found: Prediction) -> dict[frozenset[str], int]:
     return {frozenset(roles[pool.name]): pool.devices for pool in found.mapping.pools}
 
 
-@pytest.mark.parametrize(("model", "devices"), [("13b", 16), ("13b", 32), ("13b", 64), ("34b", 64)])
-def test_colocation_wins_on_few_devices(model: str, devices: int) -> None:
-    assert pools(plan(ppo(model, devices))) == {frozenset(COLOCATE[0]): devices}
+@pytest.mark.parametrize(
+    ("model", "devices", "is_papers_mesh"),
+    [
+        ("13b", 16, False),
+        ("13b", 32, False),
+        ("13b", 64, False),
+        ("34b", 64, False),
+        ("13b", 16, True),
+        ("13b", 32, True),
+    ],
+)
+def test_colocation_wins_on_few_devices(model: str, devices: int, is_papers_mesh: bool) -> None:
+    found = plan(ppo(model, devices, is_papers_mesh=is_papers_mesh))
+    assert pools(found) == {frozenset(COLOCATE[0]): devices}
 
 
 def test_a_larger_critic_is_colocated_on_few_devices() -> None:

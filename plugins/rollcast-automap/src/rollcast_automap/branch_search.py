@@ -283,8 +283,8 @@ class BranchSearch:
     def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> _Floor | None:
         """Return the least of a group on a share; None if the group does not fit.
 
-        The share is priced on an empty cluster, on as few nodes as can be. A share of several kinds is no faster than an
-        equal one of a single kind.
+        The share is priced on an empty cluster, on as few nodes as can be. A share of several kinds is no faster than
+        an equal one of a single kind.
         """
         kind, size = share
         pools = [found[0] for each in self._kinds_of(kind) if (found := allocate(self._problem, [(each, size)]))]

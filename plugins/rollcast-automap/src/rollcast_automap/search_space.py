@@ -100,8 +100,8 @@ def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | No
     """Return pools of these shares; None if they do not fit beside each other.
 
     Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order. A pool of
-    several kinds that finds room on one kind is none: the share of that kind has the same devices. There are fewer pools
-    of several kinds than kinds, since such pools could exchange devices until one of them has a single kind.
+    several kinds that finds room on one kind is none: the share of that kind has the same devices. Pools of several
+    kinds are fewer than the kinds, since such pools could exchange devices until one of them has a single kind.
     """
     nodes = problem.cluster.nodes
     free = [node.devices for node in nodes]
