@@ -40,7 +40,7 @@ class ClusterConfig:
     device: str = "h100"
     """Kind of the devices: a100, h100, h200 or cpu."""
     network_gbit_s: Annotated[float, Gt(0)] = 200.0
-    """Bandwidth of a device to a device of another node, one way, in Gbit/s."""
+    """Bandwidth of a device to a device of another node, one way, in Gbit/s; with a shared card, the device's part."""
 
 
 def build_cluster(config: ClusterConfig) -> Cluster:
