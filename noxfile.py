@@ -63,7 +63,7 @@ TRAINER = ROOT / ".nox" / "trainer"
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
-    *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export"),
+    *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export", "mapping_search"),
 )
 #: Benchmarks that run only where they are named, since each takes more than ten minutes.
 LONG_BENCHMARKS = ("quickstart_seeds",)

@@ -81,6 +81,20 @@ def test_a_written_mapping_trains(small_task: SmallTask, tmp_path: Path, devices
         assert read_metrics(tmp_path / "run")[-1]["step"] == 1
 
 
+def test_a_mapping_with_rollouts_beside_training_trains(
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rollout's replicas and the actor are processes on the same device."""
+    file, rollout = tmp_path / "mapping.yaml", rollouts.get("hf")
+    with monkeypatch.context() as patch:
+        patch.setattr(rollout, "capabilities", replace(rollout.capabilities, modes=frozenset({RolloutMode.COLOCATED})))
+        start = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory"]
+        run(small_task, tmp_path, *start, *CPUS, "cluster.devices_per_node=1", "--write", str(file))
+    assert "rollout.mode=colocated" in file.read_text()
+    launch(small_task.ppo(tmp_path / "run", "trainer.total_steps=1", "data.val_files=[]", f"mapping={file}"))
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1
+
+
 def test_the_command_line_holds_against_a_mapping(small_task: SmallTask, tmp_path: Path) -> None:
     file = tmp_path / "mapping.yaml"
     file.write_text("overrides:\n  - placement.nnodes=3\n  - rollout.n=2\n")
@@ -160,16 +174,16 @@ def test_the_best_mapping_is_simulated(small_task: SmallTask, tmp_path: Path) ->
         run(small_task, tmp_path, *cluster, "--simulate", str(tmp_path / "none" / "chart.html"))
 
 
-@pytest.mark.parametrize(("missing", "mode"), [(RolloutMode.STANDALONE, "hybrid"), (RolloutMode.HYBRID, "standalone")])
+@pytest.mark.parametrize("modes", [{"hybrid"}, {"colocated"}, {"colocated", "standalone"}])
 def test_a_mapping_uses_only_the_modes_of_the_rollout(
-    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, missing: RolloutMode, mode: str
+    small_task: SmallTask, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, modes: set[str]
 ) -> None:
     rollout = rollouts.get("hf")
-    limited = replace(rollout.capabilities, modes=frozenset(RolloutMode) - {missing})
+    limited = replace(rollout.capabilities, modes=frozenset(RolloutMode(mode) for mode in modes))
     monkeypatch.setattr(rollout, "capabilities", limited)
-    start = ["rollout.mode=colocated", "rollout.weight_sync=shared_memory"]
-    found = rows(small_task, tmp_path, *start, *CPUS, "cluster.devices_per_node=2", "--count", "9")
-    assert {each["mode"] for each in found} == {mode}
+    start = [f"rollout.mode={min(modes)}", "rollout.weight_sync=shared_memory"]
+    found = rows(small_task, tmp_path, *start, *CPUS, "cluster.devices_per_node=2", "--count", "400")
+    assert {each["mode"] for each in found} == modes
 
 
 def test_the_memory_of_a_role_follows_its_engine(small_task: SmallTask, tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ class _OnePool(BasePlanner):
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
         """Return one mapping."""
         limits, names = problem.constraints, [role.name for role in problem.roles]
-        split = bool(limits.pinned or limits.forbidden)
+        split = bool(limits.pinned or limits.forbidden or "hybrid" not in limits.modes)
         pools: tuple[Pool, ...] = (Pool("all", ((0, 2),)),)
         if split:
             pools = (Pool("actor", ((0, 1),)), Pool("rollout", ((0, 1),)), Pool("critic", ((1, 1),)))
@@ -132,6 +132,7 @@ def _changed(change: Callable[[Prediction], list[Prediction]]) -> BasePlanner:
     "change",
     [
         lambda found: [replace(found, mapping=replace(found.mapping, max_staleness=1))],
+        lambda found: [replace(found, mapping=replace(found.mapping, mode="standalone"))],
         lambda found: [replace(found, mapping=replace(found.mapping, placements=found.mapping.placements[1:]))],
         lambda found: [replace(found, mapping=replace(found.mapping, pools=(Pool("all", ((0, 3),)),)))],
         lambda found: [replace(found, device_bytes=dict.fromkeys(found.device_bytes, 10**12))],

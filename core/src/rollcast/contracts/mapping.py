@@ -273,6 +273,7 @@ class Constraints:
         headroom: fraction of each device's memory that stays free.
         max_staleness: largest allowed ``trainer.max_staleness``.
         meshes: role → the only meshes that it may have; other roles may have any.
+        modes: ways in which rollouts may share devices with training; all of them by default.
     """
 
     pinned: MappingType[str, int] = field(default_factory=dict)
@@ -281,6 +282,7 @@ class Constraints:
     headroom: float = 0.05
     max_staleness: int = 0
     meshes: MappingType[str, tuple[Mesh, ...]] = field(default_factory=dict)
+    modes: tuple[Mode, ...] = ("hybrid", "colocated", "standalone")
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 from rollcast.contracts.config import Ge, Gt, Le, config
 from rollcast.contracts.mapping import (
     BaseCostModel,
+    Cluster,
     CostModelConfig,
     GenerationSpeed,
     MemoryParts,
@@ -100,6 +101,10 @@ class _Place:
         peers, wire = ranks - 1, size / self.link / self.efficiency.link
         return self.efficiency.kernel_s + min(peers * wire, 2 * peers / ranks * wire + self.efficiency.kernel_s)
 
+    def send(self, size: float) -> float:
+        """Seconds in which each device sends ``size`` bytes to one of the next pipeline stage."""
+        return size / (self.network if self.nodes > 1 else self.link) / self.efficiency.link + self.efficiency.latency_s
+
 
 def _layer_weights(model: ModelFacts) -> float:
     attention = model.hidden * model.head_size * (2 * model.heads + 2 * model.kv_heads)
@@ -117,6 +122,8 @@ class AnalyticalCosts(BaseCostModel):
     def __init__(self, config: Any) -> None:
         super().__init__(config)
         self.efficiency: AnalyticalConfig = config
+        self._cluster: Cluster | None = None
+        self._places: dict[tuple[tuple[int, int], ...], _Place] = {}
 
     def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
         """Return the cost of a stage of one step, without its waits for other stages."""
@@ -175,6 +182,13 @@ class AnalyticalCosts(BaseCostModel):
         return model.parameters - (0 if model.tied else model.hidden * model.vocab) + model.hidden
 
     def _place(self, problem: Problem, pool: Pool) -> _Place:
+        if self._cluster is not problem.cluster:
+            self._cluster, self._places = problem.cluster, {}
+        if pool.places not in self._places:
+            self._places[pool.places] = self._find_place(problem, pool)
+        return self._places[pool.places]
+
+    def _find_place(self, problem: Problem, pool: Pool) -> _Place:
         nodes = [problem.cluster.nodes[index] for index, _ in pool.places]
         return _Place(
             flops=min(node.kind.flops["bfloat16"] for node in nodes) * self.efficiency.compute,
@@ -224,8 +238,10 @@ class AnalyticalCosts(BaseCostModel):
             wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
             # Layers gather while the one before computes; the first gather of a pass has nothing to hide behind.
             exchanged += max(wire - compute - memory, 0.0) + gathered / layers
-        hop = activation / (place.network if place.nodes > 1 else place.link) if mesh.pipeline > 1 else 0.0
-        bubble = (mesh.pipeline - 1) * (compute + memory + exchanged + hop)
+        if mesh.pipeline > 1:
+            # Without interleaved stages, sending to the next one and back hides behind no computation.
+            exchanged += (2 if trains else 1) * place.send(activation / mesh.tensor)
+        bubble = (mesh.pipeline - 1) * (compute + memory + exchanged)
         sums = [batches * micro * part for part in (compute, memory, exchanged)]
         if trains:
             numbers = self._parameters(role) / (mesh.tensor * mesh.pipeline)

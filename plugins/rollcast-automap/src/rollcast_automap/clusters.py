@@ -55,7 +55,7 @@ class ClusterConfig:
     """Nodes that differ, in place of `nodes` equal ones: `[{device: h100, nodes: 2}, {device: a100, nodes: 4}]`. A
     group takes what it leaves out from the other keys."""
     network_gbit_s: Amount = 200.0
-    """Bandwidth of a device to a device of another node, one way, in Gbit/s."""
+    """Bandwidth of a device to a device of another node, one way, in Gbit/s; with a shared card, the device's part."""
     memory_gib: Amount | None = None
     """Memory of a device in GiB, in place of the datasheet's."""
     memory_gbyte_s: Amount | None = None

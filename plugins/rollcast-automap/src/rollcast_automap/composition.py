@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping as MappingType
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rollcast.contracts.mapping import (
     BaseCostModel,
@@ -20,6 +21,7 @@ from rollcast.contracts.mapping import (
 )
 
 __all__ = [
+    "StepClock",
     "ahead",
     "busy_shares",
     "find_generator",
@@ -27,9 +29,10 @@ __all__ = [
     "fits_pool",
     "held_bytes",
     "makespan",
-    "mode_of",
+    "modes_of",
     "pool_bytes",
     "predict",
+    "memory_of",
     "stage_times",
     "step_seconds",
 ]
@@ -46,19 +49,22 @@ def find_trained(problem: Problem) -> RoleSpec | None:
     return next((role for role in trained if role.name == "actor"), trained[0] if trained else None)
 
 
-def mode_of(problem: Problem, pool_of: MappingType[str, str]) -> Mode | None:
-    """Return the mode that follows from the pools of the roles.
+def modes_of(problem: Problem, pool_of: MappingType[str, str]) -> tuple[Mode, ...]:
+    """Return the modes that are possible with these pools of the roles.
 
-    Returns None if the rollout shares devices with other roles but not with the one that it takes its weights from.
+    Beside the role that it takes its weights from, a rollout takes turns with training or runs side by side with it. It
+    may have devices of its own, and shares devices with no other role alone.
     """
     generator, trained = find_generator(problem), find_trained(problem)
     if generator is None or trained is None:
-        return "hybrid"
+        return ("hybrid",)
     home = pool_of[generator.name]
+    possible: tuple[Mode, ...] = ()
     if home == pool_of[trained.name]:
-        return "hybrid"
-    alone = sum(pool == home for pool in pool_of.values()) == 1
-    return "standalone" if alone else None
+        possible = ("hybrid", "colocated")
+    elif sum(pool == home for pool in pool_of.values()) == 1:
+        possible = ("standalone",)
+    return tuple(mode for mode in possible if mode in problem.constraints.modes)
 
 
 def ahead(mapping: Mapping) -> int:
@@ -66,19 +72,59 @@ def ahead(mapping: Mapping) -> int:
     return mapping.max_staleness if mapping.mode == "standalone" else 0
 
 
-def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float]) -> float:
-    """Return the end of the last stage in seconds.
+class StepClock:
+    """The duration of a step for one partition of the roles into pools.
 
-    A stage starts after those that it waits for and after the earlier stages of its pool, so times add up within a
-    pool, and across pools the longest counts.
+    The times of a step are a list: the seconds of each stage in the order of the problem, and at last those of
+    generation without its tail.
+
+    Args:
+        problem: the problem.
+        pool_of: role → name of its pool.
     """
-    ends: dict[str, float] = {}
-    free: dict[str, float] = {}
-    for stage in problem.stages:
-        pool = pool_of[stage.role]
-        start = max([free.get(pool, 0.0), *(ends[name] for name in stage.waits_for)])
-        free[pool] = ends[stage.name] = start + seconds[stage.name]
-    return max(ends.values(), default=0.0)
+
+    def __init__(self, problem: Problem, pool_of: MappingType[str, str]) -> None:
+        places = {stage.name: place for place, stage in enumerate(problem.stages)}
+        pools = {name: place for place, name in enumerate(dict.fromkeys(pool_of.values()))}
+        self._pools = len(pools)
+        self._stages = [
+            (place, pools[pool_of[stage.role]], tuple(places[name] for name in stage.waits_for))
+            for place, stage in enumerate(problem.stages)
+        ]
+        self._generating = [place for place, stage in enumerate(problem.stages) if stage.kind == "generate"]
+
+    def makespan(self, times: Sequence[float]) -> float:
+        """Return the end of the last stage in seconds.
+
+        A stage starts after those that it waits for and after the earlier stages of its pool, so times add up within a
+        pool, and across pools the longest counts.
+        """
+        free = [0.0] * self._pools
+        ends: list[float] = []
+        for place, pool, waits_for in self._stages:
+            start = free[pool]
+            for other in waits_for:
+                start = max(start, ends[other])
+            free[pool] = start + times[place]
+            ends.append(free[pool])
+        return max(ends, default=0.0)
+
+    def step(self, times: Sequence[float], sync: float, staleness: int, controller: float = 0.0) -> float:
+        """Return the duration of a step in seconds; see :func:`step_seconds`."""
+        if not staleness:
+            return self.makespan(times) + controller + sync
+        others = list(times)
+        generation = 0.0
+        for place in self._generating:
+            generation += times[place]
+            others[place] = 0.0
+        training = self.makespan(others) + controller
+        return max(training, times[-1], (generation + training) / (staleness + 1)) + sync
+
+
+def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingType[str, float]) -> float:
+    """Return the end of the last stage in seconds."""
+    return StepClock(problem, pool_of).makespan([seconds[stage.name] for stage in problem.stages])
 
 
 def stage_times(stage: StageSpec, cost: StageCost, switch: float = 0.0) -> dict[str, float]:
@@ -125,14 +171,11 @@ def step_seconds(
         staleness: steps by which generation runs ahead of training; 0 if they take turns.
         controller: seconds of the controller in a step, for which training waits, and generation that runs ahead not.
     """
-    if not staleness:
-        return makespan(problem, pool_of, seconds) + controller + sync
-    generating = [stage for stage in problem.stages if stage.kind == "generate"]
-    generation = sum(seconds[stage.name] for stage in generating)
-    filled = sum(seconds.get(_filled(stage), seconds[stage.name]) for stage in generating)
-    others = {stage.name: 0.0 if stage.kind == "generate" else seconds[stage.name] for stage in problem.stages}
-    training = makespan(problem, pool_of, others) + controller
-    return max(training, filled, (generation + training) / (staleness + 1)) + sync
+    filled = sum(
+        seconds.get(_filled(stage), seconds[stage.name]) for stage in problem.stages if stage.kind == "generate"
+    )
+    times = [*(seconds[stage.name] for stage in problem.stages), filled]
+    return StepClock(problem, pool_of).step(times, sync, staleness, controller)
 
 
 def held_bytes(memory: Sequence[MemoryParts]) -> int:
@@ -157,6 +200,18 @@ def fits_pool(problem: Problem, pool: Pool, peak: int) -> bool:
     return peak <= smallest * (1 - problem.constraints.headroom)
 
 
+def memory_of(
+    problem: Problem, cost_model: BaseCostModel, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode
+) -> MemoryParts:
+    """Return the memory of a role on each of its devices.
+
+    A rollout that does not take turns with training runs in processes of its own, whatever the run has now.
+    """
+    if role.kind == "generates" and mode != "hybrid" and not role.own_process:
+        role = replace(role, own_process=True)
+    return cost_model.memory(problem, role, placement, pool, mode)
+
+
 def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Prediction:
     """Return the predicted figures of a mapping, whether or not it fits its devices."""
     pools = {pool.name: pool for pool in mapping.pools}
@@ -165,7 +220,9 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
     stages = {
         stage.name: cost_model.stage_cost(problem, stage, *placed[stage.role], mapping.mode) for stage in problem.stages
     }
-    memory = {role.name: cost_model.memory(problem, role, *placed[role.name], mapping.mode) for role in problem.roles}
+    memory = {
+        role.name: memory_of(problem, cost_model, role, *placed[role.name], mapping.mode) for role in problem.roles
+    }
     extras: dict[str, StageCost] = {}
     generator, trained = find_generator(problem), find_trained(problem)
     if generator is not None and trained is not None:

@@ -169,7 +169,9 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
         rows = micro_batch_rows(trainer, find_algebra(trainer), role.name, pool.devices, length)
         placements.append(Placement(role.name, pool.name, mesh, rows))
     used = {each.pool for each in placements}
-    mode: Mode = "standalone" if task.uses_replicas and task.has_own_pool("rollout") else "hybrid"
+    mode: Mode = "hybrid"
+    if task.uses_replicas:
+        mode = "standalone" if task.has_own_pool("rollout") else task.rollout.mode
     return RoleMapping(
         pools=tuple(pool for name, pool in pools.items() if name in used),
         placements=tuple(placements),

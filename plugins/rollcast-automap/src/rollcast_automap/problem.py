@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import replace
+from typing import get_args
 
 from rollcast.contracts.engine import EngineCapabilities, engines
 from rollcast.contracts.mapping import (
@@ -13,6 +13,7 @@ from rollcast.contracts.mapping import (
     Lengths,
     Mapping,
     Mesh,
+    Mode,
     Placement,
     Pool,
     Problem,
@@ -84,9 +85,8 @@ def build_problem(
     roles = tuple(_role(trainer, name, cluster) for name in names)
     meshes = {role.name: _meshes(trainer, role, cluster) for role in roles}
     longest = data.max_response_length
-    together, forbidden = _sharing(task.rollout_class.capabilities.modes)
-    if "ref" in names and shares_weights(trainer):
-        together += (("actor", "ref"),)
+    modes = task.rollout_class.capabilities.modes
+    together: tuple[tuple[str, str], ...] = (("actor", "ref"),) if "ref" in names and shares_weights(trainer) else ()
     return Problem(
         roles=roles,
         stages=stages,
@@ -101,19 +101,14 @@ def build_problem(
         cluster=cluster,
         constraints=Constraints(
             pinned=limits.pinned,
-            forbidden=forbidden + tuple((one, other) for one, other in limits.apart),
+            forbidden=tuple((one, other) for one, other in limits.apart),
             together=together + tuple((one, other) for one, other in limits.together),
             headroom=limits.headroom,
             max_staleness=max_staleness,
             meshes={name: found for name, found in meshes.items() if found is not None},
+            modes=tuple(mode for mode in get_args(Mode) if RolloutMode(mode) in modes),
         ),
     )
-
-
-def _sharing(modes: Collection[RolloutMode]) -> tuple[tuple[tuple[str, str], ...], tuple[tuple[str, str], ...]]:
-    """Return the pairs of roles that share a pool and those that share none, from the modes of the rollout."""
-    pair = (("actor", "rollout"),)
-    return () if RolloutMode.STANDALONE in modes else pair, () if RolloutMode.HYBRID in modes else pair
 
 
 def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:

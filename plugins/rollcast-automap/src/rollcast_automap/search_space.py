@@ -5,14 +5,30 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from rollcast.contracts.mapping import Mesh, Pool, Problem, RoleSpec
+from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Problem, RoleSpec
+from rollcast_automap.composition import modes_of
 
-__all__ = ["Share", "allocate", "list_meshes", "list_micro_batches", "list_shares", "partitions"]
+__all__ = [
+    "Groups",
+    "Share",
+    "allocate",
+    "count_kinds",
+    "homes_of",
+    "list_meshes",
+    "list_micro_batches",
+    "list_partitions",
+    "list_placements",
+    "list_shares",
+    "list_stalenesses",
+    "partitions",
+]
 
 #: Up to this number of devices every pool size is tried; beyond it, 2^a and 3 * 2^a, and the whole cluster.
 EVERY_SIZE = 16
-#: Kind of the devices of a pool ("" for any), and their number.
+#: Kind of the devices of a pool ("" for several kinds), and their number.
 Share = tuple[str, int]
+#: Roles that share a pool, for each pool.
+Groups = tuple[tuple[str, ...], ...]
 
 
 def partitions(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
@@ -27,7 +43,29 @@ def partitions(names: Sequence[str]) -> Iterator[tuple[tuple[str, ...], ...]]:
             yield (*found[:index], (first, *group), *found[index + 1 :])
 
 
-def is_allowed(problem: Problem, groups: Sequence[Sequence[str]]) -> bool:
+def homes_of(groups: Groups) -> dict[str, str]:
+    """Return role → name of its pool."""
+    return {role: f"pool_{index}" for index, group in enumerate(groups) for role in group}
+
+
+def list_partitions(problem: Problem) -> Iterator[tuple[Groups, Mode]]:
+    """Yield the partitions of the roles that obey the constraints, with each mode that is possible there."""
+    for groups in partitions([role.name for role in problem.roles]):
+        if _is_allowed(problem, groups):
+            for mode in modes_of(problem, homes_of(groups)):
+                yield groups, mode
+
+
+def list_stalenesses(problem: Problem, mode: Mode) -> range:
+    """Return the values of ``max_staleness`` that a mode allows.
+
+    Side by side on the same devices, generation and training would slow each other down by as much as they overlap, so
+    generation runs ahead only on devices of its own.
+    """
+    return range(problem.constraints.max_staleness + 1 if mode == "standalone" else 1)
+
+
+def _is_allowed(problem: Problem, groups: Sequence[Sequence[str]]) -> bool:
     """Return True if a partition obeys the constraints on colocation."""
     home = {role: index for index, group in enumerate(groups) for role in group}
     limits = problem.constraints
@@ -61,10 +99,14 @@ def _sizes(count: int) -> list[int]:
 def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | None:
     """Return pools of these shares; None if they do not fit beside each other.
 
-    Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order.
+    Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order. A pool of
+    several kinds that finds room on one kind is none: the share of that kind has the same devices. Pools of several
+    kinds are fewer than the kinds, since such pools could exchange devices until one of them has a single kind.
     """
     nodes = problem.cluster.nodes
     free = [node.devices for node in nodes]
+    if sum(kind == "" for kind, _ in shares) > max(count_kinds(problem) - 1, 0):
+        return None
     found: dict[int, Pool] = {}
     order = sorted(range(len(shares)), key=lambda index: (shares[index][0] == "", -shares[index][1], index))
     for index in order:
@@ -81,10 +123,17 @@ def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | No
                 places += [(number, taken)] if taken else []
             if left:
                 return None
+        if kind == "" and len({nodes[number].kind.name for number, _ in places}) == 1:
+            return None
         for number, taken in places:
             free[number] -= taken
         found[index] = Pool(f"pool_{index}", tuple(sorted(places)))
     return tuple(found[index] for index in range(len(shares)))
+
+
+def count_kinds(problem: Problem) -> int:
+    """Return the number of device kinds in the cluster."""
+    return len({node.kind.name for node in problem.cluster.nodes})
 
 
 def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
@@ -103,8 +152,17 @@ def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
 
 
 def list_micro_batches(problem: Problem, role: RoleSpec, mesh: Mesh) -> list[int]:
-    """Return the numbers of rows of a micro-batch, by powers of 4, and all rows of a rank."""
+    """Return the numbers of rows of a micro-batch: powers of 2, and all rows of a rank."""
     batches = problem.mini_batches if role.kind == "trains" else 1
     rows = -(-problem.rows // (batches * mesh.data))
-    powers = [4**power for power in range(10) if 4**power < rows]
+    powers = [2**power for power in range(20) if 2**power < rows]
     return [*powers, rows]
+
+
+def list_placements(problem: Problem, role: RoleSpec, pool: Pool) -> list[Placement]:
+    """Return the placements of a role on a pool."""
+    return [
+        Placement(role.name, pool.name, mesh, rows)
+        for mesh in list_meshes(problem, role, pool)
+        for rows in list_micro_batches(problem, role, mesh)
+    ]

@@ -102,7 +102,7 @@ class CostModelSuite:
     name: ClassVar[str] = ""
     settings: ClassVar[Mapping[str, Any]] = {}
     meshes: ClassVar[tuple[Mesh, ...]] = (Mesh(), Mesh(data=2), Mesh(tensor=2), Mesh(data=2, tensor=2))
-    modes: ClassVar[tuple[Mode, ...]] = ("hybrid", "standalone")
+    modes: ClassVar[tuple[Mode, ...]] = ("hybrid", "colocated", "standalone")
 
     def build(self) -> BaseCostModel:
         """Return a new cost model with ``settings``; override it for one that is not announced."""
@@ -244,6 +244,8 @@ class PlannerSuite:
         Constraints(forbidden=(("actor", "critic"),)),
         Constraints(together=(("actor", "critic"),)),
         Constraints(headroom=0.3),
+        Constraints(modes=("hybrid",)),
+        Constraints(modes=("colocated", "standalone")),
     )
 
     def build(self) -> BasePlanner:
@@ -291,6 +293,7 @@ class PlannerSuite:
         assert all(homes[one] != homes[other] for one, other in limits.forbidden)
         assert all(homes[one] == homes[other] for one, other in limits.together)
         assert mapping.max_staleness <= limits.max_staleness
+        assert mapping.mode in limits.modes
 
     def test_what_fits_nowhere_is_refused(self) -> None:
         """A cluster without room raises ResourceError."""

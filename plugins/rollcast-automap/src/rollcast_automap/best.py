@@ -1,0 +1,51 @@
+"""The best mappings that a search has found so far."""
+
+from __future__ import annotations
+
+from rollcast.contracts.mapping import Prediction, Problem
+from rollcast.errors import ResourceError
+
+__all__ = ["Best"]
+
+
+class Best:
+    """The best mappings so far, by step time and then by the order of the search.
+
+    Args:
+        count: how many are kept.
+    """
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._found: list[Prediction] = []
+
+    @property
+    def limit(self) -> float:
+        """Step time in seconds that a mapping has to beat."""
+        return self._found[-1].step_seconds if len(self._found) == self._count else float("inf")
+
+    def offer(self, found: Prediction) -> None:
+        """Keep a mapping if it is among the best; one that only renames the mode of an equal one is not."""
+        if found.step_seconds < self.limit and not any(_is_twin(found, other) for other in self._found):
+            self._found = sorted([*self._found, found], key=lambda each: each.step_seconds)[: self._count]
+
+    def list(self, problem: Problem) -> list[Prediction]:
+        """Return the best mappings by rising step time.
+
+        Raises:
+            ResourceError: there is none.
+        """
+        if self._found:
+            return self._found
+        roles = ", ".join(role.name for role in problem.roles)
+        raise ResourceError(
+            f"no mapping of {roles} fits {problem.cluster.devices} devices with headroom "
+            f"{problem.constraints.headroom:g} under these constraints; add devices, allow roles to share pools, or "
+            "set offload or recompute"
+        )
+
+
+def _is_twin(one: Prediction, other: Prediction) -> bool:
+    mine, its = one.mapping, other.mapping
+    places = mine.pools == its.pools and mine.placements == its.placements
+    return places and one.step_seconds == other.step_seconds and mine.max_staleness == its.max_staleness
