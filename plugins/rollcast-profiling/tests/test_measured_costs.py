@@ -15,8 +15,11 @@ from trainer_tools import SmallTask, launch
 from typer.testing import CliRunner
 
 from rollcast.contracts.mapping import Lengths, Mesh, Placement, Pool, Problem, StageCost
+from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError, DataError
+from rollcast_automap.composition import predict
 from rollcast_automap.map_command import app as map_app
+from rollcast_automap.mapping_simulation import simulate_mapping
 from rollcast_profiling.command import app as profile_app
 from rollcast_profiling.costs import CostTable, Measurement, RoleLayout
 from rollcast_profiling.devices import DeviceInfo
@@ -104,6 +107,20 @@ def test_a_stage_takes_what_its_passes_took(tmp_path: Path) -> None:
     trained, rollout = ((Placement(role, "pool", Mesh(), 16), Pool("pool", ((0, 1),))) for role in ("actor", "rollout"))
     assert model.sync_cost(fixed(), trained, rollout, "hybrid").seconds == pytest.approx(0.25)
     assert "was not measured: analytical" in model.sync_cost(fixed(), trained, rollout, "standalone").note
+
+
+def test_a_simulation_takes_the_measured_speeds(tmp_path: Path) -> None:
+    model, problem = costs([make_table(tmp_path, "small", LAWS)]), fixed()
+    (stage,) = (each for each in problem.stages if each.kind == "generate")
+    placement, pool = Placement("rollout", "pool", Mesh(), 16), Pool("pool", ((0, 1),))
+    speed = model.generation_speed(problem, stage, placement, pool, "hybrid")
+    assert speed is not None
+    assert speed.prefill == pytest.approx(1e-6 * 64)
+    assert speed.decode(16, 200) == pytest.approx(1e-3 + 1e-5 * 16)
+    trained = Placement("actor", "pool", Mesh(), 16)
+    mapping = RoleMapping((pool,), (trained, placement, Placement("critic", "pool", Mesh(), 16)), "hybrid")
+    simulated = simulate_mapping(problem, mapping, model, steps=2, seed=0)
+    assert simulated.step_seconds == pytest.approx(predict(problem, model, mapping).step_seconds, rel=0.01)
 
 
 def test_skipped_rows_are_not_priced(tmp_path: Path) -> None:
