@@ -30,9 +30,9 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast_automap.aiconfigurator import AiconfiguratorConfig, AiconfiguratorCosts, KernelSeconds
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.aiconfigurator import AiconfiguratorConfig, AiconfiguratorCosts, KernelSeconds
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
 
 #: Layers, hidden, heads, heads of keys, feed-forward width, vocabulary, parameters, of the models' config.json.
 MODELS = {

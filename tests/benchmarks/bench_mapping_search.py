@@ -27,9 +27,9 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import DEVICE_KINDS
-from rollcast_automap.planners import BranchAndBound
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import DEVICE_KINDS
+from rollcast_automap.search.planners import BranchAndBound
 
 #: Sizes of Qwen2.5-7B.
 MODEL = ModelFacts(28, 3584, 28, 4, 18944, 152064, 7_615_616_512, 128)

@@ -23,8 +23,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollcast_automap.check import RunCheck, check_run
-from rollcast_automap.measured_run import read_run
+from rollcast_automap.measured.check import RunCheck, check_run
+from rollcast_automap.measured.measured_run import read_run
 from rollcast_profiling.measured_costs import MeasuredConfig, MeasuredCosts
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 

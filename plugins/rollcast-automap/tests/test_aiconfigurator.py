@@ -14,10 +14,10 @@ import pytest
 from rollcast import build_section
 from rollcast.contracts.mapping import Lengths, Mesh, ModelFacts, Placement, Pool, Problem, StageCost, StageSpec
 from rollcast.errors import ConfigError
-from rollcast_automap.aiconfigurator import AiconfiguratorConfig, AiconfiguratorCosts, KernelSeconds, KernelTimes
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import ClusterConfig, build_cluster
-from rollcast_automap.planners import BranchAndBound
+from rollcast_automap.costs.aiconfigurator import AiconfiguratorConfig, AiconfiguratorCosts, KernelSeconds, KernelTimes
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
+from rollcast_automap.search.planners import BranchAndBound
 from rollcast_testing import CostModelSuite
 from rollcast_testing.mapping import small_problem
 

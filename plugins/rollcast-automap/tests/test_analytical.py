@@ -21,8 +21,8 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.length_curve import LengthCurve
 
 A100 = DeviceKind("a100", 80 << 30, {"bfloat16": 312e12}, 2.039e12, 32e9)
 UPDATE = StageSpec("update_actor", "actor", "update")

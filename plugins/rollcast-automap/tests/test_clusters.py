@@ -10,11 +10,11 @@ import pytest
 from rollcast import build_section
 from rollcast.contracts.mapping import Cluster, Pool
 from rollcast.errors import ConfigError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import ClusterConfig, build_cluster
-from rollcast_automap.device_kinds import ACCELERATOR_TYPES, DEVICE_KINDS, LINK_BANDWIDTHS, PEAK_TFLOPS
-from rollcast_automap.planners import BranchAndBound, Exhaustive
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.device_kinds import ACCELERATOR_TYPES, DEVICE_KINDS, LINK_BANDWIDTHS, PEAK_TFLOPS
 from rollcast_automap.problem import _pool_overrides
+from rollcast_automap.search.planners import BranchAndBound, Exhaustive
 from rollcast_testing.mapping import small_problem
 
 

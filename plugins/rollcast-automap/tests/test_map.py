@@ -16,10 +16,10 @@ from typer.testing import CliRunner
 from rollcast.config import compose
 from rollcast.contracts.rollout import RolloutMode, rollouts
 from rollcast.errors import ConfigError, DataError, PluginNotFoundError, ResourceError
-from rollcast_automap.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.run_lengths import measure_prompts, read_run_lengths
 from rollcast_automap.map_command import app
 from rollcast_automap.problem import build_problem
-from rollcast_automap.run_lengths import measure_prompts, read_run_lengths
 from rollcast_trainer.loop import build_loop_trainer
 
 pytestmark = pytest.mark.long

@@ -34,12 +34,12 @@ from rollcast.contracts.mapping import (
     StageSpec,
 )
 from rollcast.errors import ConfigError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import DEVICE_KINDS
 from rollcast_automap.composition import predict
-from rollcast_automap.gantt_page import render_gantt
-from rollcast_automap.length_curve import LengthCurve
-from rollcast_automap.mapping_simulation import Replica, ReplicaUse, simulate_mapping
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import DEVICE_KINDS
+from rollcast_automap.costs.length_curve import LengthCurve
+from rollcast_automap.simulation.gantt_page import render_gantt
+from rollcast_automap.simulation.mapping_simulation import Replica, ReplicaUse, simulate_mapping
 from rollcast_serving.admissions import WindowedFifo
 
 COSTS = AnalyticalCosts(AnalyticalConfig())

@@ -11,12 +11,12 @@ import pytest
 from rollcast.config import compose
 from rollcast.contracts.mapping import Cluster, DeviceKind, Mesh, Node, Placement, Pool, Problem, RoleSpec
 from rollcast.contracts.trainer import trainers
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_automap.composition import pool_bytes
-from rollcast_automap.memory_facts import plan_memory
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.memory.memory_facts import plan_memory
+from rollcast_automap.memory.role_specs import micro_batch_rows, slots_of
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem
-from rollcast_automap.role_specs import micro_batch_rows, slots_of
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.task_runner import TaskRunner

@@ -21,9 +21,9 @@ from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError, DataError
 from rollcast_algorithms import full
 from rollcast_automap.composition import held_bytes, pool_bytes
-from rollcast_automap.engine_layout import EngineLayout, describe_engine, has_known_keys
-from rollcast_automap.memory_facts import format_bytes
-from rollcast_automap.memory_model import (
+from rollcast_automap.memory.engine_layout import EngineLayout, describe_engine, has_known_keys
+from rollcast_automap.memory.memory_facts import format_bytes
+from rollcast_automap.memory.memory_model import (
     KL_LOGIT_COPIES,
     MemoryItem,
     Passes,
@@ -33,9 +33,9 @@ from rollcast_automap.memory_model import (
     count_kv_cache,
     measure_model,
 )
+from rollcast_automap.memory.process_memory import ProcessMemory
+from rollcast_automap.memory.role_memory import gather_parts
 from rollcast_automap.plan import Plan, plan_run
-from rollcast_automap.process_memory import ProcessMemory
-from rollcast_automap.role_memory import gather_parts
 from rollcast_testing.tiny import tiny_model_folder
 from rollcast_trainer.batch.sizes import data_parallel_size
 from rollcast_trainer.run.task_runner import TaskRunner

@@ -11,7 +11,7 @@ from trainer_tools import SmallTask, set_up, worker_of
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import ConfigError
-from rollcast_automap.memory_model import count_adapter
+from rollcast_automap.memory.memory_model import count_adapter
 
 KL = ["actor.use_kl_loss=true"]
 LORA = ["model.lora_rank=4", *KL]

@@ -30,8 +30,8 @@ from rollcast.contracts.mapping import (
     StageSpec,
 )
 from rollcast.errors import ResourceError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.planners import BranchAndBound, Exhaustive, HybridFlow
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.search.planners import BranchAndBound, Exhaustive, HybridFlow
 
 FAST = DeviceKind("fast", 80 * 10**9, {"bfloat16": 1e15}, 3e12, 5e10)
 SLOW = DeviceKind("slow", 40 * 10**9, {"bfloat16": 3e14}, 1.5e12, 2.5e10)

@@ -28,9 +28,9 @@ from rollcast.contracts.mapping import (
     StageSpec,
 )
 from rollcast.errors import ResourceError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import DEVICE_KINDS
-from rollcast_automap.planners import HybridFlow
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import DEVICE_KINDS
+from rollcast_automap.search.planners import HybridFlow
 
 #: Sizes of Llama models.
 MODELS = {

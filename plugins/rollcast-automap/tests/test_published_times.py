@@ -23,10 +23,10 @@ from rollcast.contracts.mapping import (
     RoleSpec,
     StageSpec,
 )
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.composition import predict
-from rollcast_automap.device_kinds import DEVICE_KINDS
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.device_kinds import DEVICE_KINDS
 
 #: MosaicML llm-foundry, scripts/train/benchmarking/README.md, H100 80GB BF16, FSDP over all GPUs: layers, hidden, tokens a
 #: row, GPUs, rows of a micro-batch, rows of a batch, checkpointing, tokens/s of a GPU. The network between nodes is

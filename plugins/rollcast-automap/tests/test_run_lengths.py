@@ -13,8 +13,8 @@ import torch
 
 from rollcast.errors import DataError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_automap.length_curve import LengthCurve
-from rollcast_automap.run_lengths import read_run_lengths
+from rollcast_automap.costs.length_curve import LengthCurve
+from rollcast_automap.costs.run_lengths import read_run_lengths
 
 LONGEST = (8, 16)
 

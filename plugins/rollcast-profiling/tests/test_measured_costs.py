@@ -19,7 +19,7 @@ from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError, DataError
 from rollcast_automap.composition import predict
 from rollcast_automap.map_command import app as map_app
-from rollcast_automap.mapping_simulation import simulate_mapping
+from rollcast_automap.simulation.mapping_simulation import simulate_mapping
 from rollcast_profiling.command import app as profile_app
 from rollcast_profiling.costs import CostTable, Measurement, RoleLayout
 from rollcast_profiling.devices import DeviceInfo

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from rollcast.contracts.mapping import Lengths, MemoryParts, Mesh, Placement, Pool, Problem, RoleSpec
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
 from rollcast_profiling.costs import CostTable, Measurement, RoleLayout
 from rollcast_profiling.devices import DeviceInfo
 from rollcast_profiling.measured_costs import MeasuredConfig, MeasuredCosts

@@ -14,8 +14,8 @@ from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
     from rollcast.contracts.mapping import BaseCostModel, Lengths, Prediction, Problem
-    from rollcast_automap.check import Compared, RunCheck
-    from rollcast_automap.mapping_simulation import SimulatedMapping
+    from rollcast_automap.measured.check import Compared, RunCheck
+    from rollcast_automap.simulation.mapping_simulation import SimulatedMapping
     from rollcast_trainer.loop import LoopTrainer
 
 __all__ = ["app", "map_roles"]
@@ -77,9 +77,9 @@ def map_roles(
         return
     from rollcast import compose
     from rollcast.contracts.mapping import cost_models, planners
-    from rollcast_automap.clusters import ClusterConfig, build_cluster
-    from rollcast_automap.constraints import ConstraintsConfig
+    from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
     from rollcast_automap.problem import build_problem, list_overrides
+    from rollcast_automap.search.constraints import ConstraintsConfig
     from rollcast_trainer.loop import build_loop_trainer
 
     cluster, rest = _take_section(ClusterConfig, "cluster", overrides or ())
@@ -119,8 +119,8 @@ def _simulate(
 ) -> list[SimulatedMapping]:
     """Play mappings on a simulated clock and write their chart."""
     from rollcast.contracts.files import replace_file
-    from rollcast_automap.gantt_page import render_gantt
-    from rollcast_automap.mapping_simulation import simulate_mapping
+    from rollcast_automap.simulation.gantt_page import render_gantt
+    from rollcast_automap.simulation.mapping_simulation import simulate_mapping
 
     runs = [simulate_mapping(problem, each.mapping, costs, steps, seed) for each in found]
     title = f"{problem.rows:,} rows a step on {problem.cluster.devices:,} devices"
@@ -146,8 +146,8 @@ def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number:
 def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: str, as_json: bool) -> None:
     """Print what a cost model predicts of runs beside what they took."""
     from rollcast.contracts.mapping import cost_models
-    from rollcast_automap.check import as_dict, check_run
-    from rollcast_automap.measured_run import read_run
+    from rollcast_automap.measured.check import as_dict, check_run
+    from rollcast_automap.measured.measured_run import read_run
 
     kind = cost_models.get(cost_model, "--cost-model")
     section, rest = _take_section(kind.config_schema, "cost_model", overrides)
@@ -170,7 +170,7 @@ def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: s
 def _check_table(found: RunCheck) -> Any:
     from rich.table import Table
 
-    from rollcast_automap.memory_facts import format_bytes
+    from rollcast_automap.memory.memory_facts import format_bytes
 
     table = Table("", "predicted", "measured", "off by", "", title=str(found.folder), title_justify="left")
     for column in table.columns[1:4]:
@@ -192,8 +192,8 @@ def _read_lengths(
     trainer: LoopTrainer, path: Path | None, mean_length: float | None, read_data: bool
 ) -> tuple[Lengths | None, Lengths | float | None]:
     """Return what the options say of prompts and of responses: statistics, or a mean; None for nothing."""
-    from rollcast_automap.length_curve import LengthCurve, read_samples
-    from rollcast_automap.run_lengths import measure_prompts, read_run_lengths
+    from rollcast_automap.costs.length_curve import LengthCurve, read_samples
+    from rollcast_automap.costs.run_lengths import measure_prompts, read_run_lengths
 
     prompt: Lengths | None = None
     response: Lengths | float | None = mean_length
@@ -263,7 +263,7 @@ def _as_dict(found: Prediction, overrides: Sequence[str]) -> dict[str, Any]:
 def _print_table(found: Sequence[Prediction], problem: Problem) -> None:
     from rich.table import Table
 
-    from rollcast_automap.memory_facts import format_bytes
+    from rollcast_automap.memory.memory_facts import format_bytes
 
     table = Table(title=f"{problem.cluster.devices} devices, {problem.rows} rows a step")
     for title in ("", "step", "tokens/s", "mode", "pools", "memory", "limits"):

@@ -10,9 +10,9 @@ from typing import Any
 from rollcast.contracts.admission import AdmissionSettings, admissions
 from rollcast.errors import ConfigError
 from rollcast_algorithms.schemas import AlgorithmConfig
-from rollcast_automap.memory_facts import placed_roles, plan_memory
-from rollcast_automap.role_specs import largest_pass
-from rollcast_automap.splits import check_engine
+from rollcast_automap.memory.memory_facts import placed_roles, plan_memory
+from rollcast_automap.memory.role_specs import largest_pass
+from rollcast_automap.memory.splits import check_engine
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size, pass_tokens
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.schemas import CriticConfig

@@ -23,11 +23,11 @@ from rollcast.contracts.mapping import (
 )
 from rollcast.contracts.rollout import RolloutMode
 from rollcast.errors import ConfigError
-from rollcast_automap.constraints import ConstraintsConfig, check_roles
-from rollcast_automap.device_kinds import ACCELERATOR_TYPES
-from rollcast_automap.memory_model import measure_model
+from rollcast_automap.costs.device_kinds import ACCELERATOR_TYPES
+from rollcast_automap.memory.memory_model import measure_model
+from rollcast_automap.memory.role_specs import find_model, read_role, role_size, shares_weights
 from rollcast_automap.plan import find_algebra
-from rollcast_automap.role_specs import find_model, read_role, role_size, shares_weights
+from rollcast_automap.search.constraints import ConstraintsConfig, check_roles
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.workers.roles import Role
 

@@ -13,7 +13,7 @@ import typer
 
 from rollcast.contracts.command import ConfigDir, Overrides, build_console
 from rollcast.errors import ConfigError
-from rollcast_automap.length_curve import read_samples
+from rollcast_automap.costs.length_curve import read_samples
 
 if TYPE_CHECKING:
     from rollcast.contracts.admission import BaseAdmission

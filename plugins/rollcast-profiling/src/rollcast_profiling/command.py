@@ -98,8 +98,8 @@ def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -
 def _grid(
     trainer: LoopTrainer, phases: str, batch_sizes: str | None, lengths: str | None, repeats: int, new_tokens: int
 ) -> Grid:
+    from rollcast_automap.memory.role_specs import largest_pass
     from rollcast_automap.plan import find_algebra
-    from rollcast_automap.role_specs import largest_pass
     from rollcast_profiling.cost_job import Grid
     from rollcast_profiling.costs import check_sizes
 
@@ -157,7 +157,7 @@ def _render(table: CostTable) -> Any:
 
 
 def _cells(each: Measurement, table: CostTable) -> Sequence[str]:
-    from rollcast_automap.memory_facts import format_bytes
+    from rollcast_automap.memory.memory_facts import format_bytes
 
     sizes = (str(each.batch_size), str(each.length)) if each.batch_size else ("", "")
     peak = "" if each.peak_bytes is None else format_bytes(each.peak_bytes)

@@ -18,7 +18,7 @@ import torch
 from rollcast.contracts.rollout import SamplingParams
 from rollcast.errors import CapabilityError, ConfigError
 from rollcast.protocol import DataProto, Jagged
-from rollcast_automap.memory_model import measure_model
+from rollcast_automap.memory.memory_model import measure_model
 from rollcast_profiling.costs import CostTable, Measurement, Phase, RoleLayout
 from rollcast_profiling.devices import describe_device
 from rollcast_profiling.flops import ModelFlops, read_model_flops

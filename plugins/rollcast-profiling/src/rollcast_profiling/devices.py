@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rollcast import Worker
-from rollcast_automap.device_kinds import PEAK_TFLOPS, find_part
+from rollcast_automap.costs.device_kinds import PEAK_TFLOPS, find_part
 
 __all__ = ["PEAK_TFLOPS", "DeviceInfo", "describe_device", "find_peak"]
 

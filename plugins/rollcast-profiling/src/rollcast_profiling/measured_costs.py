@@ -29,13 +29,13 @@ from rollcast.contracts.mapping import (
     StageSpec,
 )
 from rollcast.errors import ConfigError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.clusters import DEVICE_KINDS
 from rollcast_automap.composition import find_generator, find_trained, predict
-from rollcast_automap.decoding import read_decoding
-from rollcast_automap.length_curve import LengthCurve
-from rollcast_automap.measured_run import MeasuredRun, read_run, worker_bytes
-from rollcast_automap.role_memory import longest_of, longest_pass
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.clusters import DEVICE_KINDS
+from rollcast_automap.costs.decoding import read_decoding
+from rollcast_automap.costs.length_curve import LengthCurve
+from rollcast_automap.measured.measured_run import MeasuredRun, read_run, worker_bytes
+from rollcast_automap.memory.role_memory import longest_of, longest_pass
 from rollcast_profiling.costs import PHASES, CostTable, Phase, RoleLayout, read_costs
 
 __all__ = ["Grid", "MeasuredConfig", "MeasuredCosts"]

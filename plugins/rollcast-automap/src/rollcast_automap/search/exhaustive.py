@@ -25,9 +25,9 @@ from rollcast.contracts.mapping import (
     Problem,
     RoleSpec,
 )
-from rollcast_automap.best import Best
 from rollcast_automap.composition import find_generator, find_trained, memory_of, predict
-from rollcast_automap.search_space import (
+from rollcast_automap.search.best import Best
+from rollcast_automap.search.search_space import (
     Groups,
     allocate,
     homes_of,

@@ -23,9 +23,9 @@ from rollcast.contracts.mapping import (
     StageCost,
     StageSpec,
 )
-from rollcast_automap.decoding import read_decoding
-from rollcast_automap.length_curve import LengthCurve
-from rollcast_automap.role_memory import price_memory
+from rollcast_automap.costs.decoding import read_decoding
+from rollcast_automap.costs.length_curve import LengthCurve
+from rollcast_automap.memory.role_memory import price_memory
 
 __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 

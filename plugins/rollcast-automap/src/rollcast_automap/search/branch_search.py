@@ -18,7 +18,6 @@ from rollcast.contracts.mapping import (
     Problem,
     RoleSpec,
 )
-from rollcast_automap.best import Best
 from rollcast_automap.composition import (
     StepClock,
     find_generator,
@@ -28,7 +27,8 @@ from rollcast_automap.composition import (
     pool_bytes,
     predict,
 )
-from rollcast_automap.search_space import (
+from rollcast_automap.search.best import Best
+from rollcast_automap.search.search_space import (
     Groups,
     Share,
     allocate,

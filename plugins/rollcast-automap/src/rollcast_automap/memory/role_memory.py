@@ -18,8 +18,8 @@ from rollcast.contracts.mapping import (
     RolloutLayout,
 )
 from rollcast_automap.composition import find_trained
-from rollcast_automap.engine_layout import EngineLayout, usual_layout
-from rollcast_automap.memory_model import (
+from rollcast_automap.memory.engine_layout import EngineLayout, usual_layout
+from rollcast_automap.memory.memory_model import (
     FORWARD_LOGIT_COPIES,
     MemoryItem,
     ModelSize,
@@ -34,7 +34,7 @@ from rollcast_automap.memory_model import (
     count_trained,
     parameters_on_rank,
 )
-from rollcast_automap.process_memory import ProcessMemory, find_process_memory
+from rollcast_automap.memory.process_memory import ProcessMemory, find_process_memory
 
 __all__ = [
     "Cache",

@@ -7,7 +7,7 @@ from dataclasses import replace
 from rollcast.contracts.engine import EngineSetup
 from rollcast.contracts.worker import WorkerContext
 from rollcast.errors import ConfigError
-from rollcast_automap.memory_model import ModelSize
+from rollcast_automap.memory.memory_model import ModelSize
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
 

@@ -27,9 +27,9 @@ from rollcast.contracts.mapping import (
     StageSpec,
 )
 from rollcast.errors import ConfigError
-from rollcast_automap.analytical import AnalyticalConfig, AnalyticalCosts
-from rollcast_automap.decoding import read_decoding
-from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.costs.analytical import AnalyticalConfig, AnalyticalCosts
+from rollcast_automap.costs.decoding import read_decoding
+from rollcast_automap.costs.length_curve import LengthCurve
 
 __all__ = ["AiconfiguratorConfig", "AiconfiguratorCosts", "KernelTimes"]
 

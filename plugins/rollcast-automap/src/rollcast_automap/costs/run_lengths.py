@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from rollcast.contracts.mapping import Lengths
 from rollcast.errors import DataError, DataProtoError
-from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.costs.length_curve import LengthCurve
 
 if TYPE_CHECKING:
     from rollcast_trainer.loop import LoopTrainer

@@ -9,7 +9,7 @@ from rollcast import build_section
 from rollcast.contracts.config import Gt, Positive, config
 from rollcast.contracts.mapping import Cluster, DeviceKind, Node
 from rollcast.errors import ConfigError
-from rollcast_automap.device_kinds import DEVICE_KINDS, LINK_BANDWIDTHS
+from rollcast_automap.costs.device_kinds import DEVICE_KINDS, LINK_BANDWIDTHS
 
 __all__ = ["DEVICE_KINDS", "ClusterConfig", "NodesConfig", "build_cluster"]
 

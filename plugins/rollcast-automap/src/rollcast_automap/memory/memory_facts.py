@@ -9,10 +9,10 @@ from rollcast.contracts.mapping import Constraints, MemoryParts, Mesh, RoleSpec
 from rollcast.contracts.pools import ResourcePool
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import held_bytes
-from rollcast_automap.engine_layout import has_known_keys
-from rollcast_automap.memory_model import MemoryItem, ModelSize, count_adapter, measure_model
-from rollcast_automap.process_memory import find_process_memory
-from rollcast_automap.role_memory import (
+from rollcast_automap.memory.engine_layout import has_known_keys
+from rollcast_automap.memory.memory_model import MemoryItem, ModelSize, count_adapter, measure_model
+from rollcast_automap.memory.process_memory import find_process_memory
+from rollcast_automap.memory.role_memory import (
     Cache,
     ReplicaTooLargeError,
     gather_parts,
@@ -20,7 +20,7 @@ from rollcast_automap.role_memory import (
     list_rollout_items,
     longest_pass,
 )
-from rollcast_automap.role_specs import (
+from rollcast_automap.memory.role_specs import (
     compares_vocabularies,
     find_model,
     micro_batch_rows,
@@ -29,7 +29,7 @@ from rollcast_automap.role_specs import (
     shares_weights,
     slots_of,
 )
-from rollcast_automap.splits import check_split
+from rollcast_automap.memory.splits import check_split
 from rollcast_trainer.batch.sizes import BatchAlgebra, ParallelSizes
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.task_runner import TaskRunner

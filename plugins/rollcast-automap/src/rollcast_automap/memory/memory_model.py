@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.errors import ConfigError
-from rollcast_automap.engine_layout import EngineLayout
+from rollcast_automap.memory.engine_layout import EngineLayout
 from rollcast_serving.adapters import adapter_rank, read_adapter_config
 
 __all__ = [

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollcast.contracts.mapping import BaseCostModel, BasePlanner, Prediction, Problem
-from rollcast_automap.best import Best
-from rollcast_automap.branch_search import BranchSearch
 from rollcast_automap.composition import find_generator, find_trained
-from rollcast_automap.exhaustive import Exhaustive
-from rollcast_automap.search_space import list_partitions
+from rollcast_automap.search.best import Best
+from rollcast_automap.search.branch_search import BranchSearch
+from rollcast_automap.search.exhaustive import Exhaustive
+from rollcast_automap.search.search_space import list_partitions
 
 __all__ = ["BranchAndBound", "Exhaustive", "HybridFlow"]
 

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.costs.length_curve import LengthCurve
 
 __all__ = ["Decoding", "read_decoding"]
 

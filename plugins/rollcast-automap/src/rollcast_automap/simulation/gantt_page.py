@@ -8,7 +8,7 @@ from importlib import resources
 
 from rollcast.contracts.mapping import Prediction, Problem
 from rollcast_automap.composition import busy_shares
-from rollcast_automap.mapping_simulation import SYNC, Interval, ReplicaUse, SimulatedMapping
+from rollcast_automap.simulation.mapping_simulation import SYNC, Interval, ReplicaUse, SimulatedMapping
 from rollcast_report.page import fill_page
 
 __all__ = ["render_gantt"]
@@ -34,7 +34,7 @@ def render_gantt(problem: Problem, played: Sequence[tuple[Prediction, SimulatedM
     sections = [_header(problem, played, title)]
     for number, (prediction, run) in enumerate(played, 1):
         sections.append(_section(problem, prediction, run, number))
-    assets = resources.files("rollcast_automap").joinpath("assets")
+    assets = resources.files("rollcast_automap.simulation").joinpath("assets")
     style, script = (assets.joinpath(f"gantt.{kind}").read_text("utf-8") for kind in ("css", "js"))
     footer = "Written by rollcast map: stages and rates by the cost model, lengths drawn from their distribution."
     return fill_page(title, sections, footer, style=style, script=script)

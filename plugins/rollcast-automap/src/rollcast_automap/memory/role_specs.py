@@ -8,8 +8,8 @@ from typing import Any
 
 from rollcast.contracts.engine import ModelConfig
 from rollcast.contracts.mapping import ModelFacts, RoleKind, RoleSpec, RolloutLayout, TrainingLayout
-from rollcast_automap.engine_layout import describe_engine
-from rollcast_automap.memory_model import KL_LOGIT_COPIES, LOGIT_COPIES, ModelSize, count_adapter, measure_model
+from rollcast_automap.memory.engine_layout import describe_engine
+from rollcast_automap.memory.memory_model import KL_LOGIT_COPIES, LOGIT_COPIES, ModelSize, count_adapter, measure_model
 from rollcast_trainer.batch.sizes import BatchAlgebra, data_parallel_size
 from rollcast_trainer.loop import LoopTrainer
 from rollcast_trainer.run.task_runner import TaskRunner

@@ -23,8 +23,8 @@ from rollcast.contracts.mapping import (
 from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.errors import ConfigError
 from rollcast_automap.composition import ahead, find_generator, find_trained
-from rollcast_automap.decoding import read_decoding
-from rollcast_automap.length_curve import LengthCurve
+from rollcast_automap.costs.decoding import read_decoding
+from rollcast_automap.costs.length_curve import LengthCurve
 from rollcast_serving.admissions import WindowedFifo
 from rollcast_serving.simulation import TrainingSimulation
 

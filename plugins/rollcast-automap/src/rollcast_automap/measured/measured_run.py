@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 from rollcast.contracts.mapping import Mapping as RoleMapping
 from rollcast.contracts.mapping import Mesh, Mode, Placement, Pool, Prediction, Problem
 from rollcast.errors import ConfigError, DataError
-from rollcast_automap.clusters import ClusterConfig, build_cluster
 from rollcast_automap.composition import ahead, find_trained, pool_bytes, step_seconds
+from rollcast_automap.costs.clusters import ClusterConfig, build_cluster
+from rollcast_automap.costs.run_lengths import read_run_lengths
+from rollcast_automap.memory.role_specs import micro_batch_rows
 from rollcast_automap.plan import find_algebra
 from rollcast_automap.problem import build_problem, place_of
-from rollcast_automap.role_specs import micro_batch_rows
-from rollcast_automap.run_lengths import read_run_lengths
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.loop import LoopTrainer, build_from_config
 from rollcast_trainer.stages.update_actor import may_skip_rows

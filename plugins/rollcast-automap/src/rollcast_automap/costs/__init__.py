@@ -1,0 +1,1 @@
+"""Clusters, lengths, and the cost models that price stages."""

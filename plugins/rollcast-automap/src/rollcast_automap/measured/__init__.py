@@ -1,0 +1,1 @@
+"""Runs that were made, against their predictions."""

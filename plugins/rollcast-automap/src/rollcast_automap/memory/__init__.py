@@ -1,0 +1,1 @@
+"""Memory of models, roles and processes on a device."""

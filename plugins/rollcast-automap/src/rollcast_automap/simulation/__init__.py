@@ -1,0 +1,1 @@
+"""Mappings on a simulated clock, and their chart."""
