@@ -6,7 +6,20 @@ import pytest
 from prose import findings, findings_of, sources
 
 #: Packages without a finding. Add a package when it has none; ``python tests/prose.py`` counts.
-FINISHED = ("rollcast-data", "rollcast-eval", "rollcast-report", "rollcast-rewards", "rollcast-trackers")
+FINISHED = (
+    "rollcast",
+    "rollcast-algorithms",
+    "rollcast-calculator",
+    "rollcast-data",
+    "rollcast-dispatch",
+    "rollcast-eval",
+    "rollcast-quickstart",
+    "rollcast-ray",
+    "rollcast-report",
+    "rollcast-rewards",
+    "rollcast-testing",
+    "rollcast-trackers",
+)
 
 
 @pytest.mark.parametrize("package", FINISHED)

@@ -156,7 +156,7 @@ def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
 
 
 def _explain_failure(error: BaseException, wants_traceback: Callable[[], bool]) -> None:
-    """Show an error that a user can mend, and exit; return for any other.
+    """Show an error that a user can fix, and exit; return for any other error.
 
     Raises:
         typer.Exit: in place of the error.

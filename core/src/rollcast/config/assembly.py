@@ -345,7 +345,7 @@ def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[
 
 
 def _check_claims(path: str, files: Sequence[tuple[ConfigSource, Path]]) -> None:
-    """Reject a file provided by two installed distributions; a file in the user's folder may replace an installed one."""
+    """Reject a file provided by two installed distributions; a file in the user's folder may replace it."""
     owners = [source.provider for source, _ in files]
     if files[0][0].package and len(files) > 1:
         raise ConfigError(

@@ -22,9 +22,9 @@ __all__ = [
     "with_mappings",
 ]
 
-#: Value of a key that ``~key`` sends back to its default; taken out again after Hydra has merged everything.
+#: Placeholder value of a key that ``~key`` resets to its default; removed after Hydra has merged everything.
 REMOVED = "__rollcast_removed__"
-#: Key of a file of overrides.
+#: Key of the override that names a mapping file.
 _MAPPING = "mapping"
 #: Config group → the registry group whose plugins its options name.
 _PLUGIN_GROUPS = {
@@ -44,7 +44,7 @@ class Override:
     """A parsed override.
 
     Attributes:
-        text: The override as it was written.
+        text: The override as written.
         key: Dotted key, or config group.
         value: The parsed value; None if the override removes a key.
         deletes: True for ``~key``.

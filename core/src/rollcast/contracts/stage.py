@@ -119,6 +119,4 @@ class Stage(ABC):
 stages: Registry[type[Stage]] = Registry(
     "rollcast.stages", subclass_of(Stage), "trainer.stages.insert", description="stages of a training step"
 )
-roles: Registry[Any] = Registry(
-    "rollcast.roles", is_callable(1), description="worker classes for the roles of a run"
-)
+roles: Registry[Any] = Registry("rollcast.roles", is_callable(1), description="worker classes for the roles of a run")

@@ -79,7 +79,7 @@ class ResourcePoolManager:
             now: True to count only resources that are free at present, where known.
 
         Raises:
-            ResourceError: the cluster can never hold the pools; lists the needs of each pool and the resources of each node.
+            ResourceError: the cluster can never hold the pools; lists what each pool needs and each node has.
         """
         check_shares(_shares_of(self.resource_pool_dict.values()), nodes, now)
 
@@ -245,7 +245,7 @@ def check_shares(shares: Sequence[Share], nodes: Sequence[NodeResources], now: b
     problem; shares that fail never fit.
 
     Raises:
-        ResourceError: the cluster can never hold the pools; lists the needs of each pool and the resources of each node.
+        ResourceError: the cluster can never hold the pools; lists what each pool needs and each node has.
     """
     names = {name for share in shares for name in share.bundle}
     have = "; ".join(node.describe(names) for node in nodes) or "the cluster has no node"

@@ -162,7 +162,7 @@ class Registry(Generic[T]):
         entry = self._make_entry(name, obj)
         if not replace:
             claims = find_claims(self.group, name)
-            # A module that both registers a plugin and announces it states one fact twice.
+            # A module may both register a plugin and declare it as an entry point; that is no conflict.
             if any(claim.value == entry.location for claim in claims):
                 return obj
             other = inprocess.find(self.group, name)
@@ -251,7 +251,7 @@ def find_registry(group: str) -> Registry[Any]:
     """Return the registry of a group.
 
     Raises:
-        PluginNotFoundError: no module imported so far declares one.
+        PluginNotFoundError: no module imported so far declares a registry for the group.
     """
     if group in _registries:
         return _registries[group]
