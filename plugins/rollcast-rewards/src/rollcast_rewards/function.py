@@ -47,7 +47,7 @@ class FunctionReward(BaseReward):
             not accept the arguments.
     """
 
-    #: Nobody knows what the file's functions remember.
+    #: True, because the file's functions may keep state.
     sequential = True
 
     def __init__(self, path: str, **kwargs: Any) -> None:
@@ -146,14 +146,14 @@ def _find_function(module: ModuleType, file: Path, name: str) -> Callable[..., A
 
 
 def _takes_judge(function: Callable[..., Any], kwargs: Mapping[str, Any], path: str) -> bool:
-    """True if the function has a parameter for the run's judge, which no option fills.
+    """Return True if the function has a parameter for the run's judge that no option sets.
 
     Raises:
-        ConfigError: it has one, and is not ``async``.
+        ConfigError: the function has such a parameter and is not ``async``.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # told of by _adapt
+    except (TypeError, ValueError):  # reported by _adapt
         return False
     if "judge" not in parameters or "judge" in kwargs:
         return False

@@ -26,7 +26,7 @@ class OverlongBuffer:
     """The soft limit of DAPO (arXiv 2503.14476, equation 13).
 
     Attributes:
-        enable: apply the penalty.
+        enable: True to apply the penalty.
         len: number of tokens before the hard limit over which the penalty grows.
         penalty_factor: penalty at the hard limit; not negative.
     """
