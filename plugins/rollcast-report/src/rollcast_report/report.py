@@ -1,4 +1,4 @@
-"""The tracker ``report``: report.html, one file that shows a run to people without a network."""
+"""The tracker ``report``, which writes report.html, a single file that shows a run and works offline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
 
     Raises:
         DataError: there is no such directory.
-        OSError: the report cannot be written; an older report is untouched.
+        OSError: the report cannot be written; an older report is unchanged.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
