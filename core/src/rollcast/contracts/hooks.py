@@ -214,9 +214,9 @@ hooks: Registry[Any] = Registry("rollcast.hooks", _is_listener, description="lis
 def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = ()) -> pluggy.PluginManager:
     """Return a hook manager with every installed listener and the listeners in ``extra``.
 
-    An installed listener that cannot be loaded is logged as a warning and left out, because nobody
-    asked for it by name. A listener for an event that does not exist is an error, because it would
-    never be called.
+    An installed listener that cannot be loaded is logged as a warning and left out, because the run
+    did not request it by name. A listener for an event that does not exist is an error, because it
+    would never be called.
 
     Args:
         extra: more listeners: modules, objects, or classes to be created without arguments.

@@ -126,7 +126,7 @@ class ModelFacts:
     """Dimensions of a decoder model.
 
     Attributes:
-        layers, hidden, heads, kv_heads, ffn, vocab: as in a Hugging Face config.
+        layers, hidden, heads, kv_heads, ffn, vocab: sizes from the Hugging Face config.
         parameters: number of parameters; tied ones count once.
         head_size: dimension of an attention head.
         tied: True if input and output embeddings are one tensor.

@@ -175,7 +175,7 @@ class RolloutSequence:
         log_probs: log-prob of each token under the distribution it was sampled from (after penalty, bias,
             temperature, min-p, top-k and top-p; for greedy, under the softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
-        weight_versions: for each token, the version of the weights that computed it.
+        weight_versions: version of the weights that computed each token.
     """
 
     token_ids: Sequence[int]

@@ -77,7 +77,7 @@ class ValKwargs:
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     """Smallest probability of a candidate token as a fraction of the likeliest one's; 0 for all."""
     repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
-    """As `rollout.repetition_penalty`, for validation."""
+    """Repetition penalty during validation; see `rollout.repetition_penalty`."""
 
 
 @config

@@ -63,7 +63,7 @@ class StageRun(Protocol):
 
     Attributes:
         config: composed configuration.
-        step: number of the step under way, from 1.
+        step: number of the current step, from 1.
     """
 
     config: DictConfig

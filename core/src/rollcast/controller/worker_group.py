@@ -398,7 +398,7 @@ class WorkerGroup:
         """Cancel the calls of :meth:`send`; return True if one had not ended.
 
         Args:
-            method, ranks, refs, hosts: as for :meth:`receive`.
+            method, ranks, refs, hosts: see :meth:`receive`.
         """
         if self._shared.runtime.ready(refs):
             return False

@@ -94,11 +94,11 @@ class DpComputeMetric(DpComputeProto):
 class NdMesh(DispatchMode):
     """Dispatch mode that sends the same shard to all ranks with the same ``dp_rank`` in a mesh; one of them answers.
 
-    The group queries its workers for their places at the first call and caches the answers. A shard sent to several
+    At the first call, the group queries its workers for their places and caches the answers. A shard sent to several
     ranks is stored once.
 
     Args:
-        mesh_name: as the workers gave it to ``register_mesh``.
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
     """
 
     name = "nd_mesh"
@@ -136,7 +136,7 @@ class DirectRolloutMethod(DispatchMode):
     ``is_collect`` is called. For a method that all ranks of a replica must run (a collective), use ONE_TO_ALL.
 
     Args:
-        mesh_name: as the workers gave it to ``register_mesh``.
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
     """
 
     name = "direct_rollout_method"

@@ -465,8 +465,8 @@ def _given_results(batch: DataProto) -> list[RewardResult]:
     """Return the rewards stored in the rows as results; those of a failed rollout are 0.
 
     Args:
-        batch: Jagged ``environment_scores`` and ``response_mask``, and perhaps ``rollout_failed`` bool ``[B]`` and the
-            object column ``reward_components``.
+        batch: Jagged ``environment_scores`` and ``response_mask``, and optionally ``rollout_failed`` bool ``[B]`` and
+            the object column ``reward_components``.
     """
     mask, rewards = Jagged.of(batch["response_mask"]), Jagged.of(batch["environment_scores"])
     bounds = mask.offsets.tolist()

@@ -59,9 +59,9 @@ NAMESPACE = "rollcast"
 BESIDE = "beside"
 #: Coroutine methods of one process that run at one time.
 _BESIDE_AT_ONCE = 32
-#: Says, beside group and rank, in which placement group the actor lives.
+#: Pattern of an actor's name, which contains its group, its rank and the id of its placement group.
 _ACTOR_NAME = re.compile(r"(?P<group>.+)\.(?P<rank>\d+)@[0-9a-f]+", re.DOTALL)
-#: The runtimes that have started something from this process; a worker may hold groups of its own.
+#: Runtimes with processes started by this process, which may be a worker that has its own groups.
 started_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 Get = Callable[[Sequence[Any]], list[Any]]

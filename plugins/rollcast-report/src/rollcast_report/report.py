@@ -50,7 +50,7 @@ class ReportTracker(BaseTracker):
     """A tracker that writes report.html at each validation and at the end of the run, however the run ends.
 
     The report is made from the files of the tracker ``jsonl``; without that tracker it has no curves.
-    This tracker also writes status.json, which tells a later report of a killed run how many steps were planned.
+    This tracker also writes status.json, from which a later report of a killed run reads the number of planned steps.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:

@@ -60,7 +60,7 @@ class Status:
     Attributes:
         state: ``running``, ``finished``, ``interrupted`` or ``failed``; ``unknown`` without a status file.
         message: reason for a failure.
-        run_name: name that the trainer gave the run.
+        run_name: name of the run, set by the trainer.
         total_steps: number of planned steps.
         elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
         host, pid: process that wrote the status.

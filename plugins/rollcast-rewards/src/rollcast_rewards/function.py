@@ -202,7 +202,7 @@ def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> C
 
 
 def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
-    """Return a result from verl's form: ``score``, perhaps ``acc``, and further numbers.
+    """Convert verl's form, a mapping with ``score``, optionally ``acc``, and further numbers, to a result.
 
     Numbers are Python's, numpy's and tensors of one element; texts, lists and None are left out. An array or
     tensor of several elements is kept in the result, whose check rejects it by name.

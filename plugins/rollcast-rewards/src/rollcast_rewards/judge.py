@@ -47,7 +47,7 @@ class JudgeReward(BaseReward):
         max_tokens: length of a reply in tokens; None for ``judge.max_tokens``.
 
     Raises:
-        ConfigError: the template has another field, the pattern is no regular expression, or a number is out of range.
+        ConfigError: the template has an unknown field, the pattern is invalid, or a number is out of range.
     """
 
     def __init__(

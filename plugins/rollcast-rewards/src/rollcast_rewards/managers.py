@@ -19,7 +19,7 @@ class _InProcessManager(PolicyRewardManager):
     """A manager in this process, which awaits an asynchronous reward for many samples at once.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         max_concurrent: samples of an asynchronous reward in flight at a time.
 
     Raises:
@@ -84,7 +84,7 @@ class BatchRewardManager(_InProcessManager):
     the limit of one call; all samples of a call that takes longer are bad.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         batch_size: samples per call; None for all at once.
         max_concurrent: samples in flight for a reward whose ``score`` is asynchronous; it gets them one by one.
 

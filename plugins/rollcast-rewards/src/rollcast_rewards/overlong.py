@@ -69,7 +69,7 @@ class DapoRewardManager(BaseRewardManager):
     has the penalty with its sign. Bad samples get no penalty.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         overlong_buffer: keys of :class:`OverlongBuffer`; None for no penalty.
         inner: name of the manager that scores.
         inner_kwargs: options of that manager.

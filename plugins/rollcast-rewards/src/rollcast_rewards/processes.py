@@ -103,7 +103,7 @@ class PrimeRewardManager(PolicyRewardManager):
     on an event loop of its process, one sample at a time.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         num_processes: number of processes; None for one per CPU core, at most 8, or for a single one if the reward is
             ``sequential``.
         memory_limit_mb: memory in MiB that each may allocate after it has loaded the reward; None for no limit.

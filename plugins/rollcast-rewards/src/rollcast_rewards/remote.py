@@ -77,7 +77,7 @@ class RemoteRewardManager(PolicyRewardManager):
     that time is abandoned and replaced.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`; the reward is called from several threads.
+        reward, settings: see :class:`BaseRewardManager`; the reward is called from several threads.
         max_concurrent: maximum number of concurrent calls.
         max_rpm: calls per minute, retries included; None for no limit.
         max_retries: retries per sample.

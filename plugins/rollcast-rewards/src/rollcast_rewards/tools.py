@@ -51,7 +51,7 @@ class _Tried:
 
 
 class Gsm8kTool(BaseTool):
-    """A tool that tells the model whether its answer to a GSM8K question is right, like verl's of the same name.
+    """A tool that checks the model's answer to a GSM8K question, like verl's tool of the same name.
 
     A call that does not improve on the best earlier call costs ``penalty``, and so does a wrong first call.
 

@@ -330,7 +330,7 @@ def _is_named(column: str, name: str) -> bool:
     return column.startswith(name) if name.endswith("/") else column == name
 
 
-#: Generators of the contract's columns that must not be normally distributed, for the suite's inputs.
+#: Generators of the contract's columns that are not drawn from a normal distribution, for the suite's inputs.
 _DRAWS: Mapping[str, Callable[[torch.Generator], Tensor]] = {
     "values": lambda generator: torch.randn(6, 7, generator=generator),
     "old_log_probs": lambda generator: -2 * torch.rand(6, 7, generator=generator) - 0.1,

@@ -64,7 +64,7 @@ def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
     Like :func:`optimal_token_baseline`, but the k-th token that the policy chose in a row is compared with the k-th
     token that it chose in the other rows, whatever tools or users wrote in between.
 
-    Source, arguments, option and errors: as there.
+    Source, arguments, option and errors are the same.
     """
     chosen, returns, weights = _returns_and_weights(inputs)
     # Move each row's own tokens to its front and masked tokens behind them.
