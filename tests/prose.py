@@ -6,6 +6,7 @@ python tests/prose.py    # number of findings of each package
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -25,7 +26,7 @@ _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 def _fields(node: ast.AST) -> Iterator[str]:
     """Yield the strings below the assignments of a module or class, which document the names above them."""
     body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
-    for above, below in zip(body, body[1:], strict=False):
+    for above, below in itertools.pairwise(body):
         if isinstance(above, ast.Assign | ast.AnnAssign):
             value = below.value if isinstance(below, ast.Expr) else None
             if isinstance(value, ast.Constant) and isinstance(value.value, str):
