@@ -6,6 +6,7 @@ python tests/prose.py    # number of findings of each package
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 import sys
 from collections.abc import Iterator
@@ -13,16 +14,34 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 #: A docstring that opens with one of these is no sentence: functions start with a verb, classes with a noun phrase.
-_OPENING = re.compile(r"\W*(What|Where|How|Whether|Of|Who|Which|When)\b")
+_OPENING = re.compile(r"\W*(What|Where|How|Whether|Of|Who|Which|When|If|As|To be|The same(?=,))\b")
 #: An attribute line says what the attribute is; "path: of the folder" leaves that to its name.
-_ATTRIBUTE = re.compile(r"^\s*[*\w][\w*, ]*: (of|what|where|how|whether) ", re.MULTILINE)
+_ATTRIBUTE = re.compile(r"^\s*[*\w][\w*, ]*: (of|what|where|how|whether|who|which|to be|such as) ", re.MULTILINE)
+#: A comment that documents the name below it is held to the rule of openings too.
+_COMMENT = re.compile(r"^\s*#: (.*(?:\n\s*#: .*)*)", re.MULTILINE)
 _GIVES = re.compile(r"\b[Gg]ives?\b")
 _KINDS = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
 
 
+def _fields(node: ast.AST) -> Iterator[str]:
+    """Yield the strings below the assignments of a module or class, which document the names above them."""
+    body = node.body if isinstance(node, ast.Module | ast.ClassDef) else []
+    for above, below in itertools.pairwise(body):
+        if isinstance(above, ast.Assign | ast.AnnAssign):
+            value = below.value if isinstance(below, ast.Expr) else None
+            if isinstance(value, ast.Constant) and isinstance(value.value, str):
+                yield value.value
+
+
 def findings(source: str) -> Iterator[str]:
-    """Yield what is wrong with the docstrings of a file."""
+    """Yield the faults in the docstrings of a file, and in the strings and comments that document names."""
+    for comment in _COMMENT.finditer(source):
+        if opening := _OPENING.match(comment[1]):
+            yield f"comment {comment[1][:40]!r}: opens with {opening[1]!r}"
     for node in ast.walk(ast.parse(source)):
+        for text in _fields(node):
+            if opening := _OPENING.match(text):
+                yield f"text {text[:40]!r}: opens with {opening[1]!r}"
         text = ast.get_docstring(node) if isinstance(node, _KINDS) else None
         if text is None:
             continue

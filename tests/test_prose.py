@@ -6,7 +6,20 @@ import pytest
 from prose import findings, findings_of, sources
 
 #: Packages without a finding. Add a package when it has none; ``python tests/prose.py`` counts.
-FINISHED = ("rollcast-data", "rollcast-eval", "rollcast-report", "rollcast-rewards", "rollcast-trackers")
+FINISHED = (
+    "rollcast",
+    "rollcast-algorithms",
+    "rollcast-calculator",
+    "rollcast-data",
+    "rollcast-dispatch",
+    "rollcast-eval",
+    "rollcast-quickstart",
+    "rollcast-ray",
+    "rollcast-report",
+    "rollcast-rewards",
+    "rollcast-testing",
+    "rollcast-trackers",
+)
 
 
 @pytest.mark.parametrize("package", FINISHED)
@@ -23,10 +36,19 @@ def test_a_finished_package_has_no_finding(package: str) -> None:
         "A path.\n\n    Attributes:\n        path: of the folder.",
         "A flag.\n\n    Args:\n        a, b: whether it is on.",
         "A call that gives a number.",
+        "The same, but later.",
+        "If it is one.",
     ],
 )
 def test_each_kind_is_found(text: str) -> None:
     assert len(list(findings(f'def f():\n    """{text}"""\n'))) == 1
+
+
+def test_texts_that_document_names_are_found() -> None:
+    assert (
+        len(list(findings('#: Whether it is on.\nON = True\nclass C:\n    a: int = 1\n    """Of the folder."""\n')))
+        == 2
+    )
 
 
 def test_plain_english_has_no_finding() -> None:

@@ -1,6 +1,6 @@
-"""rollcast: reinforcement-learning post-training of language models, assembled from installable plugins.
+"""rollcast: plugin-based reinforcement-learning post-training of language models.
 
-Public names resolve on first use: importing the package imports no torch and no Ray, and changes
+Public names are imported on first use: importing the package imports neither torch nor Ray, and changes
 neither logging nor environment variables.
 """
 

@@ -1,4 +1,4 @@
-"""Public names of a package that resolve on first use, so that importing the package costs next to nothing."""
+"""Lazy exports: public names of a package that are imported on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ __all__ = ["lazy_exports"]
 def lazy_exports(
     package: str, exports: Mapping[str, Sequence[str]]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]], list[str]]:
-    """Return ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
+    """Build ``__getattr__``, ``__dir__`` and ``__all__`` of a package.
 
-    Type checkers and editors read the same names from imports under ``TYPE_CHECKING``::
+    For type checkers and editors, import the same names under ``TYPE_CHECKING``::
 
         if TYPE_CHECKING:
             from my_package.engine import Engine as Engine
@@ -24,8 +24,8 @@ def lazy_exports(
 
     Args:
         package: ``__name__`` of the package.
-        exports: module to the names it defines; a module is relative to the package unless it
-            begins with the package's top-level name, as ``rollcast.errors`` does in ``rollcast``.
+        exports: module → names that it defines. A module is relative to the package unless it starts with the
+            package's top-level name, such as ``rollcast.errors`` in ``rollcast``.
     """
     root = package.partition(".")[0]
     homes = {

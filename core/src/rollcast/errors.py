@@ -1,8 +1,7 @@
-"""Every error that rollcast raises on purpose.
+"""All errors that rollcast raises on purpose.
 
-One root, :class:`RollcastError`; each class is also the standard library error that a caller
-would expect in its place, and each survives pickling with its fields, because an error that is
-born in a worker has to reach the controller whole.
+All derive from :class:`RollcastError`. Each class also derives from the standard exception that a caller would
+expect, and keeps its fields when pickled, because errors are sent from workers to the controller.
 """
 
 from __future__ import annotations
@@ -18,22 +17,22 @@ def _rebuild(cls: type[RollcastError], args: tuple[Any, ...], state: dict[str, A
 
 
 class RollcastError(Exception):
-    """The root of all errors that rollcast raises on purpose."""
+    """Base class of all errors that rollcast raises on purpose."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.args, dict(self.__dict__))
 
 
 class PluginError(RollcastError):
-    """A part could not be provided by the installed plugins."""
+    """A plugin is missing or cannot be used."""
 
 
 class PluginNotFoundError(PluginError, LookupError):
-    """No installed distribution and no in-process registration provides the part."""
+    """No installed distribution and no in-process registration provides the plugin."""
 
 
 class PluginLoadError(PluginError, ImportError):
-    """The distribution that provides the part failed while it was imported."""
+    """The import of a plugin failed."""
 
 
 class PluginConflictError(PluginError, ValueError):
@@ -41,7 +40,7 @@ class PluginConflictError(PluginError, ValueError):
 
 
 class PluginTypeError(PluginError, TypeError):
-    """The loaded object is not what its group holds."""
+    """The loaded object does not pass the check of its group."""
 
 
 class PluginVersionError(PluginError, RuntimeError):
@@ -53,32 +52,32 @@ class ConfigError(RollcastError, ValueError):
 
 
 class DataProtoError(RollcastError, ValueError):
-    """An operation on a DataProto does not fit its columns or its length."""
+    """An operation on a DataProto is invalid for its columns or its length."""
 
 
 class ColumnError(DataProtoError, LookupError):
-    """A column that was asked for is not in the DataProto."""
+    """A requested column is not in the DataProto."""
 
 
 class DispatchError(RollcastError, ValueError):
-    """Arguments, modes or outputs do not fit the way a call is distributed."""
+    """Arguments or outputs do not match the dispatch mode of a call, or a mode is invalid."""
 
 
 class UnknownDispatchModeError(PluginNotFoundError, AttributeError):
-    """``Dispatch.NAME`` names no registered mode."""
+    """No mode is registered under the name in ``Dispatch.NAME``."""
 
 
 class ResourceError(RollcastError, RuntimeError):
-    """The cluster cannot give what a resource pool asks for."""
+    """The cluster lacks the resources that a resource pool requests."""
 
 
 class WorkerError(RollcastError, RuntimeError):
     """A call on a worker group failed; the message names group, role, rank, node and method.
 
     Attributes:
-        group, role, method: what was called.
-        rank, node: the first rank that failed, and where it ran.
-        cause_type: class name of the first cause, as it was raised in the worker.
+        group, role, method: names of the called group, role and method.
+        rank, node: first rank that failed, and its node.
+        cause_type: class name of the error as raised in the worker.
         remote_traceback: the worker's traceback as text, empty if the process died.
     """
 
@@ -92,7 +91,7 @@ class WorkerError(RollcastError, RuntimeError):
 
 
 class WorkerTimeoutError(WorkerError, TimeoutError):
-    """A blocking call did not end before its deadline."""
+    """A call did not end before its deadline."""
 
 
 class DataError(RollcastError, ValueError):
@@ -100,30 +99,30 @@ class DataError(RollcastError, ValueError):
 
 
 class RewardError(RollcastError, ValueError):
-    """A reward raised, returned a value that is not finite, or the wrong number of values."""
+    """A reward raised an error, or returned a value that is not finite or the wrong number of values."""
 
 
 class CheckpointError(RollcastError, OSError):
-    """A checkpoint could not be written or read; complete older ones are untouched."""
+    """A checkpoint could not be written or read; complete older checkpoints are unchanged."""
 
 
 class CapabilityError(RollcastError, ValueError):
-    """The chosen parts cannot work together, or a part cannot do what was asked."""
+    """The chosen plugins cannot be combined, or a plugin does not support a requested feature."""
 
 
 class RequestError(RollcastError, ValueError):
-    """A request that a rollout cannot serve; names the request and what is wrong with it."""
+    """A rollout cannot serve a request; names the request and the reason."""
 
 
 class RolloutError(RollcastError, RuntimeError):
-    """A rollout engine or replica died, hangs, or answered what its contract does not allow."""
+    """A rollout engine or replica died, hangs, or violated its contract."""
 
 
 class WeightSyncError(RolloutError):
-    """Weights did not reach a rollout as they are; it generates nothing until an update succeeds.
+    """A rollout received corrupt or incomplete weights; generation is blocked until an update succeeds.
 
     Attributes:
-        tensor: the first tensor that is wrong, empty if none can be named.
+        tensor: name of the first corrupt tensor; empty if unknown.
     """
 
     def __init__(self, message: str, tensor: str = "") -> None:
@@ -132,11 +131,11 @@ class WeightSyncError(RolloutError):
 
 
 class RendererError(RollcastError, ValueError):
-    """A conversation cannot be rendered: the template refuses it, or a tool format is unknown."""
+    """A conversation cannot be rendered, because the template rejects it or the tool format is unknown."""
 
 
 class EnvironmentFailed(RollcastError, RuntimeError):
-    """An environment raised, hung or died; ends its own rollout only."""
+    """An environment raised an error, hung or died; this ends only its own rollout."""
 
 
 class SessionEnded(RollcastError, RuntimeError):

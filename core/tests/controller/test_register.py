@@ -101,7 +101,7 @@ def test_the_dispatch_mode_chooses_the_execute_mode_where_none_is_given() -> Non
     ],
 )
 def test_modes_that_do_not_go_together_are_refused_at_definition(dispatch, execute, goes_with) -> None:
-    with pytest.raises(DispatchError, match=f"cannot run with execute mode.*; it goes with {goes_with}$"):
+    with pytest.raises(DispatchError, match=f"cannot run with execute mode.*; valid: {goes_with}$"):
 
         class Wrong(Worker):
             @register(dispatch_mode=dispatch, execute_mode=execute)

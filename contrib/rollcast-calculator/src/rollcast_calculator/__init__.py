@@ -1,1 +1,1 @@
-"""A worked example of agents: a tiny model learns to ask a calculator and to pass on its result."""
+"""A worked example of agents, in which a tiny model learns to call a calculator and report its result."""

@@ -1,4 +1,4 @@
-"""An agent as it is written without rollcast: the public ``openai`` client, a tool, a loop."""
+"""An agent written without rollcast, with the public ``openai`` client, a tool and a loop."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _TOOL: Any = {
 
 
 async def answer(task: dict[str, Any], *, base_url: str, api_key: str) -> None:
-    """Answer the task's question, with one call of the calculator at most.
+    """Answer the task's question with at most one call of the calculator.
 
     Returns None, so that the run's reward scores the conversation.
     """
     messages: list[Any] = list(task["prompt"])
-    # The gateway speaks plain HTTP: loading certificates for every conversation would take most of a step.
+    # The gateway uses plain HTTP, because loading certificates for every conversation would take most of a step.
     plain = DefaultAsyncHttpxClient(verify=False)
     async with AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=plain) as client:
         reply = (await client.chat.completions.create(model="policy", messages=messages, tools=[_TOOL])).choices[0]

@@ -22,7 +22,7 @@ from rollcast_data.files import write_jsonl
 __all__ = ["SPLITS", "Calculation", "CalculatorReward", "Calculations", "build_model_config", "calculator"]
 
 SPLITS: Mapping[str, int] = {"test": 500, "sft": 1000, "sft_stop": 250, "train": 6000}
-"""Calculations of each file. None is in two of them."""
+"""Number of calculations in each file. No calculation is in two files."""
 
 _OPERATORS: Mapping[str, Callable[[int, int], int]] = {
     "+": operator.add,
@@ -53,7 +53,7 @@ def _value(expression: str) -> int:
     """Return the value of an expression.
 
     Raises:
-        ValueError: something else than whole numbers, ``+``, ``-`` and ``*`` is in it, or it is too long.
+        ValueError: the expression contains anything but whole numbers, ``+``, ``-`` and ``*``, or is too long.
     """
     if len(expression) > _LONGEST or not _EXPRESSION.fullmatch(expression):
         raise ValueError(f"only whole numbers, +, - and *, in at most {_LONGEST} characters, are calculated")
@@ -82,20 +82,20 @@ class Calculation(NamedTuple):
 class Calculations(BasePreprocessor):
     """Sentences about two numbers, generated from the seed, with a tokenizer and the config of a tiny model.
 
-    Writes sft.jsonl (both replies of 1000 conversations for the supervised warm-up), sft_stop.jsonl (both of 250 that
-    decide when the warm-up stops), train.jsonl (6000 questions), test.jsonl (500 questions to evaluate on) and the
-    folder model, which holds no weights: set model.random_init=true.
+    Writes sft.jsonl (both replies of 1000 conversations for the supervised warm-up), sft_stop.jsonl (both replies of
+    250 conversations that decide when the warm-up stops), train.jsonl (6000 questions), test.jsonl (500 questions for
+    evaluation) and the folder model, which contains no weights: set model.random_init=true.
     """
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
-        """Write into ``output``; the same seed gives the same files.
+        """Write the files to ``output``; the same seed writes the same files.
 
         Raises:
             DataError: a source was given, but the task is generated.
         """
         if source is not None:
             raise DataError(f"calculator generates its data and reads no source, got {source}")
-        # The model first: a trainer that finds its data files there takes everything to be there.
+        # Write the model first, because a trainer that finds its data files assumes that everything is there.
         build_tokenizer().save_pretrained(str(output / "model"))
         build_model_config().save_pretrained(str(output / "model"))
         drawn = _draw(seed)
@@ -108,10 +108,10 @@ class Calculations(BasePreprocessor):
 
 
 class CalculatorReward(BaseReward):
-    """1 for the right answer in the last reply, and ``call`` for a call of the calculator that computes it.
+    """A reward of 1 for the right answer in the last reply, plus ``call`` for a calculator call that computes it.
 
     Args:
-        call: reward of the right call. With it, GRPO has a signal before the first right answer.
+        call: reward of the right call, which provides a signal before the first right answer.
     """
 
     def __init__(self, call: float = 0.2) -> None:
@@ -139,7 +139,7 @@ def _expressions(messages: Iterable[Mapping[str, Any]]) -> Iterator[object]:
 
 
 def build_model_config() -> Qwen2Config:
-    """Return the config of the model: 0.5 million parameters."""
+    """Return the config of the model, which has 0.5 million parameters."""
     settings: dict[str, Any] = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 128,
@@ -166,7 +166,7 @@ def _question(calculation: Calculation) -> dict[str, Any]:
 
 
 def _replies(calculations: Iterable[Calculation]) -> Iterator[dict[str, Any]]:
-    """Yield both replies of each conversation, each after what comes before it, so that no tool result is learned."""
+    """Yield both replies of each conversation, each with its own prompt, so that no tool result is learned."""
     for calculation in calculations:
         question = {"role": "user", "content": calculation.question}
         function = {"name": "calculator", "arguments": {"expression": calculation.expression}}
@@ -177,7 +177,7 @@ def _replies(calculations: Iterable[Calculation]) -> Iterator[dict[str, Any]]:
 
 
 def _draw(seed: int) -> Iterator[Calculation]:
-    # Seeded with a text, which random hashes: neighbouring seeds share nothing.
+    # Seed with a string, which random hashes, so that neighbouring seeds are unrelated.
     generator = random.Random(f"calculator:{seed}")  # noqa: S311  # no secret
     drawn: set[str] = set()
     while True:

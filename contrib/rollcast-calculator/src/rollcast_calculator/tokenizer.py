@@ -1,4 +1,4 @@
-"""A tokenizer of characters, words and the markers of tool calls, for models that are trained on a CPU."""
+"""A tokenizer of characters, words and tool-call markers, for small models that are trained on a CPU."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ CHAT_TEMPLATE = (
     "{%- endif -%}"
     "{%- endfor -%}"
 )
-"""A conversation: each question and result on a line of its own, replies ended by ``<eos>``."""
+"""Chat template that writes each question and result on a separate line and ends replies with ``<eos>``."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """Return a tokenizer with a token for each character, word and marker; it leaves out everything else.
+    """Build a tokenizer with one token per character, word and marker; it drops all other text.
 
-    Words and markers are added tokens of a byte-level BPE without merges: transformers 5 makes such a BPE of the
-    vocabulary in any folder with a Qwen2 model, whatever else its tokenizer.json says.
+    Words and markers are added tokens of a byte-level BPE without merges, because transformers 5 builds such a BPE from
+    the vocabulary in any folder with a Qwen2 model, whatever its tokenizer.json contains.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ids = {token: index for index, token in enumerate(_SPECIAL)}

@@ -1,1 +1,1 @@
-"""rollcast's quick start: a tiny model learns to sort digits by reinforcement learning."""
+"""The quick start of rollcast, in which a tiny model learns to sort digits by reinforcement learning."""

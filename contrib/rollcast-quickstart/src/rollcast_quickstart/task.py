@@ -1,4 +1,4 @@
-"""The quick start's task: sort eight digits, "52917304=" → "01234579"."""
+"""The task of the quick start, to sort eight digits: "52917304=" → "01234579"."""
 
 from __future__ import annotations
 
@@ -18,29 +18,29 @@ from rollcast_quickstart.tokenizer import VOCABULARY, build_tokenizer
 __all__ = ["DIGITS", "SPLITS", "SortDigits", "build_model_config"]
 
 DIGITS = 8
-"""Digits in a prompt."""
+"""Number of digits in a prompt."""
 
 SPLITS: Mapping[str, int] = {"test": 500, "sft": 2000, "sft_stop": 500, "train": 6000}
-"""Rows of each file. No prompt is in two of them."""
+"""Number of rows in each file. No prompt is in two files."""
 
 
 class SortDigits(BasePreprocessor):
     """Digits to sort, generated from the seed, with a tokenizer and the config of a tiny model.
 
     Writes sft.jsonl (2000 rows for the supervised warm-up), sft_stop.jsonl (500 rows that decide
-    when the warm-up stops), train.jsonl (6000 prompts), test.jsonl (500 prompts to evaluate on)
-    and the folder model, which holds no weights: set model.random_init=true.
+    when the warm-up stops), train.jsonl (6000 prompts), test.jsonl (500 prompts for evaluation)
+    and the folder model, which contains no weights: set model.random_init=true.
     """
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
-        """Write into ``output``; the same seed gives the same files.
+        """Write the files to ``output``; the same seed writes the same files.
 
         Raises:
             DataError: a source was given, but the task is generated.
         """
         if source is not None:
             raise DataError(f"sort_digits generates its data and reads no source, got {source}")
-        # The model first: a trainer that finds its data files there takes everything to be there.
+        # Write the model first, because a trainer that finds its data files assumes that everything is there.
         build_tokenizer().save_pretrained(str(output / "model"))
         build_model_config().save_pretrained(str(output / "model"))
         drawn = iter(_draw(sum(SPLITS.values()), seed))
@@ -52,7 +52,7 @@ class SortDigits(BasePreprocessor):
 
 
 def build_model_config() -> Qwen2Config:
-    """The quick start's model: 0.5 million parameters."""
+    """Return the config of the model, which has 0.5 million parameters."""
     settings: dict[str, Any] = {
         "vocab_size": len(VOCABULARY),
         "hidden_size": 128,
@@ -71,7 +71,7 @@ def build_model_config() -> Qwen2Config:
 
 
 def sort(digits: str) -> str:
-    """The answer to a prompt's digits."""
+    """Return the answer to a prompt's digits."""
     return "".join(sorted(digits))
 
 
@@ -83,7 +83,7 @@ def _row(digits: str, split: str) -> dict[str, str]:
 
 
 def _draw(count: int, seed: int) -> list[str]:
-    # Seeded with a text, which random hashes: neighbouring seeds share nothing.
+    # Seed with a string, which random hashes, so that neighbouring seeds are unrelated.
     generator = random.Random(f"sort_digits:{seed}")  # noqa: S311  # no secret
     drawn: dict[str, None] = {}
     while len(drawn) < count:

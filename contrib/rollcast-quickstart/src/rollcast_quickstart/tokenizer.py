@@ -1,4 +1,4 @@
-"""A tokenizer of single characters, for models that are small enough to train on a CPU."""
+"""A tokenizer of single characters, for small models that are trained on a CPU."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from transformers import PreTrainedTokenizerFast
 __all__ = ["SPECIAL_TOKENS", "VOCABULARY", "build_tokenizer"]
 
 SPECIAL_TOKENS = ("<pad>", "<bos>", "<eos>")
-"""Ids 0, 1 and 2."""
+"""Special tokens, with the ids 0, 1 and 2."""
 
 VOCABULARY = (*SPECIAL_TOKENS, *"0123456789+-*/=()<>#?.,: \n", *string.ascii_letters, *"'$")
 """All 83 tokens, by id."""
 
 
 def build_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer with one token a character; it leaves others out, and adds no special tokens.
+    """Build a tokenizer with one token per character; it drops unknown characters and adds no special tokens.
 
-    It is a byte-level BPE without merges, because that is what transformers 5 makes of the
-    vocabulary in any folder with a Qwen2 model, whatever else its tokenizer.json says.
+    It is a byte-level BPE without merges, because transformers 5 builds such a BPE from the vocabulary in any folder
+    with a Qwen2 model, whatever its tokenizer.json contains.
     """
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     ids = {_byte_form(token, byte_level): index for index, token in enumerate(VOCABULARY)}

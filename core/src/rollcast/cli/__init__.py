@@ -1,1 +1,1 @@
-"""The command line: one module a command, a group that plugins can extend, and one way to show errors."""
+"""The command line: one module per command, and a command group that plugins can extend."""

@@ -1,7 +1,7 @@
-"""The command ``rollcast``: the built-in commands, those of plugins, and the entry point.
+"""The command ``rollcast``: built-in commands, commands of plugins, and the entry point.
 
-A plugin in ``rollcast.commands`` is imported when its command is called; ``--help`` reads its first help line from the
-source. A plugin's command never replaces a built-in one, and a broken plugin fails only its own command.
+A plugin in ``rollcast.commands`` is imported when its command is called; ``--help`` reads the first line of its help
+from the source. A plugin cannot replace a built-in command, and a broken plugin affects only its own command.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ commands: Registry[Any] = Registry(
 
 
 class _Group(TyperGroup):
-    """The built-in commands and those of plugins; errors of all of them are shown the same way."""
+    """The group of built-in and plugin commands, which shows the errors of all commands in the same way."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         built_in = super().list_commands(ctx)
@@ -58,7 +58,7 @@ class _Group(TyperGroup):
 
     def invoke(self, ctx: Any) -> Any:
         with stoppable(), readable_errors(lambda: bool(ctx.meta.get(TRACEBACK_KEY))):
-            # Not earlier: --help and mistakes in the command line need no logging, and reading what is installed.
+            # Set up here, because --help and usage errors need neither logging nor plugin metadata.
             set_up_logging()
             return super().invoke(ctx)
 
@@ -77,7 +77,7 @@ def _epilog(built_in: list[str]) -> str | None:
 
 
 class _Forwarder(TyperCommand):
-    """Leaves every argument to the plugin's command, ``--help`` included."""
+    """A command that passes all arguments, including ``--help``, to a plugin's command."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.args = list(args)
@@ -85,12 +85,12 @@ class _Forwarder(TyperCommand):
 
 
 def _build_forwarder(plugin: PluginInfo) -> Any:
-    """Return a command of the plugin's name that imports the plugin when it is called."""
+    """Build a command with the plugin's name that imports the plugin when it is called."""
 
     def forward(ctx: typer.Context) -> None:
         command = commands.get(plugin.name, requested_by=f"rollcast {plugin.name}")
         run = command if isinstance(command, typer.Typer) else command.main
-        # With its parent, the command's context shares ``meta``, and so --traceback.
+        # The parent context shares its ``meta``, and therefore --traceback, with the command's context.
         run(args=list(ctx.args), prog_name=plugin.name, parent=ctx.parent)
 
     app = typer.Typer()
@@ -100,9 +100,9 @@ def _build_forwarder(plugin: PluginInfo) -> Any:
 
 
 def _read_help(plugin: PluginInfo) -> str:
-    """Return the first help line of a plugin's command, empty if the source does not say.
+    """Return the first help line of a plugin's command; empty if it cannot be found in the source.
 
-    The source is parsed and never run: importing a command may import torch, and ``--help`` shows all commands.
+    The source is parsed but not executed, because ``--help`` shows all commands and importing one may import torch.
     """
     source, attribute = find_source(plugin), plugin.value.partition(":")[2].strip()
     try:
@@ -121,13 +121,13 @@ def _read_help(plugin: PluginInfo) -> str:
 
 
 def _is_command_of(function: ast.FunctionDef, app: str) -> bool:
-    """True if ``@app.command`` or ``@app.command(...)`` decorates the function."""
+    """Return True if ``@app.command`` or ``@app.command(...)`` decorates the function."""
     decorators = (each.func if isinstance(each, ast.Call) else each for each in function.decorator_list)
     return any(ast.unparse(each) == f"{app}.command" for each in decorators)
 
 
 def version(_traceback: Traceback = False) -> None:
-    """Show the versions of the core, the installed plugins, and what they run on."""
+    """Show the versions of the core, the installed plugins, Python and the main libraries."""
     groups = [group for group in find_groups() if group.startswith("rollcast.")]
     found = {plugin.distribution: plugin.version for group in groups for plugin in find_plugins(group)}
     core = found.pop(CORE_DISTRIBUTION, None) or _installed(CORE_DISTRIBUTION)
@@ -156,17 +156,17 @@ def _root(
         bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the core's version and exit.")
     ] = False,
 ) -> None:
-    """Reinforcement-learning post-training of language models, assembled from installable plugins."""
+    """Plugin-based reinforcement-learning post-training of language models."""
 
 
 def build_app() -> typer.Typer:
-    """Build the application; no plugin is imported."""
+    """Build the application without importing plugins."""
     app = typer.Typer(
         name="rollcast",
         cls=_Group,
         add_completion=False,
         no_args_is_help=True,
-        # Tracebacks are for bugs, and then whole and plain.
+        # Only bugs show tracebacks, which should be complete and unformatted.
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )

@@ -1,4 +1,4 @@
-"""``rollcast config``: every key of a configuration, its value, its origin and its doc sentence."""
+"""``rollcast config``, which shows every key of a configuration with its value, origin and documentation."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ def config(
     config_dir: ConfigDir = None,
     as_json: Annotated[
         bool,
-        typer.Option("--json", help="A JSON object: key to value, origin and doc sentence, and the chosen options."),
+        typer.Option("--json", help="Print JSON: value, origin and documentation of each key, and the chosen options."),
     ] = False,
-    docs: Annotated[bool, typer.Option("--docs", help="Show what each key means, too.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Show the documentation of each key too.")] = False,
     _traceback: Traceback = False,
 ) -> None:
-    """Show the resolved configuration, and where each value came from.
+    """Show the resolved configuration and the origin of each value.
 
-    Takes the arguments of 'rollcast train'. What still has to be set is shown as ???. Sections that only repeat
-    another one, such as critic.engine, are left out; --json has them.
+    Takes the arguments of 'rollcast train'. Mandatory keys that are not set are shown as ???. Sections that only repeat
+    another section, such as critic.engine, are omitted; --json includes them.
     """
     from rollcast.config import compose
     from rollcast.config.sections import origin_of
@@ -66,7 +66,7 @@ def _render(values: Mapping[str, Any], origins: Mapping[str, str], docs: Mapping
 
 
 def show_value(value: Any) -> str:
-    """Return a value as it can be written in YAML: a string bare where it reads as that string."""
+    """Format a value for YAML; a string is quoted only if necessary."""
     import yaml
 
     if isinstance(value, str):

@@ -1,4 +1,4 @@
-"""``rollcast explain KEY``: a key's meaning, values, default and owner, and its value in a configuration."""
+"""``rollcast explain KEY``, which shows a key's documentation, valid values, default and current value."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ def explain(
     key: Annotated[str, typer.Argument(metavar="KEY", help="A key or a section, such as actor.optim.lr.")],
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object for each key.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object for each key.")] = False,
     _traceback: Traceback = False,
 ) -> None:
-    """Explain a key: what it means, which values it takes, its default, who declares it, and its value here.
+    """Show the documentation, valid values, default, declaring class and current value of a key.
 
-    OVERRIDES are those of 'rollcast train'. They choose the plugins, whose keys exist only then.
+    OVERRIDES are those of 'rollcast train'. They choose the plugins, which define the keys that exist.
     """
     from rollcast.config import compose
     from rollcast.config.sections import unknown_key
@@ -46,7 +46,7 @@ def explain(
 
 
 def describe_keys(composed: Composed, key: str) -> dict[str, dict[str, Any]]:
-    """Return what there is to say about a key, or about each key of a section; empty if neither exists."""
+    """Return the facts about a key, or about each key of a section; empty if neither exists."""
     from rollcast.config.sections import declarations, origin_of
     from rollcast.contracts.config import flatten
 
@@ -60,7 +60,7 @@ def describe_keys(composed: Composed, key: str) -> dict[str, dict[str, Any]]:
 
 
 def _rows(about: dict[str, Any]) -> list[tuple[str, str]]:
-    """Return the lines about one key, each with its label."""
+    """Return the labelled lines about a key."""
     same = about["origin"].startswith("default of ")
     return [
         ("means", about["doc"] or "(not documented)"),

@@ -1,4 +1,4 @@
-"""``rollcast plugins``: every plugin, who provides it, and what is wrong with it."""
+"""``rollcast plugins``, which lists every plugin with its distribution and its problems."""
 
 from __future__ import annotations
 
@@ -24,25 +24,25 @@ _SOUND = ("ok", "in-process")
 
 
 def plugins(
-    group: Annotated[str, typer.Argument(metavar="GROUP", help="Only this group, such as engines.")] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON list, one object per plugin.")] = False,
+    group: Annotated[str, typer.Argument(metavar="GROUP", help="Show only this group, such as engines.")] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON list, one object per plugin.")] = False,
     check: Annotated[
         bool,
-        typer.Option("--check", help="Import every plugin, in a process of its own."),
+        typer.Option("--check", help="Import every plugin in a separate process."),
     ] = False,
     _traceback: Traceback = False,
 ) -> None:
-    """List the installed plugins, who provides them, and what is broken.
+    """List the installed plugins, their distributions and their problems.
 
-    Nothing is imported without --check: metadata shows conflicts, versions that do not fit and
-    missing distributions. The exit code is 0 in any state; with --check it is 1 if a plugin is broken.
+    Without --check, nothing is imported: the metadata shows conflicts, incompatible versions and missing
+    distributions. The exit code is 0; with --check it is 1 if a plugin is broken.
     """
     from rollcast.config.assembly import registry_modules
     from rollcast.plugins.discovery import find_plugins
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
-    # Packages of configuration declare the registries of groups whose contract a plugin holds.
+    # Importing config packages declares the registries of groups whose contract is in a plugin.
     packages = [plugin.module for plugin in find_plugins("rollcast.configs") if plugin.module]
     modules = (*registry_modules(), "rollcast.cli.app", *packages) if check else None
     rows = report(check, groups, modules)

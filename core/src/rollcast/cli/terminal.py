@@ -1,4 +1,4 @@
-"""The command line's dealings with a terminal: logging, signals that stop a command, and readable errors."""
+"""Terminal handling of the command line: logging, signals that stop a command, and readable errors."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from rollcast.plugins.discovery import find_groups, find_plugins
 
 __all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "set_up_logging", "show_error", "stoppable"]
 
-#: Exit code of a command that was refused, failed or was interrupted; 1 is left to bugs.
+#: Exit code of a command that was rejected, failed or was interrupted; 1 is reserved for bugs.
 EXIT_FAILED = 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass
 class _Received:
-    """The signals that the running command was sent."""
+    """Signals received by the running command."""
 
     count: int = 0
 
@@ -39,7 +39,7 @@ _received = _Received()
 
 
 class _StderrHandler(logging.StreamHandler[TextIO]):
-    """Writes to what ``sys.stderr`` is at the moment: a live display replaces it while it runs."""
+    """A handler that writes to the current ``sys.stderr``, which a live display replaces while it runs."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -54,7 +54,7 @@ class _StderrHandler(logging.StreamHandler[TextIO]):
 
 
 class _PlainFormatter(logging.Formatter):
-    """The message; from warnings upwards with the level in front."""
+    """A formatter that prints the message, prefixed with the level from WARNING upwards."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802  # the name is logging's
         if record.levelno < logging.WARNING:
@@ -63,7 +63,7 @@ class _PlainFormatter(logging.Formatter):
 
 
 def set_up_logging() -> None:
-    """Show rollcast's own messages from INFO upwards, and everybody else's from WARNING upwards."""
+    """Show log messages of rollcast from INFO upwards, and of other libraries from WARNING upwards."""
     root = logging.getLogger()
     if any(isinstance(handler, _StderrHandler) for handler in root.handlers):
         return
@@ -81,10 +81,10 @@ def set_up_logging() -> None:
 def stoppable() -> Iterator[None]:
     """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and exit with code 2 at the second.
 
-    What the command has started stops as the first error travels up. Should that hang, a second
-    signal ends the process once Python runs again, so not within one call of a C library that never
-    returns; an embedded Ray's processes end with it, and checkpoints are complete
-    or absent at any moment. A SIGHUP that is ignored, as under ``nohup``, stays so.
+    The first signal unwinds the command, which stops the processes that it has started. If that hangs, a second signal
+    ends the process as soon as Python code runs again, that is not inside a C function that never returns. The
+    processes of an embedded Ray end too, and every checkpoint is either complete or absent. A SIGHUP that is ignored,
+    as under ``nohup``, stays ignored.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -92,16 +92,16 @@ def stoppable() -> Iterator[None]:
     owner, _received.count = os.getpid(), 0
 
     def stop(number: int, _frame: FrameType | None) -> None:
-        if os.getpid() != owner:  # a forked child, such as a data loader's: what its parent set is not for it
+        if os.getpid() != owner:  # a forked child, such as a data loader's, inherits the handler but must not use it
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
         _received.count += 1
         if _received.count == 1:
-            # Tasks of an event loop that the interrupt ends are reported with a traceback each, when nobody asks.
+            # asyncio would log a traceback for each task that the interrupt ends.
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise KeyboardInterrupt
-        # A live display hides the cursor, and nothing will restore it any more.
+        # A live display hides the cursor and cannot restore it after this exit.
         show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""
         with suppress(OSError):  # the terminal may have gone
             os.write(2, show_cursor + b"\nended at once\n")
@@ -112,7 +112,7 @@ def stoppable() -> Iterator[None]:
     try:
         yield
     finally:
-        # After an interrupt the handler stays: a second signal may yet come while Python shuts down.
+        # After an interrupt, keep the handler for a second signal during Python's shutdown.
         if _received.count == 0:
             for number, handler in before.items():
                 signal.signal(number, handler if handler is not None else signal.SIG_DFL)
@@ -123,9 +123,9 @@ def _ignores_hangup() -> bool:
 
 
 def interrupted() -> bool:
-    """True if the running command was told to stop by a signal.
+    """Return True if the running command received a signal to stop.
 
-    Whatever error it ends with is then a consequence: native code may turn the interrupt into another
+    Any error of the command is then a consequence of the signal: native code may convert the interrupt to another
     exception, and a signal to the whole process group ends workers that the command is waiting for.
     """
     return _received.count > 0
@@ -133,13 +133,13 @@ def interrupted() -> bool:
 
 @contextmanager
 def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
-    """Turn the errors that a user can mend into one message on stderr and exit code 2.
+    """Convert errors that a user can fix into one message on stderr and exit code 2.
 
     These are :class:`RollcastError`, an interrupt, and errors of the operating system such as a
-    full disk. Anything else is a bug and passes through, with its traceback.
+    full disk. Any other error is a bug and propagates with its traceback.
 
     Args:
-        wants_traceback: asked when an error is shown.
+        wants_traceback: Function that returns True if the traceback should be shown; called when an error is shown.
 
     Raises:
         typer.Exit: in place of the error.
@@ -156,7 +156,7 @@ def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
 
 
 def _explain_failure(error: BaseException, wants_traceback: Callable[[], bool]) -> None:
-    """Show an error that a user can mend, and exit; return for any other.
+    """Show an error that a user can fix, and exit; return for any other error.
 
     Raises:
         typer.Exit: in place of the error.
@@ -164,15 +164,15 @@ def _explain_failure(error: BaseException, wants_traceback: Callable[[], bool]) 
     if isinstance(error, RollcastError):
         message, notes = explain(error)
         _fail(error, message, notes, wants_traceback())
-    # With EPIPE the reader of our output has left; typer knows what to do.
+    # EPIPE means that the reader of the output has closed it, which typer handles.
     if isinstance(error, OSError) and error.errno != errno.EPIPE:
         _fail(error, _explain_os(error), ["--traceback shows where it was raised"], wants_traceback())
 
 
 def explain(error: RollcastError) -> tuple[str, list[str]]:
-    """The message for an error, and further lines about it.
+    """Return the message for an error, and further lines of notes.
 
-    An error that a worker raised on purpose reads as it would have without a worker.
+    For an error that a worker raised on purpose, the message is the same as without a worker.
     """
     if not isinstance(error, WorkerError):
         return str(error) or type(error).__name__, []
@@ -195,13 +195,13 @@ def _fail(
         if remote:
             sys.stderr.write(f"In the worker:\n{remote.rstrip()}\n\nIn this process:\n")
         traceback.print_exception(error)
-    with suppress(OSError):  # after a SIGHUP the terminal is gone, and nobody reads it
+    with suppress(OSError):  # after a SIGHUP, the terminal no longer exists
         show_error(message, [] if with_traceback else notes, label)
     raise typer.Exit(EXIT_FAILED) from None
 
 
 def show_error(message: str, notes: list[str], label: str = "error: ") -> None:
-    """Print a message and its notes on stderr, as they are."""
+    """Print a message and its notes on stderr, without markup."""
     from rich.text import Text
 
     console = build_console(stderr=True)

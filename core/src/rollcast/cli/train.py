@@ -1,4 +1,4 @@
-"""``rollcast train``: run a trainer on a composed configuration."""
+"""``rollcast train``, which runs a trainer on a composed configuration."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     """Train a model.
 
     Arguments are Hydra overrides, such as recipe=quickstart trainer.seed=1 run_dir=runs/x;
-    'rollcast config' with the same arguments shows every key. A run continues from the newest checkpoint
-    in its run_dir. Ctrl-C stops the workers; a second one ends at once.
+    'rollcast config' with the same arguments shows every key. A run continues from the newest checkpoint in its
+    run_dir. Ctrl-C stops the workers; a second Ctrl-C exits at once.
     """
     from rollcast.config import compose
     from rollcast.contracts.trainer import trainers
 
     composed = compose(overrides or (), config_dir, needs_trainer=True)
-    # A plugin that cannot be loaded is found here, not after the minutes that come before its first use.
+    # Load all plugins now, so that a broken one is reported before minutes of start-up.
     composed.load_plugins()
     trainer = trainers.get(composed.config.trainer.name)
     run_dir = Path(composed.config.run_dir)

@@ -1,4 +1,4 @@
-"""Configuration: assembled by Hydra from installed plugins' files, held to the schemas that the plugins declare."""
+"""Configuration, composed by Hydra from the files of installed plugins and validated against the plugins' schemas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compose a run's configuration from the installed plugins' files and a person's overrides."""
+"""Composition of a run's configuration from the files of installed plugins and the user's overrides."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ class Composed:
 
     Attributes:
         config: The whole tree, read-only.
-        origins: Dotted key → the file, override or default that its value came from.
+        origins: Dotted key → file, override or default that set its value.
         choices: Config group → chosen option.
-        sections: The schemas in force.
+        sections: Schemas that apply.
     """
 
     config: DictConfig
@@ -52,16 +52,16 @@ class Composed:
     sections: Sections
 
     def load_plugins(self) -> None:
-        """Import every plugin that the config names, so that a broken one is found before anything starts.
+        """Import every plugin that the config names, to find a broken plugin before the run starts.
 
         Raises:
-            PluginError: A plugin is missing, broken, or not of its group's kind; the cause is chained.
+            PluginError: A plugin is missing, broken, or does not pass the check of its group; the cause is chained.
         """
         for registry, key, name in _find_named(self.config, self.sections):
             registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
 
     def plain(self) -> dict[str, Any]:
-        """Return the tree as nested mappings that may be changed."""
+        """Return the tree as nested mutable mappings."""
         from omegaconf import OmegaConf
 
         tree: Any = OmegaConf.to_container(self.config, throw_on_missing=False)
@@ -78,16 +78,16 @@ def compose(
     """Compose, resolve and validate a configuration.
 
     Args:
-        overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``. ``~key`` sends a key back to
-            its default, ``mapping=FILE`` stands for the overrides of a file that ``rollcast map --write`` made.
-        config_dir: A folder of further config groups, searched first.
-        allow_missing: Leave mandatory values that nobody set as ``???`` instead of raising.
-        needs_trainer: Refuse a configuration without a trainer.
+        overrides: Hydra overrides, such as ``recipe=quickstart`` and ``trainer.seed=1``. ``~key`` resets a key to its
+            default; ``mapping=FILE`` stands for the overrides in a file written by ``rollcast map --write``.
+        config_dir: Folder of further config groups, searched first.
+        allow_missing: True to leave unset mandatory values as ``???`` instead of raising an error.
+        needs_trainer: True to reject a configuration without a trainer.
 
     Raises:
-        ConfigError: An override cannot be read, names no option or key, or a schema refuses a value; the message
-            names the file or override, the key and the nearest valid one.
-        PluginNotFoundError: A key names a plugin that nothing provides.
+        ConfigError: An override cannot be parsed, names no existing option or key, or has an invalid value; names the
+            file or override, the key and the nearest valid one.
+        PluginNotFoundError: A key names a plugin that is not installed.
         PluginConflictError: A key names a plugin that two distributions claim.
     """
     from omegaconf import OmegaConf
@@ -101,7 +101,7 @@ def compose(
         texts = [*group_texts, *(override.hydra_text for override in values)]
         with _choice_resolver({}) as asked:
             composed, choices = _compose(texts, sources)
-        if asked:  # a file depends on a choice, so the choices have to be known before it is read
+        if asked:  # a file depends on a choice, so the choices must be known before the file is read
             with _choice_resolver(choices):
                 composed, choices = _compose(texts, sources)
         with _choice_resolver(choices):
@@ -134,9 +134,9 @@ def registry_modules() -> tuple[str, ...]:
 
 
 def _find_named(config: DictConfig, sections: Sections) -> Iterator[tuple[Registry[Any], str, str]]:
-    """Yield registry, dotted key and name of every plugin that the config asks for by a registry's key.
+    """Yield registry, dotted key and name of every plugin that the config names with a registry's key.
 
-    A key of a section that another one is like (``actor.engine.name``) is read in the others too.
+    A key such as ``actor.engine.name`` is also read in the sections that are declared to be like ``actor.engine``.
     """
     from omegaconf import OmegaConf
 
@@ -163,7 +163,7 @@ def _no_trainer(config_dir: Path | None) -> str:
 
 def _add_origins(origins: dict[str, str], values: Sequence[Override]) -> None:
     for override in values:
-        # A whole section may have been given as one mapping.
+        # An override may set a whole section as one mapping.
         leaves = flatten({override.key: override.value}) if override.value != {} else {}
         if override.deletes:
             for key in [key for key in origins if f"{key}.".startswith(f"{override.key}.")]:
@@ -192,7 +192,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
             if OmegaConf.is_config(value):
                 OmegaConf.to_container(value, resolve=True)
         except InterpolationToMissingValueError:
-            # The value that it refers to is reported as missing, once it is certain that nothing sets it.
+            # A missing value that an interpolation refers to is reported later, when all values are known.
             OmegaConf.update(config, key, "???")
         except OmegaConfBaseException as error:
             reason = str(error).splitlines()[0]
@@ -202,7 +202,7 @@ def _resolve(config: DictConfig, origins: Mapping[str, str]) -> dict[str, Any]:
 
 @contextmanager
 def _hydra(sources: Sequence[ConfigSource]) -> Iterator[None]:
-    """Initialize Hydra over the sources; restore the Hydra of an application that runs under one."""
+    """Initialize Hydra with the sources; afterwards, restore the Hydra state of the calling application."""
     from hydra import initialize_config_module
     from hydra.core.global_hydra import GlobalHydra
 
@@ -218,9 +218,9 @@ def _hydra(sources: Sequence[ConfigSource]) -> Iterator[None]:
 
 @contextmanager
 def _choice_resolver(choices: Mapping[str, str]) -> Iterator[set[str]]:
-    """Let ``${choice:engine}`` stand for a group's choice in defaults lists; yields the groups that were asked for.
+    """Register the resolver ``${choice:engine}`` for a group's choice in defaults lists; yield the groups requested.
 
-    Hydra's own ``${engine}`` knows only groups that were met before, which those of a recipe's trainer are not.
+    Hydra's own ``${engine}`` resolves only groups that precede it, which excludes the groups of a recipe's trainer.
     """
     from omegaconf import OmegaConf
 
@@ -238,7 +238,7 @@ def _choice_resolver(choices: Mapping[str, str]) -> Iterator[set[str]]:
 
 
 def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Override], list[Override]]:
-    """Split overrides into those that choose an option of a config group and those that set a value."""
+    """Divide overrides into choices of a config group's option and values of keys."""
     from hydra.core.global_hydra import GlobalHydra
 
     loader = GlobalHydra.instance().config_loader()
@@ -246,7 +246,7 @@ def _split(overrides: Sequence[Override], sources: Sources) -> tuple[list[Overri
     chosen: list[Override] = []
     values: list[Override] = []
     for override in overrides:
-        # ``trainer={seed: 1}`` sets keys of the section that is named like the group.
+        # ``trainer={seed: 1}`` sets keys of the section with the group's name.
         if override.key in groups and not isinstance(override.value, dict):
             check_option(override, loader.get_group_options(override.key), sources.broken)
             chosen.append(override)
@@ -301,7 +301,7 @@ def _explain_hydra(error: Exception, overrides: Sequence[str], sources: Sources)
 
 
 def _find_chooser(option: str, overrides: Sequence[str], sources: Sequence[ConfigSource]) -> str:
-    """Return the chosen file that overrides the base's choice; Hydra names the base instead."""
+    """Return the chosen file that overrides the base's choice, because Hydra's error names the base instead."""
     for override in overrides:
         path = override.replace("=", "/")
         for source, file in find_config_files(sources, path)[:1]:
@@ -316,10 +316,10 @@ def _describe(config_path: str, sources: Sequence[ConfigSource]) -> str:
 
 
 def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[str, str]:
-    """Return for each dotted key the last file that sets it, in the order in which Hydra merges them.
+    """Return for each dotted key the last file that sets it, in Hydra's merge order.
 
     Raises:
-        ConfigError: two installed distributions ship the same chosen file.
+        ConfigError: Two installed distributions provide the same chosen file.
     """
     from hydra.core.global_hydra import GlobalHydra
     from hydra.types import RunMode
@@ -345,7 +345,7 @@ def _origins(sources: Sequence[ConfigSource], overrides: Sequence[str]) -> dict[
 
 
 def _check_claims(path: str, files: Sequence[tuple[ConfigSource, Path]]) -> None:
-    """Refuse a file that two installed distributions ship; one in the user's folder may replace an installed one."""
+    """Reject a file provided by two installed distributions; a file in the user's folder may replace it."""
     owners = [source.provider for source, _ in files]
     if files[0][0].package and len(files) > 1:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""Overrides of the command line: parsed, told apart, and checked before Hydra sees them."""
+"""Overrides of the command line, which are parsed, classified and checked before they are passed to Hydra."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ __all__ = [
     "with_mappings",
 ]
 
-#: Value of a key that ``~key`` sends back to its default; taken out again after Hydra has merged everything.
+#: Placeholder value of a key that ``~key`` resets to its default; removed after Hydra has merged everything.
 REMOVED = "__rollcast_removed__"
-#: Key of a file of overrides.
+#: Key of the override that names a mapping file.
 _MAPPING = "mapping"
 #: Config group → the registry group whose plugins its options name.
 _PLUGIN_GROUPS = {
@@ -44,12 +44,12 @@ class Override:
     """A parsed override.
 
     Attributes:
-        text: The override as it was written.
+        text: The override as written.
         key: Dotted key, or config group.
-        value: The parsed value; None where a key is removed.
+        value: The parsed value; None if the override removes a key.
         deletes: True for ``~key``.
-        packaged: True for ``group@package=option``, which only groups can be.
-        file: the mapping file that it stands in; empty for the command line.
+        packaged: True for ``group@package=option``, which is valid only for groups.
+        file: Path of the mapping file that contains the override; empty for the command line.
     """
 
     text: str
@@ -61,21 +61,22 @@ class Override:
 
     @property
     def origin(self) -> str:
-        """Name in messages and origins."""
+        """Name of the override in messages and origins."""
         return f"override {self.text!r}{f' of {self.file}' if self.file else ''}"
 
     @property
     def hydra_text(self) -> str:
-        """The override for Hydra, which sets a key no matter if a file sets it too.
+        """The override in Hydra's syntax, in the form that sets a key whether or not a file sets it.
 
-        "+" and "++" are habits from elsewhere: the schemas say which keys exist, so there is nothing to force.
+        Users may write "+" and "++" as in other Hydra applications, but they have no effect: the schemas define the
+        keys that exist.
         """
         return f"++{self.key}={REMOVED}" if self.deletes else f"++{self.text.lstrip('+')}"
 
 
 def format_override(key: str, value: str) -> str:
-    """Return an override that sets ``key`` to exactly this text, whatever characters it holds."""
-    # Hydra reads a backslash as itself, except before a quote.
+    """Return an override that sets ``key`` to exactly this text, whatever characters it contains."""
+    # Hydra reads a backslash literally, except before a quote.
     escaped = re.sub(r"(\\*)('|$)", lambda found: found[1] * 2 + ("\\'" if found[2] else ""), value)
     return f"{key}='{escaped}'"
 
@@ -84,7 +85,7 @@ def parse_override(text: str) -> Override:
     """Parse one override.
 
     Raises:
-        ConfigError: The text is no override, or it holds several values, as for a sweep.
+        ConfigError: The text is not an override, or contains several values, as for a sweep.
     """
     from hydra.core.override_parser.overrides_parser import OverridesParser
     from hydra.core.plugins import Plugins  # noqa: F401  # the parser needs the plugin system loaded
@@ -104,13 +105,13 @@ def parse_override(text: str) -> Override:
 
 
 def with_mappings(overrides: Sequence[Override]) -> list[Override]:
-    """Return the overrides with those of the files that ``mapping=FILE`` names before all others.
+    """Replace ``mapping=FILE`` by the overrides in the file, before all other overrides.
 
-    A file is YAML with the key ``overrides``, a list of texts such as ``placement.nnodes=2``; ``rollcast map --write``
-    makes one. What the command line says holds against it.
+    The file is YAML with the key ``overrides``, a list of strings such as ``placement.nnodes=2``; ``rollcast map
+    --write`` writes such a file. Overrides of the command line take precedence.
 
     Raises:
-        ConfigError: a file cannot be read, or is no mapping.
+        ConfigError: A file cannot be read, or is not a mapping file.
     """
     files = [each for each in overrides if each.key == _MAPPING and not each.deletes]
     found = [replace(parse_override(text), file=str(each.value)) for each in files for text in _read_mapping(each)]
@@ -137,10 +138,10 @@ def _read_mapping(override: Override) -> list[str]:
 
 
 def check_option(override: Override, options: Sequence[str], broken: Sequence[str]) -> None:
-    """Refuse a choice of a config group that is not one of its options.
+    """Check that the choice of a config group is one of its options.
 
     Raises:
-        ConfigError: The options and the nearest one.
+        ConfigError: The choice is invalid; lists the options and the most similar one.
     """
     group, option = override.key, override.value
     if override.deletes:
@@ -154,7 +155,7 @@ def check_option(override: Override, options: Sequence[str], broken: Sequence[st
 
 
 def explain_option(group: str, option: str, options: Sequence[str], broken: Iterable[str], where: str = "") -> str:
-    """Return the message for an option that no source has."""
+    """Return the message for an option that no source provides."""
     message = f"{where}{group}={option}: no installed plugin provides it; installed: {', '.join(options) or 'none'}"
     close = nearest(option, options)
     if close:

@@ -1,4 +1,4 @@
-"""Sections of a composed tree and their schemas: known keys, defaults, validation, messages."""
+"""Sections of a composed config tree and their schemas: known keys, defaults, validation and error messages."""
 
 from __future__ import annotations
 
@@ -37,26 +37,26 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 @config
 class RootConfig:
-    """The keys at the top of the tree."""
+    """Keys at the top level of the config."""
 
     run_dir: str = "runs/run"
-    """Folder of everything that the run writes."""
+    """Folder for all files that the run writes."""
     trackers: list[str] = field(default_factory=list)
     """Registry names of the trackers."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Options of the trackers, by their names."""
+    """Options of the trackers, by tracker name."""
     disabled_hooks: list[str] = field(default_factory=list)
-    """Names of installed listeners (group `rollcast.hooks`) that the run leaves out."""
+    """Names of installed listeners (group `rollcast.hooks`) that are not called in the run."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """A schema in force at a path.
+    """A schema and the path of the section that it applies to.
 
     Attributes:
-        path: Dotted path; empty for the top of the tree.
-        schema: The dataclass.
-        hosts: The mark of the field that hosts the section; None where the path is the schema's own.
+        path: Dotted path; empty for the top level.
+        schema: Dataclass of the schema.
+        hosts: Marker of the field that hosts the section; None if the schema declares its own path.
     """
 
     path: str
@@ -69,7 +69,7 @@ class Section:
 
 @cache
 def field_types(schema: type) -> dict[str, Any]:
-    """Return field name → annotation, with its metadata."""
+    """Return the annotation, with metadata, of each field by name."""
     hints = typing.get_type_hints(schema, include_extras=True)
     return {entry.name: hints[entry.name] for entry in dataclasses.fields(schema)}
 
@@ -103,7 +103,7 @@ def _join(path: str, name: str) -> str:
 
 
 def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
-    """Yield every key of a schema below ``path``, sections included, with its annotation."""
+    """Yield every key of a schema below ``path``, including sections, with its annotation."""
     for name, kind in field_types(schema).items():
         key, inner = _join(path, name), dataclass_in(kind)
         yield key, kind
@@ -112,7 +112,7 @@ def walk(path: str, schema: type) -> Iterator[tuple[str, Any]]:
 
 
 def walk_docs(path: str, schema: type) -> dict[str, str]:
-    """Return the doc sentence of every key of a schema below ``path``."""
+    """Return the documentation of every key of a schema below ``path``."""
     docs = {_join(path, name): text for name, text in field_docs(schema).items()}
     for name, kind in field_types(schema).items():
         inner = dataclass_in(kind)
@@ -132,7 +132,7 @@ def defaults_of(schema: type) -> dict[str, Any]:
 
 
 def _owners(schema: type, path: str) -> dict[str, str]:
-    """Return dotted key → origin of its default: the class that declares the field."""
+    """Return the origin of each default, the class that declares the field, by dotted key."""
     owners: dict[str, str] = {}
     for name, kind in field_types(schema).items():
         declares = next(base for base in schema.__mro__ if name in inspect.get_annotations(base))
@@ -143,7 +143,7 @@ def _owners(schema: type, path: str) -> dict[str, str]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a copy with dataclasses as mappings and sequences as lists."""
+    """Convert dataclasses to mappings and sequences to lists, recursively."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {entry.name: _plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
     if isinstance(value, Mapping):
@@ -152,7 +152,7 @@ def _plain(value: Any) -> Any:
 
 
 def find(tree: Any, path: str) -> Any:
-    """The value at a dotted path of nested mappings, else None."""
+    """Return the value at a dotted path of nested mappings; None if there is none."""
     for step in path.split(".") if path else ():
         tree = tree.get(step) if isinstance(tree, Mapping) else None
     return tree
@@ -162,13 +162,13 @@ def find(tree: Any, path: str) -> Any:
 
 
 def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], tree: Mapping[str, Any]) -> Sections:
-    """Decide which schema holds where, by the chosen options and the ``name`` of each section that hosts a group."""
+    """Determine the schema of each section, from the chosen options and the ``name`` of sections that host a group."""
 
     def holds(schema: ConfigSchema) -> bool:
         chosen = choices.get(schema.group)
         return not schema.group or (chosen not in (None, "None") and schema.option in ("", chosen))
 
-    # The most particular first: its defaults hold against those of a schema for any option.
+    # The most specific first, because its defaults override those of a schema for any option.
     ranked = sorted(schemas, key=lambda schema: (not schema.option, not schema.group))
     placed = [Section(schema.path, schema.schema) for schema in ranked if schema.path is not None and holds(schema)]
     placed.append(Section("", RootConfig))
@@ -177,7 +177,7 @@ def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], t
     for path, mark in sorted(found.items(), key=lambda item: bool(item[1].like)):
         able = [schema for schema in ranked if schema.path is None and schema.group == mark.group]
         named = find(tree, f"{path}.name")
-        # An engine that announces no schema follows that of the chosen option.
+        # An engine without its own schema uses that of the chosen option.
         known = named in {schema.option for schema in able}
         options[path] = named if known else options.get(mark.like) or choices.get(mark.group)
         for schema in able:
@@ -191,15 +191,15 @@ class Sections:
     """The schemas of a run.
 
     Attributes:
-        placed: Every schema in force and its path.
-        options: Path of each section that hosts a group → the option that it follows.
+        placed: Schemas that apply, with their paths.
+        options: Path of each section that hosts a group → option whose schema applies.
     """
 
     placed: tuple[Section, ...]
     options: Mapping[str, str | None]
 
     def known(self) -> dict[str, Any]:
-        """Return every dotted key and section → its annotation, None for a section without one."""
+        """Return the annotation of every key and section by dotted path; None for a section without an annotation."""
         known: dict[str, Any] = {}
         for each in self.placed:
             parts = each.path.split(".") if each.path else []
@@ -209,17 +209,17 @@ class Sections:
         return known
 
     def docs(self) -> dict[str, str]:
-        """Return the doc sentence of every key and section that has one, by dotted key."""
+        """Return the documentation of every documented key and section, by dotted path."""
         docs: dict[str, str] = {}
         for each in reversed(self.placed):
             docs |= walk_docs(each.path, each.schema)
         return docs
 
     def check_keys(self, tree: Mapping[str, Any], origins: Mapping[str, str]) -> None:
-        """Refuse keys that no schema has.
+        """Check that every key belongs to a schema.
 
         Raises:
-            ConfigError: The key, its origin and the nearest valid one.
+            ConfigError: A key is unknown; names the key, its origin and the nearest valid key.
         """
         known = self.known()
 
@@ -235,7 +235,7 @@ class Sections:
         check(tree, "")
 
     def fill(self, tree: dict[str, Any], origins: dict[str, str]) -> None:
-        """Add, in place, the keys that no file or override sets: values of the ``like`` section, then defaults."""
+        """Add missing keys in place, with the values of the ``like`` section if there is one, else the defaults."""
         for path, schema, mark in ((each.path, each.schema, each.hosts) for each in self.placed):
             target = tree
             for step in path.split(".") if path else ():
@@ -248,10 +248,10 @@ class Sections:
             _merge(target, defaults_of(schema), path, _owners(schema, path), origins)
 
     def validate(self, tree: dict[str, Any], origins: Mapping[str, str], allow_missing: bool) -> None:
-        """Give every value the type of its schema, in place.
+        """Convert every value to the type in its schema, in place.
 
         Raises:
-            ConfigError: A value that its schema refuses, or a mandatory one that nobody set.
+            ConfigError: A value is invalid, or a mandatory value is not set.
         """
         unset = sorted(key for key, value in flatten(tree).items() if value == MISSING)
         for each in self.placed:
@@ -264,7 +264,7 @@ class Sections:
 
 
 def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
-    """Return what the schemas in force say of each key: ``doc``, ``takes``, ``default`` and ``declared``, the class."""
+    """Return ``doc``, ``takes`` (valid values), ``default`` and ``declared`` (the class) of each key."""
     found: dict[str, dict[str, Any]] = {}
     for each in sections.placed:
         docs, owners = walk_docs(each.path, each.schema), _owners(each.schema, each.path)
@@ -277,7 +277,7 @@ def declarations(sections: Sections) -> dict[str, dict[str, Any]]:
 
 
 def _merge(target: dict[str, Any], values: Any, path: str, whence: Mapping[str, str], origins: dict[str, str]) -> None:
-    """Set the keys that ``target`` lacks, and their origins."""
+    """Set the keys that are missing in ``target``, and their origins."""
     for name, value in values.items() if isinstance(values, dict) else ():
         key = _join(path, name)
         if name not in target:
@@ -306,7 +306,7 @@ def _adapter(schema: type) -> Any:
 
 
 def _own(schema: type, node: Any, closed: bool = False) -> Any:
-    """Return the keys of a schema, without those of other schemas and those left open."""
+    """Select the keys of a schema from a node, without the keys of other schemas and unset ones."""
     if not isinstance(node, Mapping):
         return node
     kinds = field_types(schema)
@@ -321,10 +321,10 @@ def _own(schema: type, node: Any, closed: bool = False) -> Any:
 def validate_section(
     schema: type, node: Any, path: str, origins: Mapping[str, str], unset: Sequence[str] = (), closed: bool = False
 ) -> Any:
-    """Build a schema's instance from plain values; None where it lacks a value that ``unset`` names.
+    """Build an instance of a schema from plain values; return None if a value listed in ``unset`` is missing.
 
     Raises:
-        ConfigError: A value that the schema refuses.
+        ConfigError: A value is invalid.
     """
     from pydantic import ValidationError
 
@@ -341,7 +341,7 @@ def validate_section(
 
 
 def _refuse_bools(schema: type, own: Mapping[str, Any], path: str, origins: Mapping[str, str]) -> None:
-    """Refuse true and false where a number is expected: pydantic takes them for 1 and 0."""
+    """Reject true and false where a number is expected, because pydantic would convert them to 1 and 0."""
     for name, kind in field_types(schema).items():
         inner, value = dataclass_in(kind), own.get(name)
         if inner is not None and isinstance(value, Mapping):
@@ -358,14 +358,15 @@ def build_section(
     """Build a section of the config as a frozen instance of its schema.
 
     Args:
-        schema: A class made by :func:`rollcast.contracts.config.config`.
-        node: The section: nested mappings, or a node of the composed config.
-        path: Its dotted path, for messages.
-        origins: Dotted key → the file or override that set it, for messages.
-        closed: Refuse keys that the schema has not; by default they are those of other schemas, and left out.
+        schema: Dataclass decorated with :func:`rollcast.contracts.config.config`.
+        node: The section, as nested mappings or a node of the composed config.
+        path: Dotted path of the section, for messages.
+        origins: Dotted key → file or override that set it, for messages.
+        closed: True to reject keys that are not in the schema. By default they are ignored, as they may belong to
+            other schemas.
 
     Raises:
-        ConfigError: A value that the schema refuses, or a mandatory one that nobody set; names key and origin.
+        ConfigError: A value is invalid, or a mandatory value is not set; names the key and its origin.
     """
     from omegaconf import OmegaConf
 
@@ -417,7 +418,7 @@ def _unset(key: str, origins: Mapping[str, str]) -> str:
 
 
 def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str | None:
-    """Return a very near sibling, else the same leaf in another section, else the nearest key."""
+    """Return a similar sibling, else the same leaf in another section, else the most similar key."""
     section, _, leaf = key.rpartition(".")
     same_leaf = [name for name in known if name.rpartition(".")[2] == leaf]
     for cutoff, elsewhere in ((0.75, same_leaf), (0.5, [] if siblings else list(known))):
@@ -430,7 +431,7 @@ def _suggest(key: str, known: Mapping[str, Any], siblings: Sequence[str]) -> str
 
 
 def unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) -> str:
-    """Return the message about a key that no schema has: its origin, the nearest valid one, its siblings."""
+    """Return the message for an unknown key, with its origin, the most similar valid key and its siblings."""
     section = key.rpartition(".")[0]
     siblings = sorted(name.rpartition(".")[2] for name in known if name.rpartition(".")[0] == section)
     candidate = _suggest(key, known, siblings)
@@ -447,7 +448,7 @@ def unknown_key(key: str, known: Mapping[str, Any], origins: Mapping[str, str]) 
 
 
 def _refusal(schema: type, error: Mapping[str, Any], own: Any, path: str, origins: Mapping[str, str]) -> str:
-    """Return the message for pydantic's error, with the key as written in a configuration."""
+    """Return the message for a pydantic error, with the key as written in a configuration."""
     kind, value, key = schema, own, path
     for step in error["loc"]:
         inner = dataclass_in(kind)
@@ -466,7 +467,7 @@ def _show(value: Any) -> str:
 
 
 def describe(kind: Any, value: Any = None) -> str:
-    """Describe the values that a type takes; only its bounds if ``value`` already has the type."""
+    """Describe the valid values of a type; only its bounds if ``value`` already has the type."""
     bare, metadata = _unwrap(kind)
     if isinstance(bare, type) and dataclasses.is_dataclass(bare):
         return f"a section with the keys {', '.join(field_types(bare))}"

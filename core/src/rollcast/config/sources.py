@@ -1,4 +1,4 @@
-"""Sources of configuration: the packages that installed plugins announce, and a folder of the user's."""
+"""Sources of configuration: the config packages of installed plugins, and a folder of the user."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ _state: dict[str, tuple[ConfigSource, ...]] = {"sources": ()}
 
 @dataclass(frozen=True)
 class ConfigSource:
-    """A folder of YAML files: an installed package's, or a folder of the user's.
+    """A folder of YAML files, in an installed package or of the user.
 
     Attributes:
         provider: Name of the distribution; ``--config-dir`` for the user's folder.
-        package: Name of the package that holds the files; empty for the user's folder.
+        package: Name of the package that contains the files; empty for the user's folder.
         folder: Path of the files.
     """
 
@@ -55,17 +55,17 @@ class ConfigSource:
 
     @property
     def search_path(self) -> str:
-        """Folder in Hydra's notation."""
+        """The folder in Hydra's notation."""
         return f"pkg://{self.package}" if self.package else f"file://{self.folder}"
 
     def describe(self, config_path: str) -> str:
-        """Return the name of one of the files for messages."""
+        """Return the name of a file of this source, for messages."""
         return f"{self.provider}: {config_path}.yaml" if self.package else str(self.folder / f"{config_path}.yaml")
 
 
 @dataclass(frozen=True)
 class Sources:
-    """Every source that can be read, in search order, and a line about each that cannot."""
+    """All readable sources in search order, and a line of text about each unreadable one."""
 
     found: tuple[ConfigSource, ...]
     broken: tuple[str, ...] = ()
@@ -74,8 +74,7 @@ class Sources:
 def find_sources(config_dir: Path | None = None) -> Sources:
     """Return the user's folder, then every installed config package that can be located.
 
-    A package that cannot be imported is logged and left out: it must not stop a run that does not
-    use it.
+    A package that cannot be imported is logged and left out, because a run that does not use it must not fail.
 
     Raises:
         ConfigError: ``config_dir`` is not a folder.
@@ -90,7 +89,7 @@ def find_sources(config_dir: Path | None = None) -> Sources:
         try:
             module = importlib.import_module(part.value)
             _check_schemas(module)
-        except Exception as error:  # noqa: BLE001  # whatever a stranger's package raises
+        except Exception as error:  # noqa: BLE001  # third-party packages may raise anything
             cause = f"{type(error).__name__}: {error}"
             broken.append(f"config package {part.value} of {part.owner} cannot be used: {cause}")
             logger.warning("%s", broken[-1])
@@ -107,13 +106,13 @@ def _check_schemas(module: Any) -> None:
 
 
 def load_schemas(sources: Sequence[ConfigSource]) -> list[ConfigSchema]:
-    """Return the schemas that the sources announce; a user's folder announces none."""
+    """Return the schemas that the sources declare; the user's folder declares none."""
     packages = [importlib.import_module(source.package) for source in sources if source.package]
     return [schema for package in packages for schema in getattr(package, "SCHEMAS", ())]
 
 
 def find_config_files(sources: Sequence[ConfigSource], config_path: str) -> list[tuple[ConfigSource, Path]]:
-    """Return every file for ``group/option`` in search order; Hydra takes the first."""
+    """Return every file for ``group/option`` in search order; Hydra uses the first."""
     files = [(source, source.folder / f"{config_path}.yaml") for source in sources]
     return [(source, file) for source, file in files if file.is_file()]
 
@@ -125,7 +124,7 @@ def find_options(group: str, config_dir: Path | None = None) -> list[str]:
 
 
 def register_search_path(sources: Sequence[ConfigSource]) -> None:
-    """Let Hydra find the sources; a later call replaces the list."""
+    """Register the sources with Hydra's search path, replacing those of an earlier call."""
     from hydra.core.config_search_path import ConfigSearchPath
     from hydra.core.plugins import Plugins
     from hydra.plugins.search_path_plugin import SearchPathPlugin

@@ -1,1 +1,1 @@
-"""The contracts between the core and its plugins: one module each, none of which imports torch."""
+"""Contracts between the core and its plugins, one module each. No module imports torch."""

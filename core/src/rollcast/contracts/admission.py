@@ -1,7 +1,7 @@
-"""Contract of admissions: which groups of rollouts start when, and which finished ones a training step gets.
+"""Contract of admissions, which decide when groups of rollouts start and which finished groups a step trains on.
 
-An admission reads no clock and starts nothing: its answers follow from the views that it has seen. Example, a queue
-without a bound on the age of its tokens::
+An admission reads no clock and starts nothing: its decisions depend only on the views passed to it. This example is
+a queue that does not bound the age of its tokens::
 
     class Eager(BaseAdmission):
         def room(self, view):
@@ -29,7 +29,7 @@ class AdmissionSettings:
 
     Attributes:
         max_staleness: ``trainer.max_staleness``, 1 or more.
-        groups_per_step: groups that a training step takes.
+        groups_per_step: number of groups in a training step.
     """
 
     max_staleness: int
@@ -38,12 +38,12 @@ class AdmissionSettings:
 
 @dataclass(frozen=True)
 class StartedGroup:
-    """A group of rollouts, all of one prompt, that has started and that no step has taken.
+    """A group of rollouts of one prompt that has started and is not yet part of a training step.
 
     Attributes:
-        number: place in the order of starts, from 0.
-        version: version of the newest weights when it started.
-        finished_as: place in the order of ends, from 0; None while it runs.
+        number: position in the order in which groups started, from 0.
+        version: version of the newest weights when the group started.
+        finished_as: position in the order in which groups finished, from 0; None while the group runs.
     """
 
     number: int
@@ -58,12 +58,12 @@ class StartedGroup:
 
 @dataclass(frozen=True)
 class AdmissionView:
-    """Everything that an admission decides by.
+    """State of a run that an admission bases its decisions on.
 
     Attributes:
-        groups: groups that have started and that no step has taken, in the order of their starts.
+        groups: groups that have started and are not yet part of a training step, in the order in which they started.
         version: version of the newest weights.
-        in_training: groups that the step under way has taken; 0 once its weights are published.
+        in_training: number of groups in the current training step; 0 once its weights are published.
         started: number of groups that have started since the beginning of the run.
     """
 
@@ -75,11 +75,11 @@ class AdmissionView:
 
 @dataclass(frozen=True)
 class Selection:
-    """Groups for a step.
+    """Groups to train on or drop in a step.
 
     Attributes:
-        take: numbers of the groups to train, in order; as many as were asked for, or none.
-        drop: numbers of finished groups that are never trained.
+        take: numbers of the groups to train on, in order; exactly ``count`` of them, or none.
+        drop: numbers of finished groups to discard without training.
     """
 
     take: tuple[int, ...] = ()
@@ -87,26 +87,26 @@ class Selection:
 
 
 class BaseAdmission(ABC):
-    """Paces the groups of rollouts of one run."""
+    """Base class of admissions, which pace the rollout groups of one run."""
 
     def __init__(self, settings: AdmissionSettings) -> None:
         self.settings = settings
 
     @property
     def max_age(self) -> int | None:
-        """Largest age of a trained token that this rule guarantees, in versions; None if it guarantees none."""
+        """Upper bound on the age of a trained token, in weight versions; None if this rule guarantees no bound."""
         return None
 
-    def observe(self, view: AdmissionView) -> None:  # noqa: B027  # most admissions keep nothing in mind
-        """Look at the groups at the moment when a step has published its weights and the next one asks for groups."""
+    def observe(self, view: AdmissionView) -> None:  # noqa: B027  # most admissions keep no state
+        """Update internal state when a step has published its weights and the next step requests groups."""
 
     @abstractmethod
     def room(self, view: AdmissionView) -> int:
-        """Return how many further groups may start now; 0 or less for none."""
+        """Return the number of further groups that may start now; 0 or less for none."""
 
     @abstractmethod
     def select(self, view: AdmissionView, count: int) -> Selection:
-        """Return the ``count`` groups that a step gets now; none if it has to wait for groups that run."""
+        """Return ``count`` groups for the next step; an empty selection if the step has to wait for running groups."""
 
 
 admissions: Registry[type[BaseAdmission]] = Registry(

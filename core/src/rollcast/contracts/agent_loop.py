@@ -1,6 +1,6 @@
 """Contract of agent loops: the code between a task and its trajectories.
 
-A loop samples through its session alone, so it cannot put a token under the loss that the policy did not sample::
+A loop samples only through its session, so every token under the loss was sampled by the policy::
 
     class Twice(BaseAgentLoop):
         async def run(self, task, session, environment):
@@ -29,16 +29,16 @@ __all__ = ["AgentLoopSetup", "BaseAgentLoop", "Outcome", "agent_loops"]
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a loop knows at the end of a rollout; the tokens are in its session.
+    """The result of a rollout as its agent loop reports it; the tokens are recorded by the session.
 
     Attributes:
-        end: reason why it ended.
-        reward: score of the whole rollout; None leaves it to the reward function, whose score is added to the turns'.
-        turn_rewards: turn → reward of its reply; part of the whole.
+        end: reason why the rollout ended.
+        reward: score of the whole rollout; None to use the reward function's score plus the turn rewards.
+        turn_rewards: turn → reward of its reply; included in the whole score.
         reward_components: named parts of the reward.
         messages: conversation at the end, for rewards and reports.
-        metrics: numbers of the rollout.
-        extra: further data for the reward.
+        metrics: metrics of the rollout.
+        extra: further data for the reward function.
     """
 
     end: End = "done"
@@ -52,12 +52,12 @@ class Outcome:
 
 @dataclass(frozen=True)
 class AgentLoopSetup:
-    """Arguments that a loop is built from.
+    """Constructor arguments of an agent loop.
 
     Attributes:
-        config: config's ``agent`` section.
-        tools: tools of the run, ready to call: a ``rollcast_agents.ToolBox``.
-        gateway: endpoint of the run for programs: a ``rollcast_agents.Gateway``; None if it has none.
+        config: ``agent`` section of the config.
+        tools: tools of the run, ready to call; a ``rollcast_agents.ToolBox``.
+        gateway: HTTP endpoint of the run for external programs, a ``rollcast_agents.Gateway``; None without one.
     """
 
     config: Any
@@ -66,7 +66,10 @@ class AgentLoopSetup:
 
 
 class BaseAgentLoop(ABC):
-    """Runs rollouts; one instance a process serves many rollouts at once, so state belongs in :meth:`run`."""
+    """Base class of agent loops, which run rollouts.
+
+    One instance per process serves many rollouts at once, so keep the state of a rollout inside :meth:`run`.
+    """
 
     def __init__(self, setup: AgentLoopSetup) -> None:
         self.setup = setup
@@ -77,15 +80,16 @@ class BaseAgentLoop(ABC):
 
         Args:
             task: row of the dataset; ``prompt`` is its conversation in OpenAI's chat format.
-            session: samples and records.
-            environment: of this rollout; None if the run has none.
+            session: samples replies and records their tokens.
+            environment: environment of this rollout; None if the run has no environments.
 
         Raises:
-            SessionEnded: may be left to the caller; the trajectories so far count, with its ``end``.
+            SessionEnded: the session cannot sample further. The loop may let this error propagate; the trajectories
+                recorded so far then count, with the error's ``end``.
         """
 
     async def close(self) -> None:
-        """Free what the loop holds; called once at the end of the process."""
+        """Release the loop's resources; called once, when the process ends."""
         return
 
 

@@ -1,15 +1,16 @@
-"""Contracts of the pure parts of an algorithm: advantages, policy losses, aggregation, KL penalties.
+"""Contracts of an algorithm's pure functions: advantages, policy losses, aggregations and KL penalties.
 
-Each plugin is a plain function over tensors, found by name in its registry. Axes:
-``B`` rows (samples), ``T`` response positions. Masks are ``[B, T]``, 1 where the policy chose the token; a result
-must not depend on values under a 0. Further tensors arrive as named columns, which a function declares::
+Each plugin is a plain function over tensors, registered by name. Axes: ``B`` rows (samples), ``T`` response
+positions. Masks are ``[B, T]``, 1 where the policy chose the token; a result must not depend on values where the mask
+is 0. A function declares the further tensors that it reads as named columns::
 
     @advantage(needs={"values"}, compares_samples=True)
     def lead(inputs: AdvantageInputs) -> AdvantageOutputs:
         score = torch.where(inputs.response_mask != 0, inputs.token_level_rewards - inputs.values, 0.0).sum(-1)
         return AdvantageOutputs.from_scores(score - inputs.group_mean(score), inputs.response_mask)
 
-Columns of the first-party trainer; any other name may be declared too, if a stage or the dataset writes it:
+The first-party trainer writes the columns below. A function may declare any other column that a stage or the dataset
+writes:
 
 ================================  ===========  ==========================================================
 ``values``                        ``[B, T]``   a critic's value of the state before each token
@@ -64,7 +65,7 @@ __all__ = [
 ]
 
 REWARD_COMPONENT = "reward_component/"
-"""Prefix of the columns with the components of the score; as a need it stands for all of them."""
+"""Prefix of the columns of score components; in ``needs`` it stands for all of these columns."""
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _C = TypeVar("_C")
@@ -76,8 +77,8 @@ class Needs:
     """Columns that an estimator or a policy loss declares.
 
     Attributes:
-        columns: names it cannot do without. A name that ends with ``/`` stands for all columns with this prefix.
-        optional: names of columns it reads if the batch has them.
+        columns: names of required columns. A name that ends with ``/`` stands for all columns with this prefix.
+        optional: names of columns that the function reads if the batch has them.
         compares_samples: True if an estimator compares several samples of a prompt.
         by_group: True if a row's advantages depend on the rows of its group and on
             :attr:`AdvantageInputs.batch_scores` only, before they are whitened; the estimator can then be called with
@@ -93,7 +94,7 @@ class Needs:
     whitens: bool = False
 
     def select(self, columns: Mapping[str, _C]) -> dict[str, _C]:
-        """Return those of ``columns`` that are declared here, by name."""
+        """Return the declared columns among ``columns``, by name."""
         declared = self.columns | self.optional
         prefixes = tuple(name for name in declared if name.endswith("/"))
         return {name: column for name, column in columns.items() if name in declared or name.startswith(prefixes)}
@@ -115,26 +116,26 @@ def _names(argument: str, names: Collection[str]) -> frozenset[str]:
 
 
 def needs_of(function: Callable[..., Any]) -> Needs:
-    """Return what :func:`advantage` or :func:`policy_loss` declared for ``function``; nothing if neither did."""
+    """Return the columns declared with :func:`advantage` or :func:`policy_loss`; empty :class:`Needs` if none were."""
     needs = getattr(function, _NEEDS, None)
     return needs if isinstance(needs, Needs) else Needs()
 
 
 @dataclass(frozen=True)
 class InputColumns:
-    """Base of the inputs that carry further tensors by name.
+    """Base class of inputs with named columns.
 
     Attributes:
-        columns: declared tensors, by name, with the rows of the batch.
+        columns: declared tensors by name; their rows are the rows of the batch.
     """
 
     columns: Mapping[str, Tensor] = field(default_factory=dict, kw_only=True)
 
     def column(self, name: str) -> Tensor:
-        """Return a column.
+        """Return a declared column.
 
         Raises:
-            ColumnError: the column is not there; says which are, and how to declare it.
+            ColumnError: there is no such column; lists the columns there are and explains how to declare one.
         """
         try:
             return self.columns[name]
@@ -142,10 +143,10 @@ class InputColumns:
             raise self._missing(name) from None
 
     def columns_of(self, prefix: str) -> dict[str, Tensor]:
-        """Return the columns whose names begin with ``prefix``, by the rest of their names.
+        """Return the columns whose names start with ``prefix``, keyed by the rest of the name.
 
         Raises:
-            ColumnError: there are none.
+            ColumnError: no column has this prefix.
         """
         found = {name.removeprefix(prefix): column for name, column in self.columns.items() if name.startswith(prefix)}
         if not found:
@@ -164,7 +165,7 @@ class InputColumns:
 
     @property
     def values(self) -> Tensor:
-        """The column ``values``, float ``[B, T]``. Raises ColumnError if it was not given; so do those below."""
+        """The column ``values``, float ``[B, T]``; ColumnError if not declared, as for the properties below."""
         return self.column("values")
 
     @property
@@ -193,17 +194,17 @@ class AdvantageInputs(InputColumns):
     """Inputs of an advantage estimator.
 
     Attributes:
-        token_level_rewards: float ``[B, T]``; scores less a KL penalty if it is part of the reward.
+        token_level_rewards: float ``[B, T]``; scores minus the KL penalty if the run subtracts one from the reward.
         response_mask: ``[B, T]``, 1 where the policy chose the token.
         group_ids: int64 ``[B]``, ``0 .. groups - 1``; rows of one prompt share an id. A row is a whole rollout: the
             trainer joins the tokens of its trajectories before the call.
         gamma, lam: discount and GAE lambda (verl's keys).
-        norm_adv_by_std_in_grpo: divide by the group's standard deviation.
+        norm_adv_by_std_in_grpo: True to divide by the group's standard deviation (verl's key).
         options: further keys of ``algorithm.adv_kwargs``.
-        whiten: False for the advantages before they are whitened over the batch, of an estimator that
-            declared ``whitens``. If the estimator returns one tensor as advantages and returns, both are whitened.
-        batch_scores: sum of the rewards under the mask of every row of the batch, float64, where the call sees some of
-            its groups only; None if these rows are the batch.
+        whiten: False to get an estimator's advantages before it whitens them over the batch; only for estimators
+            that declare ``whitens``. If an estimator uses one tensor for advantages and returns, both are whitened.
+        batch_scores: masked reward sum of every row of the batch, float64, if this call sees only some of the groups;
+            None if these rows are the whole batch.
     """
 
     token_level_rewards: Tensor
@@ -241,7 +242,7 @@ class AdvantageOutputs:
 
     @classmethod
     def from_scores(cls, scores: Tensor, response_mask: Tensor) -> AdvantageOutputs:
-        """Spread one score a row (``[B]``) over its response tokens, as float32."""
+        """Broadcast one score per row (``[B]``) over the row's response tokens, as float32."""
         import torch
 
         from rollcast.protocol import empty_tensor
@@ -264,10 +265,10 @@ def advantage(
     by_group: bool = False,
     whitens: bool = False,
 ) -> Callable[[_F], _F]:
-    """Declare what an estimator reads and how far it looks, see :class:`Needs`. The function is returned unwrapped.
+    """Declare the columns that an estimator reads and the rows that it compares; see :class:`Needs`.
 
-    An estimator that declares ``by_group`` is called with chunks of whole groups, so that columns of the whole batch
-    are never padded at once.
+    The decorated function is returned unchanged. An estimator that declares ``by_group`` is called with chunks of
+    whole groups, so that the columns of the whole batch are never padded at once.
     """
     declared = Needs(_names("needs", needs), _names("optional", optional), compares_samples, by_group, whitens)
     return _marker(**{_NEEDS: declared})
@@ -275,17 +276,18 @@ def advantage(
 
 @dataclass(frozen=True)
 class Denominators:
-    """Counts over the whole mini-batch: all its micro-batches on all data-parallel ranks.
+    """Counts over a whole mini-batch, that is over all its micro-batches on all data-parallel ranks.
 
-    A loss divided by these counts has the same gradient however the batch was split.
+    The gradient of a loss divided by these counts does not depend on the split into micro-batches and ranks.
 
     Attributes:
-        tokens: response tokens under the mask.
-        sequences: rollouts with at least one such token. A rollout is a row, or several that share ``rollout_index``.
-        max_tokens: longest response that the run allows (Dr. GRPO's constant).
-        present_tokens: tokens left in the batch where rows without effect on the loss were taken out;
-            metrics are averaged over them. None if no rows were.
-        sequence_tokens: tokens under the mask of each row's whole rollout, int64 ``[B]`` for the rows of the
+        tokens: number of response tokens where the mask is 1.
+        sequences: number of rollouts with at least one such token. A rollout is one row, or several rows that share
+            ``rollout_index``.
+        max_tokens: longest response that the run allows, in tokens (Dr. GRPO's constant).
+        present_tokens: number of tokens left after rows without effect on the loss were removed; metrics are averaged
+            over them. None if no rows were removed.
+        sequence_tokens: number of unmasked tokens of each row's whole rollout, int64 ``[B]`` for the rows of the
             micro-batch; None if each row is a rollout.
     """
 
@@ -297,27 +299,28 @@ class Denominators:
 
 
 class LossAggregation(Protocol):
-    """A function from losses and mask ``[B, T]`` to a scalar that adds up over micro-batches to the loss."""
+    """A reduction of per-token losses and a mask ``[B, T]`` to a scalar; its sum over micro-batches is the loss."""
 
     def __call__(self, losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor: ...
 
 
 class KlPenalty(Protocol):
-    """An estimate of KL(policy ‖ reference) ``[B, T]``, from log-probs ``[B, T]`` or ``[B, T, V]`` (vocabulary)."""
+    """An estimator of KL(policy ‖ reference) ``[B, T]`` from log-probs ``[B, T]`` or ``[B, T, V]`` (vocabulary)."""
 
     def __call__(self, log_probs: Tensor, ref_log_probs: Tensor) -> Tensor: ...
 
 
 def kl_penalty(*, needs_vocabulary: bool) -> Callable[[_F], _F]:
-    """Declare if a penalty needs the log-probs of the whole vocabulary. The function is returned unwrapped.
+    """Declare that a penalty needs, or does not need, the log-probs of the whole vocabulary.
 
-    Loss functions and rewards see the sampled tokens only, so such a penalty is computed by an engine, by name.
+    The decorated function is returned unchanged. Loss functions and rewards see only the sampled tokens, so a penalty
+    over the vocabulary is computed by an engine, which finds it by name.
     """
     return _marker(**{_VOCABULARY: needs_vocabulary})
 
 
 def needs_vocabulary(penalty: KlPenalty) -> bool:
-    """Return what :func:`kl_penalty` declared for ``penalty``; False if nothing."""
+    """Return True if ``penalty`` was declared with :func:`kl_penalty` to need the whole vocabulary."""
     return bool(getattr(penalty, _VOCABULARY, False))
 
 
@@ -327,11 +330,11 @@ class PolicyLossInputs(InputColumns):
 
     Attributes:
         log_probs: log-probs of the policy in training, with gradient.
-        old_log_probs: log-probs of the policy that the ratio is taken against.
-        advantages, response_mask: as computed by the estimator.
+        old_log_probs: log-probs of the policy in the ratio's denominator.
+        advantages, response_mask: output and mask of the advantage estimator.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: PPO's clip range and dual clip (verl's keys).
         options: further keys of ``actor.policy_loss_kwargs``.
-        prepared: columns that the loss's preparation computed over the whole batch, see :func:`policy_loss`.
+        prepared: columns that the loss's ``prepare`` function computed over the whole batch; see :func:`policy_loss`.
     """
 
     log_probs: Tensor
@@ -358,32 +361,32 @@ class PolicyLossOutput:
 
 PolicyLoss = Callable[[PolicyLossInputs], PolicyLossOutput]
 PolicyLossPreparation = Callable[[PolicyLossInputs], Mapping[str, "Tensor"]]
-"""Computes columns ``[1, N]`` before the update, from the ``N`` response tokens of the whole batch in a single row.
+"""A function that computes columns ``[1, N]`` before the update, from the batch's ``N`` response tokens in one row.
 
-All inputs are ``[1, N]``, a declared column ``[B]`` too, and ``log_probs`` are the old ones.
+All its inputs are ``[1, N]``, including declared columns that are otherwise ``[B]``; ``log_probs`` are the old ones.
 """
 
 
 def policy_loss(
     *, needs: Collection[str] = (), optional: Collection[str] = (), prepare: PolicyLossPreparation | None = None
 ) -> Callable[[_F], _F]:
-    """Declare what a policy loss reads beside its fixed inputs. The function is returned unwrapped.
+    """Declare the columns that a policy loss reads in addition to its fixed inputs.
 
-    A loss sees a micro-batch and must not depend on how the batch was cut. A loss that compares tokens across
-    the batch does so in ``prepare``, called once with all tokens of the batch in one row, see
-    :data:`PolicyLossPreparation`; the returned columns travel with their rows and arrive as
-    :attr:`PolicyLossInputs.prepared`.
+    The decorated function is returned unchanged. A loss sees one micro-batch and must not depend on the split into
+    micro-batches. A loss that compares tokens across the batch does so in ``prepare``, which is called once with all
+    tokens of the batch in one row (:data:`PolicyLossPreparation`); the columns that it returns are passed to the loss
+    as :attr:`PolicyLossInputs.prepared`.
     """
     return _marker(**{_NEEDS: Needs(_names("needs", needs), _names("optional", optional)), _PREPARE: prepare})
 
 
 def prepares_batch(loss: PolicyLoss) -> bool:
-    """Return True if ``loss`` declared a preparation, see :func:`policy_loss`."""
+    """Return True if ``loss`` was declared with ``prepare``; see :func:`policy_loss`."""
     return getattr(loss, _PREPARE, None) is not None
 
 
 def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-    """Return the columns that ``loss`` prepares from the whole batch, by name; empty if it prepares none."""
+    """Run ``loss``'s ``prepare`` on the whole batch and return its columns by name; empty without ``prepare``."""
     prepare = getattr(loss, _PREPARE, None)
     return {} if prepare is None else prepare(inputs)
 

@@ -1,4 +1,4 @@
-"""Options and output that commands share. A command is registered in ``rollcast.commands``."""
+"""Options and output functions shared by commands. A command is registered in ``rollcast.commands``."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ ConfigDir = Annotated[
 
 
 def build_console(stderr: bool = False) -> Console:
-    """Return a console that prints text as it is: no markup, no colour by content, no wrapping."""
+    """Return a console that prints text verbatim, without markup, highlighting or wrapping."""
     from rich.console import Console
 
     return Console(stderr=stderr, markup=False, highlight=False, emoji=False, soft_wrap=True)
 
 
 def hide_library_bars() -> None:
-    """Keep libraries' progress bars out of the output; workers inherit it. ``TQDM_DISABLE=0`` shows them."""
+    """Hide the progress bars of libraries, in workers too. Set ``TQDM_DISABLE=0`` to show them."""
     os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 def print_lines(*lines: str | Text, stderr: bool = False) -> None:
-    """Print lines, none of which is wrapped or cut."""
+    """Print lines without wrapping or truncating them."""
     console = build_console(stderr)
     for line in lines:
         console.print(line)

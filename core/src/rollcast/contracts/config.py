@@ -1,7 +1,7 @@
-"""The contract of configuration: a plugin declares each of its keys once, in a frozen dataclass.
+"""Contract of configuration: a plugin declares each of its keys once, in a frozen dataclass.
 
-A field holds everything there is to say about a key: its name, type, range, default and, in the string below it,
-the sentence that the docs and ``rollcast config --docs`` show::
+A field declares a key's name, type, range and default. The string below the field is its documentation, shown by the
+docs and by ``rollcast config --docs``::
 
     @config
     class WallClockConfig:
@@ -12,9 +12,9 @@ the sentence that the docs and ``rollcast config --docs`` show::
 
     SCHEMAS = (ConfigSchema(path="clock", schema=WallClockConfig),)
 
-``SCHEMAS`` stands in a package of the entry point group ``rollcast.configs``, beside YAML files that hold only what
-differs from these defaults. Nothing there may import torch. Values are validated by pydantic when a section is built
-(:func:`rollcast.build_section`); pydantic itself is not imported before.
+Define ``SCHEMAS`` in a package of the entry-point group ``rollcast.configs``, beside YAML files that contain only
+values that differ from these defaults. The package must not import torch. Pydantic validates the values when a
+section is built (:func:`rollcast.build_section`) and is not imported before.
 """
 
 from __future__ import annotations
@@ -60,14 +60,14 @@ PositiveOrOff = Literal[-1] | Annotated[int, Ge(1)]
 Seconds = Annotated[float, Gt(0)]
 """A duration in seconds, above 0."""
 Temperature = Annotated[float, Ge(0), Lt(math.inf)]
-"""A sampling temperature: a finite number of at least 0, which is greedy."""
+"""A sampling temperature: a finite number of at least 0; 0 is greedy."""
 Fraction = Annotated[float, Ge(0), Le(1)]
 """A number from 0 to 1."""
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field,))
 def config(cls: type[T]) -> type[T]:
-    """Make a frozen dataclass whose sections refuse unknown keys and take numbers for strings."""
+    """Make ``cls`` a frozen dataclass that rejects unknown keys and accepts numbers for strings."""
     cls.__pydantic_config__ = {  # type: ignore[attr-defined]
         "extra": "forbid",
         "coerce_numbers_to_str": True,
@@ -78,14 +78,14 @@ def config(cls: type[T]) -> type[T]:
 
 @dataclass(frozen=True)
 class Hosts:
-    """A field whose section follows the chosen option of a config group, such as any role's ``engine``.
+    """A marker for a field whose schema depends on the chosen option of a config group, such as a role's ``engine``.
 
-    Written ``engine: Annotated[dict[str, Any], Hosts("engine", like="actor.engine")]``. The section's own ``name``
-    decides which option's schema holds; without one the option is that of ``like``, or the group's choice.
+    Write ``engine: Annotated[dict[str, Any], Hosts("engine", like="actor.engine")]``. The section's own ``name``
+    selects the option whose schema applies; without ``name``, the option of ``like`` applies, or the group's choice.
 
     Attributes:
         group: Name of the config group.
-        like: Path of the section whose values hold where this one sets none and has the same option.
+        like: Path of the section whose values are the defaults of this section if both have the same option.
     """
 
     group: str
@@ -94,14 +94,14 @@ class Hosts:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigSchema:
-    """The dataclass that a section of the config follows.
+    """The schema of a config section.
 
     Attributes:
-        schema: A class made by :func:`config`.
-        path: Dotted path of the section. Empty if the fields are themselves sections at the top of the tree, as of a
-            trainer. None for every section that hosts ``group`` (:class:`Hosts`).
-        group: Config group whose choice switches the schema on; empty if it always holds.
-        option: Option of the group; empty for any.
+        schema: Dataclass decorated with :func:`config`.
+        path: Dotted path of the section. Empty if the fields are themselves top-level sections, as for a trainer.
+            None to apply to every section that hosts ``group`` (:class:`Hosts`).
+        group: Config group for whose choice the schema applies; empty if the schema always applies.
+        option: Option of the group for which the schema applies; empty for any option.
     """
 
     schema: type
@@ -111,7 +111,7 @@ class ConfigSchema:
 
 
 def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """Return dotted key → leaf of nested mappings; empty mappings and lists are leaves."""
+    """Flatten nested mappings to dotted key → leaf; empty mappings and lists are leaves."""
     if not isinstance(tree, dict) or not tree:
         return {prefix: tree} if prefix else {}
     leaves: dict[str, Any] = {}
@@ -121,7 +121,7 @@ def flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def field_docs(schema: type) -> dict[str, str]:
-    """Return the doc sentences of a schema's fields by name: the strings below them, read from the source."""
+    """Return the documentation of a schema's fields by name, read from the strings below them in the source."""
     docs: dict[str, str] = {}
     for base in reversed(schema.__mro__):
         try:

@@ -1,4 +1,4 @@
-"""Devices that torch computes on, and the one of this process."""
+"""Kinds of torch devices, and the device of this process."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class Device:
     Attributes:
         name: torch's name of the device type, and its name in ``placement.device``.
         module: module with ``is_available``, ``device_count``, ``synchronize`` and ``empty_cache``; may be missing.
-        collective: backend of ``torch.distributed`` for tensors on the device.
+        collective: ``torch.distributed`` backend for tensors on the device.
         resource: name under which a cluster counts these devices; empty for the CPU.
-        visibility: environment variables that choose among the devices. The first is set for a process that is
-            given devices by number.
-        hidden: environment of a process that sees none of these devices.
+        visibility: environment variables that select visible devices. The first one is set for a process that is
+            assigned devices by number.
+        hidden: environment variables that hide all devices of this kind from a process.
     """
 
     name: str
@@ -55,7 +55,7 @@ class Device:
     hidden: Mapping[str, str] = field(default_factory=dict, hash=False)
 
     def torch_module(self) -> Any:
-        """Return the device's module of torch, None if there is none or no such device is visible."""
+        """Return torch's module of the device; None if torch has none or no such device is visible."""
         package, _, attribute = self.module.rpartition(".")
         module = getattr(importlib.import_module(package), attribute, None)
         return module if module is not None and module.is_available() else None
@@ -84,19 +84,19 @@ def _accelerators() -> list[Device]:
 
 
 def current_device() -> Device:
-    """Return the first accelerator of which this process sees a device, else the CPU."""
+    """Return the first kind of accelerator that has a device visible to this process, else the CPU."""
     return next((device for device in _accelerators() if device.torch_module() is not None), CPU)
 
 
 def find_device(name: str, requested_by: str = "placement.device") -> Device:
-    """Return the device of that name; ``auto`` stands for :func:`current_device`.
+    """Return the device called ``name``; ``auto`` stands for :func:`current_device`.
 
     Args:
-        name: of the device.
-        requested_by: key that names it.
+        name: name of the device.
+        requested_by: config key to name in an error.
 
     Raises:
-        ConfigError: no such device is registered; lists those that are.
+        ConfigError: no such device is registered; lists the registered ones.
     """
     if name == "auto":
         return current_device()
@@ -106,7 +106,7 @@ def find_device(name: str, requested_by: str = "placement.device") -> Device:
 
 
 def hide_accelerators() -> dict[str, str]:
-    """Return the environment of a process that computes on the CPU whatever its machine has."""
+    """Return environment variables that hide all accelerators from a process."""
     return {key: value for device in _accelerators() for key, value in device.hidden.items()}
 
 
@@ -116,22 +116,22 @@ def device_name() -> str:
 
 
 def device_count() -> int:
-    """Return the number of visible accelerators; 0 on a machine without."""
+    """Return the number of visible accelerators."""
     device = current_device()
     return 0 if device is CPU else int(device.torch_module().device_count())
 
 
 def use_device(index: int | None) -> None:
-    """Make the visible device of that number this process's own; None leaves the choice to the local rank."""
-    global _chosen  # noqa: PLW0603  # one for the process, as the device is
+    """Set this process's device to the visible device number ``index``; None to choose by local rank."""
+    global _chosen  # noqa: PLW0603  # a process has one device
     _chosen = index
 
 
 def local_device(local_rank: int) -> torch.device:
-    """Return the device of the process with this rank on its node.
+    """Return the torch device of the process with ``local_rank`` on its node.
 
-    With one visible device (a cluster hides the others) that is device 0 whatever the rank; after
-    :func:`use_device` it is that one.
+    If only one device is visible (a cluster hides the others), return device 0 whatever the rank. After
+    :func:`use_device`, return the device set there.
     """
     import torch
 
@@ -142,20 +142,20 @@ def local_device(local_rank: int) -> torch.device:
 
 
 def collective_backend() -> str:
-    """Return the backend string for ``torch.distributed.init_process_group``."""
+    """Return the ``backend`` argument of ``torch.distributed.init_process_group``."""
     device = current_device()
     return "gloo" if device is CPU else f"cpu:gloo,{device.name}:{device.collective}"
 
 
 def synchronize() -> None:
-    """Wait for the accelerator; nothing on a CPU."""
+    """Wait until the accelerator has finished its queued work; do nothing on a CPU."""
     device = current_device()
     if device is not CPU:
         device.torch_module().synchronize()
 
 
 def empty_cache() -> None:
-    """Return cached accelerator memory to the device; nothing on a CPU."""
+    """Release cached accelerator memory to the device; do nothing on a CPU."""
     device = current_device()
     if device is not CPU:
         device.torch_module().empty_cache()

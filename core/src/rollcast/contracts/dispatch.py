@@ -1,6 +1,6 @@
-"""The contract of dispatch and execute modes: one call becomes a call per rank, many outputs one result.
+"""Contract of dispatch modes, which split a call over ranks and join the outputs, and of execute modes.
 
-Example of a mode, announced in the group ``rollcast.dispatch_modes``::
+Example of a mode, registered in the entry-point group ``rollcast.dispatch_modes``::
 
     class EveryOther(DispatchMode):
         name = "every_other"
@@ -42,12 +42,12 @@ __all__ = [
 
 @dataclass(frozen=True)
 class MeshInfo:
-    """A worker's place in a named device mesh.
+    """A worker's coordinates in a named device mesh.
 
     Attributes:
-        dp_rank: data-parallel shard that the worker computes.
-        is_collect: True if the worker's output counts.
-        coords: place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``; a missing one is 0.
+        dp_rank: index of the data-parallel shard that the worker computes.
+        is_collect: True if the worker's output is part of the result.
+        coords: coordinates along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``; 0 if missing.
     """
 
     dp_rank: int
@@ -64,7 +64,7 @@ class DispatchTarget(Protocol):
         ...
 
     def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
-        """Return each rank's place in a mesh, by rank; the workers are asked once."""
+        """Return each rank's place in a mesh, by rank; the workers are queried only once."""
         ...
 
 
@@ -78,13 +78,13 @@ class RankCall:
 
 @dataclass(frozen=True)
 class Calls:
-    """A call for each rank, None for a rank that is left out. An object that several ranks get is stored once.
+    """One call per rank, or None for a rank that is not called. An object sent to several ranks is stored once.
 
     Attributes:
         per_rank: calls by rank.
-        state: value that ``collect`` finds in ``outputs.state``.
-        answering: ranks whose outputs ``collect`` reads, all by default. The outputs of the others do not
-            travel; ``collect`` finds None in their place.
+        state: value passed to ``collect`` as ``outputs.state``.
+        answering: ranks whose outputs ``collect`` reads; all by default. The outputs of other ranks are not
+            transferred and are None in ``collect``.
     """
 
     per_rank: Sequence[RankCall | None]
@@ -93,18 +93,18 @@ class Calls:
 
     @classmethod
     def each(cls, values: Sequence[Any], state: Any = None) -> Calls:
-        """Return calls with one positional argument each."""
+        """Return one call per value, with the value as its only positional argument."""
         return cls([RankCall((value,)) for value in values], state)
 
 
 @dataclass(frozen=True)
 class Expected:
-    """The joined result of a method that returns a row for each row, before the calls have ended.
+    """The layout of a result that is known before the calls end, for a method that returns a row for each row.
 
     Attributes:
-        ranks: ranks whose outputs are joined, in this order.
-        rows: rows of each of these outputs.
-        taken: rows of the joined outputs that are the result: the number of the first ones, or their numbers.
+        ranks: ranks whose outputs are concatenated, in this order.
+        rows: number of rows of each of these outputs.
+        taken: rows of the concatenated outputs that form the result: a count from the start, or row numbers.
     """
 
     ranks: Sequence[int]
@@ -113,12 +113,12 @@ class Expected:
 
 
 class RankOutputs(list[Any]):
-    """Outputs of the ranks that were called, in rank order.
+    """Outputs of the called ranks, in rank order.
 
     Attributes:
         ranks: rank of each output.
         state: ``Calls.state`` of the dispatch.
-        execute_mode: name of the execute mode that chose the ranks.
+        execute_mode: name of the execute mode that selected the ranks.
     """
 
     def __init__(
@@ -129,9 +129,9 @@ class RankOutputs(list[Any]):
 
 
 class BatchType(ABC):
-    """How dispatch modes split and join the batches of another framework, which workers get and return as they are.
+    """A batch class of another framework that dispatch modes can split and join; workers receive it unchanged.
 
-    Example, announced in the group ``rollcast.batch_types``::
+    Example, registered in the entry-point group ``rollcast.batch_types``::
 
         class Frames(BatchType):
             kind = pandas.DataFrame
@@ -146,7 +146,7 @@ class BatchType(ABC):
                 return pandas.concat(values, ignore_index=True)
     """
 
-    #: The class of the batches, subclasses included.
+    #: Class of the batches; subclasses match too.
     kind: ClassVar[type]
 
     @abstractmethod
@@ -155,51 +155,51 @@ class BatchType(ABC):
 
     @abstractmethod
     def take(self, value: Any, rows: Sequence[int]) -> Any:
-        """Return a batch of these rows, in this order; a row may come several times. ``value`` is not changed."""
+        """Return a batch of these rows, in this order; rows may repeat. Does not change ``value``."""
 
     @abstractmethod
     def concat(self, values: Sequence[Any]) -> Any:
-        """Return the rows of all batches, in order."""
+        """Return one batch with the rows of all batches, in order."""
 
 
 class DispatchMode(ABC):
-    """Splits the arguments of a call over the ranks and joins their outputs.
+    """Base class of dispatch modes, which split a call's arguments over ranks and join the outputs.
 
-    A mode holds no state of a call: padding and the like go from ``dispatch`` to ``collect`` by
-    ``Calls.state``. The caller's arguments are never changed.
+    A mode keeps no state between calls: pass such values as padding from ``dispatch`` to ``collect`` in
+    ``Calls.state``. A mode must not change the caller's arguments.
     """
 
     name: ClassVar[str] = ""
-    #: Names of the execute modes that make sense with this mode.
+    #: Names of the execute modes that this mode can be combined with.
     execute_modes: ClassVar[frozenset[str]] = frozenset({"all"})
     default_execute_mode: ClassVar[str] = "all"
 
     @abstractmethod
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
-        """Return one call for each rank.
+        """Split a call into one call per rank.
 
         Raises:
-            DispatchError: the arguments do not fit this mode.
+            DispatchError: this mode cannot split the arguments.
         """
 
     @abstractmethod
     def collect(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        """Return the result of the whole call."""
+        """Join the outputs into the result of the call."""
 
     def expect(self, worker_group: DispatchTarget, calls: Calls) -> Expected | None:
-        """Return the rows of the result if each rank returns a row for each row that it gets.
+        """Return the layout of the result if each rank returns one row per input row.
 
-        Called for methods that are registered with ``rows="same"``. None, the default, means that the result is not
-        the ranks' outputs one after the other; handles then know their length when the call has ended.
+        Called for methods registered with ``rows="same"``. None, the default, means that the layout is unknown; the
+        length of a future is then known only after the call has ended.
         """
         return None
 
     def distribute(self, worker_group: DispatchTarget, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Calls:
-        """Return :meth:`dispatch`'s calls, checked; worker groups call this.
+        """Call :meth:`dispatch` and check the calls that it returns; worker groups call this method.
 
         Raises:
-            DispatchError: the mode fails on the arguments (the cause is chained) or returns anything but
-                ``Calls`` with one entry for each rank.
+            DispatchError: :meth:`dispatch` raised an error (chained as the cause), or did not return ``Calls`` with
+                one entry per rank.
         """
         try:
             calls = self.dispatch(worker_group, *args, **kwargs)
@@ -221,10 +221,10 @@ class DispatchMode(ABC):
         return calls
 
     def join(self, worker_group: DispatchTarget, outputs: RankOutputs) -> Any:
-        """Return :meth:`collect`'s result; worker groups call this.
+        """Call :meth:`collect` and return its result; worker groups call this method.
 
         Raises:
-            DispatchError: the mode fails on the outputs; the cause is chained.
+            DispatchError: :meth:`collect` raised an error, which is chained as the cause.
         """
         try:
             return self.collect(worker_group, outputs)
@@ -238,7 +238,7 @@ class DispatchMode(ABC):
 
 
 class ExecuteMode(ABC):
-    """Chooses the ranks that run a call."""
+    """Base class of execute modes, which select the ranks that run a call."""
 
     name: ClassVar[str] = ""
 
@@ -251,23 +251,23 @@ dispatch_modes: Registry[DispatchMode | type[DispatchMode]] = Registry(
     "rollcast.dispatch_modes",
     any_of(instance_of(DispatchMode), subclass_of(DispatchMode)),
     "dispatch_mode",
-    description="how a call is split over ranks, and its results are collected",
+    description="how a call is split over ranks and its results are collected",
 )
 execute_modes: Registry[ExecuteMode | type[ExecuteMode]] = Registry(
     "rollcast.execute_modes",
     any_of(instance_of(ExecuteMode), subclass_of(ExecuteMode)),
     "execute_mode",
-    description="the ranks that a call runs on",
+    description="ranks that run a call",
 )
 batch_types: Registry[BatchType | type[BatchType]] = Registry(
     "rollcast.batch_types",
     any_of(instance_of(BatchType), subclass_of(BatchType)),
-    description="batches of other frameworks that dispatch modes split and join",
+    description="batch classes of other frameworks that dispatch modes split and join",
 )
 
 
 def find_batch_type(value: Any) -> BatchType | None:
-    """Return how the batch of another framework is split and joined; None if no plugin knows its class."""
+    """Return the batch type of another framework's batch; None if no plugin registers its class."""
     for name in batch_types.names():
         plugin = batch_types.get(name)
         found = plugin() if isinstance(plugin, type) else plugin

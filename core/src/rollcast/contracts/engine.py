@@ -1,14 +1,15 @@
-"""Contracts of training engines and of the loss functions that they run.
+"""Contracts of training engines and of their loss functions.
 
-Axes: ``B`` rows, ``P`` prompt positions, ``T`` response positions. A trainer's batch is a DataProto with the jagged
-columns ``prompts`` and ``responses`` (int32), ``response_mask`` (bool) and those that the loss reads; an engine pads
-micro-batches on its device. A padded batch has ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]``
-(prompts left-padded, responses right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``. An
-engine takes both; ``rollcast_engine.batching.plan_batch`` does that for it.
+Axes: ``B`` rows, ``P`` prompt positions, ``T`` response positions. An engine accepts two kinds of batches. A jagged
+batch is a DataProto with the jagged columns ``prompts`` and ``responses`` (int32), ``response_mask`` (bool) and the
+columns that the loss reads; the engine pads its micro-batches on its device. Trainers send this kind. A padded batch
+has ``input_ids``, ``attention_mask``, ``position_ids`` int64 ``[B, P + T]`` (prompts left-padded, responses
+right-padded), ``responses`` int64 ``[B, T]`` and ``response_mask`` ``[B, T]``.
+``rollcast_engine.batching.plan_batch`` handles both kinds.
 
-Micro-batching, packing and gradient accumulation happen inside the engine. A loss function sees
-per-token quantities, never logits, so it runs unchanged on tensor- and pipeline-parallel engines.
-It divides by counts over the whole mini-batch, so the gradient does not depend on the split. Example::
+Micro-batching, packing and gradient accumulation happen inside the engine. A loss function sees per-token quantities
+but never logits, so it runs unchanged on tensor- and pipeline-parallel engines. It divides by counts over the whole
+mini-batch, so that the gradient does not depend on the split into micro-batches. Example::
 
     def supervised(inputs: LossInputs) -> LossOutput:
         nll = -(inputs.log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
@@ -56,7 +57,7 @@ ModelType = Literal["language_model", "value_model"]
 
 @config
 class ModelConfig:
-    """The model's Hugging Face folder, and how it is loaded."""
+    """A model's Hugging Face folder and the options for loading it."""
 
     path: str = "???"
     """Folder with `config.json` and a tokenizer, and with weights unless `random_init`."""
@@ -67,9 +68,9 @@ class ModelConfig:
     trust_remote_code: bool = False
     """Allow the folder's own Python code."""
     use_liger: bool = False
-    """Run norms, rotary embedding and feed-forward by Liger's kernels, on CUDA devices."""
+    """Run norms, rotary embedding and feed-forward with Liger's kernels on CUDA devices."""
     lora_rank: NonNegative = 0
-    """Rank of the LoRA adapter that is trained in place of the model; 0 trains the model."""
+    """Rank of the LoRA adapter to train instead of the model; 0 to train the model."""
     lora_alpha: Positive = 16
     """Scale of the adapter: its output is multiplied by `lora_alpha / lora_rank`."""
     target_modules: Any = "all-linear"
@@ -90,7 +91,7 @@ class ModelConfig:
 
 @config
 class OptimConfig:
-    """An optimizer and its learning-rate schedule. Names are verl's where it has one."""
+    """An optimizer and its learning-rate schedule. Names are verl's where verl has the key."""
 
     optimizer: str = "adamw"
     """Registry name of the optimizer."""
@@ -125,16 +126,16 @@ class OptimConfig:
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch as a loss function sees it; tensors are ``[B, T]`` on the engine's device.
+    """Inputs of a loss function for one micro-batch; tensors are ``[B, T]`` on the engine's device.
 
     Attributes:
         log_probs: log-probs of the response tokens, with gradient; None for a value model.
-        entropy: entropy of the policy at each position, if asked for.
+        entropy: entropy of the policy at each position, if requested.
         values: values of a value model, with gradient.
         response_mask: 1 where the policy chose the token.
         columns: all other tensor columns of the batch, such as ``advantages``.
         denominators: counts over the whole mini-batch on all data-parallel ranks.
-        vocabulary_kl: penalty between policy and reference, with gradient, if asked for.
+        vocabulary_kl: KL penalty between policy and reference, with gradient, if requested.
     """
 
     log_probs: Tensor | None
@@ -148,7 +149,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossOutput:
-    """A micro-batch's share of the loss; ``metrics`` add up over micro-batches and ranks, of ``maxima`` one is kept."""
+    """A micro-batch's share of the loss, ``metrics`` to sum and ``maxima`` to maximize over micro-batches and ranks."""
 
     loss: Tensor
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
@@ -156,17 +157,17 @@ class LossOutput:
 
 
 class LossFunction(Protocol):
-    """A function from one micro-batch's per-token quantities to its share of the loss."""
+    """A function from a micro-batch's per-token quantities to the micro-batch's share of the loss."""
 
     def __call__(self, inputs: LossInputs) -> LossOutput: ...
 
 
 @dataclass(frozen=True)
 class EngineCapabilities:
-    """Features of an engine; checked against rollout and weight sync before anything starts.
+    """Features of an engine; checked against the rollout and the weight sync before the run starts.
 
     Attributes:
-        max_world_size: largest number of ranks of one model; None for any, 1 for an engine of one rank only.
+        max_world_size: largest number of ranks that can share a model; None for no limit.
     """
 
     value_model: bool = False
@@ -184,7 +185,7 @@ class EngineCapabilities:
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """Arguments that an engine is built from.
+    """Constructor arguments of an engine.
 
     Attributes:
         model_type: ``language_model`` computes log-probs, ``value_model`` computes values.
@@ -193,7 +194,7 @@ class EngineSetup:
         optim: optimizer and schedule; None for an engine that is never trained, such as a reference policy.
         context: rank, world size and rendezvous of the worker that hosts the engine.
         seed: seed of random initial weights, the same on all ranks.
-        section: config section of the role, such as ``critic``, for messages.
+        section: config section of the role, such as ``critic``; used in error messages.
     """
 
     model_type: ModelType
@@ -207,21 +208,21 @@ class EngineSetup:
 
 @dataclass(frozen=True)
 class ForwardSettings:
-    """Settings of a pass of a batch through the model.
+    """Settings for one pass of a batch through the model.
 
     Attributes:
-        temperature: divisor of the logits before log-probs and entropy.
-        calculate_entropy: compute per-token entropy too.
-        calculate_sum_pi_squared: compute ``sum_pi_squared`` ``[B, T]`` too, the sum of the squared
+        temperature: divisor of the logits, applied before log-probs and entropy are computed.
+        calculate_entropy: True to compute the entropy at each position too.
+        calculate_sum_pi_squared: True to compute ``sum_pi_squared`` ``[B, T]`` too, the sum of the squared
             probabilities at each position.
-        vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty over the whole vocabulary, to compute at
-            each position (``vocabulary_kl`` ``[B, T]``) against :meth:`BaseEngine.set_reference`'s model.
-        micro_batch_size_per_gpu: rows a micro-batch; None for all rows at once.
-        max_token_len_per_gpu: tokens a micro-batch on each rank, with padding unless the engine packs;
-            takes precedence.
+        vocabulary_kl: name in ``rollcast.kl_penalties`` of a penalty over the whole vocabulary; it is computed at
+            each position (``vocabulary_kl`` ``[B, T]``) against the model of :meth:`BaseEngine.set_reference`.
+        micro_batch_size_per_gpu: rows per micro-batch; None for all rows at once.
+        max_token_len_per_gpu: tokens per micro-batch on each rank, including padding unless the engine packs;
+            takes precedence over ``micro_batch_size_per_gpu``.
         max_response_length: constant of the ``seq-mean-token-sum-norm`` aggregation; None for the batch's ``T``.
-        denominators: counts of the whole mini-batch, from a caller who left out rows without effect; None
-            to count over the batch and all ranks, each at least 1.
+        denominators: counts over the whole mini-batch, from a caller that removed rows without effect; None
+            to count over the batch and all ranks, each count at least 1.
     """
 
     temperature: float = 1.0
@@ -236,7 +237,11 @@ class ForwardSettings:
 
 @dataclass(frozen=True)
 class TrainOutput:
-    """One optimizer step, the same on every rank; ``grad_norm`` is before clipping, ``skipped`` if not finite."""
+    """Result of one optimizer step, equal on every rank.
+
+    ``grad_norm`` is the norm before clipping; ``skipped`` is True if a norm that is not finite made the engine skip
+    the step.
+    """
 
     grad_norm: float
     lr: float
@@ -245,9 +250,9 @@ class TrainOutput:
 
 
 class BaseEngine(ABC):
-    """A model, its optimizer and its schedule, on one rank of a worker group.
+    """Base class of engines: a model, its optimizer and its schedule on one rank of a worker group.
 
-    All ranks call every method together. Nothing heavy happens before :meth:`initialize`.
+    All ranks call every method together. The constructor stays cheap: load the model in :meth:`initialize`.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities()
@@ -259,7 +264,7 @@ class BaseEngine(ABC):
 
     @classmethod
     def compute_dtype(cls, config: Any) -> str | None:  # noqa: ARG003  # for subclasses
-        """Return torch's name of the dtype of forward passes, such as ``bfloat16``; None if not known.
+        """Return torch's name of the dtype of forward passes, such as ``bfloat16``; None if unknown.
 
         Args:
             config: engine's own keys, an instance of ``config_schema``.
@@ -268,15 +273,15 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def initialize(self) -> None:
-        """Build model, optimizer and scheduler; join the process group if there are more ranks."""
+        """Build the model, optimizer and scheduler, and join the process group if there are several ranks."""
 
     @abstractmethod
     def train_mode(self) -> AbstractContextManager[None]:
-        """Return a context with dropout on and weights on the device."""
+        """Return a context in which dropout is on and the weights are on the device."""
 
     @abstractmethod
     def eval_mode(self) -> AbstractContextManager[None]:
-        """Return a context with dropout and gradients off."""
+        """Return a context in which dropout and gradients are off."""
 
     @abstractmethod
     def optimizer_zero_grad(self) -> None:
@@ -284,8 +289,10 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def optimizer_step(self) -> tuple[float, bool]:
-        """Clip and step; return the gradient's global norm before clipping, and True if a norm that is
-        not finite made the step be skipped.
+        """Clip the gradient and take an optimizer step; skip the step if the gradient's norm is not finite.
+
+        Returns:
+            The gradient's global norm before clipping, and True if the step was skipped.
         """
 
     @abstractmethod
@@ -300,13 +307,13 @@ class BaseEngine(ABC):
         settings: ForwardSettings,
         forward_only: bool = False,
     ) -> tuple[DataProto | None, dict[str, float]]:
-        """Run a rank's rows, micro-batch by micro-batch, accumulating gradients.
+        """Run this rank's rows through the model, micro-batch by micro-batch, and accumulate gradients.
 
         Returns:
-            With ``forward_only``, a DataProto in the order of ``data``'s rows: ``log_probs`` (and what else the
-            settings ask for) or ``values``, float32, zero under a zero mask: jagged with the rows of ``responses``, or
-            ``[B, T]`` of a padded batch; otherwise None. And the
-            loss function's metrics, reduced over micro-batches and data-parallel ranks.
+            A pair. First, with ``forward_only``, a DataProto with one row per row of ``data``, in order, else None.
+            Its columns are ``log_probs`` (and the other quantities requested in ``settings``) or ``values``: float32,
+            zero where the mask is 0, with the row lengths of ``responses``, or ``[B, T]`` for a padded batch.
+            Second, the loss function's metrics, reduced over micro-batches and data-parallel ranks.
         """
 
     @abstractmethod
@@ -324,7 +331,7 @@ class BaseEngine(ABC):
     def infer_batch(
         self, data: DataProto, settings: ForwardSettings, loss_function: LossFunction | None = None
     ) -> tuple[DataProto, dict[str, float]]:
-        """Return per-token quantities without gradient, and the metrics of ``loss_function`` if there is one."""
+        """Compute per-token quantities without gradient; return them and the metrics of ``loss_function``, if any."""
         output, metrics = self.forward_backward_batch(data, loss_function, settings, forward_only=True)
         if output is None:
             raise TypeError(f"{type(self).__name__}.forward_backward_batch(forward_only=True) returned no output")
@@ -332,44 +339,58 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield full parameters (the base model's) by their Hugging Face names, gathered over the ranks."""
+        """Yield the base model's full parameters by their Hugging Face names, gathered over the ranks."""
 
     def get_adapter(self) -> AdapterWeights | None:
-        """Return the LoRA adapter in training, gathered over the ranks; None if the model itself trains."""
+        """Return the LoRA adapter in training, gathered over the ranks; None if the model itself is trained."""
         return None
 
     def in_process_module(self) -> AbstractContextManager[nn.Module]:
-        """Return a context with the module and its full weights on this rank, for generation in this process.
+        """Return a context that yields the module with full weights on this rank, for generation in this process.
 
-        Inside the context a rank may run the module alone. CapabilityError without ``capabilities.in_process_module``.
+        Inside the context, a rank may run the module without the other ranks.
+
+        Raises:
+            CapabilityError: the engine lacks ``capabilities.in_process_module``.
         """
         raise CapabilityError(f"{type(self).__name__} has no module that can generate in its own process")
 
     @abstractmethod
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the named state to ``device`` (``cpu`` or the accelerator)."""
+        """Move the selected state to ``device`` (``cpu`` or the accelerator)."""
 
     @abstractmethod
     def save_checkpoint(self, path: Path) -> None:
-        """Write model, optimizer, schedule and this rank's random state under ``path``."""
+        """Write the model, the optimizer, the schedule and this rank's random state under ``path``."""
 
     def start_checkpoint(self, path: Path) -> None:
-        """Start an asynchronous :meth:`save_checkpoint`; the state may change once this call returns.
+        """Start an asynchronous checkpoint; complete it with :meth:`finish_checkpoint`.
 
-        The default writes everything at once. CheckpointError if this one cannot start or the previous failed.
+        The engine's state may change as soon as this method returns. The default implementation writes the whole
+        checkpoint before it returns.
+
+        Raises:
+            CheckpointError: this checkpoint cannot be started, or the previous one failed.
         """
         self.save_checkpoint(path)
 
     def finish_checkpoint(self, wait: bool) -> bool:
-        """Return True once the checkpoint of :meth:`start_checkpoint` is on disk, after blocking for it if ``wait``.
+        """Return True if the checkpoint of :meth:`start_checkpoint` is on disk; block until then if ``wait``.
 
-        No collective. CheckpointError, once, if the checkpoint could not be written.
+        Runs no collective operation.
+
+        Raises:
+            CheckpointError: the checkpoint could not be written; raised only once.
         """
         return True
 
     @abstractmethod
     def load_checkpoint(self, path: Path) -> None:
-        """Load what :meth:`save_checkpoint` wrote; CheckpointError names what is missing or of another model."""
+        """Load a checkpoint written by :meth:`save_checkpoint`.
+
+        Raises:
+            CheckpointError: a part is missing or belongs to another model; names the part.
+        """
 
     @abstractmethod
     def export(self, path: Path) -> None:
@@ -378,7 +399,11 @@ class BaseEngine(ABC):
     @classmethod
     @abstractmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
-        """Convert a checkpoint to a Hugging Face folder, in one process; CheckpointError if it is not this engine's."""
+        """Convert a checkpoint to a Hugging Face folder, in one process.
+
+        Raises:
+            CheckpointError: the checkpoint was not written by this engine.
+        """
 
     @abstractmethod
     def get_data_parallel_rank(self) -> int:
@@ -386,26 +411,33 @@ class BaseEngine(ABC):
 
     @abstractmethod
     def get_data_parallel_size(self) -> int:
-        """Return the number of shards that a batch is split into."""
+        """Return the number of shards of a batch."""
 
     @abstractmethod
     def get_data_parallel_group(self) -> Any:
-        """Return the torch process group of the ranks with different shards; None for one rank."""
+        """Return the data-parallel process group of torch; None if there is only one rank."""
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Return True if this rank's outputs are collected for its model-parallel group."""
+        """Return True if this rank returns the outputs of its model-parallel group."""
         return True
 
     def set_reference(self, reference: BaseEngine) -> None:
-        """Set the engine that ``ForwardSettings.vocabulary_kl`` is measured against.
+        """Set the reference engine for ``ForwardSettings.vocabulary_kl``.
 
-        The reference is initialized, in the same process, on the same ranks, with the same vocabulary, and has its
-        weights on the device whenever the KL is computed. CapabilityError if the engines cannot.
+        The reference must be initialized, be in the same process on the same ranks, have the same vocabulary, and
+        have its weights on the device whenever the KL is computed.
+
+        Raises:
+            CapabilityError: the engines cannot compute a KL over the vocabulary.
         """
         raise CapabilityError(f"{type(self).__name__} computes no KL penalty over the vocabulary")
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """Return a context in which the base model runs without its adapter; CapabilityError if there is none."""
+        """Return a context in which the base model runs without its adapter.
+
+        Raises:
+            CapabilityError: the engine has no adapter.
+        """
         raise CapabilityError(f"{type(self).__name__} holds no adapter")
 
 

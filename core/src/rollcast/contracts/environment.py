@@ -1,6 +1,6 @@
-"""Contract of environments: worlds that answer a model's messages and may score them.
+"""Contract of environments, which answer a model's messages and may score them.
 
-A plain class is enough: its public methods are tools, and ``reset(**task)`` may return the first prompt::
+A plain class is enough: its public methods become tools, and ``reset(**task)`` may return the first prompt::
 
     class Counter:
         \"\"\"Counts as it is told.\"\"\"
@@ -17,7 +17,7 @@ A plain class is enough: its public methods are tools, and ``reset(**task)`` may
         def get_reward(self) -> float:
             return float(self.value == 10)
 
-Announce it in the group ``rollcast.environments``; the config names it as ``agent.environment``.
+Register it in the entry-point group ``rollcast.environments`` and select it with ``agent.environment``.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ __all__ = ["BaseEnvironment", "Observation", "environments"]
 
 @dataclass(frozen=True)
 class Observation:
-    """What an environment answers.
+    """An environment's answer to a message.
 
     Attributes:
         messages: new messages of the conversation, in OpenAI's chat format.
-        tools: tools from now on; None for those before.
-        reward: reward for the message that led here; None if it has none of its own.
+        tools: tools available from now on; None to keep the current ones.
+        reward: reward for the answered message; None if this message has no reward of its own.
         done: True if the episode is over.
         components: named parts of the reward, for metrics.
-        metrics: further numbers.
+        metrics: further metrics.
     """
 
     messages: Sequence[ChatMessage] = ()
@@ -57,11 +57,11 @@ class Observation:
 
 
 class BaseEnvironment(ABC):
-    """One episode's world; one instance serves one rollout. Built with ``agent.environment_kwargs``."""
+    """Base class of environments. One instance serves one rollout, built with ``agent.environment_kwargs``."""
 
     @abstractmethod
     async def reset(self, task: Mapping[str, Any]) -> Observation:
-        """Begin an episode; the same task begins the same episode.
+        """Start an episode; the same task must start the same episode.
 
         Args:
             task: row of the dataset, with ``seed`` for environments that draw random numbers.
@@ -69,17 +69,17 @@ class BaseEnvironment(ABC):
 
     @abstractmethod
     async def step(self, message: Message) -> Observation:
-        """Answer a reply of the model."""
+        """Answer a reply of the model with an observation."""
 
     async def solution(self) -> Sequence[str] | None:
-        """Return replies that together earn the reward 1 in the episode that has begun; None if they are not known.
+        """Return replies that earn a total reward of 1 in the current episode; None if unknown.
 
-        ``rollcast validate-task`` plays them.
+        ``rollcast validate-task`` plays these replies.
         """
         return None
 
     async def close(self) -> None:
-        """Free what the episode holds; called once, also when the rollout is interrupted."""
+        """Release the episode's resources; called once, also when the rollout is interrupted."""
         return
 
 
@@ -87,5 +87,5 @@ environments: Registry[type[Any]] = Registry(
     "rollcast.environments",
     is_class,
     "agent.environment",
-    description="worlds that answer a model's messages",
+    description="environments that answer a model's messages",
 )

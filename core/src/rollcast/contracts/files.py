@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and the newest checkpoint of a run directory."""
+"""Atomic file replacement, and lookup of the newest checkpoint of a run directory."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ _STEP = re.compile(r"step_(\d+)")
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Write ``content`` to ``path`` so that a reader sees the old file or the new one, never a part.
+    """Write ``content`` to ``path`` atomically: a reader sees the old file or the new one, never a partial file.
 
-    The file and its folder are synchronized with the disk, so that this holds after a power failure too.
+    The file and its folder are flushed to disk, so this holds after a power failure too.
 
     Args:
-        path: Path of the file; one writer at a time.
+        path: Path of the file. Only one process may write to it at a time.
         content: Bytes, or text to encode as UTF-8 with lone surrogates as backslash escapes.
 
     Raises:
-        OSError: The file cannot be written; the old file is untouched.
+        OSError: The file cannot be written; the old file is unchanged.
     """
     temporary = path.with_name(f".{path.name}.tmp")
     try:
@@ -37,12 +37,12 @@ def replace_file(path: Path, content: str | bytes) -> None:
 
 
 def _sync_folder(folder: Path) -> None:
-    """Write the folder's entries to the disk; a rename is durable only then."""
+    """Flush the folder's entries to disk, which makes a rename durable."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some network file systems cannot do it for folders; the file itself is written.
+        # Some network file systems cannot flush folders; the file itself is on disk.
         if error.errno not in (errno.EINVAL, errno.ENOTSUP):
             raise
     finally:
@@ -50,6 +50,6 @@ def _sync_folder(folder: Path) -> None:
 
 
 def find_newest_checkpoint(run_dir: Path) -> Path | None:
-    """Return the checkpoint of the highest step; writing is atomic, so a ``step_N`` is complete."""
+    """Return the checkpoint with the highest step; every ``step_N`` is complete, because it is written atomically."""
     found = [(int(match[1]), path) for path in run_dir.glob("checkpoints/*") if (match := _STEP.fullmatch(path.name))]
     return max(found)[1] if found else None

@@ -1,11 +1,11 @@
-"""The events of a run that a plugin can listen to, and the manager that calls the listeners.
+"""Hooks: events of a run that a plugin can listen to, and the manager that calls the listeners.
 
 A listener is a module, an object or a class (created without arguments) with functions of the
-names below, marked ``@hookimpl`` and announced in the entry-point group ``rollcast.hooks``. A
-function may leave out arguments that it does not need. Hooks are for events with any number of
-listeners; to choose one plugin of several, use the registry of its group.
+names below, marked ``@hookimpl`` and registered in the entry-point group ``rollcast.hooks``. A
+function may omit arguments that it does not need. An event can have any number of listeners; to
+choose one of several plugins, use the registry of its group.
 
-An error that a listener raises stops the run: a listener that may fail has to catch it.
+An exception in a listener stops the run, so a listener must catch exceptions that should not.
 
 Example::
 
@@ -41,7 +41,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 _log = logging.getLogger("rollcast.plugins")
 
-# A batch needs torch, which a listener may do without: known here by name.
+# DataProto imports torch, which a listener may not need, so the batch is only named here.
 Trainer: TypeAlias = Any
 Batch: TypeAlias = Any
 Config: TypeAlias = Any
@@ -49,7 +49,7 @@ Config: TypeAlias = Any
 
 @hookspec
 def on_configure(config: Config) -> None:
-    """The configuration is complete and checked; no worker exists yet.
+    """Called when the configuration is complete and checked, before any worker exists.
 
     Args:
         config: the whole configuration, read-only.
@@ -58,17 +58,17 @@ def on_configure(config: Config) -> None:
 
 @hookspec
 def on_start_workers(workers: MutableMapping[Any, Any], runtime: Runtime) -> None:
-    """The worker classes of a run are chosen, and start next.
+    """Called when the worker classes of a run are chosen, before the workers start.
 
     Args:
-        workers: role to ``ClassWithInitArgs``; a listener may replace a class by one with further options.
-        runtime: starts the processes.
+        workers: role to ``ClassWithInitArgs``; a listener may replace a class by one with other options.
+        runtime: the runtime that starts the processes.
     """
 
 
 @hookspec
 def on_fit_start(trainer: Trainer) -> None:
-    """Workers are up and a checkpoint, if any, is loaded; the first step comes next.
+    """Called before the first step, when the workers have started and the checkpoint, if any, is loaded.
 
     Args:
         trainer: the trainer whose ``fit`` runs.
@@ -77,71 +77,71 @@ def on_fit_start(trainer: Trainer) -> None:
 
 @hookspec
 def on_fit_end(trainer: Trainer, error: BaseException | None) -> None:
-    """``fit`` is over. Called exactly once for each ``on_fit_start``.
+    """Called when ``fit`` ends, exactly once for each ``on_fit_start``.
 
     Args:
         trainer: the trainer whose ``fit`` ran.
-        error: the error that ended it, or None if it ran to its end.
+        error: the exception that ended ``fit``; None if ``fit`` completed.
     """
 
 
 @hookspec
 def on_step_start(trainer: Trainer, step: int) -> None:
-    """A training step begins.
+    """Called when a training step begins.
 
     Args:
         trainer: the trainer.
-        step: number of the step, from 1; a resumed run goes on counting.
+        step: number of the step, from 1; a resumed run continues the count.
     """
 
 
 @hookspec
 def on_step_end(trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-    """A training step is complete, its validation and checkpoint included.
+    """Called when a training step is complete, including its validation and checkpoint.
 
     Args:
         trainer: the trainer.
         step: number of the step.
-        metrics: everything that was measured in the step.
+        metrics: all metrics of the step, name to value.
     """
 
 
 @hookspec
 def on_batch_after_rollout(trainer: Trainer, step: int, batch: Batch) -> None:
-    """The responses of a step are generated.
+    """Called when the responses of a step are generated.
 
     Args:
         trainer: the trainer.
         step: number of the step.
-        batch: the ``DataProto`` with prompts and responses; not to be changed.
+        batch: the ``DataProto`` with prompts and responses; must not be changed.
     """
 
 
 @hookspec
 def on_batch_after_reward(trainer: Trainer, step: int, batch: Batch) -> None:
-    """The rewards of a step are computed.
+    """Called when the rewards of a step are computed.
 
     Args:
         trainer: the trainer.
         step: number of the step.
-        batch: the ``DataProto`` with ``token_level_scores``; not to be changed.
+        batch: the ``DataProto`` with ``token_level_scores``; must not be changed.
     """
 
 
 @hookspec
 def on_batch_after_advantage(trainer: Trainer, step: int, batch: Batch) -> None:
-    """The advantages of a step are computed; the updates come next.
+    """Called when the advantages of a step are computed, before the updates.
 
     Args:
         trainer: the trainer.
         step: number of the step.
-        batch: the ``DataProto`` with ``advantages`` and ``returns``; not to be changed.
+        batch: the ``DataProto`` with ``advantages`` and ``returns``; must not be changed.
     """
 
 
 @hookspec
 def on_metrics(trainer: Trainer, step: int, metrics: Mapping[str, float]) -> None:
-    """Metrics are ready to be written; trackers listen to this.
+    """Called when metrics are ready to be written; trackers listen to this hook.
 
     Args:
         trainer: the trainer.
@@ -157,48 +157,48 @@ def on_validation_end(
     metrics: Mapping[str, float],
     samples: Sequence[Mapping[str, Any]],
 ) -> None:
-    """A validation is complete.
+    """Called when a validation is complete.
 
     Args:
         trainer: the trainer.
-        step: number of the step after which it ran; 0 before training.
+        step: number of the step after which the validation ran; 0 before training.
         metrics: name to value.
-        samples: some of the validated samples, for people to read.
+        samples: a selection of the validated samples, for display.
     """
 
 
 @hookspec
 def on_checkpoint_saved(trainer: Trainer, step: int, path: str) -> None:
-    """A checkpoint is complete on disk.
+    """Called when a checkpoint is complete on disk.
 
     Args:
         trainer: the trainer.
-        step: number of the step whose state it holds.
-        path: its folder.
+        step: number of the step whose state the checkpoint contains.
+        path: folder of the checkpoint.
     """
 
 
 @hookspec
 def on_recovery(trainer: Trainer, step: int, message: str) -> None:
-    """Processes of the run were lost, and it goes on; called after the ``on_fit_start`` of the new attempt.
+    """Called when a run continues after it lost processes, after the ``on_fit_start`` of the new attempt.
 
-    The attempt that failed has ended with ``on_exception`` and ``on_fit_end``, and trackers are created anew with
+    The failed attempt has ended with ``on_exception`` and ``on_fit_end``, and trackers are created anew with
     ``step`` as their ``start_step``.
 
     Args:
-        trainer: the trainer that goes on.
-        step: training steps that are done: those of the checkpoint that was loaded, 0 without one.
-        message: how often the run has recovered, from what, and which processes were lost.
+        trainer: the trainer that continues.
+        step: number of completed training steps, as of the loaded checkpoint; 0 without a checkpoint.
+        message: text with the number of recoveries so far, the cause of this one and the lost processes.
     """
 
 
 @hookspec
 def on_exception(trainer: Trainer, error: BaseException) -> None:
-    """An error is about to leave ``fit``; called before ``on_fit_end``.
+    """Called when an exception is about to leave ``fit``, before ``on_fit_end``.
 
     Args:
         trainer: the trainer.
-        error: the error.
+        error: the exception.
     """
 
 
@@ -212,23 +212,22 @@ hooks: Registry[Any] = Registry("rollcast.hooks", _is_listener, description="lis
 
 
 def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = ()) -> pluggy.PluginManager:
-    """Return a hook manager with every installed listener, and those in ``extra``.
+    """Return a hook manager with every installed listener and the listeners in ``extra``.
 
-    An installed listener that cannot be loaded is logged as a warning and left out: nobody asked
-    for it by name, so it must not stop a run. One that loads but listens to an event that does not
-    exist would silently do nothing, so that is an error.
+    An installed listener that cannot be loaded is logged as a warning and left out, because the run
+    did not request it by name. A listener for an event that does not exist is an error, because it
+    would never be called.
 
     Args:
         extra: more listeners: modules, objects, or classes to be created without arguments.
-        without: names of installed listeners to leave out; a name that nothing provides is logged
-            as a warning, because there is nothing to leave out.
+        without: names of installed listeners to leave out; an unknown name is logged as a warning.
 
     Returns:
         The manager; ``manager.hook.on_step_end(trainer=…, step=…, metrics=…)`` calls a hook.
 
     Raises:
-        PluginTypeError: a listener has an unknown hook, a hook with an unknown argument, or
-            none at all; or creating one of ``extra`` failed.
+        PluginTypeError: a listener implements an unknown hook, a hook with an unknown argument or
+            no hook at all, or a class in ``extra`` could not be created.
     """
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(sys.modules[__name__])
@@ -266,7 +265,7 @@ def _create(listener: Any) -> object:
 
 def _find_hookimpls(obj: object) -> Iterator[tuple[str, dict[str, Any]]]:
     for name in dir(obj):
-        # getattr_static, because looking at an object must not run its properties.
+        # getattr would run the object's properties; getattr_static does not.
         member = inspect.getattr_static(obj, name, None)
         member = getattr(member, "__func__", member)
         options = getattr(member, f"{PROJECT}_impl", None)
@@ -276,7 +275,7 @@ def _find_hookimpls(obj: object) -> Iterator[tuple[str, dict[str, Any]]]:
 
 def _add(manager: pluggy.PluginManager, listener: object, owner: str) -> None:
     if manager.is_registered(listener):
-        return  # installed, and passed in as well
+        return  # an installed listener that was also passed in ``extra``
     known = [name for name in globals() if name.startswith("on_")]
     for name, options in _find_hookimpls(listener):
         if name in known or options.get("optionalhook"):
@@ -285,7 +284,7 @@ def _add(manager: pluggy.PluginManager, listener: object, owner: str) -> None:
         hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
         raise PluginTypeError(f"{owner}: there is no hook {name!r}; {hint}")
     try:
-        # Two objects may have the same owner, so the name of a registration needs its id as well.
+        # Two objects may have the same owner, so the id makes the registration's name unique.
         manager.register(listener, name=f"{owner} #{id(listener)}")
         manager.check_pending()
     except pluggy.PluginValidationError as error:

@@ -1,4 +1,4 @@
-"""Contract of mapping: problems, mappings, cost models that price mappings and planners that search them.
+"""Contract of mapping: problems, mappings, cost models that price mappings, and planners that search for the best.
 
 A cost model prices one stage of one role on one pool. A planner composes those prices into the time of a step and
 returns its best mappings. Units are seconds, bytes, bytes per second, FLOP per second and tokens.
@@ -42,8 +42,8 @@ __all__ = [
     "planners",
 ]
 
-#: As ``rollout.mode``. ``hybrid``: in the training processes or on their devices, taking turns with training;
-#: ``colocated``: other processes on those devices, side by side; ``standalone``: devices of their own.
+#: Values of ``rollout.mode``. ``hybrid``: rollouts run in the training processes or on their devices and take turns
+#: with training; ``colocated``: other processes on the same devices, at the same time; ``standalone``: own devices.
 Mode = Literal["colocated", "standalone", "hybrid"]
 RoleKind = Literal["trains", "forwards", "generates"]
 StageKind = Literal["generate", "forward", "update"]
@@ -54,12 +54,12 @@ class DeviceKind:
     """Published peak figures of a device.
 
     Attributes:
-        name: such as ``h100``.
+        name: name of the device, such as ``h100``.
         memory_bytes: device memory.
         flops: dense peak FLOP per second by dtype, such as ``{"bfloat16": 989e12}``.
         memory_bandwidth: peak bytes per second of the device memory.
         host_bandwidth: peak bytes per second from host to device, one way.
-        source: document with these figures.
+        source: document that publishes these figures.
     """
 
     name: str
@@ -80,7 +80,7 @@ class Node:
     Attributes:
         kind: kind of its devices.
         devices: number of devices.
-        link_bandwidth: bytes per second of one device to another of the node, one way.
+        link_bandwidth: bytes per second from one device to another on the node, one way.
     """
 
     kind: DeviceKind
@@ -93,8 +93,8 @@ class Cluster:
     """Nodes and the network between them.
 
     Attributes:
-        nodes: kinds may differ by node.
-        network_bandwidth: bytes per second of one device to a device of another node, one way.
+        nodes: nodes of the cluster; their device kinds may differ.
+        network_bandwidth: bytes per second from one device to a device on another node, one way.
     """
 
     nodes: tuple[Node, ...]
@@ -111,10 +111,10 @@ class Lengths:
     """Statistics of token counts.
 
     Attributes:
-        mean: mean.
+        mean: mean count.
         maximum: largest possible count.
-        quantiles: probability → tokens, such as ``((0.5, 310.0), (0.99, 900.0))``, by rising probability; without one
-            of probability 1 the longest length is ``maximum``.
+        quantiles: pairs of probability and tokens, such as ``((0.5, 310.0), (0.99, 900.0))``, by increasing
+            probability; without an entry for probability 1, the longest length is ``maximum``.
     """
 
     mean: float
@@ -124,13 +124,13 @@ class Lengths:
 
 @dataclass(frozen=True)
 class ModelFacts:
-    """Sizes of a decoder.
+    """Dimensions of a decoder model.
 
     Attributes:
-        layers, hidden, heads, kv_heads, ffn, vocab: as in a Hugging Face config.
-        parameters: number of parameters, tied ones once.
-        head_size: numbers in an attention head.
-        tied: input and output embeddings are one tensor.
+        layers, hidden, heads, kv_heads, ffn, vocab: sizes from the Hugging Face config.
+        parameters: number of parameters; tied ones count once.
+        head_size: dimension of an attention head.
+        tied: True if input and output embeddings are one tensor.
         dtype_bytes: bytes of a stored parameter.
     """
 
@@ -148,26 +148,29 @@ class ModelFacts:
 
 @dataclass(frozen=True)
 class TrainingLayout:
-    """How an engine keeps a model and computes with it on any mesh.
+    """An engine's memory layout of a model and its options of computation, for any mesh.
 
     Attributes:
-        shard_size: ranks over which a copy of the weights, gradients and optimizer state is spread, and each of which
-            gathers the weights that it needs; -1 for all ranks of the role.
-        computed_bytes: bytes of a number in passes.
-        sequence_parts: ranks that share the tokens of a row.
-        param_offload, optimizer_offload: weights, and optimizer state, are in host memory outside of their use.
-        activation_offload: activations are in host memory until the backward pass.
-        spreads_optimizer: data-parallel ranks share the optimizer state.
-        splits_sequence: tensor-parallel ranks share the activations that tensor parallelism leaves whole.
-        reshards: a layer's gathered weights are freed after its forward pass.
-        head_positions: positions whose logits exist at a time; None for all of a micro-batch.
-        fused_logits: log-probs are computed block by block, and logits are never held.
-        logit_copies: float32 tensors of the size of the logits that exist at once in an update.
-        eager_attention: attention holds the matrix of every head.
-        shares_prompts: the responses of a prompt that are in one micro-batch share its activations, unless the weights
-            are gathered.
-        shares_weights: the weights are those of the trained role in the same pool, as of a reference beside an adapter.
-        reference: place of a frozen copy of the model, with which the loss compares every word; None without one.
+        shard_size: number of ranks over which weights, gradients and optimizer state are sharded; each rank gathers
+            the weights that it needs. -1 for all ranks of the role.
+        computed_bytes: bytes of a number in forward and backward passes.
+        sequence_parts: number of ranks that split the tokens of a row (sequence parallelism).
+        param_offload, optimizer_offload: True if weights, or optimizer state, are offloaded to host memory when not
+            in use.
+        activation_offload: True if activations are offloaded to host memory until the backward pass.
+        spreads_optimizer: True if the optimizer state is sharded over data-parallel ranks.
+        splits_sequence: True if tensor-parallel ranks split the activations that tensor parallelism replicates.
+        reshards: True if a layer's gathered weights are freed after its forward pass.
+        head_positions: number of positions whose logits exist at a time; None for all of a micro-batch.
+        fused_logits: True if log-probs are computed block by block, so that the logits never exist as a whole.
+        logit_copies: number of float32 tensors of the size of the logits that exist at once in an update.
+        eager_attention: True if attention materializes the score matrix of every head.
+        shares_prompts: True if responses to one prompt within a micro-batch share the prompt's activations; does not
+            apply if the weights are gathered.
+        shares_weights: True if the weights are those of the trained role in the same pool, as for a reference beside
+            an adapter.
+        reference: placement of a frozen copy of the model, for a loss that compares the whole vocabulary; None
+            without a copy.
     """
 
     shard_size: int = 1
@@ -190,16 +193,16 @@ class TrainingLayout:
 
 @dataclass(frozen=True)
 class RolloutLayout:
-    """How a rollout uses its devices.
+    """A rollout's use of its devices.
 
     Attributes:
-        max_rows: sequences that a replica computes at once, at most; None for no limit.
-        memory_share: fraction of a device that a replica takes, weights and cache included, whatever its rows need;
-            None if the cache is as large as its rows.
+        max_rows: largest number of sequences that a replica computes at once; None for no limit.
+        memory_share: fraction of a device's memory that a replica reserves for weights and cache; None if the cache
+            grows with its rows.
         cache_bytes: fixed size of the cache on each device; None if it is not fixed.
-        releases_memory: weights and cache leave the devices while the trainer computes in mode ``hybrid``.
-        bucket_bytes: largest bucket of a weight sync; 0 if weights are not sent.
-        captures_graphs: replicas on GPUs hold CUDA graphs, where their engine can.
+        releases_memory: True if weights and cache leave the devices while the trainer computes in mode ``hybrid``.
+        bucket_bytes: size of the largest bucket of a weight sync; 0 if weights are not sent.
+        captures_graphs: True if replicas on GPUs keep CUDA graphs, where their engine supports them.
     """
 
     max_rows: int | None = None
@@ -212,22 +215,22 @@ class RolloutLayout:
 
 @dataclass(frozen=True)
 class RoleSpec:
-    """A model with one purpose.
+    """A role of a run: a model and its purpose.
 
     Attributes:
-        name: such as ``actor``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
+        name: name of the role, such as ``actor``, ``rollout``, ``critic``, ``ref``, ``reward_model``.
         kind: ``trains``, ``forwards`` or ``generates``.
         model: sizes of its model.
         plugin: name of the engine or the rollout, such as ``fsdp`` or ``vllm``.
-        optimizer_bytes: bytes of the optimizer's state per parameter, a master copy included.
+        optimizer_bytes: bytes of optimizer state per parameter, including a master copy.
         gradient_bytes: bytes of a gradient per parameter.
-        recompute: layers recompute their activations in the backward pass.
-        offload: weights and optimizer state are in host memory outside of their use.
-        value_head: the output is a number per token, so there are no logits.
-        own_process: the role runs in processes of its own also where it shares devices, as replicas do.
-        adapter_parameters: parameters of the adapter that is trained in place of the model; 0 without one.
-        training: layout of a role that does not generate; None for the usual one of ``plugin``.
-        rollout: layout of a role that generates; None for replicas with the defaults.
+        recompute: True if layers recompute their activations in the backward pass.
+        offload: True if weights and optimizer state are offloaded to host memory when not in use.
+        value_head: True if the output is one number per token, so there are no logits.
+        own_process: True if the role runs in its own processes even where it shares devices, as replicas do.
+        adapter_parameters: number of parameters of the adapter trained instead of the model; 0 without an adapter.
+        training: layout of a role that does not generate; None for the default layout of ``plugin``.
+        rollout: layout of a role that generates; None for replicas with default options.
     """
 
     name: str
@@ -250,10 +253,10 @@ class StageSpec:
     """One stage of a step.
 
     Attributes:
-        name: unique in the problem.
+        name: name of the stage, unique in the problem.
         role: name of the role that computes the stage.
         kind: ``generate``, ``forward`` or ``update``.
-        waits_for: names of stages that end first; all of them precede this stage in the problem.
+        waits_for: names of the stages that must end before this one starts; all of them precede it in the problem.
     """
 
     name: str
@@ -264,16 +267,16 @@ class StageSpec:
 
 @dataclass(frozen=True)
 class Constraints:
-    """Limits on mappings.
+    """Restrictions on mappings.
 
     Attributes:
-        pinned: role → number of devices of its pool.
-        forbidden: pairs of roles that share no pool.
-        together: pairs of roles that share a pool.
-        headroom: fraction of each device's memory that stays free.
+        pinned: role → required number of devices of its pool.
+        forbidden: pairs of roles that must not share a pool.
+        together: pairs of roles that must share a pool.
+        headroom: fraction of each device's memory that must stay free.
         max_staleness: largest allowed ``trainer.max_staleness``.
-        meshes: role → the only meshes that it may have; other roles may have any.
-        modes: ways in which rollouts may share devices with training; all of them by default.
+        meshes: role → allowed meshes; a role that is not listed may have any mesh.
+        modes: allowed ways in which rollouts share devices with training; all of them by default.
     """
 
     pinned: MappingType[str, int] = field(default_factory=dict)
@@ -287,19 +290,19 @@ class Constraints:
 
 @dataclass(frozen=True)
 class Problem:
-    """Everything that a planner decides by.
+    """Input of a planner: roles, stages, workload, cluster and constraints.
 
     Attributes:
-        roles: at most one of them generates.
-        stages: in an order in which each follows those that it waits for.
-        prompts: prompts of a step.
-        samples: responses per prompt.
-        mini_batches: optimizer steps per epoch over the batch.
-        epochs: passes over the batch.
-        prompt_lengths, response_lengths: statistics in tokens.
-        cluster: devices.
-        constraints: limits on mappings.
-        trained_share: fraction of the rows that updates compute; the others have no advantage, so they are skipped.
+        roles: roles of the run; at most one of them generates.
+        stages: stages of a step, sorted so that each follows the stages that it waits for.
+        prompts: number of prompts per step.
+        samples: number of responses per prompt.
+        mini_batches: number of optimizer steps per epoch over the batch.
+        epochs: number of passes over the batch.
+        prompt_lengths, response_lengths: length statistics in tokens.
+        cluster: nodes and devices to use.
+        constraints: restrictions on mappings.
+        trained_share: fraction of the rows that updates compute; rows without advantage are skipped.
     """
 
     roles: tuple[RoleSpec, ...]
@@ -316,31 +319,31 @@ class Problem:
 
     @property
     def rows(self) -> int:
-        """Sequences of a step."""
+        """Number of sequences per step."""
         return self.prompts * self.samples
 
     @property
     def tokens(self) -> float:
-        """Mean tokens of a step, prompts included."""
+        """Mean number of tokens per step, including prompts."""
         return self.rows * (self.prompt_lengths.mean + self.response_lengths.mean)
 
     def role(self, name: str) -> RoleSpec:
         """Return the role with this name.
 
         Raises:
-            KeyError: there is none.
+            KeyError: there is no such role.
         """
         return {role.name: role for role in self.roles}[name]
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Sizes by which a role's pool is divided; their product is the number of its devices.
+    """Parallel sizes of a role; their product is the number of devices of the role's pool.
 
     Attributes:
-        data: data-parallel ranks; of a rollout, its replicas.
-        tensor: ranks that share each layer.
-        pipeline: ranks that each hold part of the layers.
+        data: number of data-parallel ranks; for a rollout, the number of replicas.
+        tensor: number of tensor-parallel ranks, which share each layer.
+        pipeline: number of pipeline-parallel ranks, each with a part of the layers.
     """
 
     data: int = 1
@@ -355,11 +358,11 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Pool:
-    """Devices on nodes.
+    """A set of devices on nodes.
 
     Attributes:
-        name: unique in the mapping.
-        places: (index of the node in the cluster, number of devices there), by rising index.
+        name: name of the pool, unique in the mapping.
+        places: pairs of a node's index in the cluster and the number of devices there, by increasing index.
     """
 
     name: str
@@ -372,19 +375,19 @@ class Pool:
 
     @property
     def process_on_nodes(self) -> tuple[int, ...]:
-        """Processes per node, as in ``placement.pools``."""
+        """Number of processes per node, as in ``placement.pools``."""
         return tuple(count for _, count in self.places)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """A role's place.
+    """A role's pool and mesh.
 
     Attributes:
         role: name of the role.
         pool: name of the pool.
-        mesh: mesh on the pool; of a rollout, ``mesh.data`` replicas of ``mesh.tensor`` devices.
-        micro_batch_rows: rows of a micro-batch on each data-parallel rank; of a rollout, sequences at a time.
+        mesh: mesh on the pool; for a rollout, ``mesh.data`` replicas of ``mesh.tensor`` devices each.
+        micro_batch_rows: rows per micro-batch on each data-parallel rank; for a rollout, sequences at a time.
     """
 
     role: str
@@ -395,13 +398,13 @@ class Placement:
 
 @dataclass(frozen=True)
 class Mapping:
-    """Pools, and the place of each role.
+    """A set of pools and the placement of each role.
 
     Attributes:
         pools: disjoint sets of devices.
-        placements: one per role.
-        mode: way in which rollouts share devices with training.
-        max_staleness: steps by which generation may run ahead; with 1 or more, generation overlaps training.
+        placements: one placement per role.
+        mode: placement of rollouts with respect to training.
+        max_staleness: number of steps by which generation may run ahead; at 1 or more, generation overlaps training.
     """
 
     pools: tuple[Pool, ...]
@@ -412,16 +415,16 @@ class Mapping:
 
 @dataclass(frozen=True)
 class StageCost:
-    """Predicted duration of a stage in its parts, each in seconds.
+    """Predicted duration of a stage, split into parts in seconds.
 
     Attributes:
-        compute: arithmetic at the achieved rate.
-        memory: time bound by the device memory beyond ``compute``.
-        communication: exposed collectives and transfers.
-        bubble: pipeline bubbles.
-        tail: wait for the longest responses.
-        idle: wait for other stages.
-        note: how far the prediction extrapolates; empty if it does not.
+        compute: time of arithmetic at the achieved rate.
+        memory: additional time bound by device memory bandwidth.
+        communication: time of collectives and transfers that do not overlap with computation.
+        bubble: time of pipeline bubbles.
+        tail: time spent waiting for the longest responses.
+        idle: time spent waiting for other stages.
+        note: text that says how far the prediction extrapolates; empty if it does not.
     """
 
     compute: float = 0.0
@@ -434,7 +437,7 @@ class StageCost:
 
     @property
     def parts(self) -> dict[str, float]:
-        """Name of a part → its seconds."""
+        """Seconds of each part, by name."""
         return {name: value for name, value in vars(self).items() if name != "note"}
 
     @property
@@ -451,7 +454,7 @@ class StageCost:
 
 @dataclass(frozen=True)
 class GenerationSpeed:
-    """How fast a replica generates.
+    """Speed of a replica in generation.
 
     Attributes:
         prefill: seconds of the prefill of a prompt of mean length.
@@ -465,15 +468,15 @@ class GenerationSpeed:
 
 @dataclass(frozen=True)
 class MemoryParts:
-    """Predicted bytes of a role on each of its devices; with a pipeline, on the fullest one.
+    """Predicted memory of a role in bytes per device; with a pipeline, on the device that uses most.
 
     Attributes:
-        parameters, gradients, optimizer, kv_cache: held during the whole step, unless they are ``visiting``.
-        activations, logits, gathered: present while the role computes; ``gathered`` are weights of other ranks.
-        buckets: buffers of the weight sync, present during it; 0 for a role that takes no part.
-        reserve: CUDA context, libraries and graphs of the process; held. Roles that share a process share it.
+        parameters, gradients, optimizer, kv_cache: allocated during the whole step, unless listed in ``visiting``.
+        activations, logits, gathered: allocated while the role computes; ``gathered`` are weights of other ranks.
+        buckets: buffers of the weight sync, allocated during the sync; 0 for a role that takes no part in it.
+        reserve: CUDA context, libraries and graphs of the process, always allocated; shared by the roles of a process.
         visiting: names of the parts that are on the device only while the role uses them.
-        own_process: the role has processes of its own, also where it shares devices with others.
+        own_process: True if the role has its own processes even where it shares devices with others.
     """
 
     parameters: int = 0
@@ -490,42 +493,42 @@ class MemoryParts:
 
     @property
     def total(self) -> int:
-        """All bytes at the role's peak, the reserve of its process included."""
+        """Bytes at the role's peak, including the reserve of its process."""
         return self.reserve + self.held + max(self.passing, self.syncing)
 
     @property
     def held(self) -> int:
-        """Bytes beside the reserve that stay while another role of the pool computes."""
+        """Bytes, without the reserve, that stay allocated while another role of the pool computes."""
         return sum(self._resting(name, visits=False) for name in ("parameters", "gradients", "optimizer", "kv_cache"))
 
     @property
     def passing(self) -> int:
-        """Bytes that are there only while the role computes; the optimizer state visits after the passes."""
+        """Bytes allocated only while the role computes; the optimizer state is loaded after the passes."""
         passes = self.activations + self.logits + self.gathered + self._resting("kv_cache", visits=True)
         weights = self._resting("parameters", visits=True) + self._resting("gradients", visits=True)
         return weights + max(passes, self._resting("optimizer", visits=True))
 
     @property
     def syncing(self) -> int:
-        """Bytes beside the held ones during a weight sync; 0 for a role that takes no part."""
+        """Bytes allocated in addition to ``held`` during a weight sync; 0 for a role that takes no part in it."""
         return self.buckets + self._resting("parameters", visits=True) if self.buckets else 0
 
     def _resting(self, name: str, *, visits: bool) -> int:
-        """Return the bytes of a part if it visits, or if it does not; else 0."""
+        """Return the bytes of the part ``name`` if its membership in ``visiting`` equals ``visits``, else 0."""
         return int(getattr(self, name)) if (name in self.visiting) == visits else 0
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """A mapping with its predicted figures.
+    """A mapping and its predicted performance.
 
     Attributes:
-        mapping: the mapping.
-        step_seconds: duration of a step.
-        tokens_per_second: tokens of a step, prompts included, divided by its duration.
-        stages: stage → cost; ``weight_sync`` and ``switch`` are among the names.
-        memory: role → bytes on each of its devices.
-        device_bytes: pool → peak bytes on each of its devices, all its roles together.
+        mapping: the mapping that the figures are for.
+        step_seconds: duration of a step in seconds.
+        tokens_per_second: tokens of a step, including prompts, divided by its duration.
+        stages: stage → cost, including the entries ``weight_sync`` and ``switch``.
+        memory: role → memory on each of its devices.
+        device_bytes: pool → peak bytes on each of its devices, over all its roles.
     """
 
     mapping: Mapping
@@ -537,20 +540,22 @@ class Prediction:
 
     @property
     def limits(self) -> dict[str, str]:
-        """Stage → name of the largest part of its cost."""
+        """Name of the largest part of each stage's cost, by stage."""
         return {name: cost.limit for name, cost in self.stages.items()}
 
 
 @config
 class CostModelConfig:
-    """Keys of a cost model that has none; others derive from it."""
+    """Base schema of cost models, without keys; schemas with keys derive from it."""
 
 
 class BaseCostModel(ABC):
-    """Prices the stages of a mapping. Equal arguments have equal prices, so that planners may keep them.
+    """Base class of cost models, which predict the cost of the stages of a mapping.
+
+    Equal arguments must have equal results, so that planners can cache them.
 
     Args:
-        config: the options ``cost_model.*``, an instance of ``config_schema``.
+        config: options ``cost_model.*``, an instance of ``config_schema``.
     """
 
     #: Dataclass of the options ``cost_model.*``.
@@ -561,12 +566,12 @@ class BaseCostModel(ABC):
 
     @abstractmethod
     def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
-        """Return the cost of a stage of one step, without its waits for other stages."""
+        """Return the cost of a stage in one step, without waiting for other stages."""
 
     def generation_speed(  # for subclasses
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
     ) -> GenerationSpeed | None:
-        """Return how fast a replica of a generating stage is; None if the model prices whole stages only.
+        """Return the speed of a replica of a generating stage; None if the model prices whole stages only.
 
         The price of the stage follows from this speed and the problem's lengths, so that a simulation with drawn
         lengths can be held against it.
@@ -575,32 +580,35 @@ class BaseCostModel(ABC):
 
     @abstractmethod
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
-        """Return the memory of a role on each of its devices."""
+        """Return the memory of a role per device."""
 
     @abstractmethod
     def sync_cost(
         self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
     ) -> StageCost:
-        """Return the cost of one transfer of the trained weights to the rollout, resharding included."""
+        """Return the cost of one transfer of the trained weights to the rollout, including resharding."""
 
     @abstractmethod
     def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
-        """Return the cost per step of loading the role onto its devices and offloading it; 0 if the role stays."""
+        """Return the cost per step of loading the role onto its devices and offloading it; 0 if it is not offloaded."""
 
     def controller_cost(self, problem: Problem, mode: Mode) -> StageCost:  # for subclasses
-        """Return the cost per step of what the controller does between the stages, such as rewards; 0 if unknown."""
+        """Return the cost per step of the controller's work between stages, such as rewards; 0 if unknown."""
         return StageCost()
 
 
 class BasePlanner(ABC):
-    """Searches mappings. Equal problems and cost models have equal results."""
+    """Base class of planners, which search for the best mappings.
+
+    Equal problems and cost models must have equal results.
+    """
 
     @abstractmethod
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
-        """Return up to ``count`` mappings by rising step time.
+        """Return up to ``count`` mappings, sorted by increasing step time.
 
         Raises:
-            ResourceError: no mapping fits; names the role and the memory that it lacks.
+            ResourceError: no mapping fits; names the role that lacks memory, and how much.
         """
 
 

@@ -1,4 +1,4 @@
-"""Names of a process's blocks of work, shown by the profilers and listeners of the process."""
+"""Named blocks of work, shown by profilers and reported to listeners."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 
 __all__ = ["MarkListener", "add_listener", "mark", "remove_listener"]
 
-#: Called with a block's name; the result is entered around the block.
+#: A function that is called with a block's name; the context manager that it returns is entered around the block.
 MarkListener = Callable[[str], AbstractContextManager[None]]
 _listeners: list[MarkListener] = []
 
@@ -19,21 +19,21 @@ def add_listener(listener: MarkListener) -> None:
 
 
 def remove_listener(listener: MarkListener) -> None:
-    """Stop calling a listener; nothing if it was not added."""
+    """Stop calling ``listener``; do nothing if it was not added."""
     if listener in _listeners:
         _listeners.remove(listener)
 
 
 @contextmanager
 def mark(name: str) -> Iterator[None]:
-    """Name a block in the traces of a torch profiler, and as an NVTX range where CUDA is in use.
+    """Name a block of code in torch profiler traces, and as an NVTX range if CUDA is in use.
 
     Example::
 
         with mark("advantage"):
             ...
 
-    Without a profiler it costs a microsecond or two.
+    Without a profiler, a mark costs one or two microseconds.
     """
     torch = sys.modules.get("torch")  # a process that has not imported it has nothing to profile
     if torch is None or not hasattr(torch, "autograd"):
@@ -42,7 +42,7 @@ def mark(name: str) -> Iterator[None]:
     with ExitStack() as marks:
         for listener in _listeners:
             marks.enter_context(listener(name))
-        # A record_function costs ten times as much as this look at torch's own flag.
+        # record_function costs ten times as much as reading torch's flag.
         if getattr(torch.autograd.profiler, "_is_profiler_enabled", True):
             marks.enter_context(torch.autograd.profiler.record_function(name))
         if torch.cuda.is_initialized():

@@ -1,4 +1,4 @@
-"""Resource pools: processes on nodes, as a runtime places them."""
+"""Resource pools: numbers of processes on nodes, which a runtime places."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from rollcast.errors import ResourceError
 __all__ = ["NodeResources", "ResourcePool", "ResourcePoolView", "describe_resources"]
 
 _STRATEGIES = ("STRICT_PACK", "PACK")
-#: Options that all pools of a view must agree on, because a process of the view may lie in any of them.
+#: Options that must be equal in all pools of a view, because a process of the view may belong to any of the pools.
 _COMMON = ("use_gpu", "accelerator", "cpus_per_process", "max_colocate_count", "detached")
 
 
 def describe_resources(amounts: Mapping[str, float], names: Iterable[str] = ()) -> str:
-    """Return ``2 CPUs, 1 GPUs``, then the others of ``names`` (by default those in ``amounts``)."""
+    """Format amounts as ``2 CPUs, 1 GPUs``, then the other resources in ``names`` (default: all of ``amounts``)."""
     words = [f"{amounts.get(unit, 0):g} {unit}s" for unit in ("CPU", "GPU")]
     others = sorted({*(names or amounts)} - {"CPU", "GPU"})
     return ", ".join([*words, *(f"{amounts.get(name, 0):g} {name}" for name in others)])
@@ -26,11 +26,11 @@ class NodeResources:
     """Resources of a node of the cluster.
 
     Attributes:
-        address: of the node.
-        cpus, gpus: in all.
-        others: further resources by name: ``NPU``, custom ones, accelerator types.
-        free: amounts of all of these that nobody holds; None where not known.
-        node_id: the runtime's own name for the node.
+        address: address of the node.
+        cpus, gpus: total numbers of CPUs and GPUs.
+        others: amounts of further resources by name: ``NPU``, custom resources, accelerator types.
+        free: unreserved amounts of all these resources by name; None if unknown.
+        node_id: the runtime's id of the node.
     """
 
     address: str
@@ -42,32 +42,32 @@ class NodeResources:
 
     @property
     def total(self) -> dict[str, float]:
-        """All resources by name."""
+        """Total amounts of all resources, by name."""
         return {**self.others, "CPU": self.cpus, "GPU": self.gpus}
 
     def describe(self, names: Iterable[str]) -> str:
-        """Return ``node 10.0.0.1: 8 CPUs, 2 GPUs (free: 7 CPUs, 0 GPUs)``, with the resources of these names."""
+        """Format the node as ``node 10.0.0.1: 8 CPUs, 2 GPUs (free: 7 CPUs, 0 GPUs)``, with the resources ``names``."""
         names = {"CPU", "GPU", *names}
         free = "" if self.free is None else f" (free: {describe_resources(self.free, names)})"
         return f"node {self.address}: {describe_resources(self.total, names)}{free}"
 
 
 class ResourcePool:
-    """Processes on nodes, one rank each.
+    """A reservation of processes on nodes, one per rank.
 
     Args:
         process_on_nodes: number of processes on each node, such as ``[8, 8]``.
-        use_gpu: each process has one accelerator; otherwise CPU only.
-        max_colocate_count: number of groups that may share the pool's devices; each group's processes
-            reserve that fraction of a device.
-        name: for messages and placement groups.
-        cpus_per_process: CPU cores that a process reserves in the cluster's book-keeping.
+        use_gpu: True to reserve one accelerator per process; False for CPU only.
+        max_colocate_count: largest number of groups that may share the pool's devices; each process of a group
+            reserves one such fraction of a device.
+        name: name of the pool, used in messages and for placement groups.
+        cpus_per_process: CPU cores that a process reserves with the cluster's scheduler.
         accelerator: resource name of the device; see :class:`rollcast.contracts.device.Device`.
-        accelerator_type: take only nodes with this type of device, such as ``H100``.
+        accelerator_type: type of device that a node must have, such as ``H100``.
         resources: custom resources that each process reserves, by name.
         strategy: ``STRICT_PACK`` keeps the processes of one entry of ``process_on_nodes`` on one node;
-            ``PACK`` does so where it can.
-        detached: the reservation outlives this process.
+            ``PACK`` does so if possible.
+        detached: True if the reservation outlives this process.
 
     Raises:
         ResourceError: a count is not positive, or the options contradict each other.
@@ -134,27 +134,28 @@ class ResourcePool:
         return [count for count in self.process_on_nodes for _ in range(count)]
 
     def bundle(self) -> dict[str, float]:
-        """Return the resources that one process reserves, by name."""
+        """Return the amounts that one process reserves, by resource name."""
         wanted = {"CPU": self.cpus_per_process} if self.cpus_per_process else {}
         if self.use_gpu:
             wanted[self.accelerator] = 1.0
         if self.accelerator_type is not None:
-            # A node has 1 of these however many devices it has, so each process asks for a trace of it.
+            # A node has 1 unit of its accelerator type, whatever its number of devices, so each process reserves a
+            # tiny part of the unit.
             wanted[f"accelerator_type:{self.accelerator_type}"] = 0.001
         return {**wanted, **self.resources}
 
     def places(self) -> list[tuple[ResourcePool, int]]:
-        """Return for each rank the pool that reserves its place, and the number of the place there."""
+        """Return for each rank the pool that reserves its process, and the process's index in that pool."""
         return [(self, number) for number in range(self.world_size)]
 
     def split(self, sizes: int | Sequence[int]) -> list[ResourcePoolView]:
-        """Return consecutive parts of this pool, each a pool; their processes stay where this pool has them.
+        """Split the pool into views of consecutive processes, which keep their reservations.
 
         Args:
-            sizes: processes in each part; a single number cuts into parts of that size.
+            sizes: number of processes of each part; a single number for parts of equal size.
 
         Raises:
-            ResourceError: the sizes do not add up to the pool.
+            ResourceError: the sizes do not add up to the number of processes of the pool.
         """
         if isinstance(sizes, int):
             parts = [sizes] * (self.world_size // sizes if sizes > 0 else 0)
@@ -171,10 +172,10 @@ class ResourcePool:
         return views
 
     def merge(self, *others: ResourcePool, name: str | None = None) -> ResourcePoolView:
-        """Return this pool and others as one; their processes stay where those pools have them.
+        """Merge this pool and ``others`` into one view; the processes keep their reservations.
 
         Raises:
-            ResourceError: the pools give a process different resources, or have a process in common.
+            ResourceError: the pools reserve different resources per process, or have a process in common.
         """
         pools = (self, *others)
         places = [place for pool in pools for place in pool.places()]
@@ -186,16 +187,16 @@ class ResourcePool:
 
 
 class ResourcePoolView(ResourcePool):
-    """Some processes of one or several other pools, which keep the reservation.
+    """A view of processes of one or several other pools, which hold the reservations.
 
-    A group on a view and a group on the pool beneath it share devices like two groups on one pool.
+    A group on a view and a group on the underlying pool share devices like two groups on one pool.
 
     Args:
-        name: for messages.
+        name: name of the view, used in messages.
         places: see :meth:`ResourcePool.places`.
 
     Raises:
-        ResourceError: the pools beneath give a process different resources, or a place comes twice.
+        ResourceError: the underlying pools reserve different resources per process, or a process occurs twice.
     """
 
     def __init__(self, name: str, places: Sequence[tuple[ResourcePool, int]]) -> None:

@@ -1,7 +1,7 @@
-"""Contract of renderers: messages to token ids, and sampled ids back to a message.
+"""Contract of renderers, which convert messages to token ids and sampled ids back to a message.
 
-A conversation grows by :meth:`BaseRenderer.extend`, which keeps the ids that are there. Where a renderer cannot prove
-that the template would keep them, it returns None, and the session forks.
+A conversation grows with :meth:`BaseRenderer.extend`, which keeps the existing ids. If a renderer cannot prove that
+the template would keep them, ``extend`` returns None and the session forks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["BaseRenderer", "ChatMessage", "Message", "RendererSetup", "ToolCall", "ToolSchema", "renderers"]
 
-#: A message in OpenAI's chat format: ``role``, ``content``, perhaps ``tool_calls``, ``tool_call_id``, ``name``.
+#: A message in OpenAI's chat format: ``role``, ``content``, optionally ``tool_calls``, ``tool_call_id``, ``name``.
 ChatMessage = Mapping[str, Any]
 #: A function in OpenAI's format: ``{"type": "function", "function": {"name", "description", "parameters"}}``.
 ToolSchema = Mapping[str, Any]
@@ -29,10 +29,10 @@ class ToolCall:
     """A call that the model wrote.
 
     Attributes:
-        name: of the tool; empty if it could not be read.
-        arguments: by name; empty if they could not be read.
-        call_id: id that the result refers to.
-        error: what is wrong with the call, as text for the model; empty for a well-formed one.
+        name: name of the tool; empty if it could not be parsed.
+        arguments: arguments by name; empty if they could not be parsed.
+        call_id: id by which the tool's result refers to this call.
+        error: description of a malformed call, as text for the model; empty for a well-formed call.
     """
 
     name: str
@@ -47,8 +47,8 @@ class Message:
 
     Attributes:
         text: content without reasoning and tool calls.
-        reasoning: thinking, empty if there is none.
-        tool_calls: in the order that the model wrote them.
+        reasoning: the model's thinking; empty if there is none.
+        tool_calls: tool calls in the order in which the model wrote them.
     """
 
     text: str
@@ -58,12 +58,12 @@ class Message:
 
 @dataclass(frozen=True)
 class RendererSetup:
-    """Arguments that a renderer is built from.
+    """Constructor arguments of a renderer.
 
     Attributes:
         model_path: Hugging Face folder of the model and tokenizer.
-        tool_format: name of the format in which the model writes tool calls; empty for the renderer's own.
-        options: further options, the config's ``agent.renderer_kwargs``.
+        tool_format: name of the format in which the model writes tool calls; empty for the renderer's default.
+        options: further options, from ``agent.renderer_kwargs``.
     """
 
     model_path: str
@@ -72,14 +72,14 @@ class RendererSetup:
 
 
 class BaseRenderer(ABC):
-    """Turns conversations into token ids for one model; called from several threads."""
+    """Base class of renderers, which convert conversations to token ids for one model. Must be thread-safe."""
 
     def __init__(self, setup: RendererSetup) -> None:
         self.setup = setup
 
     @abstractmethod
     def start(self, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens:
-        """Return the ids of a conversation, up to where the model's reply begins; int32 ``[tokens]``.
+        """Return the ids of a conversation up to the start of the model's reply, int32 ``[tokens]``.
 
         Raises:
             RendererError: the template refuses the messages.
@@ -87,11 +87,11 @@ class BaseRenderer(ABC):
 
     @abstractmethod
     def extend(self, ids: Tokens, messages: Sequence[ChatMessage], tools: Sequence[ToolSchema] = ()) -> Tokens | None:
-        """Return ``ids`` and what follows them, up to where the next reply begins; None if ``ids`` would change.
+        """Append ``messages`` to ``ids``, up to the start of the next reply; None if ``ids`` would change.
 
         Args:
-            ids: exact ids of the context, which end with the model's last reply as it was sampled.
-            messages: whole conversation: what ``ids`` hold, up to that reply, then the new messages.
+            ids: exact ids of the context, which end with the model's last reply as sampled.
+            messages: the whole conversation: the messages already in ``ids``, then the new ones.
             tools: tools of the conversation.
 
         Raises:
@@ -100,20 +100,20 @@ class BaseRenderer(ABC):
 
     @abstractmethod
     def parse(self, ids: Tokens) -> Message:
-        """Return the reply that the sampled ids stand for; a malformed tool call has an ``error``."""
+        """Parse sampled ids into a reply; a malformed tool call has an ``error``."""
 
     @abstractmethod
     def encode(self, text: str) -> Tokens:
-        """Return the ids of plain text, without any template; int32 ``[tokens]``."""
+        """Encode plain text without a template, int32 ``[tokens]``."""
 
     @abstractmethod
     def decode(self, ids: Tokens) -> str:
-        """Return the text of ids, special tokens included."""
+        """Decode ids to text, including special tokens."""
 
     @property
     @abstractmethod
     def stop_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a reply."""
+        """Ids that end a reply."""
 
 
 renderers: Registry[type[BaseRenderer]] = Registry(

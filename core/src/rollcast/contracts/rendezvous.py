@@ -1,4 +1,4 @@
-"""Where the ranks of a process group meet: a store that listens on one address."""
+"""Rendezvous of the ranks of a process group: a store that listens on a single address."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ __all__ = ["serve_store"]
 
 
 def serve_store(host: str, port: int, timeout: timedelta, world_size: int | None = None) -> Any:
-    """Start the store of a process group on ``host`` alone; torch's own listens on every interface.
+    """Start the store of a process group, listening on ``host`` only; torch's own store listens on every interface.
 
     Args:
         host: An address of this machine.
         port: Port to listen on; 0 for a free one.
-        timeout: Time that a client waits for a key.
-        world_size: Clients, this one included, that the store's end waits for; None if their number is open.
+        timeout: Time for which a client waits for a key.
+        world_size: Number of clients, including this one, that the store waits for when it closes; None if unknown.
 
     Returns:
         A ``torch.distributed.TCPStore``.
@@ -29,7 +29,7 @@ def serve_store(host: str, port: int, timeout: timedelta, world_size: int | None
     family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
     with socket.create_server((host, port), family=family, backlog=1024) as listener:
         stores: Any = dist  # the stubs lack the stores
-        # The store owns the descriptor from here on.
+        # From here on, the store owns and closes the file descriptor.
         return stores.TCPStore(
             host,
             listener.getsockname()[1],

@@ -1,11 +1,11 @@
-"""Contract of rewards: a function of one sample, or a class that scores many at once; either may be ``async``.
+"""Contract of rewards: a function of one sample, or a class that can score a batch; both may be ``async``.
 
 Example::
 
     def short_answer(sample: RewardSample) -> float:
         return 1.0 if sample.finished and len(sample.response) < 20 else 0.0
 
-Announce it in the group ``rollcast.rewards``; the config names it as ``reward.name``.
+Register it in the entry-point group ``rollcast.rewards`` and select it with ``reward.name``.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ __all__ = [
 
 @dataclass(frozen=True)
 class RewardSample:
-    """One finished generation as text and ids, with the dataset's fields of its prompt.
+    """One finished generation as text and ids, with the fields of its dataset row.
 
     Attributes:
         prompt, response: decoded text without special tokens.
-        ground_truth: reference answer as it stands in the dataset.
-        data_source: name of the row's source, for rewards that differ by source.
+        ground_truth: reference answer from the dataset, unchanged.
+        data_source: name of the row's source, for rewards that depend on the source.
         finished: True if the response ended by a stop token, False if it was cut at the length limit.
         response_ids: ids of the tokens that the policy chose, without padding.
         extra_info: further columns of the row.
-        turn_ids: turn of each of ``response_ids``, not decreasing; empty if turns are unknown.
+        turn_ids: turn of each token in ``response_ids``, not decreasing; empty if turns are unknown.
     """
 
     prompt: str
@@ -61,18 +61,19 @@ class RewardSample:
 
 @dataclass(frozen=True)
 class RewardResult:
-    """A score, with named further numbers and perhaps its distribution over tokens or turns.
+    """A score with optional further metrics and an optional distribution of the score over tokens or turns.
 
     Attributes:
-        score: score of the whole sample. The part of it that ``token_scores`` or ``turn_scores`` do not sum up
-            to stands at the last token.
-        correct: feeds ``val/accuracy``; None to compare ``score`` with the reward's ``max_score``.
-        extra: further numbers; each becomes the metric ``reward/<name>``.
+        score: score of the whole sample. The difference between it and the sum of ``token_scores`` or
+            ``turn_scores`` is placed at the last token.
+        correct: True if the answer is correct, for ``val/accuracy``; None to compare ``score`` with the reward's
+            ``max_score``.
+        extra: further metrics; each becomes ``reward/<name>``.
         error: reason why the sample has no score of its own; set by managers.
-        dropped: leave the sample out of the update; set by managers.
-        token_scores: one score for each of ``sample.response_ids``, or None.
-        turn_scores: one score for each turn of ``sample.turn_ids``, in order, or None. A manager places each at
-            the turn's last token and returns them as ``token_scores``; not together with ``token_scores``.
+        dropped: True if the sample is left out of the update; set by managers.
+        token_scores: one score for each token in ``sample.response_ids``, or None.
+        turn_scores: one score for each turn of ``sample.turn_ids``, in order, or None. A manager places each score
+            at the turn's last token and returns them as ``token_scores``. Excludes ``token_scores``.
     """
 
     score: float
@@ -94,7 +95,7 @@ class RewardResult:
         return cls(sum(scores), turn_scores=scores, **fields)
 
 
-#: Policies for a bad sample.
+#: Values of ``reward.on_error``, the policy for bad samples.
 ON_ERROR = ("stop", "zero", "drop")
 
 RewardValue = float | RewardResult
@@ -102,7 +103,7 @@ RewardFunction = Callable[[RewardSample], RewardValue | Awaitable[RewardValue]]
 
 
 class Judge(ABC):
-    """A language model that rewards may ask; in a run, replicas serve it (``judge``)."""
+    """A language model that rewards can query; in a run, replicas serve it (config section ``judge``)."""
 
     @abstractmethod
     async def ask(
@@ -116,44 +117,44 @@ class Judge(ABC):
         """Return the judge's reply as text without special tokens; may be called on any event loop.
 
         Args:
-            messages: conversation of ``role`` and ``content``, rendered by the judge's chat template; or a text that
-                is continued.
-            max_tokens: length of the reply in tokens; None for ``judge.max_tokens``.
-            temperature: 0 for greedy; None for the one of ``judge.rollout``.
-            seed: of the reply where it is sampled.
+            messages: conversation of ``role`` and ``content``, rendered by the judge's chat template; or a text to
+                continue.
+            max_tokens: largest length of the reply in tokens; None for ``judge.max_tokens``.
+            temperature: sampling temperature, 0 for greedy; None for the temperature of ``judge.rollout``.
+            seed: seed of a sampled reply.
 
         Raises:
-            RollcastError: the judge cannot answer; a sample whose reward lets it pass is bad.
+            RollcastError: the judge cannot answer. If the reward does not catch this error, the sample is bad.
         """
 
 
 class BaseReward(ABC):
-    """A reward with settings or state; built once per run with ``reward.reward_kwargs`` as keyword arguments."""
+    """Base class of rewards with settings or state; built once per run with ``reward.reward_kwargs``."""
 
-    #: Score of a fully correct answer; decides ``val/accuracy`` where ``correct`` is None.
+    #: Score of a fully correct answer; used for ``val/accuracy`` where ``correct`` is None.
     max_score: float = 1.0
-    #: Name in messages; by default the registry name.
+    #: Name used in messages; by default the registry name.
     name: str = ""
-    #: True if samples must be scored in one process, because the reward keeps state between them.
+    #: True if all samples must be scored in one process, because the reward keeps state between samples.
     sequential: bool = False
-    #: The run's judge, for a reward that asks it; :meth:`bind_judge` sets it before the first sample.
+    #: Judge of the run, set by :meth:`bind_judge` before the first sample if the reward uses the judge.
     judge: Judge | None = None
 
     @property
     def uses_judge(self) -> bool:
-        """True if the reward asks the run's judge; :meth:`score` is then ``async``."""
+        """True if the reward queries the run's judge; :meth:`score` must then be ``async``."""
         return False
 
     def bind_judge(self, judge: Judge) -> None:
-        """Take the run's judge."""
+        """Set the judge of the run."""
         self.judge = judge
 
     @abstractmethod
     def score(self, sample: RewardSample) -> RewardValue | Awaitable[RewardValue]:
-        """Score one sample; may be ``async def``, and is then awaited for many samples at a time."""
+        """Score one sample. May be ``async def``; many samples are then awaited at a time."""
 
     def score_batch(self, samples: Sequence[RewardSample]) -> Sequence[RewardValue | Awaitable[RewardValue]]:
-        """Return one result a sample, in order; override where a batch is cheaper. May not be ``async def``."""
+        """Return one result per sample, in order; override if batches are cheaper. Must not be ``async def``."""
         return [self.score(sample) for sample in samples]
 
     @property
@@ -180,11 +181,12 @@ class RewardSettings:
     """Settings of every reward manager.
 
     Attributes:
-        on_error: ``stop`` the run at a bad sample (its reward raised, took too long or returned no finite
-            number), score it ``zero``, or ``drop`` it from the update.
-        max_bad_share: with ``zero`` and ``drop``, share of a batch from 0 to 1 that may be bad; more stop the run.
+        on_error: policy for a bad sample, that is one whose reward raised, took too long or returned no finite
+            number: ``stop`` the run, score the sample ``zero``, or ``drop`` it from the update.
+        max_bad_share: with ``zero`` and ``drop``, largest share of bad samples in a batch, from 0 to 1; a larger share
+            stops the run.
         timeout_s: time limit of one sample in seconds; None for no limit.
-        max_response_length: the run's limit of a response in tokens; None if unknown.
+        max_response_length: largest length of a response in the run, in tokens; None if unknown.
 
     Raises:
         ConfigError: a value is out of its range; names the key.
@@ -205,7 +207,10 @@ class RewardSettings:
 
 
 class BaseRewardManager(ABC):
-    """Applies a reward to a batch; further keyword arguments of a subclass are ``reward.reward_manager_kwargs``."""
+    """Base class of reward managers, which apply a reward to a batch.
+
+    Further keyword arguments of a subclass come from ``reward.reward_manager_kwargs``.
+    """
 
     def __init__(self, reward: BaseReward, settings: RewardSettings | None = None) -> None:
         self.reward = reward
@@ -213,20 +218,22 @@ class BaseRewardManager(ABC):
 
     @abstractmethod
     def __call__(self, samples: Sequence[RewardSample]) -> list[RewardResult]:
-        """Return one finite result a sample, in order, with ``token_scores`` of the length of ``response_ids`` or None.
+        """Score a batch: return one finite result per sample, in order.
+
+        ``token_scores`` of a result have the length of ``response_ids``, or are None.
 
         Raises:
-            RewardError: a sample is bad and the policy is to stop, too many are bad, or the reward
+            RewardError: a sample is bad and ``on_error`` is ``stop``, too many samples are bad, or the reward
                 returned the wrong number of scores; the message shows the sample.
         """
 
     @property
     def is_concurrent(self) -> bool:
-        """True if several threads may call the manager at once, which then awaits the reward in this process."""
+        """True if several threads may call the manager at once; it then awaits the reward in this process."""
         return False
 
-    def close(self) -> None:  # noqa: B027 -- most managers hold nothing
-        """Release processes and threads; may be called again."""
+    def close(self) -> None:  # noqa: B027 -- most managers have nothing to release
+        """Release processes and threads; may be called more than once."""
 
 
 rewards: Registry[Any] = Registry(
@@ -244,11 +251,11 @@ reward_managers: Registry[type[BaseRewardManager]] = Registry(
 
 
 def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseReward:
-    """Return the reward called ``name``, ready to score.
+    """Build the reward called ``name``.
 
     Raises:
         PluginError: the reward does not exist or does not load.
-        TypeError: the reward does not take these options; a function takes none.
+        TypeError: the reward does not accept these options; a plain function accepts none.
     """
     plugin = rewards.get(name)
     options = dict(options or {})
@@ -265,11 +272,11 @@ def build_reward(name: str, options: Mapping[str, Any] | None = None) -> BaseRew
 def build_reward_manager(
     name: str, reward: BaseReward, settings: RewardSettings | None = None, options: Mapping[str, Any] | None = None
 ) -> BaseRewardManager:
-    """Return the manager called ``name`` over ``reward``.
+    """Build the reward manager called ``name`` for ``reward``.
 
     Raises:
         PluginError: the manager does not exist or does not load.
-        ConfigError: the manager does not take these options.
+        ConfigError: the manager does not accept these options.
     """
     plugin = reward_managers.get(name)
     try:

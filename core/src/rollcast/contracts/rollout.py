@@ -1,4 +1,4 @@
-"""Contract of rollout engines: token ids in, token ids out, asynchronous.
+"""Contract of rollout engines, which generate asynchronously: token ids in, token ids out.
 
 Example::
 
@@ -40,34 +40,35 @@ __all__ = [
 
 
 class RolloutMode(Enum):
-    """Placement of a rollout with respect to the trainer."""
+    """A rollout's placement with respect to the trainer."""
 
     HYBRID = "hybrid"
-    """In the trainer's own process or on its own devices, taking turns."""
+    """In the trainer's process or on its devices, taking turns with training."""
     COLOCATED = "colocated"
-    """In another process on the trainer's placement group."""
+    """In other processes on the trainer's devices, at the same time as training."""
     STANDALONE = "standalone"
     """On a resource pool of its own."""
 
 
 @dataclass(frozen=True)
 class RolloutCapabilities:
-    """Features of a rollout; checked against engine and weight sync before anything starts.
+    """Features of a rollout; checked against the engine and the weight sync before the run starts.
 
     Attributes:
         modes: supported placements.
-        in_process: can generate with the engine's own module, in the trainer's process.
-        abort: can end requests early.
-        prefix_caching: reuses the cache of a common prefix.
-        lora: takes adapters apart from the model (:meth:`BaseRollout.update_adapter`).
-        tensor_parallel: one engine can use several devices.
-        releases_memory: :meth:`BaseRollout.release` frees memory.
-        seeds: a request's own seed decides its tokens.
-        continuous_batching: a request joins those in flight; otherwise requests are computed in batches.
-        multi_modal: takes requests with ``multi_modal_data``.
-        max_world_size: largest number of processes of the pool it runs in; None for any.
+        in_process: True if the rollout can generate with the engine's own module, in the trainer's process.
+        abort: True if requests can be ended early.
+        prefix_caching: True if the cache of a common prefix is reused.
+        lora: True if adapters can be loaded separately from the model (:meth:`BaseRollout.update_adapter`).
+        tensor_parallel: True if one engine can use several devices.
+        releases_memory: True if :meth:`BaseRollout.release` frees memory.
+        seeds: True if a request's seed determines its tokens.
+        continuous_batching: True if a new request joins the requests in flight; False if requests are computed in
+            batches.
+        multi_modal: True if requests may have ``multi_modal_data``.
+        max_world_size: largest number of processes of the rollout's pool; None for no limit.
         sampling: optional fields of :class:`SamplingParams` that the rollout applies: ``min_p``,
-            ``repetition_penalty``, ``logit_bias``. A request that sets another one is refused.
+            ``repetition_penalty``, ``logit_bias``. A request that sets a field not listed here is rejected.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
@@ -86,14 +87,14 @@ class RolloutCapabilities:
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Load of an engine at one moment.
+    """An engine's load at one moment.
 
     Attributes:
-        limit: number of sequences that the engine computes at once, at most.
-        running: number of sequences that it computes now.
-        waiting: number of sequences in its queue.
-        kv_cache_usage: fraction of the key-value cache that sequences hold, 0 to 1; 0 where the engine has no pool.
-        preemptions: number of sequences taken out of computation for lack of cache, since the start.
+        limit: largest number of sequences that the engine computes at once.
+        running: number of sequences being computed.
+        waiting: number of queued sequences.
+        kv_cache_usage: used fraction of the key-value cache, 0 to 1; 0 if the engine has no cache pool.
+        preemptions: number of sequences preempted for lack of cache since the start.
     """
 
     limit: int
@@ -112,12 +113,13 @@ class SamplingParams:
         top_p: nucleus mass, 1 for all.
         top_k: number of candidates; -1 or 0 for all (verl's key).
         max_tokens: largest number of new tokens.
-        stop_token_ids: ids that end generation; the one generated stays in the output.
-        stop: texts that end generation. The token that completes one is the last of the output and stays whole, as a
-            stop token does, so that the output's text contains the stop and ends in that token's text. Text is the
-            tokenizer's, special tokens included.
-        n: sequences for the prompt.
-        ignore_eos: stop at ``stop_token_ids`` alone, not at the tokenizer's EOS and the model's other stop tokens.
+        stop_token_ids: ids that end generation; the generated stop token stays in the output.
+        stop: texts that end generation. The token that completes a stop text is the last token of the output and is
+            kept whole, like a stop token, so the output's text contains the stop text and ends with that token's text.
+            Text is the tokenizer's decoded text, including special tokens.
+        n: number of sequences to generate for the prompt.
+        ignore_eos: True to stop only at ``stop_token_ids``, not at the tokenizer's EOS or the model's other stop
+            tokens.
         min_p: smallest probability of a candidate, as a fraction of the most likely one's; 0 for all. Applied after
             the temperature, before top-k and top-p.
         repetition_penalty: divisor of the positive logits, and factor of the negative ones, of tokens that the
@@ -138,7 +140,7 @@ class SamplingParams:
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def optional(self) -> tuple[str, ...]:
-        """Return the fields set here that a rollout needs ``capabilities.sampling`` for."""
+        """Return the names of the fields set here that a rollout must list in ``capabilities.sampling``."""
         off = {"min_p": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
         return tuple(name for name, value in off.items() if getattr(self, name) != value)
 
@@ -148,13 +150,13 @@ class RolloutRequest:
     """One prompt to continue.
 
     Attributes:
-        request_id: caller's id, returned with the output.
+        request_id: id chosen by the caller and returned with the output.
         prompt_ids: token ids of the prompt.
         sampling: sampling parameters.
         seed: seed of the request's random numbers, 0 to ``2**63 - 1``; None for the rollout's own stream. With
             ``capabilities.seeds`` the tokens depend only on prompt, sampling, weights and seed, up to rounding.
-        multi_modal_data: inputs beside the tokens by modality, such as ``{"image": [...]}`` (verl's name); only
-            for rollouts with ``capabilities.multi_modal``.
+        multi_modal_data: inputs in addition to the tokens, by modality, such as ``{"image": [...]}`` (verl's name);
+            only for rollouts with ``capabilities.multi_modal``.
     """
 
     request_id: str
@@ -169,11 +171,11 @@ class RolloutSequence:
     """One continuation of a prompt.
 
     Attributes:
-        token_ids: new tokens, with the stop token if there was one; engines return arrays (int32), not lists.
+        token_ids: new tokens, including the stop token if there was one; engines return int32 arrays, not lists.
         log_probs: log-prob of each token under the distribution it was sampled from (after penalty, bias,
             temperature, min-p, top-k and top-p; for greedy, under the softmax at temperature 1).
         finish_reason: ``stop``, ``length`` or ``abort``.
-        weight_versions: version of the weights that each token was computed with.
+        weight_versions: version of the weights that computed each token.
     """
 
     token_ids: Sequence[int]
@@ -184,7 +186,7 @@ class RolloutSequence:
 
 @dataclass(frozen=True)
 class RolloutOutput:
-    """The ``n`` sequences of a request, and the sampling that their log-probs refer to."""
+    """The ``n`` sequences of a request, with the sampling parameters that their log-probs refer to."""
 
     request_id: str
     sequences: Sequence[RolloutSequence]
@@ -193,14 +195,14 @@ class RolloutOutput:
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """Arguments that a rollout is built from.
+    """Constructor arguments of a rollout.
 
     Attributes:
-        config: config's ``rollout`` section, an instance of the rollout's ``config_schema``, which derives from
+        config: ``rollout`` section of the config, an instance of the rollout's ``config_schema``, which derives from
             :class:`~rollcast.contracts.sections.RolloutConfig`.
         model_path: Hugging Face folder of the model and tokenizer.
         seed: seed of the sampler; differs between ranks and replicas.
-        pad_token_id, eos_token_id: tokenizer's ids.
+        pad_token_id, eos_token_id: padding and EOS ids of the tokenizer.
         stop_token_ids: ids that end every response, such as those of the model's ``generation_config.json``.
     """
 
@@ -212,13 +214,13 @@ class RolloutSetup:
     stop_token_ids: tuple[int, ...] = ()
 
     def stop_ids(self, sampling: SamplingParams) -> tuple[int, ...]:
-        """Return the ids that end a request's sequences, each once: the request's, then the model's."""
+        """Return the ids that end a request's sequences, without duplicates: the request's, then the model's."""
         own = () if sampling.ignore_eos else (self.eos_token_id, *self.stop_token_ids)
         return tuple(dict.fromkeys((*sampling.stop_token_ids, *own)))
 
 
 class BaseRollout(ABC):
-    """One engine that generates."""
+    """Base class of rollouts, each of which is one engine that generates."""
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities()
     #: Dataclass of the ``rollout`` config section; importable without torch.
@@ -229,24 +231,24 @@ class BaseRollout(ABC):
 
     @classmethod
     def environment(cls, config: Any) -> dict[str, str]:  # noqa: ARG003  # for subclasses
-        """Return environment variables that the rollout's process needs from its start.
+        """Return environment variables that the rollout's process needs at its start.
 
-        A launcher sets those that neither its own environment nor ``config.replica.env`` has. The engine's
-        library must not be imported here: the launcher's environment may lack it.
+        A launcher sets those that are set neither in its own environment nor in ``config.replica.env``. Do not
+        import the engine's library here: it may not be installed in the launcher's environment.
         """
         return {}
 
     @classmethod
     def weight_dtype(cls, config: Any, model_path: str, device: str) -> str | None:  # noqa: ARG003  # for subclasses
-        """Return torch's name of the dtype that the engine holds weights in, such as ``bfloat16``; None if not known.
+        """Return torch's name of the dtype of the engine's weights, such as ``bfloat16``; None if unknown.
 
-        A weight sync casts to it before it sends, so it has to be the dtype to which :meth:`update_weights` would
-        convert. The engine's library must not be imported here.
+        A weight sync casts to this dtype before it sends, so it must be the dtype to which :meth:`update_weights`
+        would convert. Do not import the engine's library here.
 
         Args:
             config: the ``rollout`` section, an instance of ``config_schema``.
             model_path: Hugging Face folder of the model.
-            device: ``placement.device``, the kind of device that the rollout runs on.
+            device: ``placement.device``, the kind of device on which the rollout runs.
         """
         return None
 
@@ -255,79 +257,99 @@ class BaseRollout(ABC):
         """Continue one prompt; many calls may be in flight at once.
 
         Raises:
-            RequestError: the request cannot be served (empty prompt, no room, unknown token id).
-            CapabilityError: the request asks for a feature that the rollout lacks, such as multi-modal data.
-            RolloutError: the engine died; requests in flight are not answered otherwise. A replica then asks
-                :meth:`check_health`, and is dead if that fails.
+            RequestError: the request cannot be served (empty prompt, prompt too long, unknown token id).
+            CapabilityError: the request needs a feature that the rollout lacks, such as multi-modal data.
+            RolloutError: the engine died; raised for every request in flight. A replica then calls
+                :meth:`check_health`, and counts as dead if that fails.
         """
 
     @abstractmethod
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-        """Load a whole model, bucket by bucket; tokens from now on carry ``version``.
+        """Load all weights of the model, bucket by bucket; tokens sampled from now on carry ``version``.
 
-        Requests may be in flight. Each of their tokens must be drawn from the weights whose version it carries,
-        given all tokens before it, so a key-value cache of other weights must not be reused; the rollout may pause
-        or recompute such requests. An adapter that was loaded before is dropped.
+        Requests may be in flight. Each token must be drawn from the weights whose version it carries, given all
+        tokens before it, so a key-value cache computed with other weights must not be reused; the rollout may pause
+        or recompute such requests. A previously loaded adapter is dropped.
 
         Args:
-            buckets: iterable to consume once. A bucket's tensors are valid until the next bucket. An engine with
-                processes of its own may pickle it and consume it there.
-            version: version to report from now on.
+            buckets: iterable of buckets, to be consumed once. A bucket's tensors are valid until the next bucket. An
+                engine with its own processes may pickle the iterable and consume it there.
+            version: version of the new weights.
 
         Raises:
-            WeightSyncError: a tensor is corrupt, unknown or missing; names it. :meth:`generate` raises it too
-                until an update succeeds.
+            WeightSyncError: a tensor is corrupt, unknown or missing; names the tensor. :meth:`generate` raises this
+                error too until an update succeeds.
         """
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load a LoRA adapter in place of the previous one; CapabilityError without ``capabilities.lora``."""
+        """Load a LoRA adapter, replacing the previous one.
+
+        Raises:
+            CapabilityError: the rollout lacks ``capabilities.lora``.
+        """
         raise CapabilityError(f"{type(self).__name__} takes no adapters")
 
     async def check_health(self) -> None:
-        """Return if the engine can serve; RolloutError, with the cause if known, if it is dead or hangs."""
+        """Check that the engine can serve requests.
+
+        Raises:
+            RolloutError: the engine is dead or hangs; chains the cause if known.
+        """
         return
 
     async def report_load(self) -> EngineLoad:
-        """Return the engine's load; callers keep no more than its ``limit`` in flight, less when the cache is short.
+        """Return the engine's load; callers keep at most ``limit`` sequences in flight, fewer if the cache is full.
 
-        The default is for an engine that says nothing of itself.
+        The default implementation is for engines that do not report their load.
         """
         return EngineLoad(limit=256)
 
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
-        """Generate with the engine's own module from now on; CapabilityError without ``capabilities.in_process``."""
+        """Generate with the engine's own module from now on.
+
+        Raises:
+            CapabilityError: the rollout lacks ``capabilities.in_process``.
+        """
         raise CapabilityError(f"{type(self).__name__} does not generate in the trainer's process")
 
     def generating(self) -> AbstractContextManager[None]:
-        """Return a context in which each rank may call :meth:`generate` as often as it likes, whatever the others do.
+        """Return a context in which a rank may call :meth:`generate` independently of the other ranks.
 
-        For rollouts with ``capabilities.in_process``, whose engine may have to gather its weights: all ranks enter
-        together. Outside of it, all ranks call :meth:`generate` for equally many batches.
+        For rollouts with ``capabilities.in_process``. All ranks must enter the context together, because the engine
+        may have to gather its weights. Outside the context, all ranks must call :meth:`generate` for the same number
+        of batches.
         """
         return nullcontext()
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Free the named memory; without effect for a rollout that holds none."""
+        """Free the device memory named by ``tags``; do nothing if the rollout holds none."""
         return
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Allocate the named memory again."""
+        """Allocate the device memory named by ``tags`` again."""
         return
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (None for all) with the tokens so far; CapabilityError without ``capabilities.abort``."""
+        """End requests early; each returns the tokens sampled so far.
+
+        Args:
+            request_ids: ids of the requests; None for all.
+
+        Raises:
+            CapabilityError: the rollout lacks ``capabilities.abort``.
+        """
         raise CapabilityError(f"{type(self).__name__} cannot abort requests")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that sampling the same tokens after a restart needs (random state)."""
+        """Return the random state, which is needed to sample the same tokens after a restart."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned."""
+        """Restore state returned by :meth:`state_dict`."""
         return
 
     def close(self) -> None:
-        """Stop what the rollout started; called once."""
+        """Stop all threads and processes of the rollout; called once."""
         return
 
 

@@ -1,6 +1,6 @@
-"""The contract of runtimes: a runtime starts the processes of a group and carries calls to them.
+"""Contract of runtimes, which start the processes of a worker group and send calls to them.
 
-A runtime that hosts workers builds a :class:`rollcast.WorkerHost` in each process and forwards calls to it.
+A runtime builds a :class:`rollcast.WorkerHost` in each process and forwards calls to the host.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollcast.errors import ResourceError, RollcastError
 from rollcast.plugins import Registry, subclass_of
 
 if TYPE_CHECKING:
-    from rollcast.protocol.future import Cut  # importing it costs torch
+    from rollcast.protocol.future import Cut  # imports torch
 
 __all__ = [
     "Attached",
@@ -42,40 +42,40 @@ __all__ = [
     "runtimes",
 ]
 
-#: Where a call's result goes; see :meth:`Runtime.call`.
+#: Destination of a call's result; see :meth:`Runtime.call`.
 Outcome = Literal["send", "keep", "drop"]
-#: How a call ended that was cancelled; see :meth:`Runtime.cancel`.
+#: Outcome of cancelling a call; see :meth:`Runtime.cancel`.
 Cancelled = Literal["ended", "interrupted", "unreachable"]
 
 
 @config
 class RuntimeConfig:
-    """The keys of every ``runtime`` section; a runtime's own schema derives from this."""
+    """Base schema of ``runtime`` sections; the schema of each runtime derives from this class."""
 
     name: str = ""
     """Registry name of the runtime."""
     call_timeout_s: Seconds = 3600.0
     """Timeout of every blocking call in seconds."""
     launch_timeout_s: Seconds = 300.0
-    """Timeout of placing and starting a worker group in seconds."""
+    """Timeout for placing and starting a worker group in seconds."""
     threads_per_worker: Positive | None = None
-    """CPU threads per worker; null shares a node's cores evenly."""
+    """CPU threads per worker; null to divide a node's cores evenly among its workers."""
     record: str | None = None
-    """A method to record in `RUN_DIR/records`, such as `actor.update_actor:2` for its second call."""
+    """Method whose call is recorded in `RUN_DIR/records`, such as `actor.update_actor:2` for the second call."""
     record_trajectories: bool = False
-    """Write the rollouts of each step, as training gets them, to `RUN_DIR/rollouts`, for `trainer.replay`."""
+    """Write the rollouts of each step, as passed to training, to `RUN_DIR/rollouts`, for `trainer.replay`."""
 
 
 @dataclass(frozen=True)
 class RuntimeCapabilities:
-    """Options of a group that a runtime honours.
+    """Features of a runtime.
 
     Attributes:
-        runtime_env: processes start in :attr:`LaunchSpec.runtime_env`.
-        detached: groups can outlive the process that started them.
-        chained_calls: :meth:`Runtime.fetch` and the workers' stores take references of calls that have not ended, also
-            inside other arguments. Handles to them then travel before the calls end.
-        parallel_launch: :meth:`Runtime.launch` may be called from several threads at a time.
+        runtime_env: True if processes start in :attr:`LaunchSpec.runtime_env`.
+        detached: True if groups can outlive the process that started them.
+        chained_calls: True if :meth:`Runtime.fetch` and the workers' stores accept references of running calls, also
+            nested in other arguments. A future can then be passed on before its call ends.
+        parallel_launch: True if :meth:`Runtime.launch` may be called from several threads at a time.
     """
 
     runtime_env: bool = False
@@ -86,11 +86,11 @@ class RuntimeCapabilities:
 
 @dataclass(frozen=True)
 class HostInfo:
-    """Where a host runs: node address, process id, and a port that it holds for a rendezvous.
+    """A host's node address, process id, and a port that it reserves for a rendezvous.
 
     Attributes:
-        control: the runtime's own way to reach the process during a call.
-        cores: CPU cores of the node that the process may use.
+        control: runtime-specific address for reaching the process during a call.
+        cores: number of CPU cores of the node that the process may use.
     """
 
     node: str
@@ -102,7 +102,7 @@ class HostInfo:
 
 @dataclass(frozen=True)
 class Host:
-    """One started process: the runtime's own handle, where it runs, and its place in the group."""
+    """One started process: the runtime's handle to it, its address, and its place in the group."""
 
     handle: Any
     info: HostInfo
@@ -111,11 +111,11 @@ class Host:
 
 @dataclass(frozen=True)
 class CallFailure:
-    """A failed call as it left the worker: all text, so that it always travels.
+    """A failed call as the worker reports it, as text so that it can always be pickled.
 
     Attributes:
-        when: wall-clock seconds, to tell the first failure of a group from its consequences.
-        cause: the exception itself if it can be pickled, else None.
+        when: wall-clock time in seconds, used to tell the first failure of a group from its consequences.
+        cause: the exception if it can be pickled, else None.
     """
 
     role: str
@@ -131,7 +131,7 @@ class CallFailure:
 
 
 class WorkerRaised(RollcastError):
-    """Carries a :class:`CallFailure` from a worker's process to the controller."""
+    """An error that carries a :class:`CallFailure` from a worker's process to the controller."""
 
     def __init__(self, failure: CallFailure) -> None:
         super().__init__(failure)
@@ -142,15 +142,15 @@ class WorkerRaised(RollcastError):
 
 
 class CallFailed(RollcastError):
-    """A rank's call failed; a runtime raises it, and the group turns it into a ``WorkerError``.
+    """A failed call of a rank. Runtimes raise it, and the worker group converts it to a ``WorkerError``.
 
     Attributes:
-        index: number of the awaited call that failed first.
-        failure: the worker's own account; None if the process died or the deadline passed.
+        index: index of the first awaited call that failed.
+        failure: the worker's report; None if the process died or the deadline passed.
         detail: further facts, such as how the process died and its last output.
         timed_out: True if the deadline passed.
-        cause_type: name of the error where there is no ``failure``.
-        late: numbers of the calls that had not ended by then.
+        cause_type: name of the error if there is no ``failure``.
+        late: indices of the calls that had not ended by then.
     """
 
     #: ``cause_type`` of a process that died or cannot be reached.
@@ -171,22 +171,23 @@ class CallFailed(RollcastError):
 
     @property
     def cause(self) -> BaseException | None:
-        """The worker's exception, if it could travel."""
+        """The worker's exception; None if it could not be pickled."""
         return self.failure.cause if self.failure else None
 
 
 @dataclass(frozen=True)
 class LaunchSpec:
-    """A group to start.
+    """The specification of a group to start.
 
     Attributes:
-        name: of the group.
-        roles: role → class with arguments; all live in every process of the group.
-        env: environment variables of the processes, those of the roles included.
-        threads: CPU threads a process; None shares the cores of a node evenly.
-        runtime_env: runtime environment of the processes, those of the roles included.
-        detached: the group outlives this process and is found again by its name.
-        snapshot: returns the snapshot of plugins registered in this process, for :meth:`rollcast.WorkerHost.install`.
+        name: name of the group.
+        roles: role → worker class with arguments; every process of the group hosts all roles.
+        env: environment variables of the processes, including those of the roles.
+        threads: CPU threads per process; None to divide the cores of a node evenly.
+        runtime_env: runtime environment of the processes, including those of the roles.
+        detached: True if the group outlives this process and can be attached to by its name.
+        snapshot: function that returns a snapshot of the plugins registered in this process, for
+            :meth:`rollcast.WorkerHost.install`.
     """
 
     name: str
@@ -200,11 +201,11 @@ class LaunchSpec:
 
 @dataclass(frozen=True)
 class Attached:
-    """A detached group that was found again.
+    """A detached group as another process finds it.
 
     Attributes:
-        roles: role → class.
-        hosts: by rank.
+        roles: role → worker class.
+        hosts: hosts by rank.
     """
 
     roles: Mapping[str, type]
@@ -214,42 +215,42 @@ class Attached:
 def cut_here(
     fetch: Callable[[Sequence[Any], float | None], list[Any]], cuts: Sequence[Cut], timeout: float | None
 ) -> list[Any]:
-    """Fetch whole values, each once, and cut them in this process."""
+    """Fetch whole values, each only once, and cut the requested rows in this process."""
     refs = {id(cut.ref): cut.ref for cut in cuts}
     found = dict(zip(refs, fetch(list(refs.values()), timeout), strict=True))
     return [cut.of(found[id(cut.ref)]) for cut in cuts]
 
 
 class Store(Protocol):
-    """Where a worker's process keeps results: the runtime's store of objects."""
+    """The runtime's object store, in which a worker's process keeps results."""
 
     def put(self, value: Any) -> Any:
-        """Store a value; return a reference that works in every process of the runtime."""
+        """Store a value and return a reference that is valid in every process of the runtime."""
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
         """Return the values of the references."""
 
     def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
-        """Return rows of stored batches, cut where they lie; by default they are fetched whole and cut here."""
+        """Return rows of stored batches, cut on the node that stores them; the default fetches whole batches."""
         return cut_here(self.fetch, cuts, timeout)
 
 
 class Recording(AbstractContextManager[None], Protocol):
-    """A call that is being recorded; an exception raised inside is its outcome."""
+    """A call that is being recorded; an exception raised inside the context is recorded as its outcome."""
 
     def end(self, result: Any) -> None:
         """Record the call's result."""
 
 
 class Recorder(Protocol):
-    """Listens to every call of a registered method."""
+    """A listener to every call of a registered method."""
 
     def begin(self, group: Any, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Recording | None:
         """Start recording this call if it is the one requested; return the recording, else None."""
 
 
 class Runtime(ABC):
-    """Starts hosts, carries calls, stops what it started.
+    """Base class of runtimes, which start hosts, send calls to them and stop them.
 
     Attributes:
         recorder: listener to the calls of all groups.
@@ -263,11 +264,11 @@ class Runtime(ABC):
     @classmethod
     @abstractmethod
     def from_config(cls, config: Any, *, processes: int, run_dir: Path | None = None) -> Self:
-        """Build the runtime of a run; starts nothing.
+        """Build the runtime of a run without starting any process.
 
         Args:
-            config: an instance of ``config_schema``.
-            processes: worker processes of all pools of the run.
+            config: ``runtime`` section, an instance of ``config_schema``.
+            processes: number of worker processes in all pools of the run.
             run_dir: run directory; None for a job without one.
         """
 
@@ -277,20 +278,20 @@ class Runtime(ABC):
 
     @abstractmethod
     def launch(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
-        """Start a host for each rank of the pool, in rank order, and build its workers.
+        """Start a host for each rank of the pool and build its workers; return the hosts in rank order.
 
         Raises:
-            ResourceError: the pool cannot be placed before the deadline (seconds); says what was missing.
+            ResourceError: the pool cannot be placed within ``timeout`` seconds; names the missing resources.
             CallFailed: a worker's constructor raised.
         """
 
     def attach(self, name: str, timeout: float, roles: Mapping[str, type] | None = None) -> Attached:
-        """Find a detached group that another process has started.
+        """Attach to a detached group that another process has started.
 
         Args:
-            name: of the group.
-            timeout: seconds within which every rank has to answer.
-            roles: classes of the group, where they cannot be imported here under the names they had there.
+            name: name of the group.
+            timeout: time in seconds within which every rank has to answer.
+            roles: role → worker class, if the classes cannot be imported here under their original names.
 
         Raises:
             ResourceError: there is no such group, it has lost a rank, or its classes cannot be imported.
@@ -302,104 +303,105 @@ class Runtime(ABC):
     def call(self, host: Host, role: str, method: str, call: RankCall, outcome: Outcome = "send") -> Any:
         """Send one call; return a reference to its result at once.
 
-        With outcome ``keep`` a DataProto that the method returns stays in the runtime's store, and the
-        result is the :class:`~rollcast.protocol.future.StoredShard` that describes it. With ``drop``
-        the result is None.
+        With outcome ``keep``, a DataProto that the method returns stays in the runtime's store, and the result is
+        a :class:`~rollcast.protocol.future.StoredShard` that refers to it. With ``drop``, the result is None.
 
         Raises:
-            DispatchError: an argument cannot be sent.
+            DispatchError: an argument cannot be serialized.
         """
 
     @abstractmethod
     def put(self, value: Any) -> Any:
-        """Store a value that several calls share; return a reference that can stand for it in a call.
+        """Store a value that several calls share and return a reference that replaces the value in a call.
 
         Raises:
-            DispatchError: the value cannot be sent.
+            DispatchError: the value cannot be serialized.
         """
 
     @abstractmethod
     def gather(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        """Wait for the results, in order.
+        """Wait for calls to end and return their results, in order.
 
         Raises:
-            CallFailed: for the first call that failed, or when the deadline (seconds) passed.
+            CallFailed: a call failed (the first one is reported), or ``timeout`` seconds passed.
         """
 
     @abstractmethod
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:
-        """Return values that workers keep in the store, in order.
+        """Return values that workers have stored, in order.
 
         Raises:
-            WorkerError: a value is lost with the worker that kept it.
-            WorkerTimeoutError: the deadline (seconds) passed.
+            WorkerError: a value was lost with the worker that stored it.
+            WorkerTimeoutError: ``timeout`` seconds passed.
         """
 
     def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
-        """Return rows of stored batches, in order; a runtime of several nodes cuts them where they lie.
+        """Return rows of stored batches, in order; a multi-node runtime cuts them on the node that stores them.
 
-        Errors are those of :meth:`fetch`, and ``DataProtoError`` for rows that a worker has damaged.
+        Raises the errors of :meth:`fetch`, and ``DataProtoError`` if stored rows have changed.
         """
         return cut_here(self.fetch, cuts, timeout)
 
     def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
-        """Wait until one of the calls has ended; return the numbers of those that have, none after the deadline."""
+        """Wait until a call has ended; return the indices of all ended calls, none if ``timeout`` seconds passed."""
         self.gather(refs[:1], timeout)
         return [0]
 
     def ready(self, refs: Sequence[Any]) -> bool:  # for those that override it
-        """Return True if :meth:`gather` would not wait."""
+        """Return True if :meth:`gather` would return at once."""
         return True
 
     @abstractmethod
     def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
-        """Replace the in-process registrations that the hosts know by a snapshot of the driver's.
+        """Replace the in-process plugin registrations of the hosts by a snapshot of the driver's.
 
         Raises:
-            CallFailed: a host has died, or the deadline (seconds) passed.
+            CallFailed: a host has died, or ``timeout`` seconds passed.
         """
 
     @abstractmethod
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> list[Cancelled]:
-        """Cancel calls that were sent to these hosts: those that wait do not start, those that run are interrupted.
+        """Cancel calls sent to ``hosts``: queued calls do not start, and running calls are interrupted.
 
-        Code outside Python, such as a collective, is interrupted when it returns.
+        A call inside native code, such as a collective, is interrupted when it returns to Python.
 
         Returns:
-            For each call: ``ended`` if it had ended or will never start, ``interrupted`` if it was in the
-            middle, ``unreachable`` if its host could not be asked.
+            For each call: ``ended`` if it had ended or will never start, ``interrupted`` if it was running,
+            ``unreachable`` if its host did not respond.
         """
 
     def restart(self, hosts: Sequence[Host], pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
-        """Replace a group's processes, some of which may be dead, by new ones; arguments and errors as :meth:`launch`.
+        """Replace the processes of a group, dead or alive, by new ones.
+
+        ``pool``, ``spec``, ``timeout`` and the errors are those of :meth:`launch`.
 
         Args:
-            hosts: the processes that end.
+            hosts: processes to end.
         """
         self.stop(hosts)
         return self.launch(pool, spec, timeout)
 
     def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
-        """Return the hosts that are known to be dead: index → how they died. Never waits."""
+        """Return the hosts known to be dead: index → cause of death. Never blocks."""
         return {}
 
     def stacks(self, hosts: Sequence[Host]) -> list[str]:
-        """Return for each host where its running call is, as lines of a traceback; empty where not known."""
+        """Return the traceback of the running call of each host, as text; empty if unknown."""
         return [""] * len(hosts)
 
     def run_driver(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        """Run a function that drives worker groups in a process of the cluster; return its result.
+        """Run a function that drives worker groups in a process of the cluster and return its result.
 
-        Interrupting the wait interrupts the function. What it prints appears here.
+        Interrupting this call interrupts the function. The function's output is printed here.
 
         Args:
-            function: importable by its name where the process runs.
-            args: can be pickled, as can the result.
+            function: function that can be imported by its name in the process.
+            args: arguments; they and the result must be picklable.
 
         Raises:
-            ResourceError: the runtime has no such processes.
+            ResourceError: the runtime cannot start such a process.
             WorkerError: the process died.
-            Exception: the function's own.
+            Exception: any exception of the function.
         """
         raise ResourceError(
             f"{type(self).__name__} cannot run the training loop in another process; set trainer.on_driver=true, or "
@@ -412,7 +414,7 @@ class Runtime(ABC):
 
     @abstractmethod
     def shutdown(self) -> None:
-        """End everything that this runtime started; may be called twice."""
+        """End all processes that this runtime started; may be called more than once."""
 
     def __enter__(self) -> Self:
         return self
@@ -425,5 +427,5 @@ runtimes: Registry[type[Runtime]] = Registry(
     "rollcast.runtimes",
     subclass_of(Runtime),
     "runtime.name",
-    description="hosts of workers, such as processes of this machine or of a cluster",
+    description="runtimes that host workers, in processes of this machine or of a cluster",
 )

@@ -20,7 +20,7 @@ __all__ = [
     "ValKwargs",
 ]
 
-#: Bounds are those of the sampling contract, which all engines share.
+#: The bounds of the sampling contract, which apply to all engines.
 Probability = Annotated[float, Gt(0), Le(1)]
 
 
@@ -33,21 +33,21 @@ class PoolConfig:
     max_colocate_count: Positive = 1
     """Worker groups that may share the pool's devices."""
     cpus_per_process: Annotated[float, Ge(0)] = 1.0
-    """CPU cores that a process reserves in the cluster's book-keeping."""
+    """CPU cores that a process reserves with the cluster's scheduler."""
     accelerator_type: str | None = None
     """Type of device that a node must have, such as `H100`; null for any."""
     device: str | None = None
-    """Registered device of the processes, such as `cpu` for rewards and agents beside accelerators; null for
+    """Registered device of the processes, such as `cpu` for rewards and agents in a run with accelerators; null for
     `placement.device`."""
     strategy: str = "STRICT_PACK"
-    """`STRICT_PACK` keeps the processes of one entry on one node; `PACK` does so where it can."""
+    """`STRICT_PACK` keeps the processes of one entry on one node; `PACK` does so if possible."""
     resources: dict[str, float] = field(default_factory=dict)
     """Custom resources that each process reserves, by name."""
 
 
 @config
 class PlacementConfig:
-    """Number of worker processes and nodes."""
+    """Worker processes, nodes and pools of a run."""
 
     nnodes: Positive = 1
     """Number of nodes."""
@@ -56,10 +56,10 @@ class PlacementConfig:
     device: str = "auto"
     """A registered device (`cuda`, `npu`, `xpu`, `cpu`), or `auto` for the machine's accelerator."""
     pools: dict[str, Any] = field(default_factory=dict)
-    """Further pools, name to processes on each node: `{critic_pool: [8, 8]}`; or to the keys of a pool:
-    `{critic_pool: {processes: [8, 8], accelerator_type: H100}}`."""
+    """Further pools by name. The value is the number of processes on each node, as in `{critic_pool: [8, 8]}`, or the
+    keys of a pool, as in `{critic_pool: {processes: [8, 8], accelerator_type: H100}}`."""
     mapping: dict[str, str] = field(default_factory=dict)
-    """Pool of each role; roles left out share the pool of `nnodes` and `n_gpus_per_node`."""
+    """Pool of each role; roles not listed share the pool of `nnodes` and `n_gpus_per_node`."""
 
 
 @config
@@ -77,59 +77,59 @@ class ValKwargs:
     min_p: Annotated[float, Ge(0), Le(1)] = 0.0
     """Smallest probability of a candidate token as a fraction of the likeliest one's; 0 for all."""
     repetition_penalty: Annotated[float, Gt(0), Le(10)] = 1.0
-    """As `rollout.repetition_penalty`, for validation."""
+    """Repetition penalty during validation; see `rollout.repetition_penalty`."""
 
 
 @config
 class ReplicaConfig:
-    """Processes that each hold one engine; unused by a rollout in the trainer's own process."""
+    """Replicas, processes that each run one engine; unused by a rollout in the trainer's own process."""
 
     python: str | None = None
-    """Python interpreter of the environment that has the engine; null for the trainer's."""
+    """Python interpreter of the environment in which the engine is installed; null for the trainer's."""
     env: dict[str, str] = field(default_factory=dict)
     """Environment variables of the processes."""
     launch_timeout_s: Seconds = 300.0
     """Timeout for a replica's start in seconds."""
     heartbeat_timeout_s: Seconds = 120.0
-    """Longest silence of a replica in seconds; a living one sends a heartbeat every 5 seconds, however long a request
-    takes."""
+    """Longest time in seconds without a heartbeat of a replica. A live replica sends one every 5 seconds, however
+    long a request takes."""
     max_restarts: NonNegative = 3
-    """Restarts of a dead replica per run."""
+    """Largest number of restarts of a dead replica per run."""
 
 
 @config
 class StragglersConfig:
-    """Responses that replicas end early because the others have ended."""
+    """Early termination of the slowest responses once the other responses have ended."""
 
     share: Fraction = 0.0
-    """Largest share of the responses awaited together that may be cut: of a step's, or of a prompt's where
-    `trainer.max_staleness` is above 0. 0 waits for all."""
+    """Largest share of the awaited responses that may be cut, of those of a step, or of a prompt if
+    `trainer.max_staleness` is above 0. 0 waits for all responses."""
     grace_s: Annotated[float, Gt(0)] = 10.0
-    """Seconds that they have after the others ended."""
+    """Time in seconds that the remaining responses have after the others ended."""
 
 
 @config
 class CanaryConfig:
-    """The check after each weight update: one continued prompt, compared with the trainer's log-probs."""
+    """A check after each weight update that compares the log-probs of one continued prompt with the trainer's."""
 
     enable: bool = True
     """Run the check."""
     max_tokens: Positive = 8
-    """Tokens to continue the prompt by."""
+    """Number of tokens by which the prompt is continued."""
     tolerance: Annotated[float, Ge(0)] | None = None
-    """Largest difference of a log-prob; null for 0.05 where actor and rollout both compute in float32 or float16, and
-    0.2 where one computes in bfloat16, or in a dtype that is not known before the start."""
+    """Largest allowed difference of a log-prob; null for 0.05 if actor and rollout both compute in float32 or float16,
+    and 0.2 if one computes in bfloat16, or in a dtype that is unknown before the start."""
 
 
 @config
 class RolloutConfig:
-    """Keys of every rollout. Names are verl's where it has one."""
+    """Base schema of ``rollout`` sections. Names are verl's where verl has the key."""
 
     name: str = ""
     """Registry name of the rollout."""
     mode: Literal["hybrid", "colocated", "standalone"] = "hybrid"
-    """`hybrid` takes turns with the trainer on its devices, `colocated` runs beside it on them, `standalone` has a
-    pool of its own."""
+    """Placement of the rollout: `hybrid` takes turns with the trainer on its devices, `colocated` runs on the same
+    devices at the same time, `standalone` has its own pool."""
     weight_sync: str = "shared_memory"
     """Registry name of the weight sync."""
     n: Positive = 1
@@ -148,32 +148,34 @@ class RolloutConfig:
     logit_bias: dict[int, float] = field(default_factory=dict)
     """Numbers added to logits, -100 to 100, by token id."""
     stop: list[str] = field(default_factory=list)
-    """Texts that end a response; the token that completes one stays in it."""
+    """Texts that end a response; the token that completes a stop text stays in the response."""
     stop_token_ids: list[int] = field(default_factory=list)
-    """Token ids that end a response, beside the tokenizer's EOS and those of the model's `generation_config.json`."""
+    """Token ids that end a response, in addition to the tokenizer's EOS and the ids in the model's
+    `generation_config.json`."""
     ignore_eos: bool = False
-    """End responses at `stop`, `stop_token_ids` and the length alone."""
+    """End responses only at `stop`, `stop_token_ids` and the length limit."""
     on_long_prompt: Literal["refuse", "clamp"] = "refuse"
     """Treatment of a prompt that leaves fewer positions of the model than `data.max_response_length`: `refuse` ends the
-    run, `clamp` makes the response shorter. A prompt that leaves none is refused."""
+    run, `clamp` shortens the response. A prompt that leaves no position is always refused."""
     tensor_model_parallel_size: Positive = 1
     """Devices per replica."""
     update_weights_bucket_megabytes: Positive = 64
-    """Largest bucket of weights in flight, in MiB."""
+    """Size of the largest bucket of weights in flight, in MiB."""
     update_in_flight: Literal["continue", "finish", "interrupt"] = "continue"
-    """Treatment by a replica of the requests in flight when new weights come. `continue` leaves them to the engine,
-    which computes their next tokens with the new weights where it can; `finish` ends them on the old weights first,
-    while new requests wait; `interrupt` aborts them, and continues them from their own tokens with the new weights."""
+    """A replica's treatment of the requests in flight when new weights arrive. `continue` leaves them to the engine,
+    which computes their next tokens with the new weights if it can; `finish` completes them with the old weights
+    first, while new requests wait; `interrupt` aborts them and continues them from the tokens sampled so far with the
+    new weights."""
     sync_timeout_s: Seconds = 600.0
     """Timeout in seconds for a replica to take one bucket of weights."""
     sync_folder: str | None = None
-    """Folder for the weights of the syncs `disk` and `delta`, seen by trainer and replicas: a path, or an fsspec URL
-    such as `s3://bucket/weights`; null for the node's temporary folder."""
+    """Folder for the weights of the syncs `disk` and `delta`, accessible to trainer and replicas: a path, or an fsspec
+    URL such as `s3://bucket/weights`; null for the node's temporary folder."""
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)
     """Training responses that are cut because the others have ended; they count as cut at the length limit."""
     val_kwargs: ValKwargs = field(default_factory=ValKwargs)
     """Sampling during validation."""
     replica: ReplicaConfig = field(default_factory=ReplicaConfig)
-    """Processes of the engines."""
+    """Processes that run the engines."""
     canary: CanaryConfig = field(default_factory=CanaryConfig)
     """The check after each weight update."""

@@ -1,4 +1,4 @@
-"""Contract of sessions: the one way from an agent to the engine, which records what is sampled."""
+"""Contract of sessions, through which an agent samples from the engine; a session records every sampled token."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ __all__ = ["Budget", "Reply", "Session"]
 
 @config
 class Budget:
-    """Limits of one rollout; null is no limit."""
+    """Limits of one rollout; null for no limit."""
 
     max_assistant_turns: Positive | None = None
-    """Replies of the model in one rollout."""
+    """Largest number of replies of the model in one rollout."""
     max_response_length: Positive | None = None
-    """Tokens of one reply."""
+    """Largest number of tokens in one reply."""
     max_total_tokens: Positive | None = None
-    """Tokens of a context, prompt and tool results included."""
+    """Largest number of tokens in a context, including prompt and tool results."""
     timeout_s: Seconds | None = None
-    """Duration of one rollout in seconds."""
+    """Longest duration of one rollout in seconds."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -36,12 +36,12 @@ class Reply:
     """One reply of the model.
 
     Attributes:
-        message: the reply, parsed.
-        prompt_ids: ids that the engine was given, int32 ``[prompt]``.
-        token_ids: ids that it sampled, with the stop token if there was one; int32 ``[tokens]``.
-        log_probs: float32 ``[tokens]``.
+        message: the parsed reply.
+        prompt_ids: ids of the prompt sent to the engine, int32 ``[prompt]``.
+        token_ids: sampled ids, including the stop token if there was one, int32 ``[tokens]``.
+        log_probs: log-probs of the sampled ids, float32 ``[tokens]``.
         finish_reason: ``stop``, ``length`` or ``abort``.
-        end: reason why nothing more can be sampled in this context; None if the conversation may go on.
+        end: reason why nothing more can be sampled in this context; None if the conversation can continue.
     """
 
     message: Message
@@ -53,16 +53,16 @@ class Reply:
 
 
 class Session(ABC):
-    """Samples for one rollout and records each token that the engine returns.
+    """Base class of sessions, which sample for one rollout and record each token that the engine returns.
 
-    A call whose context begins with the exact ids of a recorded context extends that one; any other call forks.
-    Tokens that were sampled before a fork are trained in the context in which they were sampled, and nowhere else.
+    A call whose context starts with the exact ids of a recorded context extends that context; any other call forks.
+    Tokens sampled before a fork are trained only in the context in which they were sampled.
     """
 
     @property
     @abstractmethod
     def session_id(self) -> str:
-        """Id of the rollout; its requests go to one replica."""
+        """Id of the rollout; all requests with this id go to one replica."""
 
     @property
     @abstractmethod
@@ -72,7 +72,7 @@ class Session(ABC):
     @property
     @abstractmethod
     def end(self) -> End | None:
-        """Reason why the budget allows no further reply; None if it does."""
+        """Reason why the budget allows no further reply; None if it allows one."""
 
     @abstractmethod
     async def sample(
@@ -81,12 +81,13 @@ class Session(ABC):
         tools: Sequence[ToolSchema] = (),
         sampling: SamplingParams | None = None,
     ) -> Reply:
-        """Continue a conversation, or exact ids, by one reply.
+        """Sample one reply to a conversation, or to exact ids.
 
         Args:
             prompt: the whole conversation in OpenAI's chat format, or ids, int32 ``[tokens]``.
-            tools: tools that the model may call; rendered by the template.
-            sampling: parameters of this reply; by default the rollout's. The budget may lower ``max_tokens``.
+            tools: tools that the model may call, rendered by the chat template.
+            sampling: sampling parameters of this reply; by default the rollout's. The budget may lower
+                ``max_tokens``.
 
         Raises:
             SessionEnded: the budget is spent, or the context has no room for a reply; its ``end`` says which.
@@ -96,15 +97,15 @@ class Session(ABC):
 
     @abstractmethod
     def follow(self, messages: Sequence[ChatMessage], metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Follow a loop's own record, so that a rollout that fails still shows what happened until then.
+        """Register a loop's own messages and metrics, so that a failed rollout still shows them.
 
-        Without this call a failed rollout shows the messages of its last request.
+        Without this call, a failed rollout shows the messages of its last request.
 
         Args:
-            messages: conversation, to which the loop goes on adding.
-            metrics: returns the numbers so far; called once, if the rollout fails.
+            messages: the conversation; the loop keeps appending to this sequence.
+            metrics: function that returns the metrics so far; called once, if the rollout fails.
         """
 
     @abstractmethod
     def trajectories(self) -> list[Trajectory]:
-        """Return what was recorded so far: one trajectory for each leaf, without rewards."""
+        """Return the trajectories recorded so far, one per leaf of the tree of contexts, without rewards."""

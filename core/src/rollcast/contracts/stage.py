@@ -1,6 +1,6 @@
-"""The contract of stages: the pieces that a training step is made of, supplied on demand.
+"""Contract of stages, which make up a training step and are inserted on demand.
 
-For each column that a stage reads and nobody has written yet, the registered stage that writes it is put in before::
+If a stage reads a column that no earlier stage writes, the registered stage that writes it is inserted before::
 
     class Difficulty(Stage):
         spec = StageSpec(reads=("uid", "token_level_scores"), writes=("difficulty",))
@@ -30,19 +30,21 @@ __all__ = ["Stage", "StageRun", "StageSpec", "roles", "stages"]
 
 @dataclass(frozen=True)
 class StageSpec:
-    """Declaration of a stage, made before anything starts.
+    """A stage's declaration of its inputs and outputs, evaluated before the run starts.
 
     Attributes:
-        reads: columns that the stage needs; the stages that write them are put in before it.
-        optional: columns that it reads if a stage writes them; they only decide the order.
-        writes: columns that it adds or replaces. A name that ends with ``/`` stands for all with this prefix.
-        roles: roles whose workers it calls; the first computes it. Empty for a stage of the driver.
-        after: names of stages that come before this one, if they are in the list.
-        brings: names of stages that are put into the list with this one.
-        replaces: names of stages that this one takes the place of in a run in which it has a part.
-        changes_rows: True if it adds, removes or reorders rows; all that it does not depend on comes after it.
-        is_recorded: True if it makes or scores rollouts: what it does is part of the record that a run replays in its
-            place.
+        reads: columns that the stage needs; the stages that write them are inserted before it.
+        optional: columns that the stage reads if another stage writes them; they only affect the order.
+        writes: columns that the stage adds or replaces. A name that ends with ``/`` stands for all columns with this
+            prefix.
+        roles: roles whose workers the stage calls; the first role computes the stage. Empty for a stage that runs on
+            the driver.
+        after: names of stages that precede this one if they are in the list.
+        brings: names of stages that are added to the list together with this one.
+        replaces: names of stages that this one replaces if it takes part in the run.
+        changes_rows: True if the stage adds, removes or reorders rows; stages that it does not depend on run after it.
+        is_recorded: True if the stage generates or scores rollouts. Its output is part of the recorded rollouts, and a
+            replay uses the record instead of running the stage.
     """
 
     reads: tuple[str, ...] = ()
@@ -57,11 +59,11 @@ class StageSpec:
 
 
 class StageRun(Protocol):
-    """The run as a stage sees it.
+    """A stage's interface to the run.
 
     Attributes:
         config: composed configuration.
-        step: number of the step under way, from 1.
+        step: number of the current step, from 1.
     """
 
     config: DictConfig
@@ -71,52 +73,50 @@ class StageRun(Protocol):
         """Return a section of the configuration as an instance of its dataclass."""
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to those of the step."""
+        """Add metrics to the metrics of the step."""
 
     def workers(self, role: str) -> Any:
-        """Return the worker group of a role; only in a step."""
+        """Return the worker group of a role; only available during a step."""
 
     def call(self, role: str, method: str, batch: DataProto) -> DataProto:
-        """Return what a method of a role's workers returns for each row of ``batch``, in order; only in a step."""
+        """Call a method of a role's workers that returns a row for each row of ``batch``; only during a step."""
 
 
 class Stage(ABC):
-    """One stage of a training step; built once a run with a :class:`StageRun`, before the workers start."""
+    """Base class of stages of a training step, built once per run from a :class:`StageRun`, before workers start."""
 
     spec: ClassVar[StageSpec] = StageSpec()  #: Declaration that does not depend on the configuration.
-    phase: ClassVar[str] = ""  #: Name in ``time/<phase>_s``; empty for the stage's own name.
+    phase: ClassVar[str] = ""  #: Name in the metric ``time/<phase>_s``; empty for the stage's name.
 
     def __init__(self, run: Any) -> None:
         self.run = run
 
     @classmethod
     def declare(cls, run: Any) -> StageSpec | None:  # noqa: ARG003  # for those that override it
-        """Return the declaration for this run's configuration; None if the stage has no part in it."""
+        """Return the declaration for this run's configuration; None if the stage takes no part in the run."""
         return cls.spec
 
     def configure(self, role: str, setup: Any) -> Any:
-        """Return the constructor argument of a role's workers, adjusted to this stage."""
+        """Return the constructor argument of a role's workers, adapted to this stage."""
         return setup
 
     @abstractmethod
     def __call__(self, batch: DataProto) -> DataProto:
-        """Return the batch with the declared columns; the given batch stays as it is.
+        """Return the batch with the declared columns added, without changing ``batch``.
 
-        Columns of the batch may lie with workers. One that is read is fetched, and its call awaited; ``batch.local``
-        fetches several at once and does not keep them.
+        Columns of the batch may be stored on workers. Reading such a column waits for its call and fetches the column;
+        ``batch.local`` fetches several columns at once and does not cache them.
         """
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the stage, as JSON."""
+        """Return the stage's state for a checkpoint, as JSON-compatible values."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027  # most stages have no state
-        """Restore what :meth:`state_dict` returned."""
+        """Restore state returned by :meth:`state_dict`."""
 
 
 stages: Registry[type[Stage]] = Registry(
     "rollcast.stages", subclass_of(Stage), "trainer.stages.insert", description="stages of a training step"
 )
-roles: Registry[Any] = Registry(
-    "rollcast.roles", is_callable(1), description="worker classes that play the roles of a run"
-)
+roles: Registry[Any] = Registry("rollcast.roles", is_callable(1), description="worker classes for the roles of a run")

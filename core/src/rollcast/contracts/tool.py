@@ -1,4 +1,4 @@
-"""Contract of tools: functions that a model may call during a rollout.
+"""Contract of tools, functions that a model may call during a rollout.
 
 A plain function is a tool: its name, type hints and docstring are the schema that the model sees::
 
@@ -10,7 +10,7 @@ Args:
             days: Number of days.
         \"\"\"
 
-Announce it in the group ``rollcast.tools``; the config names it in ``agent.tools``.
+Register it in the entry-point group ``rollcast.tools`` and list it in ``agent.tools``.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ __all__ = ["BaseTool", "ToolResult", "tools"]
 
 @dataclass(frozen=True)
 class ToolResult:
-    """Result of a call.
+    """The result of a tool call.
 
     Attributes:
         text: text that the model sees.
-        reward: added to the reward of the turn that made the call.
-        metrics: numbers, averaged as ``tool/<name>/<metric>``.
+        reward: amount added to the reward of the turn that made the call.
+        metrics: metrics of the call, averaged as ``tool/<name>/<metric>``.
         is_error: True if the call failed; the text says why.
     """
 
@@ -46,21 +46,21 @@ class ToolResult:
 
 
 class BaseTool(ABC):
-    """A tool with state or settings; built once per process, with ``agent.tools.<name>`` as keyword arguments.
+    """Base class of tools with state or settings, built once per process with the keywords ``agent.tools.<name>``.
 
-    State of one rollout lives in the object that :meth:`open` returns; it exists until :meth:`release`.
+    Keep the state of a rollout in the object that :meth:`open` returns; it is passed to :meth:`release` at the end.
     """
 
-    #: Calls that may run at once in one process; None for any number.
+    #: Largest number of calls that may run at once in one process; None for no limit.
     max_concurrency: ClassVar[int | None] = None
 
     @property
     @abstractmethod
     def schema(self) -> ToolSchema:
-        """The tool as the model sees it, in OpenAI's format."""
+        """Return the tool's schema in OpenAI's format, as shown to the model."""
 
     async def open(self, task: Mapping[str, Any]) -> Any:
-        """Return the state of one rollout, made before its first call.
+        """Create the state of one rollout, before the rollout's first call.
 
         Args:
             task: row of the dataset.
@@ -69,14 +69,14 @@ class BaseTool(ABC):
 
     @abstractmethod
     async def call(self, state: Any, arguments: Mapping[str, Any]) -> ToolResult | str:
-        """Run one call; an exception becomes a result that the model sees."""
+        """Run one call; an exception is turned into an error result that the model sees."""
 
     async def release(self, state: Any) -> None:
-        """Free the state of one rollout; called once for each :meth:`open`, also when the rollout is interrupted."""
+        """Release the state of one rollout; called once for each :meth:`open`, also if the rollout is interrupted."""
         return
 
     async def close(self) -> None:
-        """Free what the tool holds; called once at the end of the process."""
+        """Release the tool's resources; called once, when the process ends."""
         return
 
 

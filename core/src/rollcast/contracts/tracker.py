@@ -1,4 +1,4 @@
-"""Contract of trackers, which record a run elsewhere.
+"""Contract of trackers, which send a run's metrics to another system.
 
 A tracker is a set of hook implementations (see :mod:`rollcast.contracts.hooks`). Example::
 
@@ -20,16 +20,16 @@ __all__ = ["BaseTracker", "trackers"]
 
 
 class BaseTracker:
-    """Base of all trackers.
+    """Base class of trackers.
 
-    Further keyword arguments of a subclass are the config's ``tracker_kwargs.<name>``. An exception of a
-    tracker, other than in :meth:`check_requirements`, is logged and never stops the run.
+    Further keyword arguments of a subclass come from ``tracker_kwargs.<name>``. An exception in a tracker is logged
+    and never stops the run, except in :meth:`check_requirements`.
 
     Args:
-        run_dir: the run's directory; exists.
+        run_dir: existing directory of the run.
         config: resolved config as plain dicts and lists.
-        start_step: step that the run continues from, 0 for a fresh run. A tracker that appends must drop
-            what an earlier, interrupted run wrote after this step.
+        start_step: step from which the run continues; 0 for a new run. A tracker that appends must drop the
+            records that an earlier, interrupted run wrote after this step.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -40,14 +40,14 @@ class BaseTracker:
 
     @classmethod
     def check_requirements(cls) -> None:
-        """Check that the tracker can work, before anything of the run starts.
+        """Check that the tracker can work, before the run starts.
 
         Raises:
-            PluginLoadError: a library is missing; names the pip command.
+            PluginLoadError: a library is missing; names the pip command that installs it.
         """
 
     def close(self) -> None:
-        """Flush and release; called once, also after an error."""
+        """Flush records and release resources; called once, also after an error."""
 
 
 trackers: Registry[type[BaseTracker]] = Registry(

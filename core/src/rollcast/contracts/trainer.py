@@ -27,7 +27,7 @@ __all__ = ["BaseTrainer", "RunResult", "trainers"]
 
 @dataclass(frozen=True)
 class RunResult:
-    """The end of a run: last step, run directory, and the last value of each metric."""
+    """The result of a run: last step, run directory, and the last value of each metric."""
 
     step: int
     run_dir: Path
@@ -35,15 +35,18 @@ class RunResult:
 
 
 class BaseTrainer(ABC):
-    """A training algorithm over worker groups; owns the run directory, the worker groups and their shutdown."""
+    """Base class of trainers, which run a training algorithm on worker groups.
+
+    A trainer owns the run directory and the worker groups, and shuts the groups down.
+    """
 
     @classmethod
     @abstractmethod
     def launch(cls, config: DictConfig) -> RunResult:
-        """Run a composed config to its end; start and stop everything it needs.
+        """Run training from a composed config to its end; start and stop all processes it needs.
 
         Raises:
-            RollcastError: one readable message for a problem that the user can solve.
+            RollcastError: a problem that the user can solve, explained by its message.
         """
 
 

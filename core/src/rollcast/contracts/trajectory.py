@@ -1,7 +1,7 @@
-"""Contract of trajectories: what an engine sampled, recorded token by token.
+"""Contract of trajectories, the token-by-token records of an engine's sampling.
 
-Training data is derived from these records alone. A token is under the loss only if its segment says that the
-engine sampled it, and no text is ever tokenized back::
+Training data is derived only from these records. A token is under the loss only if its segment records that the
+engine sampled it; text is never tokenized again::
 
     trajectory.token_ids      # int32 [tokens]: prompt, replies, tool results, in the order of the context
     trajectory.sampled_mask   # bool [tokens]: True where the policy chose the token
@@ -34,12 +34,12 @@ Floats = NDArray[np.float32]
 #: Reason why a trajectory ended.
 End = Literal["done", "max_turns", "length", "timeout", "aborted", "error"]
 ENDS: tuple[End, ...] = ("done", "max_turns", "length", "timeout", "aborted", "error")
-#: Part of a rollout in which a failure happened.
+#: Part of a rollout in which a failure occurred.
 Boundary = Literal["engine", "renderer", "environment", "tool", "program", "reward", "loop"]
 
 
 class VersionRun(NamedTuple):
-    """Consecutive tokens that were sampled with one version of the weights."""
+    """Consecutive tokens sampled with one version of the weights."""
 
     version: int
     tokens: int
@@ -51,7 +51,7 @@ class Failure:
 
     Attributes:
         boundary: part that failed.
-        message: one line for the user.
+        message: one-line error message for the user.
     """
 
     boundary: Boundary
@@ -63,10 +63,10 @@ class Segment:
     """Consecutive tokens of one origin.
 
     Attributes:
-        token_ids: int32 ``[tokens]``.
-        sampled: True if the engine sampled the tokens; False if they were given to it.
-        turn: index of the reply that the tokens belong to or, if given, precede; from 0.
-        log_probs: float32 ``[tokens]``, as the engine returned them; None for given tokens.
+        token_ids: ids of the tokens, int32 ``[tokens]``.
+        sampled: True if the engine sampled the tokens; False if they are given, that is part of its input.
+        turn: index, from 0, of the reply that sampled tokens belong to or that given tokens precede.
+        log_probs: log-probs as the engine returned them, float32 ``[tokens]``; None for given tokens.
         weight_versions: versions of the weights that sampled the tokens, in order; empty for given tokens.
     """
 
@@ -95,21 +95,21 @@ class Segment:
 class Trajectory:
     """One path through the context of a rollout, from its first prompt to its last token.
 
-    A rollout whose context was rewritten gives several trajectories with one ``rollout_id``; a loss counts them
-    once. No token is sampled in two of them.
+    A rollout whose context was rewritten has several trajectories with one ``rollout_id``; a loss counts them as one
+    rollout. No token is marked as sampled in two of them.
 
     Attributes:
-        segments: in the order of the context; the first one is given.
-        group_id: prompt that the rollout belongs to; rollouts of one group are compared.
-        rollout_id: rollout that the trajectory belongs to.
-        end: reason why it ended.
-        reward: score of the whole rollout, turns included; None if nothing has scored it.
+        segments: segments in the order of the context; the first one is given.
+        group_id: id of the prompt that the rollout belongs to; rollouts of one group are compared.
+        rollout_id: id of the rollout that the trajectory belongs to.
+        end: reason why the trajectory ended.
+        reward: score of the whole rollout, including its turns; None if not scored.
         turn_rewards: turn → reward for this turn's reply.
         reward_components: named parts of the reward, for metrics.
         messages: conversation in OpenAI's chat format, for rewards and reports.
-        metrics: numbers of the rollout, such as ``turns`` and ``tool_calls``.
-        failure: what failed; None unless ``end`` is ``error`` or ``timeout``.
-        extra: further data for the reward, such as the environment's final state.
+        metrics: metrics of the rollout, such as ``turns`` and ``tool_calls``.
+        failure: failure of the rollout; None unless ``end`` is ``error`` or ``timeout``.
+        extra: further data for the reward function, such as the environment's final state.
     """
 
     segments: tuple[Segment, ...]
@@ -126,7 +126,7 @@ class Trajectory:
 
     @cached_property
     def token_ids(self) -> Tokens:
-        """All tokens, int32 ``[tokens]``."""
+        """Ids of all tokens, int32 ``[tokens]``."""
         return np.concatenate([segment.token_ids for segment in self.segments] or [np.empty(0, np.int32)])
 
     @cached_property

@@ -1,4 +1,4 @@
-"""Weights in transit from an engine to a rollout: buckets of named tensors, adapters, and reports of their arrival."""
+"""Weights in transit from an engine to a rollout: buckets of named tensors, adapters, and reports of receipt."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ __all__ = ["AdapterWeights", "WeightBucket", "WeightReport"]
 
 @dataclass(frozen=True)
 class WeightReport:
-    """A replica's attestation of a weight update.
+    """A replica's report of a weight update.
 
     Attributes:
-        version: version of the weights that the rollout generates with now.
+        version: version of the weights with which the rollout generates from now on.
         tensors, bytes: number of tensors and bytes received.
         seconds: duration of the update.
-        checksums: checksum of each bucket, by its number from 0.
-        load_seconds: part of ``seconds`` spent in the rollout's own loading.
+        checksums: checksum of each bucket, by bucket number from 0.
+        load_seconds: part of ``seconds`` that the rollout spent on loading.
     """
 
     version: int
@@ -35,7 +35,7 @@ class WeightReport:
 
 @dataclass(frozen=True)
 class AdapterWeights:
-    """A LoRA adapter in PEFT's terms.
+    """A LoRA adapter in PEFT's format.
 
     Attributes:
         config: content of ``adapter_config.json`` (``r``, ``lora_alpha``, ``target_modules``, ...).
@@ -46,7 +46,7 @@ class AdapterWeights:
     tensors: Mapping[str, Tensor]
 
     def config_json(self) -> str:
-        """Return ``config`` as the text of PEFT's ``adapter_config.json``; sets become lists, enums their values."""
+        """Serialize ``config`` as PEFT's ``adapter_config.json``; sets become lists and enums their values."""
 
         def plain(value: Any) -> Any:
             return sorted(value) if isinstance(value, (set, frozenset)) else getattr(value, "value", str(value))
@@ -56,13 +56,13 @@ class AdapterWeights:
 
 @dataclass(frozen=True)
 class WeightBucket(Sequence[tuple[str, "Tensor"]]):
-    """Named tensors that arrived together, with their sender's checksums.
+    """Named tensors that arrived together, with the sender's checksums.
 
-    The tensors may lie in a buffer that the next bucket reuses: copy what has to stay.
+    The tensors may be views of a buffer that the next bucket overwrites: copy those to keep.
 
     Attributes:
-        named: name and tensor, in the sender's order.
-        expected: :func:`~rollcast.protocol.tensor_checksum` by name.
+        named: pairs of name and tensor, in the sender's order.
+        expected: the sender's :func:`~rollcast.protocol.tensor_checksum` by name.
     """
 
     named: Sequence[tuple[str, Tensor]]

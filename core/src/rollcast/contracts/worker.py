@@ -1,4 +1,4 @@
-"""A worker's place in its group, and a worker class that is to be built elsewhere."""
+"""A worker's place in its group, and worker classes with their constructor arguments."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ W = TypeVar("W")
 
 @dataclass(frozen=True)
 class WorkerContext:
-    """A worker's place in its group.
+    """A worker's rank, node and devices within its group.
 
     Attributes:
-        rank, world_size: in the whole group.
-        local_rank, local_world_size: among the group's ranks on the same node.
-        master_addr, master_port: rendezvous for ``torch.distributed``.
+        rank, world_size: rank in the whole group, and its number of ranks.
+        local_rank, local_world_size: rank among the group's ranks on the same node, and their number.
+        master_addr, master_port: rendezvous address of ``torch.distributed``.
         node: address of the node.
-        group, role: names, for messages.
+        group, role: names of the group and the role, for messages.
         threads: CPU threads that this process should use.
-        device_index: number of this process's accelerator among those that it sees; None without one.
-        device_id: id of the accelerator as visibility variables write it; empty without one.
+        device_index: index of this process's accelerator among the visible ones; None without an accelerator.
+        device_id: id of the accelerator as used in visibility variables; empty without an accelerator.
     """
 
     rank: int = 0
@@ -41,7 +41,7 @@ class WorkerContext:
     device_id: str = ""
 
     def environment(self) -> dict[str, str]:
-        """Return the variables that ``torch.distributed`` reads."""
+        """Return the environment variables that ``torch.distributed`` reads."""
         return {
             "RANK": str(self.rank),
             "WORLD_SIZE": str(self.world_size),
@@ -53,11 +53,11 @@ class WorkerContext:
 
 
 class ClassWithInitArgs(Generic[W]):
-    """A worker class with its constructor's arguments, to be built later in another process.
+    """A worker class with its constructor arguments, to be instantiated in another process.
 
     Raises:
-        TypeError: at once, if the arguments do not fit the constructor, or ``cls`` is no class, such as what
-            ``@ray.remote`` makes of one.
+        TypeError: the arguments do not match the constructor, or ``cls`` is not a plain class, such as a class
+            decorated with ``@ray.remote``.
     """
 
     def __init__(self, cls: type[W], *args: Any, **kwargs: Any) -> None:
@@ -79,12 +79,12 @@ class ClassWithInitArgs(Generic[W]):
     def with_options(
         self, *, env: Mapping[str, str] | None = None, runtime_env: Mapping[str, Any] | None = None
     ) -> ClassWithInitArgs[W]:
-        """Return a copy that asks for options of the worker's process.
+        """Return a copy with options for the worker's process.
 
         Args:
-            env: environment variables, over those of the group.
-            runtime_env: runtime environment as Ray defines it, over that of the group: ``env_vars``, ``pip``,
-                ``working_dir`` and the rest. Its ``env_vars`` are set before the process starts.
+            env: environment variables, which override those of the group.
+            runtime_env: runtime environment as defined by Ray (``env_vars``, ``pip``, ``working_dir`` and others),
+                which overrides that of the group. Its ``env_vars`` are set before the process starts.
         """
         made = ClassWithInitArgs(self.cls, *self.args, **self.kwargs)
         made.env = {**self.env, **(env or {})}

@@ -1,1 +1,1 @@
-"""The single controller: worker groups, and how their calls are distributed."""
+"""The single controller: worker groups and the distribution of their calls."""

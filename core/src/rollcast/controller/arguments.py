@@ -1,14 +1,14 @@
-"""Arguments of a call in the worker's process: handles are fetched, and writes in place are noticed.
+"""Arguments of a call in the worker's process: handles are fetched, and in-place writes are detected.
 
-What a worker receives may share memory with other ranks, other readers of a handle and, in one process, with the
-controller. A method that is registered with ``mutates`` gets copies; for everything else the state of each tensor is
-compared before and after the call:
+The arguments of a call may share memory with other ranks, with other readers of a handle and, in a single-process
+runtime, with the controller. A method registered with ``mutates`` gets copies of the named arguments. For all other
+arguments, the state of each tensor is compared before and after the call:
 
-- torch counts writes (``Tensor._version``), through views and ``detach()`` too;
-- bytes are compared, for writes that torch does not count (NumPy, ``Tensor.data``, native code): all of a small tensor,
-  and eight bytes of each page of a large one.
+- torch's count of writes (``Tensor._version``), which includes writes through views and ``detach()``;
+- bytes, for writes that torch does not count (NumPy, ``Tensor.data``, native code): all bytes of a small tensor, and
+  eight bytes of each page of a large one.
 
-NumPy arrays arrive read-only, so that a write to one raises inside the method.
+NumPy arrays are passed read-only, so a write raises inside the method.
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Arguments", "is_handle"]
 
-#: Bytes of a tensor that are compared as a whole.
+#: Largest size in bytes of a tensor that is compared as a whole.
 _SMALL = 64 << 10
 _PAGE = 4096
-#: Bytes that are compared of each page of a larger tensor.
+#: Number of bytes compared in each page of a larger tensor.
 _WORD = 8
-#: Types whose values hold no tensor, handle or container.
+#: Types whose values contain no tensor, handle or container.
 _PLAIN = frozenset({int, float, str, bool, bytes, complex, type(None)})
 
 
 def _loaded(module: str, name: str) -> Any:
-    """Return a class of a module; None if the module is not loaded, so that nothing can be an instance of it."""
+    """Return a class of a module without importing it; None if the module is not loaded."""
     found = sys.modules.get(module)
     return None if found is None else getattr(found, name)
 
 
 def is_handle(value: Any) -> bool:
-    """Return True for a :class:`~rollcast.protocol.future.DataProtoFuture`."""
+    """Return True if ``value`` is a :class:`~rollcast.protocol.future.DataProtoFuture`."""
     handle = _loaded("rollcast.protocol.future", "DataProtoFuture")
     return handle is not None and isinstance(value, handle)
 
@@ -77,7 +77,7 @@ class _Watched:
 
 
 def _sampled(tensor: torch.Tensor) -> Any:
-    """Return a copy of bytes that shows most writes; None where bytes cannot be compared cheaply."""
+    """Copy sampled bytes that reveal most writes; return None if bytes cannot be compared cheaply."""
     if tensor.device.type != "cpu" or not tensor.is_contiguous() or not tensor.numel():
         return None
     import torch
@@ -102,12 +102,12 @@ def _parameters(function: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class Arguments:
-    """The arguments of one call, as the method gets them.
+    """The arguments of one call, prepared for the method.
 
     Args:
-        entry: registration of the method; None for one that is not registered.
-        fetch: reads rows of handles.
-        same_process: True if the controller's objects themselves arrive.
+        entry: registration of the method; None if it is not registered.
+        fetch: function that reads the rows of handles.
+        same_process: True if the arguments are the controller's own objects.
     """
 
     def __init__(self, entry: Registered | None, fetch: Fetch, same_process: bool) -> None:
@@ -120,17 +120,17 @@ class Arguments:
     def arrive(
         self, method: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> tuple[list[Any], dict[str, Any]]:
-        """Return the arguments with handles fetched, private copies made, and everything else watched."""
+        """Fetch handles, copy arguments that the method may write to, and watch all others; return the arguments."""
         names = _parameters(getattr(method, "__func__", method)) if args else ()
         arrived = [self._value(value, names[i] if i < len(names) else f"{i}") for i, value in enumerate(args)]
         return arrived, {key: self._value(value, key) for key, value in kwargs.items()}
 
     def check(self, where: str) -> None:
-        """Raise if the method wrote to anything that others may read; mark stored rows that it damaged.
+        """Raise an error if the method wrote to shared memory; mark stored rows that it damaged.
 
         Raises:
-            WorkerError: names ``where`` and the columns or arguments.
-            DataProtoError: another process has damaged the rows during the call.
+            WorkerError: the method wrote to shared memory; names ``where`` and the columns or arguments.
+            DataProtoError: another process damaged the rows during the call.
         """
         written = {(watched.kind, watched.name): None for watched in self._watched if watched.changed()}
         if written:
@@ -182,7 +182,7 @@ class Arguments:
         return self._batch(reading.batch, reading.shared, name)
 
     def _batch(self, batch: DataProto, shared: frozenset[str] | None, name: str) -> DataProto:
-        """Return a batch of its own whose shared columns (all for None) are copied or watched."""
+        """Return a new batch, with its shared columns (None for all) copied or watched."""
         import torch
 
         from rollcast.protocol._columns import kind_of, map_tensors
@@ -199,7 +199,7 @@ class Arguments:
                 written[label] = column
             else:
                 self._watch("column", label, column)
-        # All at once, so that jagged columns that share offsets still do.
+        # Copied in one call, so that jagged columns keep sharing their offsets.
         return type(batch)._of(length, {**mine, **map_tensors(written, torch.clone)}, meta)
 
     def _watch(self, kind: str, name: str, tensor: torch.Tensor) -> None:
@@ -221,7 +221,7 @@ class Arguments:
 
 
 def _own_objects(column: Any) -> Any:
-    """Return the objects with containers of their own: on other runtimes they travel by pickle."""
+    """Copy the containers of the objects, as pickling does on other runtimes."""
     from rollcast.protocol._objects import ObjectColumn, object_array
     from rollcast.protocol._values import copy_value
 

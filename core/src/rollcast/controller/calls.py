@@ -1,4 +1,4 @@
-"""Calls of a group that are under way: values that ranks share, and errors that nobody has waited for."""
+"""Calls in flight: values shared between ranks, and errors of calls that were never awaited."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["SharedValues", "Unawaited"]
 
 logger = logging.getLogger(__name__)
 
-#: Bytes from which a plain value is stored for several ranks; below, a copy for each is cheaper.
+#: Size in bytes from which a plain value is stored once for several ranks; below, one copy per rank is cheaper.
 _WORTH_STORING = 1 << 10
-#: Types without bytes worth storing, left out before anything else is asked.
+#: Types that are never worth storing, skipped first.
 _SMALL = frozenset({int, float, str, bool, complex, type(None)})
 
 
 def _bytes_in(value: Any) -> int:
-    """Return the bytes of the tensors, arrays and bytes in a value, at any depth of lists, tuples and dicts."""
+    """Count the bytes of the tensors, arrays and bytes objects in a value, including nested lists, tuples and dicts."""
     kind = type(value)
     if kind in _SMALL:
         return 0
@@ -43,14 +43,14 @@ def _bytes_in(value: Any) -> int:
 
 
 class SharedValues:
-    """Puts references in place of the values that several calls share.
+    """Replacement of values that several calls share by references.
 
-    A value is stored when the first call that has it is sent, so that this rank works while the next
-    value is stored.
+    A value is stored when the first call with this value is sent, so that this rank works while the next value is
+    stored.
 
     Args:
         calls: all calls of one group call.
-        put: stores a value and returns a reference that can stand for it in a call.
+        put: function that stores a value and returns a reference that replaces the value in a call.
     """
 
     def __init__(self, calls: Sequence[RankCall], put: Callable[[Any], Any]) -> None:
@@ -62,7 +62,7 @@ class SharedValues:
             values: dict[int, Any] = {}
             seen: set[int] = set()
             for call in calls:
-                if id(call) in seen:  # the very call of another rank
+                if id(call) in seen:  # the same call object as another rank's
                     counts.update(map(id, (*call.args, *call.kwargs.values())))
                     continue
                 seen.add(id(call))
@@ -94,13 +94,13 @@ class SharedValues:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that returned a handle.
+    """A non-blocking call.
 
     Attributes:
-        name: for messages.
-        receive: waits for it and raises its error.
-        ready: True if ``receive`` would not wait.
-        awaited: True once somebody has waited for it.
+        name: name of the call, for messages.
+        receive: function that waits for the call and raises its error.
+        ready: function that returns True if ``receive`` would not wait.
+        awaited: True once the call has been awaited.
     """
 
     name: str
@@ -111,10 +111,10 @@ class _Call:
 
 @dataclass
 class Unawaited:
-    """The calls of a group whose handles nobody has waited for.
+    """The calls of a group whose handles were never awaited.
 
-    A handle is collected in any thread and at any time, so that only its call is noted then; errors are reported with
-    the next call of the group and at its end.
+    A handle can be garbage-collected in any thread at any time, so its finalizer only records the call. Errors are
+    reported at the next call of the group and when the group ends.
     """
 
     _dropped: deque[_Call] = field(default_factory=deque)
@@ -123,7 +123,7 @@ class Unawaited:
     def watch(
         self, handle: DataProtoFuture, name: str, receive: Callable[[], Any], ready: Callable[[], bool]
     ) -> Callable[[], None]:
-        """Watch the call of a handle; return a function to be called when somebody waits for it."""
+        """Watch the call of a handle; return a function that marks the call as awaited."""
         call = _Call(name, receive, ready)
         self._open[id(call)] = call
         weakref.finalize(handle, self._dropped.append, call).atexit = False
@@ -135,7 +135,7 @@ class Unawaited:
         return awaited
 
     def report(self) -> None:
-        """Log the errors of calls that have ended and whose handles are gone."""
+        """Log the errors of ended calls whose handles were garbage-collected."""
         for _ in range(len(self._dropped)):
             call = self._dropped.popleft()
             if call.awaited:
@@ -146,7 +146,7 @@ class Unawaited:
                 self._dropped.append(call)
 
     def report_all(self) -> None:
-        """Log the errors of all calls that have ended, before the group ends."""
+        """Log the errors of all ended calls; called before the group ends."""
         for call in list(self._open.values()):
             if not call.awaited and call.ready():
                 self._log(call)
@@ -169,17 +169,17 @@ def by_rank(
     receive: Callable[[int, Any], Any],
     remaining: Callable[[], float | None],
 ) -> Iterator[tuple[int, Any]]:
-    """Yield rank and result in the order in which the calls end.
+    """Yield the rank and result of each call, in the order in which the calls end.
 
     Args:
-        ranks, refs: the calls.
-        wait_any: as :meth:`rollcast.contracts.runtime.Runtime.wait_any`.
-        receive: returns the result of one rank's call that has ended.
-        remaining: seconds that are left; None for no deadline.
+        ranks, refs: rank and reference of each call.
+        wait_any: function like :meth:`rollcast.contracts.runtime.Runtime.wait_any`.
+        receive: function that returns the result of an ended call.
+        remaining: function that returns the seconds until the deadline; None for no deadline.
     """
     waiting = list(zip(ranks, refs, strict=True))
     while waiting:
         ended = wait_any([ref for _, ref in waiting], remaining()) or [0]
         for index in sorted(ended, reverse=True):
-            # One whose deadline passed is received too, which raises.
+            # A call whose deadline has passed is received too, which raises the timeout error.
             yield waiting[index][0], receive(*waiting.pop(index))

@@ -1,4 +1,4 @@
-"""The core's dispatch and execute modes, ``Dispatch.NAME``, and ``@register``."""
+"""Dispatch and execute modes of the core, the namespaces ``Dispatch`` and ``Execute``, and ``@register``."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ __all__ = [
 
 
 class ExecuteAll(ExecuteMode):
-    """Every rank runs its call."""
+    """Execute mode in which every rank runs its call."""
 
     name = "all"
 
@@ -43,7 +43,7 @@ class ExecuteAll(ExecuteMode):
 
 
 class ExecuteRankZero(ExecuteMode):
-    """Only rank 0 runs its call."""
+    """Execute mode in which only rank 0 runs its call."""
 
     name = "rank_zero"
 
@@ -52,9 +52,9 @@ class ExecuteRankZero(ExecuteMode):
 
 
 class OneToAll(DispatchMode):
-    """Every rank gets the same arguments; the result is the list of outputs by rank.
+    """Dispatch mode that sends the same arguments to every rank and returns the list of outputs by rank.
 
-    With ``Execute.RANK_ZERO`` only rank 0 runs, and its output is the result.
+    With ``Execute.RANK_ZERO``, only rank 0 runs, and its output is the result.
     """
 
     name = "one_to_all"
@@ -68,7 +68,7 @@ class OneToAll(DispatchMode):
 
 
 class AllToAll(DispatchMode):
-    """Every argument is a list or tuple with one value for each rank; the result is the list of outputs."""
+    """Dispatch mode for arguments that are lists or tuples with one value per rank; returns the list of outputs."""
 
     name = "all_to_all"
 
@@ -95,7 +95,7 @@ class AllToAll(DispatchMode):
 
 
 class RankZero(DispatchMode):
-    """Only rank 0 gets the arguments and runs; its output is the result."""
+    """Dispatch mode that calls only rank 0 and returns its output."""
 
     name = "rank_zero"
     execute_modes = frozenset({"rank_zero"})
@@ -113,10 +113,10 @@ CollectFn = Callable[[DispatchTarget, list[Any]], Any]
 
 
 class FunctionMode(DispatchMode):
-    """A mode made of two functions; see :func:`register_dispatch_mode`."""
+    """A dispatch mode made from two functions; see :func:`register_dispatch_mode`."""
 
     def __init__(self, name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> None:
-        self.name = name  # type: ignore[misc]  # one class serves many names
+        self.name = name  # type: ignore[misc]  # a class attribute, but one class serves many names
         self._dispatch_fn = dispatch_fn
         self._collect_fn = collect_fn
 
@@ -142,7 +142,7 @@ class FunctionMode(DispatchMode):
 
 
 def _resolve(mode: Any, base: type, registry: Registry[Any], key: str) -> Any:
-    """Return the mode object behind a name, a class, an object or, for a dispatch mode, a pair of functions."""
+    """Return the mode object for a name, a class, an object or, for a dispatch mode, a pair of functions."""
     if base is DispatchMode and (pair := _as_pair(mode)) is not None:
         return pair
     part = _by_name(mode.lower(), base, registry, key) if isinstance(mode, str) else mode
@@ -162,7 +162,7 @@ def _resolve(mode: Any, base: type, registry: Registry[Any], key: str) -> Any:
 
 
 def _by_name(name: str, base: type, registry: Registry[Any], key: str) -> Any:
-    """Return the plugin of a name; the core's own also where the core is imported without being installed."""
+    """Return the mode registered as ``name``. The core's own modes are found even if the core is not installed."""
     if name not in registry and find_core_version() is None:
         for own in (OneToAll, AllToAll, RankZero, ExecuteAll, ExecuteRankZero):
             if issubclass(own, base) and own.name == name:
@@ -171,7 +171,7 @@ def _by_name(name: str, base: type, registry: Registry[Any], key: str) -> Any:
 
 
 def _as_pair(mode: Any) -> FunctionMode | None:
-    """Return the mode made of a pair ``(dispatch, collect)`` or a mapping of ``dispatch_fn`` and ``collect_fn``."""
+    """Build a mode from a pair ``(dispatch, collect)`` or a mapping with ``dispatch_fn`` and ``collect_fn``."""
     if isinstance(mode, Mapping) and mode.keys() == {"dispatch_fn", "collect_fn"}:
         mode = (mode["dispatch_fn"], mode["collect_fn"])
     if not isinstance(mode, tuple):
@@ -204,25 +204,25 @@ class _Namespace(type):
 
 
 class Dispatch(metaclass=_Namespace):
-    """``Dispatch.NAME``: every installed dispatch mode, by its name in upper case."""
+    """Namespace ``Dispatch.NAME`` of all installed dispatch modes, by name in upper case."""
 
     _base, _registry, _key = DispatchMode, dispatch_modes, "dispatch_mode"
 
 
 class Execute(metaclass=_Namespace):
-    """``Execute.NAME``: every installed execute mode, by its name in upper case."""
+    """Namespace ``Execute.NAME`` of all installed execute modes, by name in upper case."""
 
     _base, _registry, _key = ExecuteMode, execute_modes, "execute_mode"
 
 
 def register_dispatch_mode(dispatch_mode_name: str, dispatch_fn: DispatchFn, collect_fn: CollectFn) -> DispatchMode:
-    """Add a mode made of two functions, in this process; it travels to the workers with the group.
+    """Register a dispatch mode made from two functions in this process; groups send it to their workers.
 
     Args:
-        dispatch_mode_name: available as ``Dispatch.<NAME>`` from now on.
-        dispatch_fn: called with the group and the call's arguments; returns :class:`Calls`, or a
-            tuple of lists and a dict of lists, each with one value for each rank.
-        collect_fn: called with the group and the list of outputs; returns the result.
+        dispatch_mode_name: name of the mode, available as ``Dispatch.<NAME>``.
+        dispatch_fn: function of the group and the call's arguments that returns :class:`Calls`, or a tuple of lists
+            and a dict of lists, each with one value per rank.
+        collect_fn: function of the group and the list of outputs that returns the result.
 
     Raises:
         PluginConflictError: the name is taken.
@@ -241,7 +241,7 @@ _OF_GROUPS = (
     "mesh meshes name poisoned receive register_mesh restart role roles runtime send shutdown spawn with_timeout "
     "workers world_size"
 )
-#: Attributes of a worker group itself, which no registered method may hide.
+#: Attributes of worker groups, which are not allowed as names of registered methods.
 RESERVED_NAMES = frozenset(_OF_GROUPS.split())
 
 
@@ -257,7 +257,7 @@ class Registered:
     rows: Rows = None
 
     def may_write(self, *names: str) -> bool:
-        """Return True if the method may write in place into what has one of these names."""
+        """Return True if the method may write in place to a column or argument with one of these names."""
         return self.mutates is True or (self.mutates is not False and not self.mutates.isdisjoint(names))
 
 
@@ -273,26 +273,26 @@ def register(
     mutates: bool | Iterable[str] = False,
     rows: Rows = None,
 ) -> Callable[[F], F]:
-    """Return a decorator that makes a worker method callable on the whole group; the function is not wrapped.
+    """Register a worker method, so that it can be called on a whole worker group; the decorator does not wrap it.
 
     Args:
         dispatch_mode: ``Dispatch.NAME``, a mode object, a registered name, or a pair ``(dispatch, collect)`` of
-            functions as :func:`register_dispatch_mode` takes them, also as
-            ``{"dispatch_fn": dispatch, "collect_fn": collect}``; a pair needs no name and is registered nowhere.
-        execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default the dispatch mode's own.
-        blocking: wait for the result; otherwise the call returns a handle at once, and the result
-            stays with the workers until it is read.
-        materialize_futures: each worker fetches its part of the handles among the arguments before
-            the method runs; otherwise the method gets the handles.
-        mutates: names of columns and arguments that the method writes to in place, True for all. The
-            method gets copies of its own of these. A write to anything else that it received is an error after
-            the call, because other ranks and readers may share the memory.
-        rows: ``"same"`` if the method returns a DataProto with a row for each row that it gets. The handle
-            to such a call knows its length at once, so the next call can be made before this one has ended.
+            functions as for :func:`register_dispatch_mode`, also as
+            ``{"dispatch_fn": dispatch, "collect_fn": collect}``; a pair has no name and is not registered.
+        execute_mode: ``Execute.ALL`` or ``Execute.RANK_ZERO``; by default that of the dispatch mode.
+        blocking: True to wait for the result; False to return a handle at once, while the result stays on the workers
+            until it is read.
+        materialize_futures: True if each worker fetches its part of handles among the arguments before the method
+            runs; False to pass the handles to the method.
+        mutates: names of columns and arguments that the method writes to in place, or True for all. The method gets
+            its own copies of these. A write to any other argument raises an error after the call, because other
+            ranks and readers may share the memory.
+        rows: ``"same"`` if the method returns a DataProto with one row per input row. The handle to such a call
+            knows its length at once, so the next call can be made before this one has ended.
 
     Raises:
-        PluginNotFoundError: no mode of that name is installed.
-        DispatchError: the two modes do not go together, or an option has a value that it cannot have.
+        PluginNotFoundError: no mode with this name is installed.
+        DispatchError: the two modes cannot be combined, or an option has an invalid value.
     """
     dispatch: DispatchMode = _resolve(dispatch_mode, DispatchMode, dispatch_modes, "dispatch_mode")
     chosen = dispatch.default_execute_mode if execute_mode is None else execute_mode
@@ -300,7 +300,7 @@ def register(
     if execute.name not in dispatch.execute_modes:
         raise DispatchError(
             f"dispatch mode {dispatch.name!r} cannot run with execute mode {execute.name!r}; "
-            f"it goes with {', '.join(sorted(dispatch.execute_modes))}"
+            f"valid: {', '.join(sorted(dispatch.execute_modes))}"
         )
     if isinstance(mutates, str) or rows not in (None, "same"):
         what = f"mutates={mutates!r}" if isinstance(mutates, str) else f"rows={rows!r}"
@@ -320,13 +320,13 @@ def register(
 
 
 def registered(function: object) -> Registered | None:
-    """Return the registration of ``function``, None if it has none."""
+    """Return the registration of ``function``; None if it is not registered."""
     entry = getattr(function, _ATTRIBUTE, None)
     return entry if isinstance(entry, Registered) else None
 
 
 def iter_registered(cls: type) -> Iterator[tuple[str, Callable[..., Any], Registered]]:
-    """Yield name, function and registration of each registered method. Properties are not evaluated."""
+    """Yield the name, function and registration of each registered method, without evaluating properties."""
     for name in dir(cls):
         function = inspect.getattr_static(cls, name, None)
         entry = registered(function)
@@ -335,12 +335,11 @@ def iter_registered(cls: type) -> Iterator[tuple[str, Callable[..., Any], Regist
 
 
 def check_registered_methods(cls: type) -> None:
-    """Refuse a class whose registered methods cannot be called on a group.
+    """Check that the registered methods of a class can be called on a group.
 
     Raises:
-        DispatchError: a registered method takes no ``self``, is static, a class method, a generator
-            or called like something of the group's own, or an override has lost the registration of
-            the method that it replaces.
+        DispatchError: a registered method takes no ``self``, is a static or class method or a generator, has the
+            name of a group attribute, or is overridden by a method that is not registered.
     """
     for name, value in vars(cls).items():
         inner = getattr(value, "__func__", value)

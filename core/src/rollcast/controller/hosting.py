@@ -1,4 +1,4 @@
-"""The one hosting mechanism: a process holds a dict role → Worker, a call names (role, method)."""
+"""Hosting of workers: each process holds a dict role → Worker, and a call names a role and a method."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _LOG_LINES = 20
 
 
 class _RecentLog(logging.Handler):
-    """Keeps the last lines logged in this process, for error messages."""
+    """A logging handler that keeps the last lines logged in this process, for error messages."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -48,18 +48,18 @@ class _RecentLog(logging.Handler):
 def _picklable(error: BaseException) -> BaseException | None:
     try:
         return pickle.loads(pickle.dumps(error))  # type: ignore[no-any-return]
-    except Exception:  # noqa: BLE001  # whatever is wrong with it, its text travels anyway
+    except Exception:  # noqa: BLE001  # the error's text is sent in any case
         return None
 
 
 def _usable_cores() -> int:
-    """Return the number of cores that this process may run on; a container may have been given a part."""
+    """Return the number of cores that this process may use, which in a container can be fewer than the node has."""
     usable = getattr(os, "sched_getaffinity", None)  # Linux
     return (len(usable(0)) if usable is not None else os.cpu_count()) or 1
 
 
 class KeepHere:
-    """The store of a runtime with one process: a value is its own reference."""
+    """The store of a single-process runtime, in which a value is its own reference."""
 
     def put(self, value: Any) -> Any:
         """Return the value."""
@@ -70,22 +70,22 @@ class KeepHere:
         return list(refs)
 
     def fetch_rows(self, cuts: Sequence[Any], timeout: float | None) -> list[Any]:
-        """Return rows of the values."""
+        """Return the requested rows of the values."""
         return [cut.of(cut.ref) for cut in cuts]
 
 
 def runs_beside(cls: type, method: str) -> bool:
-    """Return True if a worker class runs the coroutine method beside other calls."""
+    """Return True if a worker class runs the coroutine method concurrently with other calls."""
     function = inspect.getattr_static(cls, method, None)
     return bool(getattr(cls, "concurrent_async", False)) and inspect.iscoroutinefunction(function)
 
 
 class WorkerHost:
-    """Holds one process's workers and runs calls on them.
+    """The workers of one process, and the entry point for calls to them.
 
     Args:
-        store: where results with outcome ``keep`` stay; without one they stay in this process, which is then
-            taken for the controller's own.
+        store: store for results with outcome ``keep``; None if this process is also the controller, which then keeps
+            the results itself.
     """
 
     def __init__(self, store: Store | None = None) -> None:
@@ -96,36 +96,37 @@ class WorkerHost:
         self._recent = _RecentLog()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._shared_loop: asyncio.AbstractEventLoop | None = None
-        #: Thread → the coroutine that it waits for.
+        #: Thread id → the coroutine that the thread waits for.
         self._beside: dict[int, Future[Any]] = {}
         self._lock = threading.Lock()
         self._held_port: socket.socket | None = None
 
     @property
     def context(self) -> WorkerContext:
-        """The place of this process in its group, as :meth:`build` was given it."""
+        """The place of this process in its group, as passed to :meth:`build`."""
         return self._context
 
     @staticmethod
     def install(snapshot: bytes | None) -> None:
-        """Replace this process's in-process registrations by the driver's (:attr:`LaunchSpec.snapshot`)."""
+        """Replace this process's in-process plugin registrations by the driver's (:attr:`LaunchSpec.snapshot`)."""
         install_snapshot(snapshot)
 
     def describe(self, node: str) -> HostInfo:
-        """Return the address, process id and cores, and a port that it holds until :meth:`close`.
+        """Return the node address, process id, cores, and a port that is reserved until :meth:`close`.
 
-        Every call returns the same port. Whoever binds it with ``SO_REUSEADDR``, as the stores of
-        ``torch.distributed`` do, can listen on it; nobody else is given it.
+        Every call returns the same port. A socket with ``SO_REUSEADDR``, such as the stores of ``torch.distributed``,
+        can listen on the port; the system assigns it to no other process.
         """
         if self._held_port is None:
             self._held_port = socket.socket()
-            # Bound and not listening: the system gives the port to no other process, also not for a connection.
+            # A bound socket that does not listen keeps the system from assigning the port to another process, even
+            # as the local port of a connection.
             self._held_port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             self._held_port.bind(("", 0))
         return HostInfo(node, os.getpid(), int(self._held_port.getsockname()[1]), cores=_usable_cores())
 
     def build(self, context: WorkerContext, roles: Mapping[str, ClassWithInitArgs[Any]]) -> None:
-        """Build a worker for each role; they see each other from the start.
+        """Build a worker for each role; the workers can access each other from the start.
 
         Raises:
             WorkerRaised: a constructor raised.
@@ -139,23 +140,23 @@ class WorkerHost:
                     worker = cls_with_init()
                 if not isinstance(worker, Worker):
                     raise DispatchError(f"role {role!r}: {type(worker).__name__} does not derive from rollcast.Worker")
-            except Exception as error:  # noqa: BLE001  # it travels to the controller
+            except Exception as error:  # noqa: BLE001  # sent to the controller
                 raise self._failure(role, "__init__", error) from None
             self.workers[role] = worker
 
     def call(
         self, role: str, method: str, args: tuple[Any, ...], kwargs: Mapping[str, Any], outcome: Outcome = "send"
     ) -> Any:
-        """Run ``method`` of the role's worker; a coroutine runs to its end in the host's event loop.
+        """Run a method of the role's worker; a coroutine runs to its end in the host's event loop.
 
-        Handles among the arguments are fetched, at any depth of lists, tuples and dicts, unless the method is
-        registered to take them as they are. Of what the method is registered to write to it gets copies; another write
-        in place to what it received is an error after the call.
+        Handles among the arguments are fetched, including those nested in lists, tuples and dicts, unless the method
+        is registered with ``materialize_futures=False``. The method gets copies of arguments registered in
+        ``mutates``; an in-place write to any other argument raises an error after the call.
 
         Args:
-            role, method, args, kwargs: the call.
-            outcome: ``send`` returns the result; with ``keep`` a DataProto stays here, and its
-                description is returned; ``drop`` returns None.
+            role, method, args, kwargs: role, method and arguments of the call.
+            outcome: ``send`` to return the result; ``keep`` to store a returned DataProto here and return its
+                description; ``drop`` to return None.
 
         Raises:
             WorkerRaised: the method raised, or does not exist.
@@ -173,12 +174,12 @@ class WorkerHost:
                     if inspect.iscoroutine(result):
                         result = self._run(worker, result)
             finally:
-                # Also after an exception: whoever catches it goes on with what the method left.
+                # Check after an exception too: a caller that catches it continues with the memory as it is.
                 arguments.check(f"{role}.{method}")
             if outcome == "drop":
                 return None
             return self._kept(result) if outcome == "keep" else result
-        except Exception as error:  # noqa: BLE001  # it travels to the controller
+        except Exception as error:  # noqa: BLE001  # sent to the controller
             raise self._failure(role, method, error) from None
 
     def _fetch_rows(self, cuts: Sequence[Any], timeout: float | None) -> list[Any]:
@@ -194,12 +195,12 @@ class WorkerHost:
         return store_batch(result, self._store.put)
 
     def close(self) -> None:
-        """Call ``close()`` of each worker that has one, the last built first, and stop the event loop.
+        """Call ``close()`` of each worker that has it, in reverse order of building, and stop the event loop.
 
         Raises:
-            WorkerRaised: for the last ``close()`` that raised; the others have run all the same.
+            WorkerRaised: a ``close()`` raised (the last error is reported); all of them have run.
         """
-        with ExitStack() as closing:  # runs what it was given from the last to the first
+        with ExitStack() as closing:  # runs its callbacks in reverse order
             closing.callback(self._forget)
             for role, worker in self.workers.items():
                 if callable(getattr(worker, "close", None)):
@@ -219,11 +220,12 @@ class WorkerHost:
             self._shared_loop = None
 
     def _run(self, worker: Worker, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        """Run a coroutine to its end, in a loop that keeps its tasks between calls.
+        """Run a coroutine to its end in an event loop that keeps its tasks between calls.
 
-        Coroutines of a worker with ``concurrent_async`` run in one loop, in a thread of its own, beside each other.
-        Those of others run in this thread: a second thread would bring a second team of OpenMP threads, which slows
-        torch down. Where this thread already runs a loop, as in a notebook, another has to do.
+        Coroutines of a worker with ``concurrent_async`` run concurrently in one event loop with its own thread.
+        Coroutines of other workers run in this thread, because a second thread would start a second team of OpenMP
+        threads, which slows torch down. If this thread already runs an event loop, as in a notebook, another thread
+        is used.
         """
         if worker.concurrent_async:
             return self._run_beside(coroutine)
@@ -250,19 +252,19 @@ class WorkerHost:
             del self._beside[threading.get_ident()]
 
     def cancel_beside(self, thread: int) -> bool:
-        """Cancel the coroutine that this thread waits for in :meth:`call`; return True if there was one."""
+        """Cancel the coroutine that ``thread`` waits for in :meth:`call`; return True if there was one."""
         future = self._beside.get(thread)
         return future is not None and future.cancel()
 
     @staticmethod
     def methods_beside(roles: Mapping[str, type]) -> frozenset[tuple[str, str]]:
-        """Return role and name of the registered methods that run beside other calls of their process."""
+        """Return role and name of the registered methods that run concurrently with other calls of their process."""
         return frozenset(
             (role, name) for role, cls in roles.items() for name, _, _ in iter_registered(cls) if runs_beside(cls, name)
         )
 
     def runs_beside(self, role: str, method: str) -> bool:
-        """Return True if calls of the method run beside others."""
+        """Return True if calls of the method run concurrently with other calls."""
         return role in self.workers and runs_beside(type(self.workers[role]), method)
 
     @staticmethod
@@ -270,7 +272,7 @@ class WorkerHost:
         try:
             return loop.run_until_complete(task)
         finally:
-            if not task.done():  # interrupted; it would go on with the loop's next call
+            if not task.done():  # interrupted; without cancelling, it would continue during the loop's next call
                 task.cancel()
                 loop.run_until_complete(asyncio.wait([task]))
 

@@ -1,4 +1,4 @@
-"""Placement: named pools, the roles in them, whether the cluster can hold them, and their start."""
+"""Placement: named pools and their roles, the check that the cluster can hold them, and the start of their groups."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rollcast.errors import ResourceError
 
 __all__ = ["ResourcePoolManager", "start_groups"]
 
-_SLACK = 1e-6  # sums of fractions of a core
+_SLACK = 1e-6  # tolerance for sums of fractions of a core
 _ADVICE = "Lower placement.n_gpus_per_node or placement.nnodes, or join a larger cluster"
 
 
 class ResourcePoolManager:
     """Named pools, and the pool of each role.
 
-    Roles of one pool are fused: they share its processes. Roles of different pools are split: each has
-    processes and devices of its own.
+    Roles in one pool are fused: they share its processes. Roles in different pools are split: each has its own
+    processes and devices.
 
     Args:
-        resource_pool_spec: pool name → processes on each node, or a pool with options of its own.
+        resource_pool_spec: pool name → number of processes on each node, or a :class:`ResourcePool` with options.
         mapping: role → pool name.
-        use_gpu: of the pools that are given by their numbers alone; see :class:`ResourcePool`.
+        use_gpu: ``use_gpu`` of the pools that are given only by their numbers; see :class:`ResourcePool`.
 
     Raises:
         ResourceError: a role is mapped to a pool that is not in the spec.
@@ -72,19 +72,19 @@ class ResourcePoolManager:
         return by_pool
 
     def check(self, nodes: Sequence[NodeResources], now: bool = False) -> None:
-        """Refuse pools that the cluster can never hold, before anything is started.
+        """Check that the cluster can hold the pools, before anything is started.
 
         Args:
-            nodes: as ``runtime.nodes()`` returns them.
-            now: count only resources that are free at present, where known.
+            nodes: nodes as returned by ``runtime.nodes()``.
+            now: True to count only resources that are free at present, where known.
 
         Raises:
-            ResourceError: with what each pool asks for and what each node has.
+            ResourceError: the cluster can never hold the pools; lists what each pool needs and each node has.
         """
         check_shares(_shares_of(self.resource_pool_dict.values()), nodes, now)
 
     def report(self, nodes: Sequence[NodeResources]) -> str:
-        """Return a line for each pool (processes, roles) and for each node (resources, amount needed of it).
+        """Return text with a line per pool (processes, roles) and per node (resources, amounts needed).
 
         Raises:
             ResourceError: see :meth:`check`.
@@ -112,15 +112,15 @@ class ResourcePoolManager:
         return "\n".join(lines)
 
     def plan(self, capacities: Sequence[Mapping[str, float]]) -> list[int] | None:
-        """Return a node for each entry of the pools' ``process_on_nodes``: the same for the same question.
+        """Assign a node to each entry of the pools' ``process_on_nodes``, deterministically.
 
-        A pool's entries go to different nodes where that is possible, and to the first nodes that have room.
+        The entries of a pool go to different nodes if possible, and to the first nodes with enough resources.
 
         Args:
-            capacities: resources that each node can give, by name; nodes in order of preference.
+            capacities: available resources of each node, by name; nodes in order of preference.
 
         Returns:
-            An index into ``capacities`` for each entry, pool by pool; None where no plan was found.
+            An index into ``capacities`` for each entry, pool by pool; None if no assignment was found.
         """
         return plan_nodes(_shares_of(self.resource_pool_dict.values()), capacities)
 
@@ -132,16 +132,16 @@ def start_groups(
     runtime: Runtime,
     **options: Any,
 ) -> dict[Hashable, WorkerGroup]:
-    """Start one group in each pool and return a view for each role; roles of one pool share its processes.
+    """Start one group in each pool and return a view for each role; roles in one pool share its processes.
 
-    Nothing starts unless the cluster can hold all pools, and nothing is left if a group fails to start. Groups start
-    at the same time where the runtime can (``RuntimeCapabilities.parallel_launch``).
+    No group starts unless the cluster can hold all pools, and all groups are shut down if one fails to start. Groups
+    start in parallel if the runtime supports it (``RuntimeCapabilities.parallel_launch``).
 
     Args:
         manager: pools, and the pool of each role.
-        roles: role → class with arguments. Enum members appear by their values in messages.
-        runtime: starts the processes.
-        options: of every group; see :class:`WorkerGroup`. ``name`` is put before the pool's.
+        roles: role → class with arguments. Messages show enum members by their values.
+        runtime: runtime that starts the processes.
+        options: options of every group; see :class:`WorkerGroup`. ``name`` is a prefix to the pool's name.
 
     Raises:
         ResourceError: a role has no pool, or a pool cannot be placed.
@@ -166,18 +166,18 @@ def start_groups(
 
 
 def _start_all(start: Callable[[str], WorkerGroup], pools: Sequence[str], parallel: bool) -> dict[str, WorkerGroup]:
-    """Start a group in each pool; shut down those that have started if one fails, and raise the first error."""
+    """Start a group in each pool; if a start fails, shut down the other groups and raise the first error."""
     started: dict[str, WorkerGroup] = {}
     errors: list[Exception] = []
 
     def run(pool: str) -> None:
         try:
             started[pool] = start(pool)
-        except Exception as error:  # noqa: BLE001  # it is raised below, when the others have ended
+        except Exception as error:  # noqa: BLE001  # raised below, when the other starts have ended
             errors.append(error)
 
     try:
-        # Threads of their own and daemons: an interrupt of the caller must not wait for a start that hangs.
+        # Daemon threads, because an interrupt of the caller must not wait for a start that hangs.
         threads = [threading.Thread(target=run, args=(pool,), daemon=True) for pool in pools[1:] if parallel]
         for thread in threads:
             thread.start()
@@ -202,13 +202,13 @@ def _name(role: Hashable) -> str:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a pool that lies on one node.
+    """The part of a pool on one node.
 
     Attributes:
         pool: name of the pool.
         processes: number of processes.
         bundle: resources of each process.
-        divisible: True if the processes may also lie on several nodes.
+        divisible: True if the processes may be spread over several nodes.
     """
 
     pool: str
@@ -218,18 +218,18 @@ class Share:
 
     @property
     def total(self) -> dict[str, float]:
-        """Resources of all its processes."""
+        """Total resources of the share's processes."""
         return {name: self.processes * amount for name, amount in self.bundle.items()}
 
     def pieces(self) -> list[Share]:
-        """Return the parts that have to lie on one node each."""
+        """Return the parts that must each fit on one node."""
         if not self.divisible:
             return [self]
         return [Share(self.pool, 1, self.bundle, divisible=True) for _ in range(self.processes)]
 
 
 def _shares_of(pools: Iterable[ResourcePool]) -> list[Share]:
-    """Return the shares of the pools; a pool and its parts count once."""
+    """Return the shares of the pools; a pool and its views count once."""
     bases = {id(base): base for pool in pools for base, _ in pool.places()}
     return [
         Share(base.name, count, base.bundle(), divisible=base.strategy == "PACK")
@@ -239,13 +239,13 @@ def _shares_of(pools: Iterable[ResourcePool]) -> list[Share]:
 
 
 def check_shares(shares: Sequence[Share], nodes: Sequence[NodeResources], now: bool = False) -> None:
-    """Refuse shares that the nodes cannot hold.
+    """Check that the nodes can hold the shares.
 
-    Shares that pass may still not fit, because finding the best packing is a hard problem; refused shares
-    never fit.
+    The check is necessary, not sufficient: shares that pass may still not fit, because optimal packing is a hard
+    problem; shares that fail never fit.
 
     Raises:
-        ResourceError: with what each pool asks for and what each node has.
+        ResourceError: the cluster can never hold the pools; lists what each pool needs and each node has.
     """
     names = {name for share in shares for name in share.bundle}
     have = "; ".join(node.describe(names) for node in nodes) or "the cluster has no node"
@@ -282,7 +282,7 @@ def _fits(want: Mapping[str, float], have: Mapping[str, float]) -> bool:
 
 
 def _too_little(needs: Sequence[float], capacities: Sequence[float], unit: str) -> str | None:
-    """Return why shares of these sizes cannot lie on nodes of these capacities, None if no reason is known."""
+    """Return the reason why shares of these sizes cannot fit on nodes of these capacities; None if none is found."""
     if sum(needs) > sum(capacities) + _SLACK:
         return f"the pools ask for {sum(needs):g} {unit}, the cluster has {sum(capacities):g}"
     for size in sorted({need for need in needs if need > 0}):
@@ -296,9 +296,9 @@ def _too_little(needs: Sequence[float], capacities: Sequence[float], unit: str) 
 
 
 def plan_nodes(shares: Sequence[Share], capacities: Sequence[Mapping[str, float]]) -> list[int] | None:
-    """Return a node for each share, see :meth:`ResourcePoolManager.plan`; shares are not divided.
+    """Assign a node to each share without dividing it; see :meth:`ResourcePoolManager.plan`.
 
-    Finds no plan for some questions that have one.
+    A heuristic, which can fail to find an assignment that exists.
     """
     in_order = range(len(shares))
     largest_first = sorted(in_order, key=lambda i: -max(shares[i].total.values(), default=0.0))

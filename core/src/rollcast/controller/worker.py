@@ -1,4 +1,4 @@
-"""Workers: user classes whose registered methods run on every rank of a group."""
+"""Workers: classes whose registered methods run on every rank of a group."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _siblings: contextvars.ContextVar[Mapping[str, Worker]] = contextvars.ContextVar
 
 @contextmanager
 def hosting(context: WorkerContext, siblings: Mapping[str, Worker]) -> Iterator[None]:
-    """Set the place of the workers that are built inside the block."""
+    """Set the context of the workers that are built inside the block."""
     place, others = _current.set(context), _siblings.set(siblings)
     try:
         yield
@@ -32,10 +32,10 @@ def hosting(context: WorkerContext, siblings: Mapping[str, Worker]) -> Iterator[
 
 
 class Worker:
-    """Base of every class that runs on the ranks of a worker group.
+    """Base class of workers, which run on the ranks of a worker group.
 
-    Its place is known before ``__init__`` runs, whether or not a subclass calls ``super().__init__``.
-    Built outside a group it is rank 0 of 1.
+    :attr:`context` is set before ``__init__`` runs, whether or not a subclass calls ``super().__init__``. A worker
+    that is built outside a group is rank 0 of 1.
 
     Example::
 
@@ -45,10 +45,10 @@ class Worker:
                 return data.with_columns({"x": data["x"] * 2})
     """
 
-    #: True runs coroutine methods beside other calls, in an event loop in a thread of its own. False runs them one
-    #: after the other in the thread of all other calls: for a worker that computes in them, since a second thread
-    #: makes torch start a second team of threads. On Ray a cancelled call of a process with coroutines beside others
-    #: ends at its next line of Python; without, a sleep is interrupted too.
+    #: True to run coroutine methods concurrently with other calls, in an event loop with its own thread. False to run
+    #: them one after the other in the thread of all other calls, for a worker that computes in coroutines: a second
+    #: thread makes torch start a second team of threads. On Ray, a cancelled call in a process with concurrent
+    #: coroutines ends at its next line of Python; without them, a sleep is interrupted too.
     concurrent_async: ClassVar[bool] = True
 
     _context: WorkerContext
@@ -83,7 +83,7 @@ class Worker:
 
     @property
     def colocated(self) -> Mapping[str, Worker]:
-        """All workers of this process by role, this one included."""
+        """All workers of this process by role, including this one."""
         return self._colocated
 
     def register_mesh(
@@ -92,11 +92,12 @@ class Worker:
         """Register the data-parallel shard that this rank computes in the mesh ``mesh_name``.
 
         Args:
-            mesh_name: as the dispatch modes of methods that run on the mesh name it.
-            dp_rank: ranks of one model-parallel group share it.
-            is_collect: True if this rank's output counts; exactly one of a model-parallel group's should.
-            coords: place along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``, for
-                modes that tell those dimensions apart.
+            mesh_name: name of the mesh, as used by dispatch modes.
+            dp_rank: index of the data-parallel shard; equal on all ranks of a model-parallel group.
+            is_collect: True if this rank's output is part of the result; set it on exactly one rank of a
+                model-parallel group.
+            coords: coordinates along the model-parallel dimensions, such as ``{"tp": 1, "pp": 0}``, for dispatch
+                modes that distinguish these dimensions.
 
         Raises:
             DispatchError: a rank or coordinate is negative, or ``coords`` names ``dp`` again.
@@ -112,10 +113,10 @@ class Worker:
 
     @register(dispatch_mode="one_to_all")
     def query_mesh(self, mesh_name: str) -> MeshInfo:
-        """Return this rank's place in the mesh; the group asks once.
+        """Return this rank's place in the mesh; called once by the group.
 
         Raises:
-            DispatchError: nothing was registered under that name.
+            DispatchError: no mesh with this name is registered.
         """
         if mesh_name not in self._meshes:
             known = ", ".join(sorted(self._meshes)) or "none"
@@ -127,23 +128,23 @@ class Worker:
         return self._meshes[mesh_name]
 
     def record_state(self, folder: str) -> None:
-        """Write the state that a record of a call has to keep; nothing by default.
+        """Write the state that is needed to replay a recorded call; the default writes nothing.
 
-        Called on every rank before the call that is recorded. The files of all ranks are brought together, so
-        a name that several ranks write has to have one content.
+        Called on every rank before the recorded call. The files of all ranks are merged into one folder, so files with
+        the same name must have the same content on all ranks.
 
         Args:
-            folder: exists on this rank's node, and is empty; other ranks have their own.
+            folder: existing empty folder on this rank's node; each rank has its own.
         """
 
     def replay_state(self, folder: str) -> None:
         """Restore the state for a recorded call in a new worker; the inverse of :meth:`record_state`.
 
         Args:
-            folder: as :meth:`record_state` wrote it, possibly with another number of ranks.
+            folder: folder with the files of :meth:`record_state`, possibly written by a different number of ranks.
         """
 
     def run_function(self, function: Callable[..., Any], roles: Sequence[str], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a function with this worker, or with a dict of role → worker if there are several roles."""
+        """Call a function with this worker, or with a dict role → worker if there are several roles."""
         subject: Any = self if len(roles) == 1 else {role: self._colocated[role] for role in roles}
         return function(subject, *args, **kwargs)

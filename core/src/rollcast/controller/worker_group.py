@@ -1,4 +1,4 @@
-"""Worker groups: call a method once, and it runs on every rank."""
+"""Worker groups, on which one call of a method runs it on every rank."""
 
 from __future__ import annotations
 
@@ -31,34 +31,34 @@ logger = logging.getLogger(__name__)
 
 #: Default deadline of a blocking call, in seconds.
 DEFAULT_TIMEOUT_S = 3600.0
-#: Number of late ranks whose stacks an error shows.
+#: Largest number of late ranks whose stacks an error shows.
 _STACKS = 4
-#: Number of ranks that an error lists.
+#: Largest number of ranks that an error lists.
 _NAMED = 8
 _counter = itertools.count()
 
 
 class WorkerGroup:
-    """One role's workers on all ranks of a pool; registered methods are called on the group.
+    """The workers of a role on all ranks of a pool; registered methods can be called on the group.
 
     Args:
-        resource_pool: how many processes, where.
+        resource_pool: pool of the group's processes.
         roles: one class, or role → class for workers that share each process.
-        runtime: starts the processes.
-        name: for messages; generated if empty.
+        runtime: runtime that starts the processes.
+        name: name of the group; generated if empty.
         timeout: deadline of each blocking call, in seconds.
         launch_timeout: deadline of the start, in seconds.
-        env: environment variables of the processes; a role's own are given with
+        env: environment variables of the processes; set those of a single role with
             :meth:`ClassWithInitArgs.with_options`.
-        threads: CPU threads a process; by default the node's cores are shared evenly.
-        runtime_env: runtime environment of the processes, as Ray defines it; not every runtime has one.
-        detached: the group and its reservation outlive this process; :meth:`attach` finds it again.
+        threads: CPU threads per process; by default the node's cores are divided evenly.
+        runtime_env: runtime environment of the processes, as defined by Ray; not supported by every runtime.
+        detached: True if the group and its reservation outlive this process; use :meth:`attach` to connect to it.
 
-    A group of several roles is called through the views of :meth:`spawn`, or by role:
+    Call the methods of a group with several roles through the views of :meth:`spawn`, or by role:
     ``group.actor.update_actor(batch)``.
 
-    A failure that interrupts other ranks in the middle of the call *poisons* the group: the next collective
-    could pair with the one that they left, so every call is refused until :meth:`restart`.
+    A failure that interrupts other ranks in the middle of a call *poisons* the group: their next collective could
+    pair with the interrupted one, so every call is refused until :meth:`restart`.
 
     Raises:
         ResourceError: the pool cannot be placed.
@@ -107,14 +107,14 @@ class WorkerGroup:
         timeout: float = DEFAULT_TIMEOUT_S,
         attach_timeout: float = 60.0,
     ) -> Self:
-        """Return a group that was started with ``detached=True``, possibly by another process.
+        """Attach to a group that was started with ``detached=True``, possibly by another process.
 
         Args:
-            name: of the group.
-            runtime: of the same kind, joined to the same cluster.
-            roles: its classes, where they cannot be imported here under the names they had there.
+            name: name of the group.
+            runtime: runtime of the same kind, connected to the same cluster.
+            roles: role → class, if the classes cannot be imported here under their original names.
             timeout: deadline of each blocking call, in seconds.
-            attach_timeout: seconds within which every rank has to answer.
+            attach_timeout: time in seconds within which every rank has to answer.
 
         Raises:
             ResourceError: there is no such group, it has lost a rank, or its classes cannot be imported.
@@ -128,15 +128,15 @@ class WorkerGroup:
 
     @classmethod
     def from_attached(cls, found: Attached, name: str, *, runtime: Runtime, timeout: float = DEFAULT_TIMEOUT_S) -> Self:
-        """Return a group of processes that a runtime has found.
+        """Return a group for the processes that a runtime attached to.
 
         Args:
-            found: the processes, by rank, and the classes of their roles.
-            name: for messages.
-            runtime: carries the calls.
+            found: processes by rank, and the classes of their roles.
+            name: name of the group.
+            runtime: runtime that sends the calls.
             timeout: deadline of each blocking call, in seconds.
         """
-        # Plugins of this process are sent with the first call; without any, the hosts keep theirs.
+        # In-process plugins of this process are sent with the first call; if there are none, the hosts keep theirs.
         shared = _Processes(runtime, name, dict(found.roles), found.hosts, generation=0)
         group = object.__new__(cls)
         group._see(shared, tuple(shared.roles), timeout)
@@ -163,10 +163,10 @@ class WorkerGroup:
 
     @property
     def role(self) -> str:
-        """The role that this view calls.
+        """The role whose methods this view calls.
 
         Raises:
-            DispatchError: the group has several; take a view with :meth:`spawn`.
+            DispatchError: the group has several roles; use a view from :meth:`spawn`.
         """
         if self._role is None:
             raise DispatchError(
@@ -176,7 +176,7 @@ class WorkerGroup:
 
     @property
     def roles(self) -> tuple[str, ...]:
-        """The roles that this view sees."""
+        """The roles of this view."""
         return self._roles
 
     @property
@@ -190,10 +190,10 @@ class WorkerGroup:
         return tuple(host.context for host in self._shared.hosts)
 
     def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
-        """Return each rank's place in the mesh; the workers are asked once.
+        """Return each rank's place in the mesh; the workers are queried only once.
 
         Raises:
-            WorkerError: a worker has registered no such mesh.
+            WorkerError: a worker has not registered the mesh.
         """
         key = (self.role, mesh_name)
         if key not in self._shared.meshes:
@@ -202,14 +202,14 @@ class WorkerGroup:
 
     @property
     def meshes(self) -> Mapping[str, Sequence[MeshInfo]]:
-        """The meshes that are known here: mesh name → each rank's place. :meth:`mesh` asks for one."""
+        """The meshes queried so far: mesh name → each rank's place. :meth:`mesh` queries a mesh."""
         return {name: places for (role, name), places in self._shared.meshes.items() if role == self.role}
 
     def register_mesh(self, mesh_name: str, places: Sequence[MeshInfo] | None) -> None:
-        """Set each rank's place in a mesh, for workers that register none; None asks the workers again.
+        """Set each rank's place in a mesh, for workers that do not register it; None to query the workers again.
 
         Raises:
-            DispatchError: there is not one place for each rank.
+            DispatchError: the number of places differs from the number of ranks.
         """
         if places is None:
             self._shared.meshes.pop((self.role, mesh_name), None)
@@ -223,7 +223,7 @@ class WorkerGroup:
 
     @property
     def entries(self) -> Mapping[str, Registered]:
-        """The registration of each method that this view offers, by name: modes, blocking, futures."""
+        """The registration of each method that can be called on this view, by name."""
         return {name: method.entry for name, method in self._methods.items()}
 
     def __repr__(self) -> str:
@@ -233,7 +233,7 @@ class WorkerGroup:
     # -- views --------------------------------------------------------------------------------
 
     def spawn(self, roles: Iterable[str] | None = None) -> dict[str, WorkerGroup]:
-        """Return a view for each role (all by default); the processes stay the same.
+        """Return a view for each role (all by default) on the same processes.
 
         Raises:
             DispatchError: the group does not host such a role.
@@ -241,7 +241,7 @@ class WorkerGroup:
         return {role: self._view((role,), self._timeout) for role in self._hosted(roles)}
 
     def fuse(self, roles: Iterable[str] | None = None) -> Self:
-        """Return one view of several roles (all by default): the inverse of :meth:`spawn`.
+        """Return one view of several roles (all by default); the inverse of :meth:`spawn`.
 
         Raises:
             DispatchError: the group does not host such a role.
@@ -249,7 +249,7 @@ class WorkerGroup:
         return self._view(self._hosted(roles), self._timeout)
 
     def with_timeout(self, seconds: float) -> Self:
-        """Return a view with another deadline for blocking calls."""
+        """Return a view with a different deadline for blocking calls."""
         return self._view(self._roles, seconds)
 
     def _hosted(self, roles: Iterable[str] | None) -> tuple[str, ...]:
@@ -301,7 +301,7 @@ class WorkerGroup:
 
     @property
     def runtime(self) -> Runtime:
-        """The runtime that carries the group's calls."""
+        """The runtime that sends the group's calls."""
         return self._shared.runtime
 
     def send(
@@ -311,13 +311,13 @@ class WorkerGroup:
         keep: bool = False,
         answering: Collection[int] | None = None,
     ) -> list[Any]:
-        """Start calls on the given ranks; an object that several ranks get is stored once.
+        """Start calls on the given ranks; an object sent to several ranks is stored once.
 
         Args:
-            method: of the role that this view calls.
-            calls: rank and call; None is left out.
-            keep: the workers keep the DataProtos that they return, and return descriptions.
-            answering: ranks whose results are wanted, all by default; the others return None.
+            method: method of this view's role.
+            calls: pairs of rank and call; None to leave the rank out.
+            keep: True if the workers store returned DataProtos and return descriptions of them.
+            answering: ranks whose results are needed; all by default. The other ranks return None.
         """
         shared = self._shared
         role = self.role
@@ -333,7 +333,7 @@ class WorkerGroup:
                 outcome: Outcome = "drop" if silent else "keep" if keep else "send"
                 refs.append(shared.runtime.call(shared.hosts[rank], role, method, values.replace(call), outcome))
         except BaseException as error:
-            # The calls that were sent would wait for the others in a collective.
+            # The calls already sent would wait for the missing ranks in a collective.
             sent = [rank for rank, _ in present[: len(refs)]]
             self._end_call(
                 method, sent, refs, shared.hosts, f"could not be sent to every rank ({type(error).__name__})"
@@ -364,10 +364,11 @@ class WorkerGroup:
         """Wait for the results of :meth:`send`.
 
         Args:
-            method, ranks, refs: what was sent, and what :meth:`send` returned.
+            method, ranks, refs: method and ranks passed to :meth:`send`, and the references that it returned.
             timeout: deadline in seconds; by default the view's.
-            hosts: all processes of the group at the time of :meth:`send`; by default those of now.
-            give_up: cancel the calls if the deadline passes; otherwise they go on and can be awaited again.
+            hosts: all processes of the group at the time of :meth:`send`; by default the current ones.
+            give_up: True to cancel the calls if the deadline passes; False to let them continue, so that they can be
+                awaited again.
 
         Raises:
             WorkerError: a rank failed; the calls of the others are cancelled, which may poison the group.
@@ -397,7 +398,7 @@ class WorkerGroup:
         """Cancel the calls of :meth:`send`; return True if one had not ended.
 
         Args:
-            method, ranks, refs, hosts: as for :meth:`receive`.
+            method, ranks, refs, hosts: see :meth:`receive`.
         """
         if self._shared.runtime.ready(refs):
             return False
@@ -413,18 +414,18 @@ class WorkerGroup:
         why: str,
         died: bool = False,
     ) -> str:
-        """Cancel calls, and poison the group if that left ranks in the middle; return what has to be told of it.
+        """Cancel calls, and poison the group if a rank was interrupted; return text to append to the error message.
 
         Args:
             method, ranks, refs, hosts: see :meth:`receive`.
-            why: what happened to the call before, for the error of later calls.
-            died: a rank has died in the call.
+            why: reason for cancelling, for the error messages of later calls.
+            died: True if a rank died during the call.
         """
         shared = self._shared
         ends = shared.runtime.cancel(refs, [hosts[rank] for rank in ranks])
         unreachable = [rank for rank, end in zip(ranks, ends, strict=True) if end == "unreachable"]
         left = [rank for rank, end in zip(ranks, ends, strict=True) if end in ("interrupted", "unreachable")]
-        # A call of one rank alone has no partner in a collective, and processes of before a restart are gone.
+        # A call on a single rank has no partner in a collective, and processes from before a restart are gone.
         if hosts is shared.hosts and not shared.poisoned and (died or (left and len(ranks) > 1)):
             in_call = (
                 f" while {_name_ranks(left)} {'was' if len(left) == 1 else 'were'} in the middle of it" if left else ""
@@ -440,7 +441,7 @@ class WorkerGroup:
         return f"\n  {told}"
 
     def _where_they_are(self, late: Sequence[tuple[int, Host]]) -> str:
-        """Return the stacks of the first of these ranks."""
+        """Return the stacks of the first few of these ranks."""
         some = late[:_STACKS]
         stacks = self._shared.runtime.stacks([host for _, host in some])
         return "".join(
@@ -451,12 +452,12 @@ class WorkerGroup:
 
     @property
     def lost_ranks(self) -> list[int]:
-        """The ranks whose processes are known to have died; a watch notices it within seconds."""
+        """The ranks whose processes are known to have died; a monitor detects a death within seconds."""
         return sorted(self._shared.runtime.lost(self._shared.hosts))
 
     @property
     def poisoned(self) -> str:
-        """Why the group refuses calls until :meth:`restart`; empty if it does not."""
+        """Reason why the group refuses calls until :meth:`restart`; empty if it accepts calls."""
         return self._shared.poisoned
 
     def _refuse_if_unusable(self, method: str) -> None:
@@ -520,8 +521,8 @@ class WorkerGroup:
     def execute_func(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> list[Any]:
         """Run ``function(worker, *args, **kwargs)`` on all ranks; return the outputs by rank.
 
-        On a view of several roles the function gets a dict of role → worker in place of the worker. It
-        may be a coroutine function, a lambda or a closure: it travels by cloudpickle.
+        On a view of several roles, the function gets a dict role → worker instead of the worker. The function is sent
+        with cloudpickle, so it may be a coroutine function, a lambda or a closure.
 
         Raises:
             WorkerError: the function raised.
@@ -531,7 +532,7 @@ class WorkerGroup:
         )
 
     def execute_func_rank_zero(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`execute_func` on rank 0 alone."""
+        """Run :meth:`execute_func` on rank 0 only; return its output."""
         return self._view(self._roles[:1], self._timeout).execute_rank_zero(
             "run_function", function, self.roles, *args, **kwargs
         )
@@ -541,14 +542,14 @@ class WorkerGroup:
     def restart(self, timeout: float | None = None) -> None:
         """Replace all processes by new ones, with the same roles, arguments, pool and environment.
 
-        Every view of the group calls the new processes. Workers begin as they were built: what they had
-        loaded or trained is gone, and handles to results that they kept can no longer be read.
+        Every view of the group calls the new processes. The new workers are in their initial state: loaded and
+        trained state is lost, and handles to results on the old workers can no longer be read.
 
         Args:
             timeout: deadline of the start in seconds; by default the group's ``launch_timeout``.
 
         Raises:
-            ResourceError: the pool cannot be placed any more; the group stays poisoned, and can be restarted again.
+            ResourceError: the pool can no longer be placed; the group stays poisoned and can be restarted again.
             WorkerError: the group is shut down or was attached to, or a constructor raised.
         """
         shared = self._shared
@@ -573,7 +574,7 @@ class WorkerGroup:
         shared.poisoned = ""
 
     def shutdown(self) -> None:
-        """End the group's processes; may be called twice, from any view."""
+        """End the group's processes; may be called more than once and from any view."""
         if not self._shared.closed:
             self._shared.closed = True
             self._shared.unawaited.report_all()
@@ -581,9 +582,9 @@ class WorkerGroup:
 
 
 class GroupMethod:
-    """A registered method, called on a group: dispatch, execute, collect.
+    """A registered method of a group; a call dispatches, executes and collects.
 
-    ``group.method(...)`` returns the result, ``group.method.remote(...)`` a handle to it at once.
+    ``group.method(...)`` returns the result; ``group.method.remote(...)`` returns a handle to the result at once.
     """
 
     def __init__(self, group: WorkerGroup, name: str, function: Callable[..., Any], entry: Registered) -> None:
@@ -603,7 +604,7 @@ class GroupMethod:
         return self._start(args, kwargs, keep=False).finish(None, give_up=True)
 
     def remote(self, *args: Any, **kwargs: Any) -> DataProtoFuture:
-        """Start the call and return a handle; the result stays with the workers until it is read."""
+        """Start the call and return a handle; the result stays on the workers until it is read."""
         from rollcast.protocol.future import DataProtoFuture
 
         started, group = self._start(args, kwargs, keep=True), self._group
@@ -648,7 +649,7 @@ class GroupMethod:
         )
 
     def _start(self, args: Sequence[Any], kwargs: Mapping[str, Any], keep: bool) -> _Started:
-        """Send the calls."""
+        """Dispatch the arguments and send the calls."""
         entry, group = self._entry, self._group
         recorder = group.runtime.recorder
         recording = recorder.begin(group, self.__name__, args, kwargs) if recorder is not None else None
@@ -665,7 +666,7 @@ class GroupMethod:
             try:
                 outputs = group.receive(self.__name__, ranks, refs, timeout, hosts=hosts, give_up=give_up)
             except WorkerError as error:
-                # A call that goes on has no outcome yet.
+                # A call that continues has no outcome yet.
                 goes_on = isinstance(error, WorkerTimeoutError) and not give_up
                 with (None if goes_on else recording) or nullcontext():
                     _raise_first_cause(given, error)
@@ -685,7 +686,7 @@ class GroupMethod:
 
     @contextmanager
     def _named_in_errors(self) -> Iterator[None]:
-        """Add the method's name to a mode's error; a mode does not know the method that it serves."""
+        """Add the method's name to a dispatch mode's error, because the mode does not know the method."""
         try:
             yield
         except DispatchError as error:
@@ -697,7 +698,7 @@ class GroupMethod:
 
 
 def _promised(started: _Started) -> Any:
-    """Return what is known of a call's result before the call ends; None for nothing."""
+    """Return the layout of a call's result that is known before the call ends; None if unknown."""
     expected = started.expected
     if expected is None:
         return None
@@ -708,7 +709,7 @@ def _promised(started: _Started) -> Any:
 
 
 def _raise_first_cause(given: Sequence[DataProtoFuture], error: WorkerError) -> None:
-    """Raise the error of a handle among the arguments whose call has failed: the consequence names it less well."""
+    """Raise the error of an argument handle whose call failed, which explains more than the consequence ``error``."""
     for handle in given:
         if handle._pending and handle.done():
             try:
@@ -725,15 +726,15 @@ def _as_handle(output: Any, fetch: Any) -> Any:
 
 @dataclass(frozen=True)
 class _Started:
-    """A call of a registered method that is under way.
+    """A call of a registered method in flight.
 
     Attributes:
-        finish: waits for the result, at most for the given seconds.
-        refs: what it waits for.
-        cancel: cancels the call on all ranks.
+        finish: function that waits for the result for at most the given seconds.
+        refs: references to the results of the ranks.
+        cancel: function that cancels the call on all ranks.
         ranks: rank of each reference.
         hosts: all processes of the group at the time of the call.
-        expected: the result as far as it is known before the call ends; None if nothing is.
+        expected: layout of the result that is known before the call ends; None if unknown.
     """
 
     finish: Callable[..., Any]
@@ -746,11 +747,11 @@ class _Started:
 
 @dataclass(frozen=True)
 class _Launched:
-    """How a group was started, and is started again.
+    """The arguments of a group's start, used again for a restart.
 
     Attributes:
-        pool: where.
-        spec: the group.
+        pool: pool of the group.
+        spec: specification of the group.
         timeout: deadline of the start, in seconds.
     """
 
@@ -761,14 +762,14 @@ class _Launched:
 
 @dataclass
 class _Processes:
-    """The processes that all views of one group share.
+    """The state of a group that all its views share.
 
     Attributes:
-        hosts: by rank; another list after a restart, by which calls tell the processes that they were sent to.
-        generation: generation of this process's in-process plugins that the hosts know.
-        launched: None if the group was attached to.
+        hosts: hosts by rank. A restart replaces the list object, so a call can tell whether its processes are current.
+        generation: generation of this process's in-process plugins that is installed on the hosts.
+        launched: arguments of the start; None if the group was attached to.
         meshes: role and mesh name → each rank's place.
-        poisoned: why calls are refused; empty if they are not.
+        poisoned: reason why calls are refused; empty if calls are accepted.
     """
 
     runtime: Runtime
@@ -792,7 +793,7 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 def _explain_failure(
     failed: CallFailed, group: str, role: str, method: str, rank: int, host: Host | None
 ) -> WorkerError:
-    """Return the error for a failed group call: where it failed first, why, and the last log lines."""
+    """Build the error for a failed group call, with the first failing rank, its error and its last log lines."""
     failure = failed.failure
     node = failure.node if failure else (host.info.node if host else "unknown node")
     rank = failure.rank if failure else rank
@@ -820,11 +821,10 @@ def _merged(
     env: Mapping[str, str],
     runtime_env: Mapping[str, Any],
 ) -> tuple[dict[str, str], dict[str, Any]]:
-    """Return the environment variables and the runtime environment of processes that host these roles.
+    """Merge the environment variables and the runtime environments of roles that share processes.
 
     Raises:
-        ResourceError: two roles, which share a process, want different values, or a variable says where the process
-            is, which the runtime sets.
+        ResourceError: two roles request different values, or a variable is one that the runtime sets for each rank.
     """
     asked = [env, runtime_env.get("env_vars", {})]
     asked += [wish for cls in roles.values() for wish in (cls.env, cls.runtime_env.get("env_vars", {}))]

@@ -1,4 +1,4 @@
-"""Finding, loading and checking plugins; see :class:`Registry`."""
+"""Discovery, loading and checking of plugins; see :class:`Registry`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of the objects in a group: each returns None, or a complaint that completes "it …"."""
+"""Checks of the objects in a group. A check returns None, or a complaint that completes the sentence "it …"."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from collections.abc import Callable
 __all__ = ["Check", "any_of", "instance_of", "is_callable", "is_class", "subclass_of"]
 
 Check = Callable[[object], str | None]
-"""Returns None if a loaded object fits, else a complaint such as ``is not a class``."""
+"""A function that returns None if a loaded object is valid, else a complaint such as ``is not a class``."""
 
 
 def subclass_of(base: type) -> Check:
     """Return a check for concrete classes derived from ``base``.
 
-    If ``base`` is a Protocol, a class that has all of its methods fits too. Data members are not
-    looked for: they are often set only in ``__init__``.
+    If ``base`` is a Protocol, a class with all its methods passes too. Data members are not checked, because they are
+    often set only in ``__init__``.
     """
 
     def check(obj: object) -> str | None:
@@ -51,7 +51,7 @@ def is_callable(min_positional: int = 0) -> Check:
         try:
             kinds = [parameter.kind for parameter in inspect.signature(obj).parameters.values()]
         except (TypeError, ValueError):
-            return None  # builtins may have no signature; the call itself will tell
+            return None  # builtins may have no signature; a wrong call fails later
         count = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
         if inspect.Parameter.VAR_POSITIONAL in kinds or count >= min_positional:
             return None
@@ -104,6 +104,6 @@ def _missing_members(obj: object, base: type, methods_only: bool) -> str | None:
 
 
 def _has(obj: object, name: str) -> bool:
-    if isinstance(obj, type):  # hasattr would also find the metaclass's own, such as __call__
+    if isinstance(obj, type):  # hasattr would also find attributes of the metaclass, such as __call__
         return any(name in vars(cls) for cls in obj.__mro__)
     return hasattr(obj, name)

@@ -1,7 +1,7 @@
-"""Installed plugins: read from the metadata of distributions, and loaded one at a time.
+"""Discovery of installed plugins from the metadata of distributions, and loading of single plugins.
 
-Entry points are read here and nowhere else. Each process reads them afresh, once per ``sys.path``,
-and keeps nothing on disk, so an edited or reinstalled plugin is never seen stale.
+Entry points are read only in this module. Each process reads them once per ``sys.path`` and caches nothing on disk,
+so edited and reinstalled plugins are always up to date.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ _VALUE = re.compile(r"^(?P<module>\w+(\.\w+)*)\s*(:\s*\w+(\.\w+)*\s*)?(\[.*\]\s*
 
 @dataclass(frozen=True)
 class PluginInfo:
-    """A plugin as its distribution announces it; nothing of it is imported.
+    """A plugin as declared by its distribution, without importing it.
 
     Attributes:
         group, name: entry-point group and name.
-        value: the entry point's ``module:attr``, or where an in-process plugin was defined.
+        value: the entry point's ``module:attr``, or the definition of an in-process plugin.
         distribution: normalized name of the distribution; empty for an in-process plugin.
         version: version of the distribution; empty for an in-process plugin.
-        requires_core: specifier of the distribution's own ``Requires-Dist: rollcast``, such as
-            ``~=0.1.0``; None if it names no range.
+        requires_core: version specifier of the distribution's ``Requires-Dist: rollcast``, such as ``~=0.1.0``; None
+            if it has none.
     """
 
     group: str
@@ -69,26 +69,25 @@ class PluginInfo:
 
 
 def find_plugins(group: str) -> tuple[PluginInfo, ...]:
-    """Return every installed plugin of a group, sorted by name, without importing any.
+    """Return all installed plugins of a group, sorted by name, without importing them.
 
-    A name that two distributions claim appears once per distribution. A distribution that is on
-    ``sys.path`` twice (an editable install and a wheel) counts once: the first on the path, which
-    is the one that Python imports.
+    A name that two distributions claim appears once per distribution. A distribution that is on ``sys.path`` twice (an
+    editable install and a wheel) appears once: the first on the path, which Python would import.
     """
     return _read_all(tuple(sys.path)).get(group, ())
 
 
 def find_groups() -> tuple[str, ...]:
-    """Return every entry-point group in which a distribution announces a plugin, sorted."""
+    """Return all entry-point groups in which a distribution declares a plugin, sorted."""
     return tuple(sorted(_read_all(tuple(sys.path))))
 
 
 def find_claims(group: str, name: str) -> tuple[PluginInfo, ...]:
-    """Return the installed plugins that ``name`` stands for; more than one is a conflict.
+    """Return the installed plugins with this name; more than one is a conflict.
 
     Args:
         group: entry-point group.
-        name: plain, or qualified by a distribution: ``distribution:name``.
+        name: plain name, or a name qualified by its distribution, ``distribution:name``.
     """
     distribution, _, plain = name.rpartition(":")
     owner = normalize_name(distribution)
@@ -101,8 +100,8 @@ def find_core_version() -> str | None:
 
 
 def refresh() -> None:
-    """Forget the metadata read so far, for example after ``pip install`` in a running notebook."""
-    # Python remembers directory listings too; without this call a new folder may stay unseen.
+    """Clear the cached metadata, for example after ``pip install`` in a running notebook."""
+    # Python caches directory listings too; without this call, it may not find a new folder.
     importlib.invalidate_caches()
     for cached in (_read_all, _find_version, _missing_requirements):
         cached.cache_clear()
@@ -126,8 +125,8 @@ def _read_all(path: tuple[str, ...]) -> dict[str, tuple[PluginInfo, ...]]:  # no
     groups: dict[str, dict[PluginInfo, None]] = {}
     seen: set[str] = set()
     for candidate in importlib.metadata.distributions():
-        # A text search first: parsing the metadata of every distribution of a large environment
-        # takes longer than all the rest together.
+        # Search the text before parsing, because parsing the metadata of all distributions of a large environment
+        # takes longer than everything else.
         if CORE_DISTRIBUTION not in _entry_points_text(candidate):
             continue
         metadata = candidate.metadata
@@ -138,7 +137,7 @@ def _read_all(path: tuple[str, ...]) -> dict[str, tuple[PluginInfo, ...]]:  # no
         if name in seen:
             continue
         seen.add(name)
-        # Looking up by name returns the first copy on the path, even if that one announces nothing.
+        # A lookup by name returns the first copy on the path, even if that copy declares no plugins.
         for plugin in _read(importlib.metadata.distribution(name), name):
             groups.setdefault(plugin.group, {})[plugin] = None
     return {group: tuple(sorted(plugins, key=lambda each: each.name)) for group, plugins in groups.items()}
@@ -166,7 +165,7 @@ def _read(distribution: importlib.metadata.Distribution, name: str) -> list[Plug
 
 
 def _requirements(distribution: importlib.metadata.Distribution, named: str = "") -> Iterator[Requirement]:
-    """Yield what a distribution requires, extras included; only ``named`` if it is given."""
+    """Yield the requirements of a distribution, including extras; only those for ``named`` if given."""
     from packaging.requirements import InvalidRequirement, Requirement
 
     for line in distribution.requires or ():
@@ -189,7 +188,7 @@ def _applies(requirement: Requirement) -> bool:
 
 
 def find_version_complaint(plugin: PluginInfo) -> str | None:
-    """Return why the installed core is outside the range that the plugin's distribution declares, or None."""
+    """Return a message if the installed core is outside the range declared by the plugin's distribution, else None."""
     from packaging.specifiers import SpecifierSet
     from packaging.version import Version
 
@@ -208,10 +207,10 @@ def find_version_complaint(plugin: PluginInfo) -> str | None:
 
 
 def find_metadata_complaint(plugin: PluginInfo) -> str | None:
-    """Return why loading the plugin is bound to fail, as far as metadata shows; None if nothing shows it.
+    """Return the reason why loading the plugin will fail, as far as its metadata shows; None if none is found.
 
-    Imports nothing: a malformed value, a top-level module that no finder knows and a required
-    distribution that is not installed are found, errors inside of modules are not.
+    Nothing is imported. The check finds a malformed value, a missing top-level module and a required distribution that
+    is not installed, but no errors inside modules.
     """
     if not plugin.module:
         return _malformed(plugin)
@@ -236,14 +235,14 @@ def _missing_requirements(distribution: str, path: tuple[str, ...]) -> tuple[str
 
 
 def _is_findable(top: str) -> bool:
-    # Asked first, because find_spec raises for a loaded module that has no spec.
+    # Checked first, because find_spec raises for a loaded module without a spec.
     if top in sys.modules:
         return sys.modules[top] is not None
     return importlib.util.find_spec(top) is not None
 
 
 def find_source(plugin: PluginInfo) -> Path | None:
-    """Return the file of a plugin's module without importing the module or a parent of it; None if there is none."""
+    """Return the file of a plugin's module without importing the module or its parents; None if there is none."""
     top, *rest = plugin.module.split(".")
     try:
         spec = importlib.util.find_spec(top) if top else None
@@ -256,7 +255,7 @@ def find_source(plugin: PluginInfo) -> Path | None:
     return next((file for file in files if file.is_file()), None)
 
 
-# -- what could be installed -----------------------------------------------------------------------
+# -- index of published plugins --------------------------------------------------------------------
 
 
 class _Index(TypedDict):
@@ -271,12 +270,12 @@ def _index() -> _Index:
 
 
 def describe_groups() -> Mapping[str, str]:
-    """Return the known groups with one line about each, without importing the modules that declare them."""
+    """Return a one-line description of each known group, without importing the modules that declare them."""
     return _index()["groups"]
 
 
 def find_known(group: str) -> Mapping[str, str]:
-    """Return the published plugins of a group, installed or not: name to distribution."""
+    """Return the published plugins of a group, installed or not, as name → distribution."""
     return _index()["plugins"].get(group, {})
 
 
@@ -288,12 +287,11 @@ def load_plugin(plugin: PluginInfo, asked: str = "") -> object:
 
     Args:
         plugin: the plugin to import.
-        asked: a line for the error message that says who asked for it.
+        asked: line for the error message that names the config key or caller that requested the plugin.
 
     Raises:
-        PluginVersionError: its distribution does not support the installed core; nothing of the
-            distribution is imported then.
-        PluginLoadError: the import failed, for whatever reason; the cause is chained.
+        PluginVersionError: the plugin's distribution does not support the installed core; nothing was imported.
+        PluginLoadError: the import failed for any reason; the cause is chained.
     """
     complaint = find_version_complaint(plugin)
     if complaint is not None:
@@ -305,28 +303,28 @@ def load_plugin(plugin: PluginInfo, asked: str = "") -> object:
         extensions = _manager_class()(plugin).extensions
     except KeyboardInterrupt:
         raise
-    except BaseException as cause:  # SystemExit and the panics of native extensions included
+    except BaseException as cause:  # includes SystemExit and the panics of native extensions
         text = f"{failed}: {type(cause).__name__}: {str(cause).strip() or 'no message'}"
         raise PluginLoadError(join_lines(text, _missing_module_hint(plugin, cause), asked)) from cause
-    # Not the manager's `driver`, which is wrong for falsy objects.
+    # The manager's `driver` is wrong for falsy objects.
     return extensions[0].plugin
 
 
 def join_lines(*lines: str) -> str:
-    """Return the lines that are not empty as one text."""
+    """Join the lines that are not empty."""
     return "\n".join(line for line in lines if line)
 
 
 @functools.cache
 def _manager_class() -> type[Any]:
-    # Made on first use: callers that only read metadata do not pay for importing stevedore.
+    # Defined on first use, so that callers that only read metadata do not import stevedore.
     from stevedore.named import NamedExtensionManager
 
     class _OnePlugin(NamedExtensionManager[Any]):
-        """A manager of the one entry point it is given.
+        """A stevedore manager for a single given entry point.
 
-        stevedore's own table and its cache in the user's home are too coarse to notice every edit;
-        neither is consulted. A failure is raised instead of logged.
+        It bypasses stevedore's table and its cache in the user's home, which can miss edits. A failure is raised
+        instead of logged.
         """
 
         def __init__(self, plugin: PluginInfo) -> None:
@@ -344,7 +342,7 @@ def _manager_class() -> type[Any]:
 
 
 def _missing_module_hint(plugin: PluginInfo, cause: BaseException) -> str:
-    """Return what to do if a module of another distribution was not found; empty in any other case."""
+    """Return a hint if a module of another distribution is missing; empty for any other cause."""
     module = _find_missing_module(cause)
     top = module.split(".")[0]
     if not module or top == plugin.module.split(".")[0]:
@@ -358,7 +356,7 @@ def _missing_module_hint(plugin: PluginInfo, cause: BaseException) -> str:
 
 
 def _find_missing_module(cause: BaseException) -> str:
-    """Return the module that was not found, even if the plugin raised another error because of it."""
+    """Return the name of the missing module, even if the plugin raised another error because of it."""
     seen: list[BaseException] = []
     error: BaseException | None = cause
     while error is not None and error not in seen:

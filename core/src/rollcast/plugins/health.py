@@ -1,4 +1,4 @@
-"""The state of every plugin, from metadata or by really importing it: the data of ``rollcast plugins``."""
+"""The state of every plugin, from metadata or by importing it, as shown by ``rollcast plugins``."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ State = Literal["ok", "in-process", "broken", "conflict", "incompatible"]
 
 _log = logging.getLogger("rollcast.plugins")
 
-_POLL = 0.05  # seconds between looks at the child's answers
+_POLL = 0.05  # seconds between reads of the child's answers
 
-# sys.path first: the core itself may be on it only because this process put it there.
+# Set sys.path first, because the core may be found only through this process's path.
 _BOOT = (
     "import json, sys; request = json.load(sys.stdin); sys.path[:] = request['path']; "
     "from rollcast.plugins.health import serve; serve(request)"
@@ -53,12 +53,12 @@ class PluginReport:
 
     Attributes:
         group, name: entry-point group and name.
-        distribution, version: the provider; empty for an in-process plugin.
-        value: the entry point, or where an in-process plugin was defined.
+        distribution, version: providing distribution and its version; empty for an in-process plugin.
+        value: value of the entry point, or definition of an in-process plugin.
         state: ``ok``; ``in-process``; ``broken`` (it cannot be imported, or does not pass the check
             of its group); ``conflict`` (claimed more than once); ``incompatible`` (made for another
             version of the core).
-        cause: the reason for a state that is not ok; empty if it is.
+        cause: reason for a state that is not ok; empty if the state is ok.
     """
 
     group: str
@@ -76,23 +76,23 @@ def report(
     registries: Iterable[str] | None = None,
     timeout: float = 120.0,
 ) -> list[PluginReport]:
-    """Return every plugin, installed or in-process, sorted by group and name.
+    """Report on all plugins, installed and in-process, sorted by group and name.
 
     Args:
-        check: really import each plugin, in a process of its own. Otherwise no code of any plugin
-            runs: metadata shows conflicts, version ranges, malformed entry points, missing
-            top-level modules and missing distributions, but nothing inside of modules.
-        groups: only these groups; all if not given.
-        registries: modules to import in that process first, because they declare the registries
-            that know the checks of the groups; those of this process if not given.
-        timeout: seconds that the import of one plugin may take.
+        check: True to import each plugin in a separate process. Otherwise no plugin code runs: the metadata shows
+            conflicts, version ranges, malformed entry points, missing top-level modules and missing distributions,
+            but no errors inside modules.
+        groups: groups to report on; by default all.
+        registries: modules to import in the separate process first, which declare the registries with the checks of
+            the groups; by default those of this process.
+        timeout: time limit for importing one plugin in seconds.
 
     Raises:
-        PluginError: the process for checking cannot be started.
+        PluginError: the separate process cannot be started.
     """
     declared = {registry.group: registry.defined_in for registry in find_registries()}
     wanted = set(find_groups() if groups is None else groups)
-    # Groups of other projects are in the metadata too.
+    # The metadata also contains groups of other projects.
     ours = sorted(group for group in wanted if group in declared or group.startswith("rollcast."))
     rows = {plugin: _judge(plugin, {*declared, *describe_groups()}) for group in ours for plugin in find_plugins(group)}
     if check:
@@ -110,9 +110,9 @@ def report(
 
 
 def _judge(plugin: PluginInfo, known: set[str]) -> tuple[State, str]:
-    """Return the state of an installed plugin and its cause, as far as metadata shows."""
+    """Return the state of an installed plugin and its cause, as far as its metadata shows."""
     if plugin.group not in known:
-        # A plugin may declare a group of its own; a name this close to a known group is a slip.
+        # A plugin may declare its own group, but a name this similar to a known group is a typo.
         prefix, _, short = plugin.group.rpartition(".")
         near = difflib.get_close_matches(short, [g.rpartition(".")[2] for g in known], n=1, cutoff=0.8)
         if near:
@@ -135,8 +135,8 @@ def _check(
 ) -> Iterator[tuple[PluginInfo, State, str]]:
     """Import each plugin in a child process and yield its state and cause.
 
-    If the child dies or hangs, the plugin it was at is the culprit, and another child goes on with
-    the rest.
+    If the child dies or hangs, the plugin that it was importing is reported as broken, and a new child continues with
+    the remaining plugins.
     """
     left = list(plugins)
     while left:
@@ -156,11 +156,11 @@ def _check(
 
 
 def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, str]]:
-    """Yield the messages of one child; the last is ``died`` if it did not answer for every plugin."""
+    """Yield the messages of one child; the last one is ``died`` if a plugin was left unanswered."""
     if not sys.executable:
         raise PluginError("cannot check plugins: this Python does not know its own executable")
-    # Answers go through a file of their own: a plugin may print, even from native code, close
-    # descriptors, or leave a process behind that would keep a pipe open.
+    # Answers are written to a separate file, because a plugin may print, even from native code, close descriptors, or
+    # leave a process behind that would keep a pipe open.
     with tempfile.TemporaryDirectory(prefix="rollcast-check-") as folder:
         asked, answers, output = (Path(folder, name) for name in ("asked", "answers", "output"))
         asked.write_text(json.dumps({**request, "path": sys.path, "answers": str(answers)}))
@@ -171,7 +171,7 @@ def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, s
         try:
             yield from _follow(child, answers, output, timeout, len(request["plugins"]))
         finally:
-            # The whole session: a plugin may have left processes of its own behind.
+            # Kill the whole session, because a plugin may have left processes behind.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
@@ -183,7 +183,7 @@ def _follow(
     deadline, pending = time.monotonic() + timeout, ""
     with answers.open() as stream:
         while missing:
-            code = child.poll()  # before reading, so that the last words of a dead child count
+            code = child.poll()  # polled before reading, so that the last output of a dead child is read too
             *lines, pending = (pending + stream.read()).split("\n")
             for line in lines:
                 kind, text = json.loads(line)
@@ -205,7 +205,7 @@ def _follow(
 
 
 def serve(request: dict[str, Any]) -> None:
-    """Import the requested plugins one by one and append an answer for each to a file; runs in the child."""
+    """Import the requested plugins one by one, in the child, and append an answer for each to a file."""
 
     def answer(kind: str, text: str = "") -> None:
         with open(request["answers"], "a", encoding="utf-8") as stream:
@@ -214,14 +214,14 @@ def serve(request: dict[str, Any]) -> None:
     for module in request["registries"]:
         try:
             importlib.import_module(module)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  # the module may be a stranger's
+        except (Exception, SystemExit) as error:  # noqa: BLE001  # third-party modules may raise anything
             answer("warning", f"cannot check types of the groups that {module} declares: {error!r}")
     answer("ready")
     for group, name in request["plugins"]:
         try:
             for claim in find_claims(group, name):
                 load_plugin(claim)
-            # Only now, because the import may have declared the registry of the group.
+            # Looked up after the import, which may have declared the registry of the group.
             for registry in find_registries():
                 if registry.group == group:
                     registry.get(name)
@@ -230,5 +230,5 @@ def serve(request: dict[str, Any]) -> None:
             answer(kinds.get(type(error), "broken"), str(error))
         else:
             answer("ok")
-    # Threads and exit handlers that plugins left behind are no reason to wait.
+    # Exit without waiting for threads and exit handlers that plugins left behind.
     os._exit(0)

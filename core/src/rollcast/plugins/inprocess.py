@@ -1,7 +1,7 @@
-"""Plugins registered in this process, and their way to another one.
+"""Plugins registered in this process, and their transfer to other processes.
 
-One table per process, keyed by group and independent of the :class:`Registry` objects: plugins that
-arrive from the driver wait in it until their registry is created.
+Each process has one table, keyed by group and independent of the :class:`Registry` objects, because plugins can arrive
+from the driver before their registry is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rollcast.errors import PluginError, PluginLoadError
 
 
 class HIDDEN:
-    """Stands in the table for a name that is hidden; a class, because classes are pickled by reference."""
+    """A sentinel for hidden names in the table; a class, because classes are pickled by reference."""
 
 
 class _Pickled(NamedTuple):
@@ -30,7 +30,7 @@ class _Pickled(NamedTuple):
 
 @dataclass
 class Entry:
-    """One registration: the object, pickled until its first use if it arrived by a snapshot."""
+    """A registration; an object from a snapshot stays pickled until its first use."""
 
     group: str
     name: str
@@ -44,14 +44,14 @@ class Entry:
 
     @property
     def location(self) -> str:
-        """The definition of the object as ``module:attr``; unpickles nothing."""
+        """Definition of the object as ``module:attr``, without unpickling it."""
         return self.obj.location if isinstance(self.obj, _Pickled) else locate(self.obj)
 
     def load(self) -> object:
-        """Return the object.
+        """Return the object, unpickling it if necessary.
 
         Raises:
-            PluginLoadError: it arrived by a snapshot and cannot be unpickled in this process.
+            PluginLoadError: the object came from a snapshot and cannot be unpickled in this process.
         """
         if isinstance(self.obj, _Pickled):
             try:
@@ -65,7 +65,7 @@ class Entry:
         return self.obj
 
     def dump(self) -> _Pickled:
-        """Return the object pickled, by value if it is of ``__main__``.
+        """Pickle the object, by value if it is defined in ``__main__``.
 
         Raises:
             PluginError: the object cannot be pickled.
@@ -83,7 +83,7 @@ class Entry:
             )
         try:
             return _Pickled(pickler.dumps(self.obj), self.location)
-        except Exception as cause:  # __reduce__ is the plugin's own code and may raise anything
+        except Exception as cause:  # __reduce__ is third-party code and may raise anything
             raise PluginError(
                 f"plugin {self.name!r} of {self.group} cannot be sent to workers: {cause!r}\n"
                 "Put it in an importable module, or behind an entry point of an installed distribution."
@@ -97,7 +97,7 @@ _installed: bytes | None = None
 
 
 def generation() -> int:
-    """Return a number that grows whenever the plugins registered in this process change."""
+    """Return a counter that increases whenever the plugins registered in this process change."""
     return _generation
 
 
@@ -108,12 +108,12 @@ def entries() -> list[Entry]:
 
 
 def find(group: str, name: str) -> Entry | None:
-    """Return the registration of a name, or None."""
+    """Return the registration of a name; None if there is none."""
     return _table.get((group, name))
 
 
 def locate(obj: object) -> str:
-    """Return the definition of an object in the form of an entry point's value."""
+    """Return the definition of an object as ``module:attr``, like the value of an entry point."""
     if isinstance(obj, ModuleType):
         return obj.__name__
     named = obj if hasattr(obj, "__qualname__") else type(obj)
@@ -132,7 +132,7 @@ def put(group: str, name: str, entry: Entry | None) -> None:
 
 @contextlib.contextmanager
 def scoped(entry: Entry) -> Iterator[None]:
-    """Register an entry for the length of a ``with`` block; restore what was registered before."""
+    """Register an entry inside a ``with`` block; restore the previous registration afterwards."""
     before = find(entry.group, entry.name)
     put(entry.group, entry.name, entry)
     try:
@@ -142,25 +142,25 @@ def scoped(entry: Entry) -> Iterator[None]:
 
 
 def snapshot() -> bytes | None:
-    """Return everything registered in-process, in all groups, to be sent to workers; None if there is nothing.
+    """Pickle all in-process registrations of all groups, to be sent to workers; None if there are none.
 
-    Classes and functions of ``__main__`` (a script, a notebook) travel by value if ``cloudpickle``
-    is installed; what lives in a module travels by reference.
+    Classes and functions defined in ``__main__`` (a script, a notebook) are pickled by value if ``cloudpickle`` is
+    installed; those in modules are pickled by reference.
 
     Raises:
         PluginError: a plugin cannot be pickled; the message names it.
     """
     found = entries()
-    # Pickled one by one: a plugin that the receiver never asks for can then do no harm.
+    # Pickled one by one, so that a plugin that the receiver never uses is never unpickled.
     return pickle.dumps([(entry.group, entry.name, *entry.dump()) for entry in found]) if found else None
 
 
 def install_snapshot(data: bytes | None) -> None:
-    """Make the plugins of a snapshot available in this process, in place of those of an earlier one.
+    """Install the plugins of a snapshot in this process, replacing those of an earlier snapshot.
 
-    None removes those of the earlier one. Installing the same snapshot again changes nothing.
-    Plugins are unpickled on first use, so the registries need not exist yet. The bytes must come
-    from a process of the same run: they are a pickle.
+    None removes the plugins of the earlier snapshot. Installing the same snapshot again changes nothing. Plugins are
+    unpickled on first use, so the registries need not exist yet. The data is a pickle, so it must come from a trusted
+    process of the same run.
     """
     global _generation, _installed  # noqa: PLW0603
     with _lock:

@@ -1,4 +1,4 @@
-"""The one way to get a plugin: by group and name, loaded when it is asked for and not before."""
+"""Registries, which find plugins by group and name and load them on first use."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ _registries: dict[str, Registry[Any]] = {}
 
 
 class Registry(Generic[T]):
-    """The plugins of one group: those of installed distributions, and those of this process.
+    """The plugins of one group, both installed and registered in this process.
 
-    A group exists because a registry declares it. Creating a registry reads nothing and imports
-    nothing. Each group has one registry in a process, which :func:`find_registry` returns.
+    A registry declares its group. Creating a registry reads no metadata and imports nothing. Each group has one
+    registry per process, which :func:`find_registry` returns.
 
-    A name may be qualified by its distribution, ``some-dist:name``: needed where two distributions
-    claim one name, allowed everywhere.
+    A name may be qualified by its distribution, ``some-dist:name``, which is required if two distributions claim the
+    name.
 
     Example::
 
@@ -49,11 +49,11 @@ class Registry(Generic[T]):
 
     Args:
         group: entry-point group, such as ``rollcast.engines``.
-        expect: check of each plugin before anyone gets it; see :func:`subclass_of`,
+        expect: check that each plugin must pass when it is loaded; see :func:`subclass_of`,
             :func:`instance_of`, :func:`is_callable` and :func:`any_of`.
-        config_key: the configuration key, or keys, that name plugins of the group: a composed
-            configuration is checked against them, and messages name the first.
-        description: one line about the plugins of the group, for people.
+        config_key: config key or keys whose values name plugins of the group. A composed configuration is checked for
+            these keys, and messages name the first one.
+        description: one-line description of the group's plugins, shown to users.
 
     Raises:
         PluginConflictError: another module has declared a registry for this group.
@@ -69,7 +69,7 @@ class Registry(Generic[T]):
         self.defined_in = _find_caller()
         self._loaded: dict[PluginInfo, T] = {}
         other = _registries.get(group)
-        # The same module may run twice: a reload, or a cell of a notebook.
+        # The same module may run twice, in a reload or a notebook cell.
         if other is not None and other.defined_in != self.defined_in:
             raise PluginConflictError(
                 f"{self.defined_in} declares a registry for {group}, which {other.defined_in} "
@@ -81,7 +81,7 @@ class Registry(Generic[T]):
         return f"Registry({self.group!r}, {len(self)} plugins)"
 
     def names(self) -> tuple[str, ...]:
-        """Return every plain name that :meth:`get` knows, sorted; imports nothing."""
+        """Return all plain names that :meth:`get` accepts, sorted, without importing plugins."""
         found = {plugin.name: True for plugin in find_plugins(self.group)}
         found |= {each.name: not each.is_hidden for each in inprocess.entries() if each.group == self.group}
         return tuple(sorted(name for name, is_there in found.items() if is_there))
@@ -96,15 +96,15 @@ class Registry(Generic[T]):
         return len(self.names())
 
     def find(self, name: str, requested_by: str | None = None) -> PluginInfo:
-        """Return who provides a plugin; imports nothing.
+        """Return the metadata of a plugin without importing it.
 
         Args:
             name: plain name, or ``distribution:name``.
-            requested_by: the configuration key, or whatever else asks, for the error message; the
-                registry's first ``config_key`` if not given.
+            requested_by: config key or caller to name in an error message; by default the registry's first
+                ``config_key``.
 
         Raises:
-            PluginNotFoundError: nobody provides it.
+            PluginNotFoundError: no such plugin is installed or registered.
             PluginConflictError: two distributions claim the plain name.
         """
         candidates = self._candidates(name)
@@ -115,16 +115,16 @@ class Registry(Generic[T]):
         return candidates[0]
 
     def get(self, name: str, requested_by: str | None = None) -> T:
-        """Return the plugin itself; imports that plugin, and no other, on the first call.
+        """Return a plugin; the first call imports this plugin and no other.
 
         Args:
             name, requested_by: see :meth:`find`.
 
         Raises:
             PluginNotFoundError, PluginConflictError: see :meth:`find`.
-            PluginVersionError: its distribution does not support the installed core.
-            PluginLoadError: importing it failed; the cause is chained.
-            PluginTypeError: it does not pass the check of the group.
+            PluginVersionError: the plugin's distribution does not support the installed core.
+            PluginLoadError: the import failed; the cause is chained.
+            PluginTypeError: the plugin does not pass the check of the group.
         """
         plugin, asked = self.find(name, requested_by), self._asked(requested_by)
         if plugin in self._loaded:
@@ -143,15 +143,15 @@ class Registry(Generic[T]):
     def register(self, name: str, *, replace: bool = False) -> Callable[[U], U]: ...
 
     def register(self, name: str, obj: Any = _MISSING, *, replace: bool = False) -> Any:
-        """Add a plugin in this process: for tests, notebooks, scripts.
+        """Register a plugin in this process, for tests, notebooks and scripts.
 
-        Without ``obj`` it is a decorator: ``@registry.register("mine")``. Registering the very
-        object that the name already stands for changes nothing.
+        Without ``obj``, the call is a decorator: ``@registry.register("mine")``. Registering the same object under its
+        name again changes nothing.
 
         Args:
             name: plain name.
-            obj: the object that :meth:`get` will return; returned unchanged.
-            replace: take the name over from an installed or registered plugin.
+            obj: object that :meth:`get` will return; returned unchanged.
+            replace: True to replace an installed or registered plugin of this name.
 
         Raises:
             PluginConflictError: the name is taken and ``replace`` is false.
@@ -162,7 +162,7 @@ class Registry(Generic[T]):
         entry = self._make_entry(name, obj)
         if not replace:
             claims = find_claims(self.group, name)
-            # A module that both registers a plugin and announces it states one fact twice.
+            # A module may both register a plugin and declare it as an entry point; that is no conflict.
             if any(claim.value == entry.location for claim in claims):
                 return obj
             other = inprocess.find(self.group, name)
@@ -179,7 +179,7 @@ class Registry(Generic[T]):
         return obj
 
     def unregister(self, name: str) -> None:
-        """Remove an in-process plugin; an installed one of that name becomes visible again.
+        """Remove an in-process plugin; an installed plugin of the same name becomes visible again.
 
         Raises:
             PluginNotFoundError: no such plugin is registered in-process.
@@ -191,7 +191,7 @@ class Registry(Generic[T]):
 
     @contextlib.contextmanager
     def temporarily(self, name: str, obj: T) -> Iterator[T]:
-        """Register a plugin for the length of a ``with`` block, over whatever has the name.
+        """Register a plugin inside a ``with`` block, replacing any plugin of the same name.
 
         Raises:
             PluginTypeError: ``obj`` does not pass the check of the group, or the name is not a plain one.
@@ -201,7 +201,7 @@ class Registry(Generic[T]):
 
     @contextlib.contextmanager
     def hidden(self, name: str) -> Iterator[None]:
-        """Hide the plugin of a plain name for the length of a ``with`` block, installed or registered."""
+        """Hide an installed or registered plugin inside a ``with`` block."""
         with inprocess.scoped(inprocess.Entry(self.group, name, inprocess.HIDDEN)):
             yield
 
@@ -251,7 +251,7 @@ def find_registry(group: str) -> Registry[Any]:
     """Return the registry of a group.
 
     Raises:
-        PluginNotFoundError: no module imported so far declares one.
+        PluginNotFoundError: no module imported so far declares a registry for the group.
     """
     if group in _registries:
         return _registries[group]
@@ -267,7 +267,7 @@ def find_registries() -> tuple[Registry[Any], ...]:
 
 
 def explain_conflict(claims: tuple[PluginInfo, ...]) -> str:
-    """Return the message for a name that is claimed more than once."""
+    """Return the message for a name that several plugins claim."""
     first = claims[0]
     owners = sorted({claim.distribution for claim in claims})
     text = f"{first.name!r} in {first.group} is claimed by {' and by '.join(map(str, claims))}"
@@ -278,7 +278,7 @@ def explain_conflict(claims: tuple[PluginInfo, ...]) -> str:
 
 
 def _find_caller() -> str:
-    """Return the module that creates a registry; ``Registry[T](…)`` goes through ``typing``."""
+    """Return the module that creates a registry, skipping the frames of ``typing`` for ``Registry[T](…)``."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None and frame.f_globals.get("__name__", "?") in (__name__, "typing"):
         frame = frame.f_back

@@ -1,4 +1,4 @@
-"""The batch that travels between controller and workers, handles to it, and what moving tensors needs."""
+"""The batch exchanged between controller and workers, handles to batches, and helpers for moving tensors."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from rollcast.protocol.future import DataProtoFuture as DataProtoFuture
     from rollcast.protocol.lazy import LazyBatch as LazyBatch
 
-# Importing the package must not cost the second that torch and tensordict take.
+# Names are loaded lazily, because importing torch and tensordict takes a second.
 __getattr__, __dir__, __all__ = lazy_exports(
     __name__,
     {

@@ -1,4 +1,4 @@
-"""Spread items of different weights over parts of nearly equal weight, as dispatch modes and engines do with rows."""
+"""Partitioning of items into parts of nearly equal weight, used by dispatch modes and engines for rows."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Any
 
 __all__ = ["karmarkar_karp"]
 
-#: Members of a part: an item's number, or two of these.
+#: Members of a part: an item's index, or a pair of members.
 _Members = Any
 #: Parts of some of the items as (weight, members), heaviest first; parts without items are left out.
 _Parts = list[tuple[int, _Members]]
 
 
 def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list[list[int]]:
-    """Return the items in ``parts`` parts of nearly equal weight, by the largest differencing method.
+    """Partition items into ``parts`` parts of nearly equal weight, by the largest differencing method.
 
     The heaviest part weighs at most ``max(weights)`` more than the lightest: merging two
     partitions, heaviest parts with lightest, makes no difference larger than it was in either.
@@ -23,10 +23,10 @@ def karmarkar_karp(weights: Sequence[int], parts: int, equal_size: bool) -> list
     Args:
         weights: weight of each item, at least 0.
         parts: number of parts, at least 1.
-        equal_size: the same number of items in each part; ``parts`` must divide their number.
+        equal_size: True for the same number of items in each part; ``parts`` must divide the number of items.
 
     Returns:
-        The numbers of each part's items, ascending; the same for the same weights.
+        The indices of each part's items, ascending; deterministic.
     """
     order = sorted(range(len(weights)), key=lambda item: -weights[item])
     step = parts if equal_size else 1
@@ -52,7 +52,7 @@ def _difference(found: _Parts, parts: int) -> int:
 
 
 def _merge(first: _Parts, second: _Parts, parts: int) -> _Parts:
-    """The heaviest part of one with the lightest of the other, and so on."""
+    """Merge two partitions: the heaviest part of one with the lightest part of the other, and so on."""
     alone = parts - len(second)
     merged = first[:alone] + second[: parts - len(first)]
     for (weight, members), (other_weight, others) in zip(first[alone:], reversed(second), strict=False):

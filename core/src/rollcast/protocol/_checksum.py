@@ -1,4 +1,4 @@
-"""Checksums of tensors at memory speed, on the device where they are."""
+"""Checksums of tensors at memory speed, computed on the tensor's device."""
 
 from __future__ import annotations
 
@@ -8,27 +8,27 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-#: Columns of the two tables in which the words of a block are written to be summed: primes, so that no two words of a
-#: block share a column in both. The block, 0.5 MiB, is in the cache when it is summed for the second time.
+#: Widths of the two tables in which the words of a block are summed by column. They are primes, so that no two words
+#: of a block share a column in both tables. A block has 0.5 MiB, so it is in the cache for the second sum.
 _WIDTHS = (251, 257)
 _BLOCK = 251 * 257
 
 
 def tensor_checksum(tensor: Tensor) -> str:
-    """Return eight hexadecimal digits over a tensor's dtype, shape and bytes.
+    """Return a checksum of a tensor's dtype, shape and bytes as eight hexadecimal digits.
 
-    The 64-bit words of each block are summed by column of two tables, whose widths are primes, and the sums are hashed
-    with CRC-32. One or two words that changed, or were exchanged, change a sum. Only the sums, less than a hundredth of
-    the bytes, leave the device. The checksum detects damaged transfers; it is no protection against a forger.
+    The 64-bit words of each block are summed by column in two tables whose widths are primes, and the sums are hashed
+    with CRC-32. Changing or exchanging one or two words changes a sum. Only the sums, less than a hundredth of the
+    bytes, leave the device. The checksum detects corrupted transfers; it does not protect against forgery.
 
     Args:
-        tensor: A tensor of any dtype and shape; copied if it is not contiguous.
+        tensor: A tensor of any dtype and shape; copied if not contiguous.
     """
     flat = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
     if not _is_aligned(flat):
         flat = flat.clone()
     words = _words(flat)
-    # A block at a time on the CPU, for its cache; all at once on a device, where each launch counts.
+    # Sum block by block on the CPU to stay in its cache, and all blocks at once on a device to save kernel launches.
     tables = _sum_blocks(words, at_once=words.device.type != "cpu")
     return _digest(tensor, tables, flat[words.numel() * 8 :])
 
@@ -37,9 +37,9 @@ def copy_with_checksum(target: Tensor, source: Tensor) -> str:
     """Copy a tensor and return :func:`tensor_checksum` of the copy, summing each block while it is in the cache.
 
     Args:
-        target: A contiguous tensor of the same shape, perhaps of another dtype.
-        source: The tensor to copy. If it has the dtype of ``target`` its own bytes are summed, so the checksum covers
-            the copying too.
+        target: A contiguous tensor of the same shape; its dtype may differ.
+        source: The tensor to copy. If it has the dtype of ``target``, its own bytes are summed, so that the checksum
+            also covers the copying.
     """
     source = source.detach()
     summed = target if source.dtype != target.dtype else source
@@ -69,7 +69,7 @@ def _words(flat: Tensor) -> Tensor:
 
 
 def _new_tables(words: Tensor) -> list[Tensor]:
-    """Return room for the sums of each block's columns, int64 ``[blocks, width]`` for each width."""
+    """Allocate the tables of column sums, int64 ``[blocks, width]`` for each width."""
     return [words.new_empty(-(-words.numel() // _BLOCK), width) for width in _WIDTHS]
 
 
@@ -107,7 +107,7 @@ def _digest(tensor: Tensor, tables: list[Tensor], tail: Tensor) -> str:
 
 
 def combine_checksums(checksums: Iterable[tuple[str, str]]) -> str:
-    """Return one checksum over named ones, in their order."""
+    """Combine named checksums, in order, into one."""
     digest = 0
     for name, checksum in checksums:
         digest = zlib.crc32(f"{name}={checksum};".encode(), digest)

@@ -1,4 +1,4 @@
-"""The three kinds of columns, and each operation on rows or columns for all of them.
+"""The three kinds of columns, and the operations on rows and columns for each kind.
 
 A column is a ``torch.Tensor`` whose first dimension is the row:
 
@@ -32,7 +32,7 @@ _NUMERIC_KINDS = "biufc"
 
 
 def is_tensordict(value: object) -> TypeGuard[TensorDictBase]:
-    """Return True for a TensorDict. Does not import tensordict: if it is not loaded, nothing can be one."""
+    """Return True if ``value`` is a TensorDict, without importing tensordict."""
     module = sys.modules.get("tensordict")
     return module is not None and isinstance(value, module.TensorDictBase)
 
@@ -75,13 +75,13 @@ def _from_numeric(name: str, value: np.ndarray) -> torch.Tensor:
 
 
 def as_column(name: str, value: Any) -> torch.Tensor:
-    """Return ``value`` as a column.
+    """Convert ``value`` to a column.
 
     Tensors, nested tensors and numeric arrays become tensor columns; lists, tuples and all other
-    arrays become object columns with one object per item. Storage is shared where it can be.
+    arrays become object columns with one object per item. Storage is shared if possible.
 
     Raises:
-        DataProtoError: the value has no rows; the message names the column.
+        DataProtoError: the value cannot be a column; names the column.
     """
     check_name(name)
     if isinstance(value, ObjectColumn):
@@ -98,10 +98,10 @@ def as_column(name: str, value: Any) -> torch.Tensor:
 
 
 def as_object_column(name: str, value: Any) -> ObjectColumn:
-    """Return an object column with one object per item of a list, a tuple or an array.
+    """Convert a list, a tuple or an array to an object column with one object per item.
 
     Raises:
-        DataProtoError: the value is a tensor, a mapping or no sequence; names the column.
+        DataProtoError: the value is a tensor, a mapping or not a sequence; names the column.
     """
     check_name(name)
     if isinstance(value, ObjectColumn):
@@ -125,7 +125,7 @@ def as_object_column(name: str, value: Any) -> ObjectColumn:
 
 
 def _from_non_tensor(name: str, value: Any) -> ObjectColumn:
-    # tensordict keeps an array that is assigned to a key whole, beside the batch size.
+    # tensordict stores an array that is assigned to a key as a whole, without the batch size.
     data = getattr(value, "data", None)
     if isinstance(data, np.ndarray) and data.ndim and list(value.batch_size) == [len(data)]:
         return ObjectColumn.of(data)
@@ -140,10 +140,10 @@ def from_tensordict(batch: TensorDictBase) -> Columns:
 
 
 def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None) -> int:
-    """Return the number of rows of the columns; ``length``, or 0, if there are none.
+    """Return the number of rows of the columns; without columns, return ``length`` or 0.
 
     Raises:
-        DataProtoError: two columns, or a column and ``length``, differ; names it and both.
+        DataProtoError: two columns, or a column and ``length``, differ in length; names the column and both lengths.
     """
     first = ""
     for name, column in columns.items():
@@ -157,9 +157,9 @@ def common_length(columns: Mapping[str, torch.Tensor], length: int | None = None
 
 
 def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
-    """Return the picked rows: a view for a span, a copy for an index."""
+    """Return the picked rows, as a view for a span or a copy for an index."""
     if isinstance(column, ObjectColumn) and pick.span is not None:
-        # Not by the subclass's own indexing, which takes ten times as long.
+        # The subclass's own indexing takes ten times as long.
         return ObjectColumn.wrap(column.rows[pick.span], column.table)
     if jagged.is_jagged(column):
         return jagged.take(column, pick)
@@ -170,7 +170,7 @@ def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
 
 
 def split(columns: Mapping[str, torch.Tensor], length: int, size: int) -> list[Columns]:
-    """Return views of ``size`` consecutive rows each; the last may have fewer. Takes each column apart in one call."""
+    """Split columns into views of ``size`` consecutive rows; the last may have fewer. One torch call per column."""
     spans: list[Pick] = []
     parts: dict[str, Sequence[torch.Tensor]] = {}
     for name, column in columns.items():
@@ -215,7 +215,7 @@ def _check_joinable(name: str, columns: Sequence[torch.Tensor]) -> None:
     first = columns[0]
     if all(isinstance(column, ObjectColumn) for column in columns):
         return
-    # By sets, which take a third of the time that a comparison of each column does.
+    # Comparing sets takes a third of the time of comparing each column.
     if set(map(type, columns)) == {torch.Tensor} and not first.is_nested:
         kinds = {column.dtype for column in columns}, {column.device for column in columns}
         if all(len(kind) == 1 for kind in kinds) and len({shape[1:] for shape in {c.shape for c in columns}}) == 1:
@@ -248,7 +248,7 @@ def same_column(left: torch.Tensor, right: torch.Tensor) -> bool:
 
 
 def column_nbytes(column: torch.Tensor) -> int:
-    """Return the bytes of the rows: values and offsets if jagged, positions if objects."""
+    """Return the size of a column's rows in bytes: values and offsets if jagged, positions if objects."""
     if isinstance(column, ObjectColumn):
         return column.rows.nbytes
     if jagged.is_jagged(column):
@@ -262,7 +262,7 @@ def map_tensors(
     on_tensor: Callable[[torch.Tensor], torch.Tensor],
     on_objects: Callable[[ObjectColumn], ObjectColumn] = lambda column: column,
 ) -> Columns:
-    """Apply ``on_tensor`` to each tensor, offsets that columns share once; and ``on_objects`` to object columns."""
+    """Apply ``on_tensor`` to each tensor (once to shared offsets), and ``on_objects`` to each object column."""
     ragged: dict[int, torch.Tensor] = {}
     mapped: Columns = {}
     for name, column in columns.items():

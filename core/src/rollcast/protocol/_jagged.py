@@ -1,6 +1,6 @@
 """Operations on jagged columns ``[B, ragged, ...]`` through their values and offsets.
 
-Torch's own indexing and joining of jagged tensors has gaps that differ between releases. Row ``i`` of a
+Torch's own indexing and joining of jagged tensors is incomplete in ways that differ between releases. Row ``i`` of a
 column is ``values[offsets[i]:offsets[i + 1]]``; offsets are int64 ``[B + 1]``.
 """
 
@@ -12,9 +12,9 @@ from functools import cached_property
 
 import torch
 
-# Torch's public constructor and accessors go through its dispatcher and cost 50 to 200 us each, and a training step
-# builds and reads hundreds of columns. The class and its two attributes are the same since torch 2.3; autograd does not
-# see columns that are made and read this way, and gradients do not travel anyway.
+# Torch's public constructor and accessors go through its dispatcher and take 50 to 200 us each, and a training step
+# builds and reads hundreds of columns. The class and its two private attributes have been stable since torch 2.3.
+# Autograd does not track columns that are built and read this way; batches carry no gradients anyway.
 from torch.nested._internal.nested_tensor import NestedTensor
 
 from rollcast.errors import DataProtoError
@@ -25,12 +25,12 @@ __all__ = ["Jagged"]
 
 
 def is_jagged(column: object) -> bool:
-    """Return True for a jagged tensor."""
+    """Return True if ``column`` is a jagged tensor."""
     return type(column) is NestedTensor
 
 
 def build(values: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-    """Return the jagged tensor over ``values [total, ...]`` and ``offsets [B + 1]``, without a copy."""
+    """Build a jagged tensor from ``values [total, ...]`` and ``offsets [B + 1]``, without copying."""
     if values.requires_grad:
         found: torch.Tensor = torch.nested.nested_tensor_from_jagged(values, offsets)
         return found
@@ -53,16 +53,16 @@ def values_of(column: torch.Tensor) -> torch.Tensor:
 class Jagged:
     """The flat form of a jagged column: row ``i`` is ``values[offsets[i] : offsets[i + 1]]``.
 
-    Arithmetic on tokens works on ``values``, without padding. Columns of one batch that describe the same tokens share
-    their offsets, so their values stand side by side::
+    Compute on ``values`` to work on tokens without padding. Columns of a batch for the same tokens share their offsets,
+    so their values are aligned::
 
         responses, mask = Jagged.of(batch["responses"]), Jagged.of(batch["response_mask"])
         lengths = mask.sums()                                     # int64 [B]
         batch = batch.with_columns({"scores": mask.like(mask.values.float())})
 
     Attributes:
-        values: All rows one after the other, ``[N, ...]``.
-        offsets: Start of each row and the end of the last, int64 ``[B + 1]``; the first is 0 and the last is N.
+        values: All rows, concatenated, ``[N, ...]``.
+        offsets: Start of each row and the end of the last row, int64 ``[B + 1]``, from 0 to N.
     """
 
     values: torch.Tensor
@@ -70,7 +70,7 @@ class Jagged:
 
     @classmethod
     def of(cls, column: torch.Tensor, name: str = "") -> Jagged:
-        """Return the flat form of a jagged tensor, without a copy.
+        """Return the flat form of a jagged tensor, without copying.
 
         Args:
             name: Name of the column, for the error.
@@ -89,7 +89,7 @@ class Jagged:
 
     @classmethod
     def from_lengths(cls, values: torch.Tensor, lengths: torch.Tensor) -> Jagged:
-        """Return rows of ``lengths`` (int64 ``[B]``) over ``values`` ``[N, ...]``, of which N is the sum."""
+        """Divide ``values`` ``[N, ...]`` into rows of ``lengths``, int64 ``[B]`` with sum N."""
         if int(lengths.sum()) != len(values):
             raise DataProtoError(
                 f"rows of {int(lengths.sum())} values in all cannot be cut out of {len(values)} values"
@@ -98,7 +98,7 @@ class Jagged:
 
     @classmethod
     def from_padded(cls, padded: torch.Tensor, mask: torch.Tensor) -> Jagged:
-        """Return the values of ``padded`` ``[B, W, ...]`` where ``mask`` ``[B, W]`` is not 0, in their order."""
+        """Collect the values of ``padded`` ``[B, W, ...]`` where ``mask`` ``[B, W]`` is not 0, in order."""
         chosen = mask != 0
         return cls(padded[chosen], _offsets_from(chosen.sum(-1)))
 
@@ -109,12 +109,12 @@ class Jagged:
 
     @cached_property
     def rows(self) -> torch.Tensor:
-        """Row of each value, int64 ``[N]``."""
+        """Row index of each value, int64 ``[N]``."""
         return torch.repeat_interleave(self.lengths, output_size=len(self.values))
 
     @cached_property
     def places(self) -> torch.Tensor:
-        """Place of each value in its row, int64 ``[N]``."""
+        """Position of each value within its row, int64 ``[N]``."""
         return torch.arange(len(self.values), device=self.offsets.device) - self.offsets[self.rows]
 
     def with_values(self, values: torch.Tensor) -> Jagged:
@@ -122,33 +122,33 @@ class Jagged:
         return replace(self, values=values)
 
     def column(self) -> torch.Tensor:
-        """Return the jagged tensor; those of one ``offsets`` object can be computed with each other."""
+        """Return the jagged tensor; torch can combine jagged tensors that share the ``offsets`` object."""
         return build(self.values, self.offsets)
 
     def like(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the jagged tensor of other values ``[N, ...]`` in rows of the same lengths."""
+        """Return a jagged tensor with other values ``[N, ...]`` in rows of the same lengths."""
         return build(values, self.offsets)
 
     def sums(self) -> torch.Tensor:
-        """Return the sum of each row, ``[B]``; int64 of integers and bools."""
+        """Return the sum of each row, ``[B]``; int64 for integers and bools."""
         counted = self.values if self.values.is_floating_point() else self.values.long()
         return counted.new_zeros(len(self.offsets) - 1).index_add_(0, self.rows, counted)
 
     def take(self, rows: torch.Tensor) -> Jagged:
-        """Return the rows of these numbers (int64), in this order; a copy."""
+        """Return a copy of the rows with these indices (int64), in this order."""
         picked = self.positions(rows)
         return picked.with_values(memory.index_select(self.values, picked.values))
 
     def positions(self, rows: torch.Tensor) -> Jagged:
-        """Return the positions in ``values`` of the values of these rows (int64), int64."""
+        """Return the int64 positions in ``values`` of the values of these rows (int64)."""
         starts = self.offsets.index_select(0, rows)
         return Jagged(*_gather_plan(starts, self.offsets.index_select(0, rows + 1) - starts))
 
     def pad(self, width: int | None = None, value: float = 0, left: bool = False) -> torch.Tensor:
-        """Return ``[B, width, ...]`` with ``value`` behind the rows, or before them if ``left``.
+        """Pad the rows to ``[B, width, ...]`` with ``value``, on the right, or on the left if ``left``.
 
         Args:
-            width: At least the longest row, which is the default.
+            width: Width of the result, at least the length of the longest row, which is the default.
 
         Raises:
             DataProtoError: a row is longer than ``width``.
@@ -173,10 +173,10 @@ def _offsets_from(lengths: torch.Tensor) -> torch.Tensor:
 
 
 def canonical(column: torch.Tensor) -> torch.Tensor:
-    """Return a nested tensor as jagged in dimension 1, without gaps between rows.
+    """Convert a nested tensor to one that is jagged in dimension 1, without gaps between rows.
 
     Raises:
-        ValueError: another dimension is ragged, or more than one.
+        ValueError: a dimension other than 1, or more than one dimension, is ragged.
     """
     has_no_gaps = is_jagged(column) and column._ragged_idx == 1 and column._lengths is None  # type: ignore[attr-defined]
     if has_no_gaps and offsets_of(column).dtype == torch.int64:
@@ -207,7 +207,7 @@ def _gather_plan(starts: torch.Tensor, lengths: torch.Tensor) -> tuple[torch.Ten
 
 
 def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
-    """Return the picked rows: a view of the values for adjacent rows, else a copy."""
+    """Return the picked rows, as a view of the values if they are adjacent, else as a copy."""
     values, offsets = values_of(column), offsets_of(column)
     span = pick.span
     if span is not None and span.step == 1:
@@ -226,7 +226,7 @@ def take(column: torch.Tensor, pick: Pick) -> torch.Tensor:
 
 
 def trimmed(column: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return ``(values, offsets)`` without values before the first or behind the last row; views."""
+    """Return views ``(values, offsets)`` without the values before the first row or after the last row."""
     values, offsets = values_of(column), offsets_of(column)
     start, stop = int(offsets[0]), int(offsets[-1])
     if start == 0 and stop == len(values):

@@ -1,7 +1,7 @@
-"""Memory for large results, on huge pages where the system has them.
+"""Allocation of memory for large results, on huge pages where the system has them.
 
-Most of the time of a large copy goes into the first touch of each 4 KiB page. NumPy asks for huge pages
-when it allocates; torch does not.
+Most of the time of a large copy is spent on the page fault at the first access to each 4 KiB page. NumPy requests huge
+pages when it allocates; torch does not.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-_LARGE = 4 << 20  # bytes; NumPy asks from here on
-_ALIGN = 64  # bytes, as torch's own memory has it
+_LARGE = 4 << 20  # bytes; size from which NumPy requests huge pages
+_ALIGN = 64  # bytes; the alignment of torch's own allocations
 
 
 def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -24,7 +24,7 @@ def _empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
 
 
 def empty_tensor(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return ``torch.empty``, on huge pages if it is large and on the CPU."""
+    """Allocate like ``torch.empty``, on huge pages if the tensor is large and on the CPU."""
     if device.type != "cpu" or math.prod(shape) * dtype.itemsize < _LARGE:
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     return _empty(shape, dtype)
@@ -36,7 +36,7 @@ def _suits(tensors: Sequence[torch.Tensor], size: int) -> bool:
 
 
 def concat(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return ``torch.cat`` of tensors that agree in dtype and row shape."""
+    """Concatenate tensors of one dtype and row shape, like ``torch.cat``."""
     if not _suits(tensors, sum(tensor.nbytes for tensor in tensors)):
         return torch.cat(list(tensors))
     rows = sum(len(tensor) for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Meta dicts of batches whose rows are joined, such as the replies of several ranks."""
+"""Rules for merging the meta dicts of batches that are concatenated, such as the results of several ranks."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from rollcast.errors import DataProtoError
 
 __all__ = ["MetaRule", "MetaRules", "merge_metrics", "meta_rules"]
 
-#: Called with the different values of a key, in the order of the members; returns the value of the joined batch.
+#: A function of a key's differing values, in the order of the members, that returns the value of the joined batch.
 MetaRule = Callable[[Sequence[Any]], Any]
 
 
 class MetaRules:
-    """Rules by meta key for batches that are joined with different values of the key.
+    """Rules, by meta key, for joining batches whose values of the key differ.
 
-    Equal values are kept and need no rule; a key without a rule has to be equal in all batches.
+    Equal values are kept without a rule; a key without a rule must be equal in all batches.
 
     Example::
 
@@ -30,21 +30,21 @@ class MetaRules:
             ...
 
     Args:
-        rules: the rules to start with.
+        rules: initial rules.
     """
 
     def __init__(self, rules: Mapping[str, MetaRule]) -> None:
         self._rules = dict(rules)
 
     def find(self, key: str) -> MetaRule | None:
-        """Return the rule of a key, None if it has none."""
+        """Return the rule of a key; None if there is none."""
         return self._rules.get(key)
 
     def register(self, key: str, rule: MetaRule, *, replace: bool = False) -> MetaRule:
-        """Add the rule of a key in this process.
+        """Register the rule of a key in this process.
 
         Raises:
-            DataProtoError: the key has a rule and ``replace`` is false, or the rule cannot be called.
+            DataProtoError: the key already has a rule and ``replace`` is False, or the rule is not callable.
         """
         if not callable(rule):
             raise DataProtoError(f"the rule of meta_info key {key!r} is called with a list of values; got {rule!r}")
@@ -54,7 +54,7 @@ class MetaRules:
         return rule
 
     def unregister(self, key: str) -> None:
-        """Remove the rule of a key: its values have to be equal from now on.
+        """Remove the rule of a key; its values must be equal from now on.
 
         Raises:
             DataProtoError: the key has no rule.
@@ -65,7 +65,7 @@ class MetaRules:
 
     @contextmanager
     def temporarily(self, key: str, rule: MetaRule | None) -> Iterator[None]:
-        """Set the rule of a key for the length of a ``with`` block; None removes it."""
+        """Set the rule of a key inside a ``with`` block; None to remove it."""
         before = self._rules.pop(key, None)
         if rule is not None:
             self.register(key, rule)
@@ -78,11 +78,11 @@ class MetaRules:
 
 
 def merge_metrics(values: Sequence[Any]) -> Any:
-    """Return the metrics of several ranks as one: the rule of the meta key ``metrics``.
+    """Merge the metrics of several ranks; this is the rule of the meta key ``metrics``.
 
-    Dicts are merged by name. Numbers become their mean, those whose name ends in ``max`` or ``min`` the largest or
-    smallest; lists are joined; of other values the first is kept. Every rank counts the same, whatever its rows. A
-    name that some ranks have is merged over these.
+    Dicts are merged by name. Numbers are averaged, or reduced to the largest or smallest if their name ends in ``max``
+    or ``min``; lists are concatenated; the first of other values is kept. All ranks have equal weight, whatever their
+    number of rows. A name that only some ranks have is merged over those ranks.
     """
     return _merged("", values)
 
@@ -111,5 +111,5 @@ def _number(value: Any) -> float | None:
     return float(value) if single else None
 
 
-#: The rules of this process.
+#: The merge rules of this process.
 meta_rules = MetaRules({"metrics": merge_metrics})

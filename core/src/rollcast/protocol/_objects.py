@@ -1,8 +1,8 @@
 """The object column: one arbitrary Python object per row, inside a TensorDict.
 
-tensordict's own ``NonTensorStack`` holds one container per row, so building, slicing and joining it cost time
-per row. Here the objects lie in one immutable table, and the TensorDict holds an int64 tensor of positions in
-that table: slicing moves 8 bytes per row and shares the table.
+tensordict's own ``NonTensorStack`` has one container per row, so building, slicing and joining it take time
+per row. Here the objects are in one immutable table, and the TensorDict contains an int64 tensor of positions in
+that table: slicing copies 8 bytes per row and shares the table.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ import torch
 
 from rollcast.protocol._values import same_value
 
-# Functions that move rows and keep their values. Any other function that returns a tensor is refused:
-# numbers computed from positions in a table mean nothing.
+# Functions that move rows and keep their values. Any other function that returns a tensor is refused, because
+# numbers computed from positions in a table are meaningless.
 _MOVES = frozenset(
     """
     __getitem__ alias broadcast_to chunk clone contiguous cpu cuda data detach expand expand_as flatten flip
@@ -49,14 +49,14 @@ class ObjectColumn(torch.Tensor):
 
     @staticmethod
     def wrap(rows: torch.Tensor, table: np.ndarray) -> ObjectColumn:
-        """Return the column of the objects ``table[rows]``; the one-dimensional ``table`` is not copied."""
+        """Build a column of the objects ``table[rows]`` without copying the one-dimensional ``table``."""
         column = rows.as_subclass(ObjectColumn)
         column._table, column._rows = table, rows
         return column
 
     @staticmethod
     def of(values: Sequence[Any] | np.ndarray) -> ObjectColumn:
-        """Return a column with one row per item of ``values``, or per entry of an array's first dimension."""
+        """Build a column with one row per item of ``values``, or per entry of an array's first dimension."""
         count = len(values)
         if isinstance(values, np.ndarray):
             # tolist() would unpack the inner dimensions into lists.
@@ -80,13 +80,13 @@ class ObjectColumn(torch.Tensor):
         return found
 
     def compact(self) -> tuple[np.ndarray, np.ndarray]:
-        """Return ``(positions, used)``: each object in use once, and each row's position among them."""
+        """Return ``(positions, used)``: ``used`` has each object in use once, ``positions`` each row's index in it."""
         rows = self.rows.cpu().numpy()
         used, positions = np.unique(rows, return_inverse=True)
         return positions.reshape(rows.shape), self._table[used]
 
     def tolist(self) -> Any:
-        """Return the objects as a list, nested like the shape; without dimensions, the object itself."""
+        """Return the objects as a list nested like the shape; without dimensions, return the object itself."""
         rows = self.rows
         return self._table[int(rows)] if rows.dim() == 0 else self.objects().tolist()
 
@@ -171,7 +171,7 @@ def _carry(found: Any, table: np.ndarray) -> Any:
 
 
 def join_tables(columns: Sequence[ObjectColumn]) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Return the positions of each column in one common table, and that table."""
+    """Merge the tables of several columns; return each column's positions in the common table, and the table."""
     first = columns[0].table
     if all(column.table is first for column in columns):
         return [column.rows for column in columns], first
@@ -179,7 +179,7 @@ def join_tables(columns: Sequence[ObjectColumn]) -> tuple[list[torch.Tensor], np
     tables: list[np.ndarray] = []
     offset = 0
     for column in columns:
-        # Only what is in use: a slice of a large batch must not keep all of its objects alive.
+        # Merge only objects in use, so that a slice of a large batch does not keep all its objects alive.
         here, used = column.compact()
         positions.append(torch.from_numpy(here + offset))
         tables.append(used)

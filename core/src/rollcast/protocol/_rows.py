@@ -1,4 +1,4 @@
-"""Row selection: selectors of all kinds become a slice or an index tensor, and counts are checked."""
+"""Row selection: conversion of selectors to a slice or an index tensor, and checks of counts."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ CPU = torch.device("cpu")
 
 
 class RowIndexError(DataProtoError, IndexError):
-    """A requested row is out of range."""
+    """An error for a row number out of range."""
 
 
 class Pick:
-    """A resolved choice of rows, applied to every column of one batch.
+    """A resolved row selection, which can be applied to every column of a batch.
 
     Attributes:
         span: ``slice`` with a start, a stop and a positive step, or ``None``.
-        index: int64 CPU tensor ``[rows]``, all values in range; ``None`` where ``span`` is set.
-        rows: Number of chosen rows.
-        ragged: Results per jagged offsets tensor, by its ``id``. Columns that share offsets before an
-            operation share them after it, because torch computes across two jagged tensors only if they do.
+        index: int64 CPU tensor ``[rows]``, all values in range; ``None`` if ``span`` is set.
+        rows: Number of selected rows.
+        ragged: Cache of results by the ``id`` of a jagged offsets tensor. It keeps offsets shared between columns
+            that shared them before, because torch can combine two jagged tensors only if they share offsets.
     """
 
     __slots__ = ("_moved", "index", "ragged", "rows", "span")
@@ -59,7 +59,7 @@ def pick_slice(selector: slice, length: int) -> Pick:
     except (TypeError, ValueError) as error:
         raise DataProtoError(f"{selector} is no slice of {length} rows: {error}") from error
     rows = len(range(start, stop, step))
-    # An empty range may come with its stop on the wrong side, which neither of these accepts.
+    # The stop of an empty range may be below its start, which neither branch below accepts.
     if step < 0:
         return Pick(None, torch.arange(start, min(start, stop), step), rows)
     return Pick(slice(start, max(start, stop), step), None, rows)
@@ -70,7 +70,7 @@ def _to_tensor(selector: Rows) -> torch.Tensor:
         return selector.detach().cpu()
     array = np.asarray(selector)
     if array.size == 0 and array.dtype.kind == "f":
-        array = array.astype(np.int64)  # numpy takes [] for floats
+        array = array.astype(np.int64)  # numpy converts [] to a float array
     if array.dtype.kind not in "biu":
         raise DataProtoError(
             f"rows are chosen by integers or booleans, not by {type(selector).__name__} of"
@@ -83,8 +83,9 @@ def pick_index(selector: Rows, length: int) -> Pick:
     """Resolve row numbers or a boolean mask against ``length`` rows.
 
     Raises:
-        DataProtoError: not one-dimensional, not integer or boolean, or a mask of another length.
-        RowIndexError: a row number outside ``[-length, length)``.
+        DataProtoError: the selector is not one-dimensional, is neither integer nor boolean, or is a mask of another
+            length.
+        RowIndexError: a row number is outside ``[-length, length)``.
     """
     index = _to_tensor(selector)
     if index.dim() != 1:
@@ -163,14 +164,14 @@ def pick_padded(length: int, divisor: int, mode: str) -> tuple[Pick, int]:
 
 
 def check_count(what: str, value: int, minimum: int = 1) -> int:
-    """Return ``value`` if it is an int of at least ``minimum``; else raise ``DataProtoError``."""
+    """Return ``value`` if it is an int of at least ``minimum``, else raise ``DataProtoError``."""
     if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
         raise DataProtoError(f"{what} must be an int of at least {minimum}, not {value!r}")
     return value
 
 
 def require_divisible(operation: str, length: int, value: int, unit: str) -> None:
-    """Raise a ``DataProtoError`` that names the nearest sizes that fit, unless ``value`` divides ``length``."""
+    """Raise ``DataProtoError`` unless ``value`` divides ``length``; the error names the nearest valid sizes."""
     if length % value == 0:
         return
     divisors = [n for n in range(1, length + 1) if length % n == 0]

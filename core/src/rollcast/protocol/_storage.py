@@ -1,9 +1,9 @@
-"""A DataProto as a file that is read without running any code from it.
+"""A file format for DataProtos; reading a file never executes code from it.
 
 Layout: magic (8 bytes), header length (uint64, little endian), CRC-32 of the header (uint32), the
 header as JSON, then the buffers of :mod:`rollcast.protocol._wire`, each at a multiple of 64 bytes
-with zeros between. The header has offset, size and CRC-32 of each buffer, and the byte order of the machine,
-in which tensors are stored.
+padded with zeros. The header contains the offset, size and CRC-32 of each buffer, and the byte order of the machine,
+which is that of the stored tensors.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _jsonable(value: Any, where: str) -> Any:
 
 
 def _as_json(value: Any, where: str) -> Any:
-    """Return ``value`` with numpy scalars as Python's; refuse values that JSON would change."""
+    """Convert numpy scalars in ``value`` to Python scalars; refuse values that JSON would change."""
     kind = type(value)
     if value is None or kind in (str, bool, int, float):
         return value
@@ -81,10 +81,10 @@ def _encoded(header: wire.Header, buffers: list[torch.Tensor]) -> bytes:
 def save(
     path: str | os.PathLike[str], length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
 ) -> None:
-    """Write the file; replace an existing one only when the new one is complete.
+    """Write the file; an existing file is replaced only when the new one is complete.
 
     Raises:
-        DataProtoError: an object or meta entry is not JSON; names the column or key.
+        DataProtoError: an object or meta entry cannot be stored as JSON; names the column or key.
         OSError: the folder is missing, or the file cannot be written.
     """
     unsaved, buffers = wire.pack(length, columns, meta_info)
@@ -107,10 +107,10 @@ def save(
 
 
 def load(path: str | os.PathLike[str]) -> tuple[int, Columns, dict[str, Any]]:
-    """Return ``(length, columns, meta_info)`` of a file; the tensors own their memory and are writable.
+    """Read a file and return ``(length, columns, meta_info)``; the tensors own their memory and are writable.
 
     Raises:
-        DataProtoError: the file is of another kind, cut short or damaged.
+        DataProtoError: the file has another format, is truncated or is corrupt.
         OSError: the file cannot be opened or read.
     """
     with Path(path).open("rb") as file:
@@ -119,7 +119,7 @@ def load(path: str | os.PathLike[str]) -> tuple[int, Columns, dict[str, Any]]:
         except DataProtoError as error:
             raise DataProtoError(f"{os.fspath(path)}: {error}") from error
         except (ValueError, KeyError, TypeError, IndexError) as error:
-            # The checksum fits, so these come from a writer of another kind.
+            # The checksum matches, so the file was written by an incompatible writer.
             raise DataProtoError(f"{os.fspath(path)}: its header is not understood ({error!r})") from error
 
 

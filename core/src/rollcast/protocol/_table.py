@@ -1,4 +1,4 @@
-"""The operations that a batch and a handle to one share: choosing and joining columns and rows."""
+"""The operations shared by batches and handles: selecting and joining columns and rows."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Keys = Iterable[str] | str
 
 
 class MissingColumnError(ColumnError, KeyError):
-    """A column is not there; also a ``KeyError``, which mappings are expected to raise."""
+    """An error for a missing column; also a ``KeyError``, as expected of mappings."""
 
-    __str__ = Exception.__str__  # KeyError's would put the message in quotes
+    __str__ = Exception.__str__  # KeyError.__str__ would quote the message
 
 
 def missing(name: object, columns: Iterable[str], what: str = "column") -> MissingColumnError:
-    """Return the error for a key that is not there, naming those that are."""
+    """Build the error for a missing key; the message lists the existing keys."""
     return MissingColumnError(f"no {what} {name!r}; there are {sorted(columns)}")
 
 
 class Content(NamedTuple, Generic[C]):
-    """Rows, columns and meta dict of a table; the columns are tensors, or references to stored ones."""
+    """The row count, columns and meta dict of a table; columns are tensors, or references to stored ones."""
 
     length: int
     columns: Mapping[str, C]
@@ -43,19 +43,19 @@ class Table(ABC, Generic[C]):
 
     __slots__ = ()
 
-    # ---- to be filled ----
+    # ---- abstract methods ----
 
     @abstractmethod
     def _content(self) -> Content[C]:
-        """Return the live content, which the caller must not change."""
+        """Return the table's content, which the caller must not change."""
 
     @abstractmethod
     def _like(self, length: int, columns: Mapping[str, C], meta_info: dict[str, Any]) -> Self:
-        """Return a table of this kind from columns that fit; copies the meta dict."""
+        """Build a table of this kind from columns of ``length`` rows; copies the meta dict."""
 
     @abstractmethod
     def _read(self, name: str) -> Any:
-        """Return the values of a column that may be missing."""
+        """Return the values of a column; raise ``MissingColumnError`` if there is no such column."""
 
     @abstractmethod
     def _accept(self, operation: str, other: object) -> Table[C]:
@@ -64,7 +64,7 @@ class Table(ABC, Generic[C]):
     @property
     @abstractmethod
     def _precedence(self) -> int:
-        """Of several members, the one with the largest value decides the kind of the result."""
+        """Precedence of this kind of table; the member with the highest value determines the kind of a result."""
 
     @staticmethod
     @abstractmethod
@@ -74,7 +74,7 @@ class Table(ABC, Generic[C]):
     @staticmethod
     @abstractmethod
     def _clash(name: str, mine: C, theirs: C) -> str | None:
-        """Return why two columns of one name cannot be taken for one; None if they are equal."""
+        """Return the reason why two columns of one name cannot be merged; None if they are equal."""
 
     @staticmethod
     @abstractmethod
@@ -100,11 +100,11 @@ class Table(ABC, Generic[C]):
     def __getitem__(self, key: RowSelector) -> Self: ...
 
     def __getitem__(self, key: str | RowSelector) -> Any:
-        """Return a column by name (tensor or object array), or a table of the chosen rows.
+        """Return a column by name (tensor or object array), or a table of the selected rows.
 
         Raises:
-            ColumnError: no column of that name (also a ``KeyError``).
-            DataProtoError: rows out of range (also an ``IndexError``), or no valid selector.
+            ColumnError: there is no such column (also a ``KeyError``).
+            DataProtoError: a row is out of range (also an ``IndexError``), or the selector is invalid.
         """
         if isinstance(key, str):
             return self._read(key)
@@ -116,21 +116,21 @@ class Table(ABC, Generic[C]):
             " iterate over keys() for the columns, or over split(1) for the rows"
         )
 
-    # ---- verl's operations in place, which would be no-ops here ----
+    # ---- verl's in-place operations, which would have no effect here ----
 
     def union(self, *_: object, **__: object) -> NoReturn:
-        """Raise; use :meth:`joined`."""
+        """Raise an error; use :meth:`joined`."""
         raise _in_place("union", "batch = batch.joined(other)")
 
     def reorder(self, *_: object, **__: object) -> NoReturn:
-        """Raise; use :meth:`reordered`."""
+        """Raise an error; use :meth:`reordered`."""
         raise _in_place("reorder", "batch = batch.reordered(indices)")
 
     def pop(self, *_: object, **__: object) -> NoReturn:
-        """Raise; use :meth:`select` and :meth:`drop`."""
+        """Raise an error; use :meth:`select` and :meth:`drop`."""
         raise _in_place("pop", "taken, batch = batch.select(keys), batch.drop(keys)")
 
-    # ---- choosing columns ----
+    # ---- selecting columns ----
 
     def _named(self, keys: Keys) -> list[str]:
         names = [keys] if isinstance(keys, str) else list(keys)
@@ -141,10 +141,10 @@ class Table(ABC, Generic[C]):
         return names
 
     def select(self, keys: Keys | None = None, meta_info_keys: Iterable[str] | None = None) -> Self:
-        """Return only these columns, of any kind, and these meta keys; ``None`` keeps all of them.
+        """Return a table with only these columns and meta keys; ``None`` keeps all.
 
         Raises:
-            ColumnError: a column or meta key is not there.
+            ColumnError: a column or meta key does not exist.
         """
         length, columns, meta = self._content()
         if keys is not None:
@@ -158,17 +158,17 @@ class Table(ABC, Generic[C]):
         return self._like(length, columns, meta)
 
     def drop(self, keys: Keys) -> Self:
-        """Return all columns but these; raises ``ColumnError`` for one that is not there."""
+        """Return a table without these columns; raise ``ColumnError`` if a column does not exist."""
         gone = set(self._named(keys))
         length, columns, meta = self._content()
         return self._like(length, {name: column for name, column in columns.items() if name not in gone}, meta)
 
     def rename(self, mapping: Mapping[str, str]) -> Self:
-        """Return the columns under new names, in their old places.
+        """Return a table with renamed columns, in the same order.
 
         Raises:
-            ColumnError: an old name is not there.
-            DataProtoError: a new name is no non-empty string, or two columns would have one name.
+            ColumnError: a column to rename does not exist.
+            DataProtoError: a new name is not a non-empty string, or two columns would have the same name.
         """
         self._named(mapping)
         length, columns, meta = self._content()
@@ -181,12 +181,12 @@ class Table(ABC, Generic[C]):
         return self._like(length, renamed, meta)
 
     def joined(self, other: Any, overwrite: bool = False) -> Self:
-        """Return the columns and meta of both, which have one length.
+        """Return a table with the columns and meta of both tables, which must have equal lengths.
 
         Args:
-            other: A DataProto; a handle can be joined with a handle too.
-            overwrite: Take columns and meta keys that both have from ``other``. Otherwise their values must be
-                equal; a handle cannot compare columns without fetching them, so it refuses different ones.
+            other: A DataProto, or a handle if this is a handle too.
+            overwrite: True to take columns and meta keys that both have from ``other``. Otherwise, their values must
+                be equal; a handle refuses columns that it cannot compare without fetching them.
 
         Raises:
             DataProtoError: lengths differ, or a column or meta key differs; names it.
@@ -196,7 +196,7 @@ class Table(ABC, Generic[C]):
         rows, more, other_meta = added._content()
         if length != rows:
             raise DataProtoError(f"joined: {length} rows here but {rows} in the other")
-        # A handle to local rows can fetch nothing, so the result takes the other's connection.
+        # A handle to local rows has no store connection, so the result takes the other's.
         lead = self if self._precedence >= added._precedence else added
         for name, column in () if overwrite else more.items():
             if name in columns and (why := lead._clash(name, columns[name], column)):
@@ -204,18 +204,18 @@ class Table(ABC, Generic[C]):
         merged = merge_meta([meta, other_meta], "joined", overwrite=overwrite)
         return cast("Self", lead._like(length, {**columns, **more}, merged))
 
-    # ---- choosing rows ----
+    # ---- selecting rows ----
 
     def _take(self, pick: Pick) -> Self:
         _, columns, meta = self._content()
         return self._like(pick.rows, self._pick(columns, pick), meta)
 
     def select_idxs(self, idxs: Rows) -> Self:
-        """Return the rows of these numbers, in this order, or where a mask ``[len]`` is true."""
+        """Return the rows with these indices, in this order, or the rows where a mask ``[len]`` is True."""
         return self._take(picks.pick_index(idxs, len(self)))
 
     def slice(self, start: int | None = None, end: int | None = None, step: int | None = None) -> Self:
-        """Return the rows of a Python slice; views of this batch's storage for a positive step."""
+        """Return the rows of a Python slice, as views if the step is positive."""
         return self._take(picks.pick_slice(slice(start, end, step), len(self)))
 
     def _spans(self, size: int) -> list[Self]:
@@ -227,10 +227,10 @@ class Table(ABC, Generic[C]):
         return found
 
     def chunk(self, chunks: int) -> list[Self]:
-        """Return ``chunks`` pieces of equal length, as views, in order; empty ones if there are no rows.
+        """Split into ``chunks`` pieces of equal length, as views, in order; empty pieces if there are no rows.
 
         Raises:
-            DataProtoError: ``chunks`` does not divide the length; names lengths that fit.
+            DataProtoError: ``chunks`` does not divide the length; names valid lengths.
         """
         picks.require_divisible("chunk", len(self), picks.check_count("chunk: chunks", chunks), "chunks")
         if not len(self):
@@ -238,29 +238,29 @@ class Table(ABC, Generic[C]):
         return self._spans(len(self) // chunks)
 
     def split(self, size: int) -> list[Self]:
-        """Return pieces of ``size`` rows, as views; the last may be shorter, and there is at least one."""
+        """Split into pieces of ``size`` rows, as views; the last may be shorter, and there is at least one piece."""
         return self._spans(picks.check_count("split: size", size))
 
     def repeat(self, times: int, interleave: bool = True) -> Self:
-        """Return every row ``times`` times: ``aabb`` if interleaved, else ``abab``."""
+        """Repeat every row ``times`` times: ``aabb`` if interleaved, else ``abab``."""
         picks.check_count("repeat: times", times, minimum=0)
         return self._take(picks.pick_repeated(len(self), times, interleave))
 
     def reordered(self, indices: Rows) -> Self:
-        """Return the rows in the order of ``indices [len]``, which contain each row number once.
+        """Return the rows in the order of ``indices [len]``, a permutation of the row numbers.
 
         Raises:
-            DataProtoError: ``indices`` is no permutation; for other choices use ``select_idxs``.
+            DataProtoError: ``indices`` is not a permutation; use ``select_idxs`` for other selections.
         """
         return self._take(picks.pick_permutation(indices, len(self)))
 
     def pad_to_divisor(self, divisor: int, mode: Literal["last", "first", "cycle"] = "last") -> tuple[Self, int]:
-        """Return ``(padded, pad_size)``: rows added at the end until ``divisor`` divides the length.
+        """Append rows until ``divisor`` divides the length; return ``(padded, pad_size)``.
 
         An empty batch stays empty. :meth:`unpad` removes the added rows.
 
         Args:
-            mode: Rows to add: the last row, the first row, or all rows in turn.
+            mode: Rows to append: copies of the last row, of the first row, or of all rows in turn.
         """
         pick, pad_size = picks.pick_padded(len(self), picks.check_count("pad: divisor", divisor), mode)
         return self._take(pick), pad_size
@@ -273,15 +273,15 @@ class Table(ABC, Generic[C]):
 
     @classmethod
     def concat(cls, members: Sequence[T]) -> T:
-        """Join the rows of all members, in order; class and order of columns are the first member's.
+        """Concatenate the rows of all members; the first member determines the class and the order of columns.
 
-        Called on a subclass of that class, the result is of the subclass.
-        A meta key that differs is merged by its rule in :data:`rollcast.protocol.meta_rules`, which has one for
-        ``metrics``. With a handle among the members the result is a handle, and no rows move.
+        If called on a subclass of the first member's class, the result has that subclass.
+        Differing values of a meta key are merged by the key's rule in :data:`rollcast.protocol.meta_rules`, which has
+        a rule for ``metrics``. If a member is a handle, the result is a handle, and no rows are fetched.
 
         Raises:
-            DataProtoError: no members; keys differ; a column differs in kind, dtype, row shape or
-                device; a meta key has different values and no rule. Names the column or key.
+            DataProtoError: there are no members; their keys differ; a column differs in kind, dtype, row shape or
+                device; or a meta key has different values and no rule. Names the column or key.
         """
         if not members:
             raise DataProtoError("concat: the list is empty, so the columns are unknown")
@@ -304,12 +304,12 @@ class Table(ABC, Generic[C]):
 
     @classmethod
     def _promoted(cls, table: Any) -> Any:
-        """Return a table of a base class as one of this class."""
+        """Convert a table of a base class to this class."""
         return table
 
 
 def check_name(name: object) -> str:
-    """Return a column name that is a non-empty string; else raise ``DataProtoError``."""
+    """Return ``name`` if it is a non-empty string, else raise ``DataProtoError``."""
     if not isinstance(name, str) or not name:
         raise DataProtoError(f"a column name is a non-empty string, not {name!r}")
     return name

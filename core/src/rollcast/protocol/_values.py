@@ -1,4 +1,4 @@
-"""Copying and comparing plain Python values: meta entries and the objects in object columns."""
+"""Copying and comparing of Python values: meta entries and the objects in object columns."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollcast.protocol._meta import MetaRules
 
 
 def copy_value(value: Any) -> Any:
-    """Return a copy with its own dicts, lists, sets and tuples; everything else is shared.
+    """Copy dicts, lists, sets and tuples, including nested ones; share everything else.
 
     A deep copy would also copy tensors and clients in a meta dict; after a shallow copy, an ``append`` to a list
     in one batch would appear in another.
@@ -32,7 +32,7 @@ def copy_value(value: Any) -> Any:
 
 
 def copy_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return a dict that shares no container with ``meta``; empty for ``None``.
+    """Copy a meta dict including its containers; return an empty dict for ``None``.
 
     Raises:
         DataProtoError: a container contains itself; names the key.
@@ -47,7 +47,7 @@ def copy_meta(meta: Mapping[str, Any] | None) -> dict[str, Any]:
 
 
 def endless(where: str, value: Any) -> DataProtoError:
-    """Return the error for a value whose containers do not end within Python's recursion limit."""
+    """Build the error for a value whose nesting exceeds Python's recursion limit."""
     return DataProtoError(
         f"{where} holds a {type(value).__name__} that contains itself or is nested more than"
         f" {sys.getrecursionlimit()} levels deep; a batch takes values that end: break the cycle, or send an id instead"
@@ -79,10 +79,10 @@ def _same_array(left: np.ndarray, right: np.ndarray) -> bool:
 
 
 def same_value(left: Any, right: Any) -> bool:
-    """Return True if two values are equal, with arrays, tensors and NaN at any depth of containers.
+    """Return True if two values are equal, including nested arrays, tensors and NaN.
 
     Raises:
-        DataProtoError: both contain themselves, so that a comparison would not end.
+        DataProtoError: both values contain themselves, so that the comparison would not end.
     """
     try:
         return _same(left, right)
@@ -111,16 +111,16 @@ def _same(left: Any, right: Any) -> bool:
 def merge_meta(
     metas: Sequence[Mapping[str, Any]], operation: str, *, overwrite: bool = False, rules: MetaRules | None = None
 ) -> dict[str, Any]:
-    """Return one dict with the keys of all.
+    """Merge meta dicts into one.
 
     Args:
-        metas: in the order of their batches.
-        operation: for messages.
-        overwrite: the last value of a key wins.
-        rules: how different values of a key become one.
+        metas: meta dicts in the order of their batches.
+        operation: name of the operation, for messages.
+        overwrite: True to keep the last value of a key.
+        rules: rules for merging differing values of a key.
 
     Raises:
-        DataProtoError: a key has different values in two of them, no rule, and ``overwrite`` is off.
+        DataProtoError: a key has different values and no rule, and ``overwrite`` is False.
     """
     merged: dict[str, Any] = {}
     differing: dict[str, None] = {}

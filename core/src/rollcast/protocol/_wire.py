@@ -1,8 +1,8 @@
-"""The bytes of a DataProto: a small header, and buffers that are the tensors' own memory.
+"""Serialization of a DataProto as a small header and buffers, which are the memory of the tensors.
 
-A buffer holds exactly the bytes of the rows of one tensor, in C order. Contiguous tensors, row slices included,
-are not copied; others are copied once. A reader's tensors lie in the buffers that it is given and are read-only
-if these are: under Ray, received columns are shared memory; clone them before writing to them in place.
+A buffer contains exactly the bytes of the rows of one tensor, in C order. Contiguous tensors, including row slices,
+are not copied; others are copied once. A reader's tensors are views of the buffers that it receives, and are read-only
+if the buffers are. Under Ray, received columns are in shared memory: clone them before writing to them in place.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ WIRE_VERSION = 1
 
 
 class TensorSpec(NamedTuple):
-    """The layout of one tensor in one buffer; ``buffer`` is -1 for a tensor without elements."""
+    """The layout of a tensor in a buffer; ``buffer`` is -1 for a tensor without elements."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -32,7 +32,7 @@ class TensorSpec(NamedTuple):
 
 
 class ColumnSpec(NamedTuple):
-    """One column: its kind, and one tensor (dense), two (jagged), or none or one (object)."""
+    """A column's kind and tensors: one if dense, two if jagged, none or one if objects."""
 
     name: str
     kind: str
@@ -40,11 +40,11 @@ class ColumnSpec(NamedTuple):
 
 
 class Header(NamedTuple):
-    """The in-band part of a DataProto: everything but its buffers.
+    """The in-band part of a serialized DataProto: everything except its buffers.
 
     Attributes:
-        specs: One per column, in order.
-        objects: Per object column the objects in use, each once.
+        specs: Column specs, in order.
+        objects: Distinct objects in use, by object column.
     """
 
     version: int
@@ -66,7 +66,7 @@ class _Packer:
         if tensor.numel():
             spec = spec._replace(buffer=len(self.buffers))
             self.buffers.append(_bytes_of(name, tensor))
-        # Keep the tensor alive, so that its id is not reused.
+        # Keep a reference to the tensor, so that its id is not reused.
         self._seen[id(tensor)] = (tensor, spec)
         return spec
 
@@ -78,19 +78,19 @@ def _bytes_of(name: str, tensor: torch.Tensor) -> torch.Tensor:
             " tensor, which has no plain bytes"
         )
     plain = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-    # One row of a strided slice is contiguous whatever its stride, which view() does not accept.
+    # A single row of a strided slice is contiguous, but view() rejects its stride.
     return plain.as_strided((plain.numel(),), (1,)).view(torch.uint8)
 
 
 def pack(
     length: int, columns: Mapping[str, torch.Tensor], meta_info: dict[str, Any]
 ) -> tuple[Header, list[torch.Tensor]]:
-    """Return the header, and one-dimensional uint8 CPU tensors, none of them empty, as buffers.
+    """Serialize to a header and buffers, which are non-empty one-dimensional uint8 CPU tensors.
 
-    Copies only tensors that are not contiguous on the CPU.
+    Only tensors that are not on the CPU or not contiguous are copied.
 
     Raises:
-        DataProtoError: a column has no plain bytes (meta, quantized); names it.
+        DataProtoError: a column has no plain bytes (meta, quantized); names the column.
     """
     packer = _Packer()
     specs: list[ColumnSpec] = []
@@ -105,7 +105,7 @@ def pack(
             tensors = () if each_once else (packer.add(name, torch.from_numpy(positions)),)
         elif jagged.is_jagged(column):
             values, offsets = jagged.trimmed(column)
-            # Columns that share offsets share them on the other side too.
+            # Shared offsets are sent once, so that the receiver's columns share them too.
             offsets = shifted.setdefault(id(jagged.offsets_of(column)), offsets)
             tensors = (packer.add(name, values), packer.add(name, offsets))
         else:
@@ -116,8 +116,8 @@ def pack(
 
 @cache
 def _silence_read_only_warning() -> None:
-    # Torch warns once per process about a tensor over read-only memory, which every reader of shared memory makes.
-    # Catching warnings on each read would change the filters of other threads; using up the one warning does not.
+    # Torch warns once per process about a tensor on read-only memory, which every reader of shared memory creates.
+    # Suppressing warnings on each read would change the filters of other threads, so trigger the only warning here.
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="The given buffer is not writable")
         torch.frombuffer(b"\0", dtype=torch.uint8)
@@ -133,10 +133,10 @@ def _unpack_tensor(spec: TensorSpec, buffers: Sequence[Any]) -> torch.Tensor:
 
 
 def unpack(header: Header, buffers: Sequence[Any]) -> Columns:
-    """Return the columns over ``buffers`` (anything with the buffer protocol) without a copy.
+    """Build columns on ``buffers`` (objects with the buffer protocol) without copying.
 
     Raises:
-        DataProtoError: the sender speaks another version of the format, or a spec does not fit this torch or its
+        DataProtoError: the sender uses another version of the format, or a spec does not match this torch or its
             buffer.
     """
     if header.version != WIRE_VERSION:

@@ -24,34 +24,34 @@ if TYPE_CHECKING:
 
 
 class DataProto(Table[torch.Tensor]):
-    """Rows of tensors, jagged tensors and Python objects, and a small dict about all of them.
+    """A batch: columns of tensors, jagged tensors and Python objects, and a dict of metadata.
 
-    **Names are columns, lengths are rows.** ``"x" in batch``, ``batch["x"]``, ``batch.keys()``, ``dict(batch)`` and
-    ``**batch`` see columns, as for a dict of columns. ``len(batch)`` counts rows, and ``batch[3]``,
-    ``batch[2:5]`` and ``batch[[4, 0]]`` choose rows, as for a tensor. Iterating a DataProto raises ``TypeError``,
-    because it could mean either: iterate over ``keys()`` or ``split(1)``.
+    **Names refer to columns, lengths and indices to rows.** ``"x" in batch``, ``batch["x"]``, ``batch.keys()``,
+    ``dict(batch)`` and ``**batch`` access columns, as for a dict of columns. ``len(batch)`` counts rows, and
+    ``batch[3]``, ``batch[2:5]`` and ``batch[[4, 0]]`` select rows, as for a tensor. Iterating over a DataProto is
+    ambiguous, so it raises ``TypeError``: iterate over ``keys()`` or ``split(1)``.
 
-    **No operation changes a DataProto.** Each returns a new one, which may share tensor storage and never shares
-    ``meta_info`` or a container in it. ``union``, ``reorder`` and ``pop``, which change a batch in place in verl,
-    raise and name the operation to use: ``joined``, ``reordered``, ``select`` and ``drop``. Two ways to change a
-    DataProto exist: assigning to ``.batch[key]`` or ``.non_tensor_batch[key]``, and editing its own ``.meta_info``.
+    **No operation changes a DataProto.** Each operation returns a new DataProto, which may share tensor storage but
+    never shares ``meta_info`` or a container in it. ``union``, ``reorder`` and ``pop``, which change a batch in place
+    in verl, raise an error that names the operation to use instead: ``joined``, ``reordered``, ``select`` and ``drop``.
+    To change a DataProto, assign to ``.batch[key]`` or ``.non_tensor_batch[key]``, or edit ``.meta_info``.
 
-    Columns that came over the wire may lie in shared read-only memory: ``clone()`` before writing
-    into a tensor in place. Gradients do not travel.
+    Columns received from another process may be in shared read-only memory: call ``clone()`` before writing
+    to a tensor in place. Gradients are not sent to other processes.
 
     Args:
         batch: Tensor columns, or a TensorDict with columns of any kind; its nested tensors must be
-            jagged in dimension 1, its batch size is cut to the first dimension.
-        non_tensor_batch: Object columns: arrays or lists with one object per row.
-        meta_info: Copied, including the containers in it.
+            jagged in dimension 1, and its batch size is reduced to the first dimension.
+        non_tensor_batch: Object columns, as arrays or lists with one object per row.
+        meta_info: Metadata; copied, including its containers.
         length: Number of rows, needed only if there are no columns.
 
     Raises:
-        DataProtoError: columns differ in length or have none; names the column and the lengths.
+        DataProtoError: columns differ in length or have no length; names the column and the lengths.
     """
 
-    # The columns lie in a TensorDict from the first look at `batch` on, and in a dict before that: most batches go
-    # from process to process without one.
+    # Columns are in a dict until the first access to `batch`, which moves them to a TensorDict: most batches pass
+    # between processes without needing one.
     __slots__ = ("__weakref__", "_held", "_length", "_tensordict", "meta_info")
 
     meta_info: dict[str, Any]
@@ -87,7 +87,7 @@ class DataProto(Table[torch.Tensor]):
 
     @classmethod
     def _of(cls, length: int, columns: Mapping[str, torch.Tensor], meta_info: Mapping[str, Any] | None) -> Self:
-        """Return a DataProto from columns that are known to fit."""
+        """Build a DataProto from columns that are known to be valid."""
         made = cls.__new__(cls)
         made._fill(length, columns, meta_info)
         return made
@@ -101,10 +101,10 @@ class DataProto(Table[torch.Tensor]):
         *,
         length: int | None = None,
     ) -> Self:
-        """Return a DataProto from tensor columns (numeric arrays too) and object columns (arrays or lists).
+        """Build a DataProto from tensor columns (tensors or numeric arrays) and object columns (arrays or lists).
 
         Raises:
-            DataProtoError: lengths differ, or a tensor column is neither tensor nor numeric array.
+            DataProtoError: lengths differ, or a tensor column is neither a tensor nor a numeric array.
         """
         for name, value in (tensors or {}).items():
             if isinstance(ops.as_column(name, value), ObjectColumn):
@@ -115,12 +115,12 @@ class DataProto(Table[torch.Tensor]):
 
     @classmethod
     def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return a DataProto from columns of any kind: tensors and numeric arrays become tensors, others objects."""
+        """Build a DataProto from columns of any kind: tensors and numeric arrays become tensors, others objects."""
         return cls(data, None, meta_info)
 
     @classmethod
     def from_tensordict(cls, td: TensorDictBase, meta_info: Mapping[str, Any] | None = None) -> Self:
-        """Return a DataProto that shares the tensors of a TensorDict, but not its structure."""
+        """Build a DataProto that shares the tensors of a TensorDict, but not its structure."""
         return cls(td, None, meta_info)
 
     # ---- reading ----
@@ -166,14 +166,14 @@ class DataProto(Table[torch.Tensor]):
         return column.objects() if isinstance(column, ObjectColumn) else column
 
     def local(self, keys: Iterable[str] | str | None = None) -> DataProto:
-        """Return these columns (all by default) as a batch of which every column is in this process.
+        """Return these columns (all by default) as a batch with all columns in this process.
 
-        Columns that lie with workers are fetched together, and not remembered.
+        Columns that are stored on workers are fetched together and are not cached.
         """
         return self.select(keys)
 
     def dtypes(self) -> dict[str, torch.dtype | type[object]]:
-        """Return the dtype of each tensor column; ``object`` for object columns."""
+        """Return the dtype of each column; ``object`` for object columns."""
         return {
             name: object if isinstance(column, ObjectColumn) else column.dtype
             for name, column in self._columns().items()
@@ -181,11 +181,11 @@ class DataProto(Table[torch.Tensor]):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the tensors' rows; of object columns only the 8 bytes per row of positions."""
+        """Size of the rows in bytes; object columns count only 8 bytes per row for positions."""
         return sum(map(ops.column_nbytes, self._columns().values()))
 
     def check_consistency(self) -> None:
-        """Check names, kinds and lengths again; raises ``DataProtoError`` that names the column."""
+        """Check names, kinds and lengths again; raise ``DataProtoError`` naming the invalid column."""
         ops.common_length(self._columns(), len(self))
 
     def __repr__(self) -> str:
@@ -203,7 +203,7 @@ class DataProto(Table[torch.Tensor]):
         return "\n".join(lines) + ")"
 
     def equal(self, other: DataProto) -> bool:
-        """Return True for the same keys, lengths, dtypes, values (NaN equals NaN) and meta; any order of keys."""
+        """Return True if keys (in any order), lengths, dtypes, values (NaN equals NaN) and meta are equal."""
         mine, theirs = self._columns(), other._columns()
         return (
             len(self) == len(other)
@@ -253,9 +253,9 @@ class DataProto(Table[torch.Tensor]):
         return ops.concat_columns(members)
 
     def with_columns(self, mapping: Mapping[str, Any] | None = None, /, **columns: Any) -> Self:
-        """Return these columns added or replaced; values as in :meth:`from_single_dict`.
+        """Return a batch with columns added or replaced; values are converted as in :meth:`from_single_dict`.
 
-        A DataProto without columns and rows takes the length of the new columns.
+        For a DataProto without columns and rows, the new columns determine the length.
         """
         given = {**(mapping or {}), **columns}
         added = {name: ops.as_column(name, value) for name, value in given.items()}
@@ -270,14 +270,14 @@ class DataProto(Table[torch.Tensor]):
         generator: torch.Generator | None = None,
         shuffle: bool = False,
     ) -> Iterator[Self]:
-        """Yield mini-batches of ``mini_batch_size`` rows; each epoch has every row once.
+        """Yield mini-batches of ``mini_batch_size`` rows; each epoch yields every row once.
 
         Args:
-            generator: CPU generator of the order; without it torch's global one.
-            shuffle: True for a new order in each epoch.
+            generator: CPU generator for shuffling; by default torch's global generator.
+            shuffle: True to shuffle the rows anew in each epoch.
 
         Raises:
-            DataProtoError: at the call, if the size does not divide the length.
+            DataProtoError: the size does not divide the length; raised at the call, not at the first iteration.
         """
         _rows.check_count("make_iterator: mini_batch_size", mini_batch_size)
         _rows.check_count("make_iterator: epochs", epochs, minimum=0)
@@ -293,36 +293,36 @@ class DataProto(Table[torch.Tensor]):
                 order = torch.randperm(len(rows), generator=generator)
                 yield from (rows[index] for index in torch.split(order, mini_batch_size))
 
-        # A copy, so that columns assigned to this one between two steps do not appear halfway.
+        # Iterate over a copy, so that columns assigned during the iteration do not appear halfway.
         return iterate(self.slice())
 
     # ---- storage and the wire ----
 
     def to(self, device: torch.device | str) -> Self:
-        """Return all tensors on ``device`` (shared if they are there already); objects stay on the CPU."""
+        """Move all tensors to ``device`` (shared if already there); objects stay on the CPU."""
         return self._like(self._length, ops.map_tensors(self._columns(), lambda x: x.to(device)), self.meta_info)
 
     def clone(self) -> Self:
-        """Return tensors with their own, writable storage; the objects in object columns are shared."""
+        """Copy all tensors to new, writable storage; the objects in object columns are shared."""
         return self._like(self._length, ops.map_tensors(self._columns(), torch.clone), self.meta_info)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write to a file, without pickle; an existing file is replaced in one step.
+        """Write to a file, without pickle; an existing file is replaced atomically.
 
-        Tuples and other objects that JSON would change are refused; numpy scalars in object
-        columns and meta come back as Python's.
+        Tuples and other objects that JSON would change are refused; numpy scalars in object columns and meta are
+        loaded as Python scalars.
 
         Raises:
-            DataProtoError: an object column or meta key is not JSON; names it.
+            DataProtoError: an object column or meta key cannot be stored as JSON; names the column or key.
         """
         _storage.save(path, self._length, self._columns(), self.meta_info)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> Self:
-        """Read a file of :meth:`save`; all tensors are on the CPU.
+        """Read a file written by :meth:`save`; all tensors are on the CPU.
 
         Raises:
-            DataProtoError: the file is of another kind, cut short or damaged.
+            DataProtoError: the file has another format, is truncated or is corrupt.
         """
         return cls._of(*_storage.load(path))
 
@@ -347,8 +347,8 @@ def _from_wire(cls: type[DataProto], header: _wire.Header, buffers: list[Any]) -
 class ObjectColumnsView(MutableMapping[str, Any]):
     """A live view of the object columns of a DataProto.
 
-    Reading a key returns a read-only object array ``[B]``. To change a column, assign a whole list
-    or array to its key: writing into the array would reach other DataProtos, so it raises.
+    Reading a key returns a read-only object array ``[B]``. To change a column, assign a whole list or array to its
+    key: writing to the array raises an error, because other DataProtos may share it.
     """
 
     def __init__(self, owner: DataProto) -> None:

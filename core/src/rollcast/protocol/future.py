@@ -1,8 +1,7 @@
-"""DataProtoFuture: a handle to a batch whose rows stay in a runtime's store.
+"""DataProtoFuture: a handle to a batch whose rows stay in a runtime's object store.
 
-A worker stores what it keeps as one object. A handle describes rows and columns of such objects: which columns have the
-same rows is known by a shared :class:`RowMap`, so that choosing rows costs time per object that is reached, and
-not per column.
+A worker stores a batch as one object. A handle describes rows and columns of such objects. Columns with the same rows
+share one :class:`RowMap`, so that the time of selecting rows depends on the number of objects, not of columns.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ __all__ = ["Cut", "DataProtoFuture", "Fetch", "Kept", "Promised", "StoredShard",
 
 Resolve = Callable[["float | None"], Any]
 Dtype = torch.dtype | type[object]
-#: Bytes of the mark of damage beside each stored batch.
+#: Size in bytes of the damage mark that is stored with each batch.
 _MARK_BYTES = 512
 
 
 class Kept:
-    """A batch in a store, and beside it a mark that a process leaves if it has damaged the batch.
+    """A stored batch with a mark that a process sets if it has damaged the batch.
 
-    Readers of one node share the memory of both, so that each of them finds the mark.
+    Readers on one node share the memory of the batch and the mark, so all of them see the mark.
 
     Args:
         batch: The rows.
-        mark: uint8 ``[1, 512]``, the text of the mark; zeros for none.
+        mark: Text of the mark, uint8 ``[1, 512]``; zeros if not set.
     """
 
     __slots__ = ("_mark", "batch")
@@ -46,20 +45,20 @@ class Kept:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the batch."""
+        """Size of the batch in bytes."""
         return self.batch.nbytes
 
     def with_batch(self, batch: DataProto) -> Kept:
-        """Return rows of this batch with the same mark."""
+        """Return another batch with the same mark."""
         return Kept(batch, self._mark)
 
     def damage(self, why: str) -> None:
-        """Leave the mark; readers raise ``why`` from now on."""
+        """Set the mark; from now on, reading the batch raises an error with the text ``why``."""
         text = why.encode()[:_MARK_BYTES]
         self._mark["mark"][0, : len(text)] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
 
     def check(self) -> None:
-        """Raise ``DataProtoError`` if a process has left its mark."""
+        """Raise ``DataProtoError`` if the mark is set."""
         mark = self._mark["mark"][0]
         if int(mark[0]):
             text = bytes(mark.tolist()).rstrip(b"\0").decode(errors="replace")
@@ -70,13 +69,13 @@ class Kept:
 
 
 class Cut(NamedTuple):
-    """Rows and columns of a stored object, to be read where the object lies.
+    """Rows and columns to read from a stored object, on the node that stores it.
 
     Attributes:
         ref: Reference to the object.
-        columns: Names to read; None reads the object as it is, whatever it is.
-        start, stop: Rows, if there is no ``picked``.
-        picked: int64 ``[rows]``, ascending; None for consecutive rows.
+        columns: Names of the columns to read; None to read the whole object, which may be of any type.
+        start, stop: Range of rows, if ``picked`` is None.
+        picked: Row numbers, int64 ``[rows]``, ascending; None for consecutive rows.
     """
 
     ref: Any
@@ -86,10 +85,10 @@ class Cut(NamedTuple):
     picked: torch.Tensor | None = None
 
     def of(self, stored: Any) -> Any:
-        """Return these rows and columns of the stored object; views where the rows are consecutive.
+        """Return these rows and columns of the stored object, as views if the rows are consecutive.
 
         Raises:
-            DataProtoError: the object is no batch, or has been damaged.
+            DataProtoError: the object is not a batch, or has been damaged.
         """
         if self.columns is None:
             return stored
@@ -108,20 +107,20 @@ Fetch = Callable[[Sequence[Cut], "float | None"], list[Any]]
 
 
 class _Inline(NamedTuple):
-    """A local batch in place of a stored one; it travels with the handle."""
+    """A local batch in place of a stored one; sent with the handle."""
 
     value: DataProto
 
 
 class Promised(NamedTuple):
-    """Reference to the result of a call that may not have ended: a :class:`StoredShard` of ``rows`` rows."""
+    """A reference to the result of a call that may be in flight: a :class:`StoredShard` of ``rows`` rows."""
 
     ref: Any
     rows: int
 
 
 class Piece(NamedTuple):
-    """Rows ``start`` to ``stop`` of the object that ``ref`` stands for."""
+    """The rows ``start`` to ``stop`` of the object that ``ref`` refers to."""
 
     ref: Any
     start: int
@@ -129,17 +128,17 @@ class Piece(NamedTuple):
 
 
 def _unique(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the distinct values, ascending, and the position among them of each value."""
+    """Return the distinct values in ascending order, and the index of each value among them."""
     distinct, positions = torch.unique(values, return_inverse=True)
     return distinct, positions
 
 
 class RowMap:
-    """Rows of stored objects; columns with the same rows share one.
+    """Rows of stored objects; columns with the same rows share one map.
 
     Args:
-        pieces: In order; joined they are the rows, unless there is an ``index``.
-        index: int64 ``[rows]`` into the joined pieces.
+        pieces: Pieces of stored objects, in order. Concatenated, they are the rows, unless there is an ``index``.
+        index: Positions of the rows in the concatenated pieces, int64 ``[rows]``; None for all.
     """
 
     __slots__ = ("_ends", "index", "pieces")
@@ -154,7 +153,7 @@ class RowMap:
 
     @property
     def ends(self) -> tuple[list[int], torch.Tensor]:
-        """Where each piece ends among the joined pieces, as a list and as an int64 tensor."""
+        """Return the end of each piece in the concatenated pieces, as a list and as an int64 tensor."""
         if self._ends is None:
             ends, end = [], 0
             for piece in self.pieces:
@@ -164,14 +163,14 @@ class RowMap:
         return self._ends
 
     def take(self, pick: Pick) -> tuple[RowMap, slice | list[int]]:
-        """Return the picked rows, and the positions of the pieces that they reach; nothing moves."""
+        """Return the picked rows and the indices of the pieces that contain them, without moving data."""
         if self.index is not None:
             return self._indexed(self.index[pick.as_index()])
         span = pick.span
         if span is None or span.step != 1:
             return self._indexed(pick.as_index())
         if span.start >= span.stop:
-            # An empty column keeps one piece, which knows its row shape and dtype.
+            # An empty column keeps one piece for its row shape and dtype.
             return RowMap(tuple(Piece(p.ref, p.start, p.start) for p in self.pieces[:1])), slice(0, 1)
         ends = self.ends[0]
         first, last = bisect_right(ends, span.start), bisect_left(ends, span.stop)
@@ -183,7 +182,7 @@ class RowMap:
         return RowMap(tuple(kept)), slice(first, last + 1)
 
     def _indexed(self, index: torch.Tensor) -> tuple[RowMap, slice | list[int]]:
-        """Return the rows at ``index`` of the joined pieces, without the pieces that it does not reach."""
+        """Return the rows at ``index`` of the concatenated pieces, dropping pieces without such rows."""
         if len(self.pieces) < 2:
             return RowMap(self.pieces, index), slice(None)
         if not len(index):
@@ -200,7 +199,7 @@ class RowMap:
 
     @staticmethod
     def concat(maps: Sequence[RowMap]) -> RowMap:
-        """Join the rows of all; pieces without rows are left out if there are others."""
+        """Concatenate the rows of all maps; drop pieces without rows, but keep at least one piece."""
         if all(each.index is None for each in maps):
             pieces = [piece for each in maps for piece in each.pieces if piece.stop > piece.start]
             return RowMap(tuple(pieces) or maps[0].pieces[:1])
@@ -212,9 +211,10 @@ class RowMap:
         return RowMap(tuple(piece for each in maps for piece in each.pieces), torch.cat(parts))
 
     def reads(self) -> tuple[list[tuple[int, Piece, torch.Tensor | None]], torch.Tensor | None]:
-        """Return what to read, and the order of the joined rows: position, rows and index (or None) of each piece.
+        """Return the reads that fetch the rows, and the order of the rows that they return.
 
-        Each row is read once, however often it is picked. The order is None if the rows come as they are wanted.
+        A read is the position, the rows and the index (or None) of a piece. Each row is read once, however often it is
+        picked. The order is None if the rows are read in the requested order.
         """
         if self.index is None:
             return [(number, piece, None) for number, piece in enumerate(self.pieces)], None
@@ -232,7 +232,7 @@ class RowMap:
 
 
 def _as_range(ref: Any, rows: torch.Tensor) -> tuple[Piece, torch.Tensor | None]:
-    """Return ascending rows of an object as a range if they are consecutive."""
+    """Return ascending rows of an object as a piece, with an index only if the rows are not consecutive."""
     count = len(rows)
     if not count:
         return Piece(ref, 0, 0), None
@@ -241,12 +241,12 @@ def _as_range(ref: Any, rows: torch.Tensor) -> tuple[Piece, torch.Tensor | None]
 
 
 class StoredColumn(NamedTuple):
-    """One column of a handle.
+    """A column of a handle.
 
     Attributes:
-        dtype: ``object`` for an object column.
-        source: Its name in the stored objects, or in each piece of ``rows`` where the names differ.
-        rows: Its rows, shared with other columns.
+        dtype: dtype of the column; ``object`` for an object column.
+        source: Name of the column in the stored objects; a tuple of names, one per piece of ``rows``, if they differ.
+        rows: Rows of the column, shared with other columns.
     """
 
     dtype: Dtype
@@ -258,7 +258,7 @@ class StoredColumn(NamedTuple):
         return (self.source,) * len(self.rows.pieces) if isinstance(self.source, str) else self.source
 
     def over(self, rows: RowMap, kept: slice | list[int]) -> StoredColumn:
-        """Return the column over rows that keep these pieces."""
+        """Return the column for rows that contain only these pieces."""
         source = self.source
         if not isinstance(source, str):
             source = source[kept] if isinstance(kept, slice) else tuple(source[number] for number in kept)
@@ -266,18 +266,18 @@ class StoredColumn(NamedTuple):
 
 
 class StoredShard(Content[StoredColumn]):
-    """A description of a DataProto that a worker keeps, sent in its place."""
+    """A description of a DataProto that a worker has stored, sent instead of the DataProto."""
 
     __slots__ = ()
 
 
 class Deferred(NamedTuple):
-    """Rows of calls that may not have ended: their number is known, their columns are not.
+    """Results of calls that may be in flight: the number of rows is known, but not the columns.
 
     Attributes:
         length: Number of rows.
-        base: Rows whose references are all :class:`Promised`, or handles whose rows are joined.
-        steps: Operations that follow, as name of the method and arguments.
+        base: Rows whose references are all :class:`Promised`, or handles whose rows are concatenated.
+        steps: Operations to apply after the calls end, as method names and arguments.
     """
 
     length: int
@@ -285,11 +285,11 @@ class Deferred(NamedTuple):
     steps: tuple[tuple[str, tuple[Any, ...]], ...] = ()
 
     def then(self, name: str, *args: Any, length: int | None = None) -> Deferred:
-        """Return this followed by one more operation."""
+        """Return a copy with one more operation."""
         return Deferred(self.length if length is None else length, self.base, (*self.steps, (name, args)))
 
     def take(self, pick: Pick) -> Deferred:
-        """Return the picked rows; nothing moves."""
+        """Return the picked rows, without moving data."""
         if isinstance(self.base, tuple) and len(self.base) > 1:
             return self.then("_take", pick, length=pick.rows)
         base = (self.base[0]._take(pick),) if isinstance(self.base, tuple) else self.base.take(pick)[0]
@@ -300,10 +300,10 @@ class Deferred(NamedTuple):
         return Deferred(pick.rows, base, tuple(steps))
 
     def settle(self, fetch: Fetch, timeout: float | None) -> DataProtoFuture:
-        """Wait for the calls and return the handle with known columns.
+        """Wait for the calls and return a handle with known columns.
 
         Raises:
-            DataProtoError: a call returned no DataProto, or another number of rows than was declared.
+            DataProtoError: a call did not return a DataProto, or returned a different number of rows than declared.
         """
         if isinstance(self.base, tuple):
             handle: DataProtoFuture = DataProtoFuture.concat([part.connected(fetch) for part in self.base])
@@ -323,11 +323,11 @@ class Deferred(NamedTuple):
 
 
 def _settled(pieces: Sequence[Piece], fetch: Fetch, timeout: float | None) -> list[StoredShard]:
-    """Return the description that each piece's call has returned."""
+    """Return the shard description that each piece's call returned."""
     refs = {id(piece.ref): piece.ref for piece in pieces}
     found = dict(zip(refs, fetch([Cut(promised.ref) for promised in refs.values()], timeout), strict=True))
     for key, shard in found.items():
-        if isinstance(shard, BaseException):  # a runtime in one process keeps a failure in place of the result
+        if isinstance(shard, BaseException):  # a single-process runtime stores the exception in place of the result
             raise shard
         if not isinstance(shard, StoredShard) or shard.length != refs[key].rows:
             what = f"{shard.length} rows" if isinstance(shard, StoredShard) else f"a {type(shard).__name__}"
@@ -339,12 +339,12 @@ def _settled(pieces: Sequence[Piece], fetch: Fetch, timeout: float | None) -> li
 
 
 def promise(refs: Sequence[Any], rows: Sequence[int], taken: int | Sequence[int]) -> Deferred:
-    """Return the joined results of calls that may not have ended.
+    """Describe the concatenated results of calls that may be in flight.
 
     Args:
         refs: References to the results.
-        rows: Number of rows of each.
-        taken: Rows of the joined results that are wanted: the number of the first ones, or their numbers.
+        rows: Number of rows of each result.
+        taken: Rows of the concatenated results to keep: a count from the start, or row numbers.
     """
     pieces = tuple(Piece(Promised(ref, count), 0, count) for ref, count in zip(refs, rows, strict=True))
     made = Deferred(sum(rows), RowMap.concat([RowMap((piece,)) for piece in pieces]))
@@ -360,22 +360,24 @@ def _unbound(cuts: Sequence[Cut], timeout: float | None) -> list[Any]:  # noqa: 
 class DataProtoFuture(Table[StoredColumn]):
     """A handle to the result of a non-blocking call, whose rows stay in the workers' store.
 
-    Keys and dtypes are known as soon as the call has ended; asking for them waits for the end. The length of the
-    result of a method that is registered with ``rows="same"`` is known at once, and a handle to it can be cut,
-    reordered, joined and given to another call before the first one has ended. A handle has the operations of a
-    :class:`~rollcast.protocol.DataProto`, with the same meaning of names and lengths, and they move no data. A
-    worker that gets a handle fetches its own rows and columns from
-    where they are. ``handle["x"]`` fetches one column, :meth:`get` all.
+    A handle has the operations of a :class:`~rollcast.protocol.DataProto`, with the same meaning of names and lengths,
+    but they move no data. A worker that receives a handle fetches the rows and columns that it needs directly from the
+    workers that store them. ``handle["x"]`` fetches one column, :meth:`get` all columns.
+
+    Reading keys or dtypes waits for the call to end. The length of the result is known at once if the method is
+    registered with ``rows="same"``; such a handle can be split, reordered, joined and passed to another call while its
+    own call is still running.
 
     Args:
-        resolve: Waits for the call, at most for the given seconds, and returns a StoredShard, a handle,
-            or the call's result if that is no DataProto.
-        fetch: Returns rows of stored objects, for references that are given as :class:`Cut`.
-        ready: Returns True if ``resolve`` would not wait.
-        cancel: Cancels the call; returns True if it had not ended.
-        refs: The runtime's references of the call's answers, one a rank.
-        deferred: The result as far as it is known before the call ends; None if its length is not known.
-        by_rank: Yields rank and result of each rank as they end, waiting at most the given seconds for all.
+        resolve: Function that waits for the call for at most the given seconds, and returns a StoredShard, a handle,
+            or the call's result if that is not a DataProto.
+        fetch: Function that returns rows of stored objects, requested as :class:`Cut`.
+        ready: Function that returns True if ``resolve`` would not wait.
+        cancel: Function that cancels the call and returns True if it had not ended.
+        refs: The runtime's references to the call's results, one per rank.
+        deferred: Description of the result before the call ends; None if its length is unknown.
+        by_rank: Function that yields the rank and result of each rank as they end, waiting at most the given seconds
+            in total.
     """
 
     def __init__(
@@ -402,26 +404,26 @@ class DataProtoFuture(Table[StoredColumn]):
 
     @classmethod
     def of_shard(cls, shard: StoredShard, fetch: Fetch = _unbound) -> Self:
-        """Return a handle to a shard that a worker has stored."""
+        """Build a handle to a shard that a worker has stored."""
         made = cls(_known, fetch)
         made._shard = shard._replace(meta_info=copy_meta(shard.meta_info))
         return made
 
     @classmethod
     def of_batch(cls, data: DataProto) -> Self:
-        """Wrap a batch as a handle; columns of this process are sent inline."""
+        """Wrap a batch as a handle; columns in this process are sent inline."""
         as_handle = getattr(data, "handle", None)
-        if as_handle is not None:  # a LazyBatch, whose other columns stay where they are
+        if as_handle is not None:  # a LazyBatch, whose other columns stay on the workers
             return cast("Self", as_handle())
         return cls.of_shard(_described(data, _Inline(data)))
 
     @classmethod
     def of_deferred(cls, deferred: Deferred, fetch: Fetch = _unbound) -> Self:
-        """Return a handle to results of calls that may not have ended."""
+        """Build a handle to results of calls that may be in flight."""
         return cls(lambda timeout: deferred.settle(fetch, timeout), fetch, deferred=deferred)
 
     def bind(self, fetch: Fetch) -> Self:
-        """Return the same handle, with rows fetched by ``fetch``."""
+        """Return a copy of the handle that fetches rows with ``fetch``."""
         if self._pending:
             return self.of_deferred(self._known_part, fetch)
         return self if self.wait()._other else self.of_shard(self._content(), fetch)
@@ -440,10 +442,10 @@ class DataProtoFuture(Table[StoredColumn]):
 
     @property
     def refs(self) -> tuple[Any, ...]:
-        """The runtime's references behind the handle, each once: those to wait for, then those of the rows.
+        """The runtime's references behind the handle, without duplicates.
 
-        While the call is in flight they are its answers, one a rank, in rank order (``ray.wait(handle.refs)``).
-        After :meth:`wait` they are the stored batches that the rows lie in; local rows have none.
+        While the call is in flight, these are its results, one per rank, in rank order (``ray.wait(handle.refs)``).
+        After :meth:`wait`, these are the stored batches that contain the rows; local rows have none.
         """
         if self._shard is None:
             return self._refs
@@ -454,7 +456,7 @@ class DataProtoFuture(Table[StoredColumn]):
 
     @property
     def _pending(self) -> bool:
-        """True while the length is known and the columns are not."""
+        """True while the length is known but the columns are not."""
         return self._deferred is not None and self._shard is None and not self._other
 
     @property
@@ -468,7 +470,7 @@ class DataProtoFuture(Table[StoredColumn]):
 
         Raises:
             WorkerError: the call failed or was cancelled.
-            WorkerTimeoutError: the deadline (seconds) passed; the call goes on, and can be awaited again.
+            WorkerTimeoutError: ``timeout`` seconds passed; the call continues and can be awaited again.
         """
         if self._shard is None and not self._other:
             if self._cancelled:
@@ -493,8 +495,8 @@ class DataProtoFuture(Table[StoredColumn]):
     def cancel(self) -> bool:
         """Cancel the call on every rank; return True if it had not ended.
 
-        A rank that has not started the call drops it; a rank that is in the middle is interrupted, which
-        poisons a group of several ranks: see :meth:`rollcast.WorkerGroup.restart`.
+        A rank that has not started the call drops it; a rank that is running the call is interrupted, which poisons a
+        group of several ranks: see :meth:`rollcast.WorkerGroup.restart`.
         """
         if self._cancelled or self._shard is not None or self._other or self._cancel is None:
             return False
@@ -507,9 +509,9 @@ class DataProtoFuture(Table[StoredColumn]):
         return ended or self._ready is None or self._ready()
 
     def get(self, timeout: float | None = None) -> Any:
-        """Return the DataProto, or the call's other result; later calls return the same object.
+        """Fetch and return the DataProto, or the call's other result; later calls return the same object.
 
-        Its tensors have memory of their own: writing to them changes nothing for other readers of the rows.
+        The tensors have their own memory: writing to them does not affect other readers of the rows.
 
         Raises:
             WorkerError: the call failed or was cancelled.
@@ -523,22 +525,22 @@ class DataProtoFuture(Table[StoredColumn]):
         return self._whole
 
     def read(self, timeout: float | None = None) -> Reading:
-        """Fetch the rows without copying those that lie in shared memory.
+        """Fetch the rows without copying rows in shared memory.
 
         Raises:
-            WorkerError: the call failed, or the deadline (seconds) passed.
+            WorkerError: the call failed, or ``timeout`` seconds passed.
         """
         return _build(self.wait(timeout)._content(), self._fetch, timeout)
 
     def as_completed(self, timeout: float | None = None) -> Iterator[tuple[int, Any]]:
-        """Yield ``(rank, result)`` of the call's ranks in the order in which they end; DataProtos as handles.
+        """Yield ``(rank, result)`` in the order in which the ranks end; DataProtos are yielded as handles.
 
         Args:
-            timeout: Seconds for all of them; the deadline of the group by default.
+            timeout: Deadline for all ranks in seconds; by default the deadline of the group.
 
         Raises:
             WorkerError: a rank failed, or the deadline passed.
-            DataProtoError: the handle does not stand for one call, but for a part or a combination of calls.
+            DataProtoError: the handle is not the direct result of one call, but a part or a combination of results.
         """
         if self._by_rank is None:
             raise DataProtoError("as_completed() works on the handle that a call returned, not on what was made of it")
@@ -588,7 +590,7 @@ class DataProtoFuture(Table[StoredColumn]):
         return self.of_shard(StoredShard(length, columns, meta_info), self._fetch)
 
     def _later(self, deferred: Deferred, *others: DataProtoFuture) -> Self:
-        """Return what was made of this handle and others, of which one has not ended."""
+        """Build a handle to the result of an operation on this handle and others, some of whose calls are in flight."""
         members: tuple[DataProtoFuture, ...] = (self, *others)
 
         def resolve(timeout: float | None) -> DataProtoFuture:
@@ -606,7 +608,7 @@ class DataProtoFuture(Table[StoredColumn]):
         return DataProtoFuture.of_batch(other)
 
     def select(self, keys: Any = None, meta_info_keys: Any = None) -> Self:
-        """See :meth:`DataProto.select`; before the call has ended, a missing column is an error when it is read."""
+        """See :meth:`DataProto.select`; while the call runs, a missing column raises only when it is read."""
         if not self._pending:
             return super().select(keys, meta_info_keys)
         names = [keys] if isinstance(keys, str) else None if keys is None else list(keys)
@@ -624,7 +626,7 @@ class DataProtoFuture(Table[StoredColumn]):
         return self._later(self._known_part.then("rename", dict(mapping))) if self._pending else super().rename(mapping)
 
     def joined(self, other: Any, overwrite: bool = False) -> Self:
-        """See :meth:`DataProto.joined`; before the calls have ended, a clash is an error when the rows are read."""
+        """See :meth:`DataProto.joined`; while the calls run, a conflict raises only when the rows are read."""
         added = self._accept("joined", other)
         if not (self._pending or added._pending):
             return super().joined(added, overwrite)
@@ -645,7 +647,7 @@ class DataProtoFuture(Table[StoredColumn]):
 
     @classmethod
     def concat(cls, members: Sequence[Any]) -> Any:
-        """See :meth:`DataProto.concat`; waits for no member whose length is known."""
+        """See :meth:`DataProto.concat`; does not wait for members whose length is known."""
         handles = [member for member in members if isinstance(member, DataProtoFuture)]
         if not any(handle._pending for handle in handles):
             return super().concat(members)
@@ -688,7 +690,7 @@ class DataProtoFuture(Table[StoredColumn]):
         return joined
 
     def with_columns(self, mapping: Mapping[str, Any] | None = None, /, **columns: Any) -> Self:
-        """Return these local columns added or replaced; they are sent inline."""
+        """Return a handle with local columns added or replaced; they are sent inline."""
         return self.joined(DataProto.from_single_dict({**(mapping or {}), **columns}), overwrite=True)
 
 
@@ -697,7 +699,7 @@ def _known(timeout: float | None) -> Any:  # noqa: ARG001  # a Resolve
 
 
 def _joined_source(parts: Sequence[StoredColumn]) -> str | tuple[str, ...]:
-    """Return the source of joined columns, over the pieces that :meth:`RowMap.concat` keeps."""
+    """Return the source of concatenated columns, for the pieces that :meth:`RowMap.concat` keeps."""
     first = parts[0].source
     if isinstance(first, str) and all(part.source == first for part in parts):
         return first
@@ -708,7 +710,7 @@ def _joined_source(parts: Sequence[StoredColumn]) -> str | tuple[str, ...]:
 
 
 def _trimmed(columns: Mapping[str, StoredColumn]) -> dict[str, StoredColumn]:
-    """Return the columns with local batches cut to the rows and columns that are used, for sending."""
+    """Reduce local batches to the rows and columns in use, before sending."""
     by_rows: dict[int, list[str]] = {}
     for name, column in columns.items():
         by_rows.setdefault(id(column.rows), []).append(name)
@@ -736,7 +738,7 @@ def _of_value(value: Any) -> DataProtoFuture:
 
 
 def _fetched(value: Any, timeout: float | None) -> Any:
-    """Replace the handles in a list or tuple, which a mode may collect from the ranks, by their batches."""
+    """Replace handles in a list or tuple, which a dispatch mode may collect from the ranks, by their batches."""
     if isinstance(value, list | tuple):
         return type(value)(each.get(timeout) if isinstance(each, DataProtoFuture) else each for each in value)
     return value
@@ -749,10 +751,10 @@ def _described(data: DataProto, ref: Any) -> StoredShard:
 
 
 def store_batch(data: DataProto, put: Callable[[Any], Any]) -> StoredShard:
-    """Store a batch as one object, without its meta dict; return the description.
+    """Store a batch as one object, without its meta dict, and return its description.
 
     Args:
-        put: Stores a :class:`Kept` batch and returns a reference to it.
+        put: Function that stores a :class:`Kept` batch and returns a reference to it.
     """
     if not data.keys():
         return StoredShard(len(data), {}, data.meta_info)
@@ -760,12 +762,12 @@ def store_batch(data: DataProto, put: Callable[[Any], Any]) -> StoredShard:
 
 
 class Reading(NamedTuple):
-    """Rows that were read.
+    """Fetched rows.
 
     Attributes:
         batch: The rows.
-        shared: Columns whose memory others read too.
-        kept: Stored objects in which shared columns lie.
+        shared: Names of columns whose memory is shared with other readers.
+        kept: Stored objects that contain the shared columns.
     """
 
     batch: DataProto
@@ -773,7 +775,7 @@ class Reading(NamedTuple):
     kept: tuple[Kept, ...] = ()
 
     def owned(self) -> DataProto:
-        """Return the batch with memory of its own."""
+        """Return the batch with its own memory."""
         if not self.shared:
             return self.batch
         length, columns, meta = self.batch._content()
@@ -782,7 +784,7 @@ class Reading(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How the columns of one :class:`RowMap` are built: reads, by number, and the order of their joined rows."""
+    """A plan to build the columns of one :class:`RowMap`: indices of reads, and the order of the rows read."""
 
     names: list[str]
     reads: list[tuple[int, tuple[str, ...]]]
@@ -790,7 +792,7 @@ class _Plan(NamedTuple):
 
 
 def _plan(columns: Mapping[str, StoredColumn]) -> tuple[list[_Plan], list[Cut]]:
-    """Return how to build the columns; rows of one object are read once for all columns."""
+    """Plan the reads of the columns; the rows of an object are read once for all columns."""
     groups: dict[int, list[str]] = {}
     for name, column in columns.items():
         groups.setdefault(id(column.rows), []).append(name)
@@ -813,14 +815,14 @@ def _plan(columns: Mapping[str, StoredColumn]) -> tuple[list[_Plan], list[Cut]]:
 
 
 def _read_cuts(cuts: Sequence[Cut], fetch: Fetch, timeout: float | None) -> list[Any]:
-    """Return what each cut reads; local batches are cut here."""
+    """Read each cut; local batches are cut in this process."""
     stored = [cut for cut in cuts if not isinstance(cut.ref, _Inline)]
     arrived = iter(fetch(stored, timeout) if stored else ())
     return [cut.of(cut.ref.value) if isinstance(cut.ref, _Inline) else next(arrived) for cut in cuts]
 
 
 def _build(shard: StoredShard, fetch: Fetch, timeout: float | None) -> Reading:
-    """Fetch and join.
+    """Fetch the rows of a shard and concatenate them.
 
     Raises:
         DataProtoError: joined pieces differ in dtype or row shape.

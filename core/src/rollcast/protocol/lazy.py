@@ -1,4 +1,4 @@
-"""LazyBatch: a DataProto whose columns lie partly in this process and partly with workers."""
+"""LazyBatch: a DataProto with columns partly in this process and partly on workers."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ __all__ = ["LazyBatch"]
 
 
 class _Rows:
-    """Rows of a handle, and those of their columns that are in this process.
+    """Rows of a handle, with those of their columns that have been fetched.
 
     Args:
         handle: The rows.
-        values: Columns that have been read, by their names in the handle.
-        origin: The rows that these were picked from, and which; what has been read of them is not read again.
+        values: Fetched columns, by their names in the handle.
+        origin: Rows from which these were picked, and the pick; columns fetched for the origin are not fetched again.
     """
 
     __slots__ = ("handle", "origin", "values")
@@ -42,7 +42,7 @@ class _Rows:
         self.origin = origin
 
     def value(self, source: str) -> torch.Tensor | None:
-        """Return a column if it is in this process."""
+        """Return a column if it is in this process, else None."""
         if source not in self.values and self.origin is not None:
             rows, pick = self.origin
             whole = rows.value(source)
@@ -51,10 +51,10 @@ class _Rows:
         return self.values.get(source)
 
     def remember(self, source: str, value: torch.Tensor) -> torch.Tensor:
-        """Keep a column that was read, and return it.
+        """Cache a fetched column and return it.
 
-        It takes the offsets of another that is kept, if they are equal: torch computes across two jagged tensors only
-        if they share them.
+        If another cached column has equal offsets, the column shares them, because torch can combine two jagged tensors
+        only if they share offsets.
         """
         for other in self.values.values():
             if not (jagged.is_jagged(value) and jagged.is_jagged(other)):
@@ -74,7 +74,7 @@ class _Away(NamedTuple):
     source: str
 
     def alone(self, name: str) -> DataProtoFuture:
-        """Return a handle with this column alone, under ``name``."""
+        """Return a handle with only this column, called ``name``."""
         return self.rows.handle.select([self.source], []).rename({self.source: name})
 
 
@@ -82,11 +82,12 @@ Column = torch.Tensor | _Away
 
 
 class LazyBatch(DataProto):
-    """A DataProto whose columns lie partly in this process and partly with workers.
+    """A DataProto with columns partly in this process and partly on workers.
 
-    A column of a handle is fetched when it is read, and remembered; its name is known before its call has ended, and
-    reading one column waits for no other call. Choosing, joining and cutting columns and rows moves nothing. Given to a
-    worker group, the columns of handles go from worker to worker, and those of this process are sent inline::
+    A column of a handle is fetched and cached when it is first read. Its name is known while its call is running, and
+    reading a column waits only for the call of this column. Selecting, joining and splitting moves no data. When the
+    batch is passed to a worker group, columns of handles are sent from worker to worker, and columns in this process
+    are sent inline::
 
         batch = batch.joined(LazyBatch.of(group.compute_values.remote(batch), ["values"]))
         batch["response_mask"]      # fetches this column
@@ -102,23 +103,23 @@ class LazyBatch(DataProto):
         names: Iterable[str] | None = None,
         values: Mapping[str, torch.Tensor] | None = None,
     ) -> Self:
-        """Return the columns of a handle.
+        """Build a batch from the columns of a handle.
 
         Args:
             handle: The rows.
-            names: Columns of the handle, which need not have ended; without names this waits for them.
-            values: Columns of which this process has the values, so that they are not fetched.
+            names: Names of the handle's columns, whose call may be running; None to wait for the call and take all.
+            values: Columns whose values this process already has, so that they are not fetched.
         """
         rows = _Rows(handle, values)
         columns = {name: _Away(rows, name) for name in (handle.keys() if names is None else names)}
         return cls._of(len(handle), cast("dict[str, torch.Tensor]", columns), None)
 
     def _mixed(self) -> dict[str, Column]:
-        """Return the columns as they lie."""
+        """Return the columns, without fetching those on workers."""
         return cast("dict[str, Column]", super()._columns())
 
     def _fetched(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Return columns; what has to be fetched comes in one go."""
+        """Return columns, fetching all missing ones together."""
         columns = self._mixed()
         found: dict[str, torch.Tensor | None] = {}
         for name in names:
@@ -131,8 +132,8 @@ class LazyBatch(DataProto):
     # ---- reading ----
 
     def handle(self, keys: Iterable[str] | str | None = None) -> DataProtoFuture:
-        """Return these columns (all by default) as a handle; what lies with workers stays there."""
-        # Columns of the same rows stay together, so that they are cut and read together.
+        """Return these columns (all by default) as a handle; columns on workers stay there."""
+        # Columns with the same rows stay grouped, so that they are cut and read together.
         by_rows: dict[int, tuple[_Rows, dict[str, str]]] = {}
         alone: list[DataProtoFuture] = []
         here: dict[str, torch.Tensor] = {}
@@ -162,7 +163,7 @@ class LazyBatch(DataProto):
 
     @property
     def batch(self) -> TensorDict:
-        """The live TensorDict ``[len]`` of all columns, which are fetched."""
+        """The live TensorDict ``[len]`` of all columns; fetches those on workers."""
         if self._tensordict is None:
             self._held = self._columns()
         return super().batch
@@ -178,7 +179,7 @@ class LazyBatch(DataProto):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the columns in this process."""
+        """Size of the columns in this process in bytes."""
         here = (column for column in self._mixed().values() if not isinstance(column, _Away))
         return sum(map(ops.column_nbytes, here))
 
@@ -217,7 +218,7 @@ class LazyBatch(DataProto):
         return cast("ops.Columns", found)
 
     def _spans(self, size: int) -> list[Self]:
-        # DataProto's takes tensors apart.
+        # DataProto's implementation splits tensors.
         return Table._spans(self, size)
 
     @staticmethod
@@ -257,17 +258,17 @@ class LazyBatch(DataProto):
         return cast("ops.Columns", {name: local[name] if name in local else found[name] for name in members[0]})
 
     def with_columns(self, mapping: Mapping[str, Any] | None = None, /, **columns: Any) -> Self:
-        """Return these columns added or replaced, as columns of this process."""
+        """Return a batch with columns added or replaced, as columns in this process."""
         added = DataProto(length=len(self)).with_columns(mapping, **columns)
         return self._like(len(self), {**self._content().columns, **added._columns()}, self.meta_info)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Elsewhere it is a handle, which fetches from where the rows are.
+        # Another process gets a handle, which fetches rows from the workers that store them.
         return self.handle().__reduce_ex__(protocol)  # type: ignore[return-value]
 
 
 def _sources(columns: Mapping[str, Any], rows: _Rows) -> list[str]:
-    """Return the names in the handle of the columns that lie in these rows."""
+    """Return the names in the handle of the columns that use these rows."""
     return [column.source for column in columns.values() if isinstance(column, _Away) and column.rows is rows]
 
 

@@ -1,1 +1,1 @@
-"""What hosts workers: Ray actors, or this process."""
+"""Runtimes of the core."""

@@ -1,4 +1,4 @@
-"""Runtime ``local``: a group of one rank in this process; a breakpoint in a worker's method stops right there."""
+"""Runtime ``local``: a group of one rank in this process, so that a breakpoint in a worker's method works."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["LocalRuntime", "LocalRuntimeConfig"]
 
 logger = logging.getLogger(__name__)
 
-#: Coroutine methods that run at one time.
+#: Largest number of coroutine methods that run at the same time.
 _CALLS_BESIDE = 64
 
 
@@ -44,16 +44,17 @@ class LocalRuntimeConfig(RuntimeConfig):
     name: str = "local"
     """Registry name of the runtime."""
     num_cpus: Positive | None = None
-    """CPU threads for torch; null leaves them alone."""
+    """CPU threads for torch; null to keep torch's setting."""
 
 
 class LocalRuntime(Runtime):
-    """Calls run at once, in the caller's thread; a deadline cannot interrupt them.
+    """A runtime that runs calls synchronously in the caller's thread; a deadline cannot interrupt them.
 
-    Coroutine methods of workers with ``concurrent_async`` run in an event loop beside the caller, as on other runtimes.
+    Coroutine methods of workers with ``concurrent_async`` run concurrently with the caller in an event loop, as on
+    other runtimes.
 
     Args:
-        num_cpus: CPU threads for torch in this process; None leaves them alone.
+        num_cpus: CPU threads for torch in this process; None to keep torch's setting.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = LocalRuntimeConfig
@@ -112,7 +113,7 @@ class LocalRuntime(Runtime):
             try:
                 return host.handle.call(role, method, call.args, call.kwargs, outcome)
             except WorkerRaised as raised:
-                # Its traceback would keep the frames of the caller alive, and with them the handle to this call.
+                # The traceback would keep the caller's frames alive, and with them the handle to this call.
                 raised.__context__ = None
                 return raised.with_traceback(None)
 
@@ -150,10 +151,10 @@ class LocalRuntime(Runtime):
         return [index for index, ref in enumerate(refs) if not isinstance(ref, Future) or ref.done()]
 
     def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
-        """Do nothing: the workers share this process's registries."""
+        """Do nothing, because the workers share this process's registries."""
 
     def cancel(self, refs: Sequence[Any], hosts: Sequence[Host]) -> list[Cancelled]:
-        """Do nothing: every call has ended."""
+        """Do nothing, because every call has already ended."""
         return ["ended"] * len(refs)
 
     def stop(self, hosts: Sequence[Host]) -> None:

@@ -1,9 +1,8 @@
-"""The algorithm's pure parts: advantages, policy and value losses, aggregation, KL, rollout correction.
+"""Pure functions of the algorithms: advantages, policy and value losses, aggregations, KL, rollout correction.
 
-The parts are found by name in rollcast's registries; the names below serve those who call them
-directly. They resolve on first use, so importing the package imports no torch. Two parts are called
-gpg, the estimator and the loss; they are in :mod:`rollcast_algorithms.advantages` and
-:mod:`rollcast_algorithms.policy_losses`.
+Runs find these functions by name in rollcast's registries; the names below are for direct calls. They are imported on
+first use, so importing the package does not import torch. Both an estimator and a loss are called gpg; import them from
+:mod:`rollcast_algorithms.advantages` and :mod:`rollcast_algorithms.policy_losses`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading tensors under a mask so that nothing under a 0 reaches the result or the gradient."""
+"""Masking of tensors such that masked values reach neither the result nor the gradient."""
 
 from __future__ import annotations
 
@@ -7,17 +7,17 @@ from torch import Tensor
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """``tensor`` in float32; float64 stays."""
+    """Convert ``tensor`` to float32; float64 stays."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))
 
 
 def masked(name: str, tensor: Tensor, mask: Tensor) -> Tensor:
-    """``tensor`` in float32 or wider, with zeros under the zeros of ``mask``.
+    """Return ``tensor`` in float32 or wider, zero where ``mask`` is zero.
 
-    Selects rather than multiplies: 0 · NaN is NaN, in the value and in the gradient.
+    Selects instead of multiplying, because 0 · NaN is NaN, in the value and in the gradient.
 
     Raises:
-        ValueError: the shapes differ (they are never broadcast); calls the tensor ``name``.
+        ValueError: the shapes differ (they are never broadcast); the message uses ``name`` for the tensor.
     """
     if tensor.shape != mask.shape:
         raise ValueError(f"{name} is {list(tensor.shape)}, but the mask is {list(mask.shape)}")

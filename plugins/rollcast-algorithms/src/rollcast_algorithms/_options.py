@@ -1,4 +1,4 @@
-"""Options of a part: a typo in one is an error, not a default."""
+"""Parsing of a function's options, which rejects unknown names."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ __all__ = ["read_options"]
 
 
 def read_options(part: str, options: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """``defaults`` with ``options`` over them.
+    """Merge ``options`` into ``defaults``.
 
     Raises:
-        ValueError: an option that ``part`` does not have; names those that it has.
+        ValueError: ``part`` does not have an option; lists the options that it has.
     """
     for key in options:
         if key not in defaults:

@@ -1,4 +1,4 @@
-"""Sums over ragged rows and over groups, with few passes over the memory."""
+"""Sums over ragged rows and over groups, with few passes over memory."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from rollcast_algorithms._masking import widen
 __all__ = ["WHITEN_EPSILON", "Rows", "discounted_suffix_sums", "suffix_sums", "whiten", "whiten_rows"]
 
 WHITEN_EPSILON = 1e-8
-"""Added to a variance before its root is divided by; verl's value."""
+"""Constant added to a variance before the square root; verl's value."""
 
 
 _LANES = 128
-#: Elements that are worked on at a time on a CPU, so that intermediate results stay in the cache. Not
-#: fewer: at the end of each operation all threads wait for the last, which takes long where others are busy.
+#: Number of elements processed at a time on a CPU, so that intermediate results stay in the cache. Smaller blocks
+#: would be slower, because all threads wait for the slowest one at the end of each operation.
 _BLOCK = 1 << 20
 
 
 class Rows:
-    """What outcome estimators read of a batch, and the memory of their result.
+    """The inputs of outcome estimators, and the memory of their result.
 
-    At large sizes all time goes into passes over the memory, above all into the first touch of fresh memory.
-    So rewards and mask are read once, in blocks of rows, and there is one ``[B, T]`` tensor: first the mask in
-    float32, then the result. Products with it are several times as fast as selections by a bool mask, which
-    are left to values that are not finite.
+    At large sizes, the time is spent on passes over memory, most of it on page faults of new memory. So rewards and
+    mask are read once, in blocks of rows, and there is a single ``[B, T]`` tensor, which first is the mask in float32
+    and then the result. Multiplying by this tensor is several times as fast as selecting with a bool mask, which is
+    used only for values that are not finite.
 
     Attributes:
-        scores: float64 ``[B]``, the sum of each row's rewards under the mask. In float32 the mean of equal
-            scores can differ from them in the last bit, and divided by a standard deviation of that same
-            bit, rounding would turn into an advantage.
+        scores: sum of each row's rewards under the mask, float64 ``[B]``. In float32, the mean of equal scores can
+            differ from them in the last bit; divided by a standard deviation of the same size, this rounding error
+            would become an advantage.
 
     Raises:
         ValueError: the shapes do not fit together.
@@ -51,12 +51,12 @@ class Rows:
         self.scores = _by_blocks(_masked_sums, rewards, mask, self._mask)
 
     def lengths(self) -> Tensor:
-        """Tokens of each row, int64 ``[B]``; to be called before :meth:`spread`."""
+        """Return the number of tokens of each row, int64 ``[B]``; call it before :meth:`spread`."""
         # A row has fewer than 2^24 tokens, so float32 counts exactly.
         return self._mask.sum(-1).long()
 
     def spread(self, scores: Tensor) -> AdvantageOutputs:
-        """``scores`` ``[B]`` at each of their row's tokens, float32; the last that is done with these rows."""
+        """Broadcast ``scores`` ``[B]`` over the tokens of their rows, float32; must be the last call on this object."""
         column = scores.float().unsqueeze(-1)
         if bool(column.isfinite().all()):
             spread = self._mask.mul_(column)
@@ -66,7 +66,7 @@ class Rows:
 
 
 def _by_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
-    """``function`` of blocks of rows of the tensors ``[B, T]``, its results ``[rows]`` joined to ``[B]``."""
+    """Apply ``function`` to blocks of rows of the tensors ``[B, T]``; concatenate its results ``[rows]`` to ``[B]``."""
     rows, width = tensors[0].shape
     size = max(_BLOCK // max(width, 1), 1) if tensors[0].device.type == "cpu" else max(rows, 1)
     starts = range(0, max(rows, 1), size)
@@ -74,7 +74,7 @@ def _by_blocks(function: Callable[..., Tensor], *tensors: Tensor) -> Tensor:
 
 
 def _masked_sums(rewards: Tensor, mask: Tensor, copy: Tensor) -> Tensor:
-    """Sums of the rows under the mask, float64 ``[B]``; the mask is copied to ``copy``, float32."""
+    """Return the sums of the rows under the mask, float64 ``[B]``; write the mask to ``copy``, float32."""
     copy.copy_(mask)
     sums = _row_sums(widen(rewards) * copy)
     if not bool(sums.isfinite().all()):  # 0 · NaN is NaN
@@ -83,10 +83,10 @@ def _masked_sums(rewards: Tensor, mask: Tensor, copy: Tensor) -> Tensor:
 
 
 def _row_sums(values: Tensor) -> Tensor:
-    """Sums of the rows, float64 ``[B]``.
+    """Return the sums of the rows, float64 ``[B]``.
 
-    torch would first copy all of ``values`` to float64. So every 128th column is added up in float32, which
-    is exact for the few rewards that a row usually has, and only these sums in float64.
+    torch would first copy all ``values`` to float64. Instead, every 128th column is summed in float32, which is exact
+    for the few rewards that a row usually has, and only these partial sums are summed in float64.
     """
     width = values.shape[-1] // _LANES * _LANES
     total = values[:, width:].sum(-1, dtype=torch.float64)
@@ -97,15 +97,15 @@ def _row_sums(values: Tensor) -> Tensor:
 
 
 def suffix_sums(terms: Tensor) -> Tensor:
-    """``y_t = x_t + y_{t+1}`` along the last axis."""
+    """Compute ``y_t = x_t + y_{t+1}`` along the last axis."""
     return terms.flip(-1).cumsum(-1).flip(-1)
 
 
 def discounted_suffix_sums(terms: Tensor, factors: Tensor) -> Tensor:
-    """``y_t = x_t + f_t · y_{t+1}`` along the last axis of ``[B, T]``, in log2(T) steps.
+    """Compute ``y_t = x_t + f_t · y_{t+1}`` along the last axis of ``[B, T]``, in log2(T) steps.
 
-    After the step of stride k each ``y_t`` holds its first 2k terms, and each ``f_t`` the product of
-    the factors up to there.
+    After the step with stride k, each ``y_t`` is the sum of its first 2k terms, and each ``f_t`` is the product of the
+    corresponding factors.
     """
     sums, stride = terms, 1
     while stride < terms.shape[-1]:
@@ -116,7 +116,7 @@ def discounted_suffix_sums(terms: Tensor, factors: Tensor) -> Tensor:
 
 
 def whiten(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean 0 and sample variance 1 over ``chosen``; 0 elsewhere, and for a single token."""
+    """Normalise to mean 0 and sample variance 1 over ``chosen``; 0 elsewhere, and for a single token."""
     count = chosen.sum()
     mean = values.sum() / count.clamp(min=1)
     centred = torch.where(chosen, values - mean, 0.0)
@@ -125,7 +125,7 @@ def whiten(values: Tensor, chosen: Tensor) -> Tensor:
 
 
 def whiten_rows(scores: Tensor, lengths: Tensor) -> Tensor:
-    """:func:`whiten` over tokens that all have their row's score: ``[B]``, without touching the tokens."""
+    """Whiten the scores ``[B]`` over tokens that all have their row's score, as :func:`whiten` would."""
     count = lengths.sum()
     centred = scores - (scores * lengths).sum() / count.clamp(min=1)
     variance = (centred.square() * lengths).sum() / (count - 1).clamp(min=1)
@@ -133,5 +133,5 @@ def whiten_rows(scores: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _scale(variance: Tensor) -> Tensor:
-    """``1 / sqrt(variance + 1e-8)``."""
+    """Return ``1 / sqrt(variance + 1e-8)``."""
     return torch.rsqrt(variance + WHITEN_EPSILON)

@@ -1,4 +1,4 @@
-"""Turns of a batch of rollouts: runs of the policy's own tokens with one turn id."""
+"""Turns of a batch of rollouts, which are runs of the policy's own tokens with one turn id."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ __all__ = ["Turns"]
 
 
 class Turns:
-    """The turns of padded rows, numbered through the batch in the order of rows and tokens.
+    """The turns of padded rows, numbered across the batch in the order of rows and tokens.
 
     A turn is a maximal run of tokens under the mask with one turn id; tokens under a zero between them (a tool's
     answer within the turn) do not end it. Axes: ``N`` turns, ``K`` turns of the longest row.
 
     Attributes:
-        rows: row of each turn, int64 ``[N]``.
-        places: place of each turn in its row, int64 ``[N]``.
-        longest: ``K``.
+        rows: row index of each turn, int64 ``[N]``.
+        places: index of each turn within its row, int64 ``[N]``.
+        longest: largest number of turns in a row, ``K``.
 
     Args:
-        chosen: bool ``[B, T]``, the tokens under the mask.
-        turn_ids: integers ``[B, T]``.
+        chosen: mask of the policy's tokens, bool ``[B, T]``.
+        turn_ids: turn id of each token, integers ``[B, T]``.
 
     Raises:
         ValueError: the shapes differ.
@@ -53,7 +53,7 @@ class Turns:
         return values[self._chosen][self._starts]
 
     def pad(self, values: Tensor) -> Tensor:
-        """Return ``values`` ``[N]`` as ``[B, K]``, zero behind each row's last turn."""
+        """Pad ``values`` ``[N]`` to ``[B, K]``, zero after each row's last turn."""
         padded = values.new_zeros(len(self._chosen), self.longest)
         padded[self.rows, self.places] = values
         return padded
@@ -63,7 +63,7 @@ class Turns:
         return padded[self.rows, self.places]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Return ``values`` ``[N]`` at each of their turn's tokens, float32 ``[B, T]``, zero elsewhere."""
+        """Broadcast ``values`` ``[N]`` over the tokens of their turns, float32 ``[B, T]``, zero elsewhere."""
         spread = torch.zeros(self._chosen.shape, dtype=torch.float32, device=values.device)
         spread[self._chosen] = values.float()[self._turn_of_token]
         return spread

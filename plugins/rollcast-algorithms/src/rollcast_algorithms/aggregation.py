@@ -1,9 +1,9 @@
-"""Loss aggregations: from per-token losses to a micro-batch's share of the mini-batch's loss.
+"""Loss aggregations, which reduce per-token losses to a micro-batch's share of the mini-batch's loss.
 
-All divide by :class:`~rollcast.contracts.algorithm.Denominators`, which count the whole
-mini-batch, and so the shares of its micro-batches and ranks add up to exactly the loss of the
-mini-batch in one piece. With ``l_it`` the losses under the mask, ``N`` the tokens, ``S`` the
-sequences, ``M`` the longest allowed response and ``n_i`` the tokens of row i's sequence:
+All divide by :class:`~rollcast.contracts.algorithm.Denominators`, which are counts over the whole mini-batch, so the
+shares of micro-batches and ranks add up to exactly the loss of the whole mini-batch. With ``l_it`` the losses under the
+mask, ``N`` the number of tokens, ``S`` the number of sequences, ``M`` the longest allowed response and ``n_i`` the
+number of tokens of row i's sequence:
 
 ========================= =============================
 token-mean                Σ l_it / N
@@ -13,11 +13,11 @@ seq-mean-token-sum-norm   Σ l_it / (S · M)
 seq-mean-token-mean       Σ_i (Σ_t l_it / n_i) / S
 ========================= =============================
 
-A sequence is a row, or all rows of a rollout that has several trajectories: the column
-``sequence_tokens`` then has ``n_i``, which the rows of a micro-batch alone do not tell.
+A sequence is a row, or all rows of a rollout with several trajectories. In the latter case, the column
+``sequence_tokens`` contains ``n_i``, which cannot be computed from the rows of a micro-batch.
 
-Every function takes ``losses`` and ``mask`` ``[B, T]`` and returns a scalar, float32 or wider. A
-row without tokens gives 0, a denominator of 0 gives 0, and mismatched shapes raise ValueError.
+Every function takes ``losses`` and ``mask`` ``[B, T]`` and returns a scalar, float32 or wider. A row without tokens
+contributes 0, the result is 0 if a denominator is 0, and mismatched shapes raise ValueError.
 The names are verl's.
 """
 
@@ -47,32 +47,32 @@ SEQUENCE_TOKENS: Final = "sequence_tokens"
 
 
 def read_denominators(inputs: LossInputs) -> Denominators:
-    """Return the mini-batch's denominators, with the column ``sequence_tokens`` of this micro-batch if there is one."""
+    """Return the mini-batch's denominators, with this micro-batch's column ``sequence_tokens`` if there is one."""
     return replace(inputs.denominators, sequence_tokens=inputs.columns.get(SEQUENCE_TOKENS))
 
 
 def token_mean(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """The mean over all tokens, ``Σ l_it / N``: long responses weigh more (DAPO, arXiv:2503.14476)."""
+    """Return the mean over all tokens, ``Σ l_it / N``, in which long responses weigh more (DAPO, arXiv:2503.14476)."""
     return _share(masked("losses", losses, mask).sum(), denominators.tokens)
 
 
 def token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:  # noqa: ARG001
-    """The sum over all tokens, ``Σ l_it``; the denominators are not used."""
+    """Return the sum over all tokens, ``Σ l_it``; the denominators are not used."""
     return masked("losses", losses, mask).sum()
 
 
 def seq_mean_token_sum(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """The mean over sequences of their sums, ``Σ l_it / S``."""
+    """Return the mean over sequences of their token sums, ``Σ l_it / S``."""
     return _share(masked("losses", losses, mask).sum(), denominators.sequences)
 
 
 def seq_mean_token_sum_norm(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """The mean over sequences of sums over a constant, ``Σ l_it / (S · M)`` (Dr. GRPO, arXiv:2503.20783)."""
+    """Return the mean over sequences of sums over a constant, ``Σ l_it / (S · M)`` (Dr. GRPO, arXiv:2503.20783)."""
     return _share(masked("losses", losses, mask).sum(), denominators.sequences * denominators.max_tokens)
 
 
 def seq_mean_token_mean(losses: Tensor, mask: Tensor, denominators: Denominators) -> Tensor:
-    """The mean over sequences of their means, ``Σ_i (Σ_t l_it / n_i) / S`` (GRPO, arXiv:2402.03300)."""
+    """Return the mean over sequences of their token means, ``Σ_i (Σ_t l_it / n_i) / S`` (GRPO, arXiv:2402.03300)."""
     own = denominators.sequence_tokens
     if own is not None and own.shape != mask.shape[:1]:
         raise ValueError(f"sequence_tokens is {list(own.shape)}, but there are {len(mask)} rows")
@@ -81,5 +81,5 @@ def seq_mean_token_mean(losses: Tensor, mask: Tensor, denominators: Denominators
 
 
 def _share(total: Tensor, denominator: float) -> Tensor:
-    # The product keeps the graph: a share of nothing can still be sent backward.
+    # The product keeps the graph, so that backward works even for an empty share.
     return total / denominator if denominator > 0 else total * 0.0

@@ -1,15 +1,14 @@
 """Per-token estimates of KL(π ‖ π_ref) from samples of π, named as in Schulman's note.
 
-With ``d = log π_ref - log π`` of the sampled token; source: J. Schulman 2020, Approximating KL
-Divergence, http://joschu.net/blog/kl-approx.html. All take ``log_probs`` and ``ref_log_probs`` of
-one shape, usually ``[B, T]``, and return that shape in float32 or wider; different shapes raise
-ValueError. They know no mask: a caller who has one fills what is under its zeros before, and
-masks the result.
+``d`` is ``log π_ref - log π`` of the sampled token. Source: J. Schulman 2020, Approximating KL Divergence,
+http://joschu.net/blog/kl-approx.html. All functions take ``log_probs`` and ``ref_log_probs`` of the same shape, usually
+``[B, T]``, and return this shape in float32 or wider; different shapes raise ValueError. They take no mask: a caller
+with a mask fills masked inputs with finite values and masks the result.
 
-The forms with a ``+`` have the value of their estimate and the gradient of k2, which is that of the
-divergence in expectation (the gradients of k1, abs and k3 are not): ``k2 - sg(k2) + sg(estimate)``,
-with sg the stop of the gradient. They are for a loss; in a reward only the value counts. The exact
-divergence over the vocabulary, ``full``, is in :mod:`rollcast_algorithms.vocabulary`.
+The forms with a ``+`` have the value of their estimate and the gradient of k2, ``k2 - sg(k2) + sg(estimate)`` with sg
+the stop-gradient. In expectation, the gradient of k2 is that of the divergence; the gradients of k1, abs and k3 are
+not. Use these forms in a loss; in a reward, only the value matters. The exact divergence over the vocabulary, ``full``,
+is in :mod:`rollcast_algorithms.vocabulary`.
 """
 
 from __future__ import annotations
@@ -30,52 +29,51 @@ MAX_K3 = 10.0
 
 
 def k1(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """``-d``: unbiased, of high variance, negative for half of the tokens (verl's ``kl``).
+    """Return ``-d``: unbiased, with high variance, negative for half of the tokens (verl's ``kl``).
 
-    Its gradient does not depend on the reference and has mean zero: use it in a reward, not in a
-    loss.
+    Its gradient does not depend on the reference and has mean zero, so use it in a reward, not in a loss.
     """
     return -_log_ratio(log_probs, ref_log_probs)
 
 
 def absolute(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """``|d|``: the name ``abs``; biased, never negative."""
+    """Return ``|d|``: biased, never negative; registered as ``abs``."""
     return _log_ratio(log_probs, ref_log_probs).abs()
 
 
 def k2(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """``d² / 2``: biased, never negative; its gradient is that of the KL (verl's ``mse``)."""
+    """Return ``d² / 2``: biased, never negative; its gradient is that of the KL (verl's ``mse``)."""
     return 0.5 * _log_ratio(log_probs, ref_log_probs).square()
 
 
 def k3(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """``exp(d) - 1 - d``: unbiased, never negative, of low variance (verl's ``low_var_kl``).
+    """Return ``exp(d) - 1 - d``: unbiased, never negative, with low variance (verl's ``low_var_kl``).
 
-    As in verl, ``d`` is clamped to ±20 and the result to ±10, so that one token cannot make the
-    loss explode; where a clamp is active the estimate is biased and its gradient is zero.
+    As in verl, ``d`` is clamped to ±20 and the result to ±10, so that a single token cannot make the loss explode.
+    Where a clamp is active, the estimate is biased and its gradient is zero.
     """
     d = _log_ratio(log_probs, ref_log_probs).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
-    # expm1 keeps the digits that exp(d) - 1 loses where the policies are close.
+    # expm1 keeps the digits that exp(d) - 1 would lose if the policies are close.
     return (torch.expm1(d) - d).clamp(-MAX_K3, MAX_K3)
 
 
 def k1_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of :func:`k1`, the gradient of :func:`k2`; the name ``k1+``."""
+    """Return the value of :func:`k1` with the gradient of :func:`k2`; registered as ``k1+``."""
     return _straight_through(k1, log_probs, ref_log_probs)
 
 
 def absolute_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of :func:`absolute`, the gradient of :func:`k2`; the name ``abs+``."""
+    """Return the value of :func:`absolute` with the gradient of :func:`k2`; registered as ``abs+``."""
     return _straight_through(absolute, log_probs, ref_log_probs)
 
 
 def k2_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The same as :func:`k2`; the name ``k2+``."""
+    """Return :func:`k2`; registered as ``k2+``."""
     return k2(log_probs, ref_log_probs)
 
 
 def k3_plus(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The value of :func:`k3`, the gradient of :func:`k2`; the name ``k3+``."""
+    """Return the value of :func:`k3` with the gradient of :func:`k2`; registered as ``k3+``."""
     return _straight_through(k3, log_probs, ref_log_probs)
 
 

@@ -1,4 +1,4 @@
-"""Contract of controllers of the KL penalty's weight in the reward, and the two controllers of this package.
+"""Contract of KL controllers, which set the weight of the KL penalty in the reward, and two implementations.
 
 Example::
 
@@ -26,17 +26,17 @@ __all__ = [
 ]
 
 MAX_ERROR = 0.2
-"""A deviation from the target counts as at most this share of it; the paper's value."""
+"""Bound of the relative deviation from the target; the paper's value."""
 
 
 @dataclass(frozen=True)
 class KlControllerSettings:
-    """Settings of a KL controller; the keys of the same names in ``algorithm``.
+    """Settings of a KL controller, from the keys of the same names in ``algorithm``.
 
     Attributes:
         kl_coef: initial coefficient.
         target_kl: target KL per token of an adaptive controller, in nats.
-        horizon: samples over which an adaptive controller corrects a deviation.
+        horizon: number of samples over which an adaptive controller corrects a deviation.
     """
 
     kl_coef: float = 0.001
@@ -45,7 +45,7 @@ class KlControllerSettings:
 
 
 class BaseKlController(ABC):
-    """The weight of a KL penalty in the reward, now ``value``; its state is part of a checkpoint."""
+    """Base class of KL controllers. ``value`` is the current weight; the state is part of a checkpoint."""
 
     def __init__(self, settings: KlControllerSettings) -> None:
         self.settings = settings
@@ -53,26 +53,26 @@ class BaseKlController(ABC):
 
     @abstractmethod
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Set ``value`` for the next step, from a batch of ``n_steps`` rows with a mean KL per token, in nats."""
+        """Set ``value`` for the next step, from a batch of ``n_steps`` rows and its mean KL per token in nats."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return all state that :meth:`load_state_dict` needs."""
+        """Return the state for :meth:`load_state_dict`."""
         return {"value": self.value}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the state that :meth:`state_dict` returned; KeyError for another kind of controller's."""
+        """Restore state returned by :meth:`state_dict`; KeyError for the state of another kind of controller."""
         self.value = float(state["value"])
 
 
 class FixedKlController(BaseKlController):
-    """``kl_coef`` throughout."""
+    """A controller with the constant weight ``kl_coef``."""
 
     def update(self, current_kl: float, n_steps: int) -> None:
-        """Change nothing."""
+        """Do nothing."""
 
 
 class AdaptiveKlController(BaseKlController):
-    """Raises the coefficient while the KL is above its target, and lowers it below.
+    """A controller that raises the coefficient while the KL is above its target and lowers it while below.
 
     ::
 
@@ -81,7 +81,7 @@ class AdaptiveKlController(BaseKlController):
     Source: Ziegler et al. 2019, Fine-Tuning Language Models from Human Preferences, arXiv:1909.08593.
 
     Raises:
-        ValueError: when made, ``target_kl`` or ``horizon`` is not above 0.
+        ValueError: ``target_kl`` or ``horizon`` is not above 0.
     """
 
     def __init__(self, settings: KlControllerSettings) -> None:

@@ -1,6 +1,6 @@
-"""Loss functions that engines run: the chosen parts put together, picklable, one call a micro-batch.
+"""Picklable loss functions for engines, composed of the chosen functions and called once per micro-batch.
 
-Metrics are shares that add up over micro-batches and ranks, as the engine contract asks.
+Metrics are shares that add up over micro-batches and ranks, as required by the engine contract.
 """
 
 from __future__ import annotations
@@ -35,32 +35,31 @@ PREPARED = "policy_loss/"
 
 @dataclass(frozen=True)
 class PpoLoss:
-    """The actor's loss: a policy loss, less an entropy bonus, plus a KL penalty.
+    """The actor's loss: a policy loss, minus an entropy bonus, plus a KL penalty.
 
     ::
 
         loss = agg(w · policy_loss) - entropy_coeff · agg(entropy) + kl_loss_coef · agg(KL(π ‖ π_ref))
 
-    with w the importance weights of a rollout correction, or 1. Reads the columns ``old_log_probs``
-    and ``advantages``, ``rollout_is_weights`` if it is told to, ``ref_log_prob`` if there is a KL
-    penalty of the sampled tokens (the engine computes one of the whole vocabulary), those that the policy
-    loss declares, those that :meth:`prepare` returned, and ``sequence_tokens`` if rollouts have several
-    rows. Metrics: ``actor/pg_loss``, ``actor/entropy_loss``
-    (if the engine computed the entropy), ``actor/kl_loss`` (if there is a KL penalty), and ``actor/<name>`` for
-    every metric of the policy loss, averaged over those of the mini-batch's tokens that are in the batch.
+    with w the importance weights of a rollout correction, or 1. The loss reads the columns ``old_log_probs`` and
+    ``advantages``; ``rollout_is_weights`` if ``use_rollout_is_weights``; ``ref_log_prob`` if there is a KL penalty over
+    the sampled tokens (the engine computes a penalty over the whole vocabulary); the columns that the policy loss
+    declares; the columns that :meth:`prepare` returned; and ``sequence_tokens`` if rollouts have several rows. Metrics
+    are ``actor/pg_loss``, ``actor/entropy_loss`` (if the engine computed the entropy), ``actor/kl_loss`` (if there is a
+    KL penalty), and ``actor/<name>`` for every metric of the policy loss, averaged over the mini-batch's tokens that
+    are in the batch.
 
     Attributes:
-        policy_loss, aggregation, kl_penalty: the parts, as the registries give them.
+        policy_loss, aggregation, kl_penalty: functions from the registries.
         clip_ratio_low, clip_ratio_high, clip_ratio_c: see :class:`PolicyLossInputs`.
-        entropy_coeff: weight of the entropy bonus; not 0 only if the engine calculates the entropy.
+        entropy_coeff: weight of the entropy bonus; must be 0 unless the engine computes the entropy.
         kl_loss_coef: weight of the KL penalty.
-        options: for the policy loss.
-        use_rollout_is_weights: multiply the policy loss by the column ``rollout_is_weights``.
+        options: options of the policy loss.
+        use_rollout_is_weights: True to multiply the policy loss by the column ``rollout_is_weights``.
 
     Raises:
-        ValueError: when made, a ``kl_loss_coef`` without ``kl_penalty``; when called, no log-probs, no
-            entropy though it has a weight, no penalty of the whole vocabulary though it is that one,
-            or shapes that do not fit together.
+        ValueError: at construction, ``kl_loss_coef`` is set without ``kl_penalty``; when called, the engine returned no
+            log-probs, or not the entropy or vocabulary KL that the loss needs, or the shapes do not match.
         ColumnError: when called, the batch lacks a column.
     """
 
@@ -81,7 +80,7 @@ class PpoLoss:
 
     @property
     def needs(self) -> Needs:
-        """The columns that the loss reads, beside those of :meth:`prepare`."""
+        """Columns that the loss reads, in addition to those of :meth:`prepare`."""
         declared = needs_of(self.policy_loss)
         names = {"old_log_probs", "advantages"} | declared.columns
         if self.use_rollout_is_weights:
@@ -102,14 +101,14 @@ class PpoLoss:
         response_mask: Tensor,
         columns: Mapping[str, Tensor] | None = None,
     ) -> dict[str, Tensor]:
-        """Return the columns that the policy loss needs from the batch as a whole, before it is split.
+        """Compute the columns that the policy loss needs from the whole batch, before the batch is split.
 
         Args:
             old_log_probs, advantages, response_mask: all response tokens of the batch in one row, ``[1, N]``.
-            columns: further columns ``[1, N]``, of which the policy loss gets those that it declares.
+            columns: further columns ``[1, N]``; the policy loss gets those that it declares.
 
         Returns:
-            Columns ``[1, N]`` to add to the batch; none for a loss that looks at each row by itself.
+            Columns ``[1, N]`` to add to the batch; empty for a loss that treats each row independently.
         """
         inputs = self._inputs(
             old_log_probs, old_log_probs, advantages, response_mask, {}, {} if columns is None else columns
@@ -177,7 +176,7 @@ class PpoLoss:
                     "penalty of the sampled tokens, such as k3+"
                 )
             return inputs.vocabulary_kl
-        # A KL penalty knows no mask, so nothing wild may stand under its zeros.
+        # A KL penalty takes no mask, so masked values must be finite.
         mask = inputs.response_mask
         ref_log_probs = masked("ref_log_prob", _column(inputs, "ref_log_prob"), mask)
         return penalty(masked("log_probs", _log_probs(inputs), mask), ref_log_probs)
@@ -196,10 +195,10 @@ def make_ppo_loss(
     options: Mapping[str, Any] | None = None,
     use_rollout_is_weights: bool = False,
 ) -> PpoLoss:
-    """The actor's loss function from its parts; see :class:`PpoLoss`.
+    """Build the actor's loss function; see :class:`PpoLoss`.
 
     Raises:
-        ValueError: a ``kl_loss_coef`` without ``kl_penalty``.
+        ValueError: ``kl_loss_coef`` is set without ``kl_penalty``.
     """
     return PpoLoss(
         policy_loss,

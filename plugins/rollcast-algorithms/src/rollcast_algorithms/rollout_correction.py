@@ -1,15 +1,14 @@
-"""Correction for the gap between the policy that sampled and the policy that is trained.
+"""Correction for the gap between the policy that sampled and the policy in training.
 
-The rollout engine's log-probs ``log μ`` differ from the trainer's ``log π_old`` of the same tokens:
-other kernels, other precision, or weights that are some steps old. With ``d = log π_old - log μ``:
+The rollout engine's log-probs ``log μ`` differ from the trainer's ``log π_old`` for the same tokens, because of other
+kernels, other precision, or older weights. With ``d = log π_old - log μ``:
 
-* importance weights multiply the policy loss, truncated, or zero outside two bounds (IcePop);
-* rejection and veto take tokens or whole rows out of the response mask;
-* bypass takes ``log μ`` for ``log π_old`` and saves that pass, while the gap is small enough.
+* importance weights multiply the policy loss; they are truncated, or set to zero outside two bounds (IcePop);
+* rejection and veto remove tokens or whole rows from the response mask;
+* bypass uses ``log μ`` as ``log π_old`` and skips the pass that computes the latter, while the gap is small enough.
 
-Call :func:`correct_rollout` once with the whole batch, whose columns are jagged: nothing is padded.
-Estimate the advantages with the mask from
-*before*: a score lies on a row's last token, and would be lost with it.
+Call :func:`correct_rollout` once with the whole batch, as jagged columns. Estimate the advantages with the mask from
+*before* the correction: a score is on a row's last token, and would be lost if that token is rejected.
 
 Sources: Yao et al. 2025, Your Efficient RL Framework Secretly Brings You Off-Policy RL Training
 (truncated weights); Ling Team 2025, Every Step Evolves, arXiv:2510.18855 (IcePop); Liu, Li et al. 2025,
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios, of a token or a row, are clamped to ± this before ``exp``; verl's value."""
+"""Bound to which log-ratios of a token or a row are clamped (±) before ``exp``; verl's value."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class LogRatios:
     Axes: ``n`` tokens under the mask, ``B`` rows.
 
     Attributes:
-        values: float ``[n]``.
-        rows: row of each token, int64 ``[n]``.
-        lengths: tokens of each row, int64 ``[B]``.
+        values: log-ratios, float ``[n]``.
+        rows: row index of each token, int64 ``[n]``.
+        lengths: number of tokens of each row, int64 ``[B]``.
     """
 
     values: Tensor
@@ -63,7 +62,7 @@ class LogRatios:
 
     @classmethod
     def of(cls, old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged) -> LogRatios:
-        """Read the log-probs under the mask.
+        """Compute the log-ratios of the tokens under the mask.
 
         Raises:
             ValueError: the columns have different numbers of tokens.
@@ -84,7 +83,7 @@ class LogRatios:
         return self.sums(values) / self.lengths.clamp(min=1)
 
     def extremes(self, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the least and the largest of ``values`` ``[n]`` in each row, ``[B]``; 0 for a row without any."""
+        """Return the minimum and maximum of ``values`` ``[n]`` in each row, ``[B]``; 0 for a row without tokens."""
         zeros = values.new_zeros(len(self.lengths))
         return (
             zeros.scatter_reduce(0, self.rows, values, "amin", include_self=False),
@@ -92,24 +91,24 @@ class LogRatios:
         )
 
     def token_share(self, tokens: Tensor) -> float:
-        """Return the share of tokens in ``tokens``, bool ``[n]``."""
+        """Return the fraction of tokens selected by ``tokens``, bool ``[n]``."""
         return float(tokens.sum()) / max(len(tokens), 1)
 
     def row_share(self, rows: Tensor) -> float:
-        """Return the share of ``rows``, bool ``[B]``, among the rows with tokens."""
+        """Return the fraction of rows with tokens that ``rows``, bool ``[B]``, selects."""
         some = self.lengths > 0
         return float((rows & some).sum()) / max(int(some.sum()), 1)
 
 
 @dataclass(frozen=True)
 class RolloutCorrection:
-    """What a correction gives.
+    """The result of a rollout correction.
 
     Attributes:
-        weights: jagged float32, zero where the given mask is zero; None without ``rollout_is``.
-            The column ``rollout_is_weights``.
-        response_mask: jagged, the given one with zeros at what was rejected, of its dtype.
-        metrics: ``rollout_corr/…``, means over the given mask's tokens, or over its rows with tokens.
+        weights: importance weights for the column ``rollout_is_weights``, jagged float32, zero where the input mask is
+            zero; None without ``rollout_is``.
+        response_mask: the input mask with zeros at rejected tokens, jagged, of the same dtype.
+        metrics: ``rollout_corr/…``, means over the input mask's tokens, or over its rows with tokens.
     """
 
     weights: Jagged | None
@@ -120,15 +119,15 @@ class RolloutCorrection:
 def correct_rollout(
     old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged, config: RolloutCorrectionConfig
 ) -> RolloutCorrection:
-    """Weights, mask and metrics of a whole batch.
+    """Compute the importance weights, the mask and the metrics of a whole batch.
 
     Args:
-        old_log_probs, rollout_log_probs: of the sampled tokens, with the rows of the mask.
-        response_mask: jagged.
-        config: what to do; ``rollout_is=auto`` stands for none.
+        old_log_probs, rollout_log_probs: log-probs of the sampled tokens, with the row lengths of the mask.
+        response_mask: mask of the policy's tokens, jagged.
+        config: options of the correction; ``rollout_is=auto`` means no weights.
 
     Raises:
-        ValueError: columns that do not fit together, a level, rule or threshold that means nothing.
+        ValueError: the columns do not match, or a level, rule or threshold is invalid.
     """
     config = config.resolved(is_stale=False)
     ratios = LogRatios.of(old_log_probs, rollout_log_probs, response_mask)
@@ -156,10 +155,10 @@ def correct_rollout(
 def importance_weights(
     ratios: LogRatios, level: str, lower: float | None, upper: float, batch_normalize: bool = False
 ) -> Tensor:
-    """Importance weights of the sampled tokens.
+    """Compute the importance weights of the sampled tokens.
 
-    With ``d`` the log-ratio, and ``w_t = exp(d_t)`` at the level ``token``, or ``w_t = exp(Σ_u d_u)`` of
-    the row at the level ``sequence``::
+    With ``d`` the log-ratio, and ``w_t = exp(d_t)`` at the level ``token``, or ``w_t = exp(Σ_u d_u)`` over the row at
+    the level ``sequence``::
 
         truncation (lower is None)     min(w, upper)
         IcePop                         w where lower ≤ w ≤ upper, 0 elsewhere
@@ -167,22 +166,22 @@ def importance_weights(
     Args:
         ratios: log-ratios of the batch.
         level: ``token`` or ``sequence``.
-        lower, upper: the bounds.
-        batch_normalize: divide by the mean over the batch's tokens, or over its rows at the level
+        lower, upper: bounds of the weights.
+        batch_normalize: True to divide by the mean over the batch's tokens, or over its rows at the level
             ``sequence``.
 
     Returns:
         float32 ``[n]``.
 
     Raises:
-        ValueError: an unknown level.
+        ValueError: the level is unknown.
     """
     if level not in ("token", "sequence"):
         raise ValueError(f"rollout_is is {level!r}; valid: token, sequence, or null for no weights")
     raw = _at_level(ratios, level).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
     weights = raw.clamp(max=upper) if lower is None else torch.where((raw >= lower) & (raw <= upper), raw, 0.0)
     if batch_normalize:
-        # At the sequence level all of a row's weights are the same, and so their mean is its weight.
+        # At the sequence level, all weights of a row are equal, so their mean is the row's weight.
         values = weights if level == "token" else ratios.means(weights)
         count = len(weights) if level == "token" else int((ratios.lengths > 0).sum())
         mean = values.sum() / max(count, 1)
@@ -191,28 +190,28 @@ def importance_weights(
 
 
 def rejection(ratios: LogRatios, rules: str, thresholds: str | float | None) -> Tensor:
-    """Tokens that every rule keeps.
+    """Return the tokens that every rule keeps.
 
     A rule is a level and an estimate of the divergence, such as ``token_k1`` or ``seq_mean_k3``;
-    several are separated by commas. Of a token, with ``d`` its log-ratio, clamped to ±20::
+    several rules are separated by commas. With ``d`` the log-ratio of a token, clamped to ±20::
 
         k1 = -d        k2 = d² / 2        k3 = exp(d) - 1 - d
 
-    The level ``token`` looks at each token; ``seq_sum``, ``seq_mean`` and ``seq_max`` at the sum, the
-    mean and the extremes over a row's tokens, and keep or reject the row. A rule with k2 or k3 keeps
-    what is at most its threshold. A rule with k1 has two bounds of the ratio ``μ / π_old``, written
-    ``0.5_2.0``, and keeps ``log lower ≤ k1 ≤ log upper``; one number u stands for ``1/u`` and u.
+    The level ``token`` compares each token; ``seq_sum``, ``seq_mean`` and ``seq_max`` compare the sum, the mean and the
+    extremes over a row's tokens, and keep or reject the row. A rule with k2 or k3 keeps values up to its threshold. A
+    rule with k1 has two bounds of the ratio ``μ / π_old``, written ``0.5_2.0``, and keeps ``log lower ≤ k1 ≤ log
+    upper``; a single number u stands for ``1/u`` and u.
 
     Args:
         ratios: log-ratios of the batch.
-        rules: names, separated by commas.
-        thresholds: one for all rules, or as many as there are, separated by commas.
+        rules: names of the rules, separated by commas.
+        thresholds: one threshold for all rules, or one per rule, separated by commas.
 
     Returns:
-        bool ``[n]``.
+        Mask of the kept tokens, bool ``[n]``.
 
     Raises:
-        ValueError: a rule or threshold that means nothing, or a wrong number of them.
+        ValueError: a rule or threshold is invalid, or their numbers differ.
     """
     names = [name.strip() for name in rules.split(",") if name.strip()]
     texts = [text.strip() for text in str(thresholds).split(",") if text.strip()]
@@ -235,10 +234,9 @@ def rejection(ratios: LogRatios, rules: str, thresholds: str | float | None) -> 
 
 
 def veto(ratios: LogRatios, threshold: float) -> Tensor:
-    """Rows with a token whose ratio ``π_old / μ`` is below ``threshold``, bool ``[B]``.
+    """Return the rows with a token whose ratio ``π_old / μ`` is below ``threshold``, bool ``[B]``.
 
-    Such a token was hardly possible under the policy in training: whatever came after it is from
-    another distribution.
+    Such a token is very unlikely under the policy in training, so the tokens after it are from another distribution.
 
     Raises:
         ValueError: the threshold is not above 0.
@@ -249,12 +247,12 @@ def veto(ratios: LogRatios, threshold: float) -> Tensor:
 
 
 def measure_gap(old_log_probs: Jagged, rollout_log_probs: Jagged, response_mask: Jagged) -> dict[str, float]:
-    """How far the two policies are apart on the sampled tokens.
+    """Measure the divergence of the two policies on the sampled tokens.
 
     With ``d = log π_old - log μ``, over the tokens under the mask: ``rollout_corr/kl`` is mean(-d),
     ``k3_kl`` mean(exp(d) - 1 - d), both estimates of KL(μ ‖ π_old) in nats per token; ``chi2_token`` is
-    mean(exp(d)²) - 1; ``log_ppl_abs_diff`` the mean over rows of |mean of d|. ``exp`` is of d clamped to
-    ±20. Without tokens all are 0.
+    mean(exp(d)²) - 1; ``log_ppl_abs_diff`` is the mean over rows of |mean of d|. In ``exp``, d is clamped to ±20.
+    Without tokens, all metrics are 0.
 
     Raises:
         ValueError: the columns have different numbers of tokens.
@@ -276,15 +274,15 @@ def _gap_metrics(ratios: LogRatios) -> dict[str, float]:
 
 
 def may_bypass(config: RolloutCorrectionConfig, last_k3_kl: float | None, steps_since: int) -> bool:
-    """Whether the next step may take the rollout's log-probs for the old ones.
+    """Return True if the next step may use the rollout's log-probs as the old ones.
 
-    Without ``bypass_max_kl`` always. With it, only while the gap that was last measured,
-    ``rollout_corr/k3_kl``, is at most that, and is measured anew every ``bypass_check_freq`` steps.
+    Without ``bypass_max_kl``, bypassing is always allowed. Otherwise, the last measured gap ``rollout_corr/k3_kl`` must
+    be at most ``bypass_max_kl``, and the gap must be measured again every ``bypass_check_freq`` steps.
 
     Args:
-        config: nothing is bypassed without its ``bypass_mode``.
-        last_k3_kl: the last measured gap in nats per token; None if there is none yet.
-        steps_since: steps since it was measured, 1 in the step after.
+        config: options of the correction; without ``bypass_mode``, the result is False.
+        last_k3_kl: last measured gap in nats per token; None if not measured yet.
+        steps_since: number of steps since the measurement; 1 in the next step.
     """
     if not config.bypass_mode:
         return False
@@ -296,7 +294,7 @@ def may_bypass(config: RolloutCorrectionConfig, last_k3_kl: float | None, steps_
 
 
 def _at_level(ratios: LogRatios, level: str) -> Tensor:
-    """Return each token's log-ratio, or at the level ``sequence`` its row's, ``[n]``."""
+    """Return the log-ratio of each token, or of each token's row at the level ``sequence``, ``[n]``."""
     return ratios.values if level == "token" else ratios.sums(ratios.values)[ratios.rows]
 
 
@@ -319,7 +317,7 @@ def _row_extremes(values: Tensor, ratios: LogRatios) -> tuple[Tensor, Tensor]:
     return low[ratios.rows], high[ratios.rows]
 
 
-# Smallest and largest of what a level looks at, for each token, [n].
+# Functions that return, for each token [n], the smallest and largest value that the level compares.
 _LEVELS: Mapping[str, Callable[[Tensor, LogRatios], tuple[Tensor, Tensor]]] = {
     "token": _each_token,
     "seq_sum": _row_sums,
@@ -344,7 +342,7 @@ def _rule_bounds(name: str, estimate: str, text: str) -> tuple[float, float]:
 
 
 def _bounds(key: str, text: str | float | Sequence[float]) -> tuple[float | None, float]:
-    """``2.0`` is (None, 2.0); ``0.5_2.0`` and ``[0.5, 2.0]`` are (0.5, 2.0)."""
+    """Parse bounds: ``2.0`` is (None, 2.0); ``0.5_2.0`` and ``[0.5, 2.0]`` are (0.5, 2.0)."""
     parts = str(text).split("_") if isinstance(text, str | float | int) else list(text)
     try:
         numbers = [float(part) for part in parts]
@@ -366,7 +364,7 @@ def _weight_metrics(
     metrics = {
         "mean": float(mean),
         "max": float(values.max()) if values.numel() else 0.0,
-        # The share of the tokens that as many equal weights would have the same variance with.
+        # The effective sample size as a fraction of the tokens.
         "eff_sample_size": float(mean.square() / square) if square > 0 else 0.0,
         "ratio_fraction_high": ratios.token_share(total > math.log(upper)),
         "ratio_fraction_low": ratios.token_share(total < math.log(lower or 1.0 / upper)),

@@ -12,11 +12,11 @@ __all__ = ["AlgorithmConfig", "FilterGroupsConfig", "RolloutCorrectionConfig"]
 
 @config
 class RolloutCorrectionConfig:
-    """Correction for the gap between rollout and training policy. Names are verl's where it has one."""
+    """Correction for the gap between rollout and training policy. Names are verl's where verl has the key."""
 
     rollout_is: str | None = "auto"
-    """Importance weights per `token` or per `sequence`; null for none. `auto` is `token` where rollouts may be older
-    than the step that trains them (`trainer.max_staleness`) and `bypass_mode` is off, else none."""
+    """Importance weights per `token` or per `sequence`; null for none. `auto` is `token` if rollouts may be older than
+    the step that trains on them (`trainer.max_staleness`) and `bypass_mode` is off, else none."""
     rollout_is_threshold: Any = 2.0
     """Upper bound of the importance weights (`2.0`, truncation), or both bounds outside which they are zero
     (`[0.5, 5.0]` or `0.5_5.0`, IcePop)."""
@@ -30,18 +30,18 @@ class RolloutCorrectionConfig:
     """Reject a row that has a token whose probability ratio of training to rollout policy is below this; null for
     none."""
     bypass_mode: bool = False
-    """Use the rollout's log-probs as the old ones and save that pass. Weights and rejection, which compare the two,
-    have no effect in such a step."""
+    """Use the rollout's log-probs as the old ones and skip the pass that computes the latter. Weights and rejection,
+    which compare the two, have no effect in such a step."""
     bypass_max_kl: float | None = None
     """Bypass only while the last measured gap is at most this, in nats per token."""
     bypass_check_freq: Positive = 10
-    """With `bypass_max_kl`: steps between two measurements of the gap, at most."""
+    """Largest number of steps between two measurements of the gap, with `bypass_max_kl`."""
 
     def resolved(self, is_stale: bool) -> RolloutCorrectionConfig:
-        """Return the config with ``auto`` decided.
+        """Return the config with ``auto`` replaced by its meaning.
 
         Args:
-            is_stale: True if tokens may be older than the step that trains them.
+            is_stale: True if tokens may be older than the step that trains on them.
         """
         if self.rollout_is != "auto":
             return self
@@ -72,7 +72,7 @@ class AlgorithmConfig:
     lam: float = 1.0
     """λ of GAE."""
     norm_adv_by_std_in_grpo: bool = True
-    """Divide by the group's standard deviation; false is Dr. GRPO."""
+    """Divide by the group's standard deviation; false for Dr. GRPO."""
     use_kl_in_reward: bool = False
     """Subtract `kl_coef` times the KL penalty from each token's score."""
     kl_penalty: str = "k1"

@@ -1,4 +1,4 @@
-"""The critic's loss: squared error against the returns, with PPO's clip."""
+"""The critic's loss: the squared error against the returns, with PPO's clip."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ __all__ = ["ValueLoss", "clipped_value_loss"]
 def clipped_value_loss(
     predictions: Tensor, values: Tensor, returns: Tensor, response_mask: Tensor, cliprange_value: float
 ) -> PolicyLossOutput:
-    """The larger of two squared errors: of the prediction, and of it kept near the old value.
+    """Compute the critic's loss, the larger of the squared errors of the prediction and of the clipped prediction.
 
     With ``V`` the prediction and ``V_old`` the critic's value when the batch was made::
 
         L = max((V - R)², (clamp(V, V_old - c, V_old + c) - R)²) / 2
 
-    Metric: ``vf_clipfrac`` (the clamped error was the larger).
+    Metric: ``vf_clipfrac`` (the clipped error was larger).
 
     Source: Schulman et al. 2017, arXiv:1707.06347, as in OpenAI's baselines; the factor 1/2 is verl's.
 
     Args:
-        predictions: with gradient.
-        values, returns, response_mask: all ``[B, T]`` as well.
-        cliprange_value: c.
+        predictions: predicted values, ``[B, T]``, with gradient.
+        values, returns, response_mask: old values, returns and mask, ``[B, T]``.
+        cliprange_value: largest change c of the value.
 
     Returns:
         Losses and metric, float32 or wider ``[B, T]``, zero where the mask is zero.
@@ -59,11 +59,11 @@ class ValueLoss:
     mini-batch's tokens: ``critic/vf_clipfrac``, ``critic/vpred_mean``.
 
     Attributes:
-        aggregation: as the registry gives it (``critic.loss_agg_mode``).
-        cliprange_value: how far a prediction may move from the old value.
+        aggregation: aggregation from the registry (``critic.loss_agg_mode``).
+        cliprange_value: largest change of a prediction from the old value.
 
     Raises:
-        ValueError: when called, the engine gave no values, or shapes do not fit together.
+        ValueError: when called, the engine returned no values, or the shapes do not match.
         ColumnError: when called, the batch lacks a column.
     """
 

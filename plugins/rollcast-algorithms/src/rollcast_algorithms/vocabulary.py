@@ -1,8 +1,8 @@
-"""Quantities of the whole vocabulary, for engines: entropy, Σπ², and the exact KL divergence.
+"""Quantities over the whole vocabulary, computed by engines: entropy, Σπ² and the exact KL divergence.
 
-Loss functions see the sampled tokens only; an engine that has the logits computes these and gives
-them per token. Logits are ``[B, T, V]`` of any float dtype, and results float32 (or float64) ``[B, T]``
-with gradient. Log-probs that are normalised already are logits too.
+Loss functions see only the sampled tokens; an engine, which has the logits, computes these quantities and returns them
+per token. Logits are ``[B, T, V]`` of any float dtype, and may be normalised log-probs; results are float32 (or
+float64) ``[B, T]`` with gradient.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ __all__ = ["entropy", "full", "sum_pi_squared"]
 
 
 def entropy(logits: Tensor) -> Tensor:
-    """``-Σ_v π_v log π_v`` in nats; a probability of 0 adds 0."""
+    """Return ``-Σ_v π_v log π_v`` in nats; a probability of 0 adds 0."""
     log_probs = widen(logits).log_softmax(-1)
     # -inf · 0 is NaN, in the value and in the gradient.
     return -(log_probs.exp() * log_probs.masked_fill(log_probs.isneginf(), 0.0)).sum(-1)
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:
-    """``Σ_v π_v²``, between 1/V and 1; for the optimal token baselines."""
+    """Return ``Σ_v π_v²``, between 1/V and 1, for the optimal token baselines."""
     return widen(logits).softmax(-1).square().sum(-1)
 
 
 @kl_penalty(needs_vocabulary=True)
 def full(log_probs: Tensor, ref_log_probs: Tensor) -> Tensor:
-    """The exact divergence, ``KL(π ‖ π_ref) = Σ_v π_v (log π_v - log π_ref,v)``.
+    """Return the exact divergence ``KL(π ‖ π_ref) = Σ_v π_v (log π_v - log π_ref,v)``.
 
     Args:
         log_probs, ref_log_probs: logits or log-probs, ``[B, T, V]``.
 
     Returns:
-        ``[B, T]``, never negative but for rounding; tokens that π never gives add 0.
+        The divergence, ``[B, T]``, never negative except for rounding; tokens with π = 0 add 0.
 
     Raises:
         ValueError: the shapes differ, or there is no vocabulary axis.

@@ -1,6 +1,6 @@
 """Datasets of rollcast: prompts for reinforcement learning, supervised samples, and preprocessing.
 
-Importing this package costs nothing; the parts live in its modules:
+Importing this package imports none of its modules:
 
 - :mod:`rollcast_data.contract`: the contracts of datasets and of preprocessors.
 - :mod:`rollcast_data.schemas`: the config's ``data`` section.

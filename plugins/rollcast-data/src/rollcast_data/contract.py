@@ -45,7 +45,7 @@ class BaseDataset(ABC):
 
     @abstractmethod
     def collate(self, rows: list[Any]) -> DataProto:
-        """Return a batch with the jagged column ``prompts``, int32, and whatever else the rows have."""
+        """Return a batch with the jagged column ``prompts``, int32, and the rows' other columns."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class PreprocessReport:
 
 
 class BasePreprocessor(ABC):
-    """A conversion of a raw source into the files of a dataset; its docstring is its help text."""
+    """Base class of preprocessors, which convert raw data to dataset files; the docstring is the help text."""
 
     @abstractmethod
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:

@@ -1,4 +1,4 @@
-"""The dataset ``conversations``: several turns with the replies to imitate, in the layout of the engines.
+"""The dataset ``conversations``: multi-turn conversations with replies to imitate, in the layout of the engines.
 
 A row of a file::
 
@@ -39,7 +39,7 @@ _MARK = "rollcast-mark"
 
 @dataclass(frozen=True)
 class ConversationRow:
-    """A first prompt, all that follows it as ids, and which of these are trained."""
+    """The ids of a first prompt and of the rest of the conversation, and a mask of the trained ids."""
 
     index: int
     prompt_ids: Ids
@@ -49,7 +49,7 @@ class ConversationRow:
 
 @dataclass(frozen=True)
 class _Piece:
-    """Text that is tokenized by itself: a trained reply with its stop token, or what stands between two."""
+    """A text that is tokenized separately: a trained reply with its stop token, or the text between two replies."""
 
     text: str
     trained: bool
@@ -57,7 +57,7 @@ class _Piece:
 
 @dataclass(frozen=True)
 class _Chain:
-    """A prompt and what follows it, each text the beginning of the next; a conversation has one or several."""
+    """A prompt and the texts that extend it, each a prefix of the next; a conversation has one or several chains."""
 
     location: str
     prompt: str
@@ -67,12 +67,12 @@ class _Chain:
 class ConversationDataset(BaseDataset):
     """Conversations of several turns, for a supervised loss on the assistant's replies.
 
-    The tokenizer's chat template renders the conversation up to each trained reply, and with it. The reply's
-    tokens with its stop token are trained, what the template, users and tools write is not. A message with
-    ``weight: 0`` is not trained. Replies are tokenized by themselves, as agent loops do with sampled ones.
+    The tokenizer's chat template renders the conversation without and with each trained reply. The tokens of the reply
+    and its stop token are trained; text of the template, users and tools is not. A message with ``weight: 0`` is not
+    trained. Replies are tokenized separately, as in agent loops, in which they are sampled.
 
-    Where the template changes what it wrote earlier, as those that drop earlier thinking, the conversation becomes
-    several rows: each reply is trained behind the text that a model would see.
+    If the template changes earlier text, for example by dropping earlier thinking, the conversation becomes several
+    rows, so that each reply is trained after the text that a model would see.
 
     Args:
         files: JSONL or Parquet files or globs, in order.
@@ -110,7 +110,7 @@ class ConversationDataset(BaseDataset):
         return self._rows[index]
 
     def collate(self, rows: list[ConversationRow]) -> DataProto:
-        """Return a batch of first prompts and what follows them.
+        """Return a batch of first prompts and the rest of the conversations.
 
         Returns:
             Jagged ``prompts`` and ``responses`` int32 and ``response_mask`` bool, which has gaps; ``index`` int64
@@ -178,7 +178,7 @@ class ConversationDataset(BaseDataset):
 
 
 class _Template:
-    """A tokenizer's chat template, and what it writes behind a reply."""
+    """A tokenizer's chat template, and the text that it writes after a reply."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer: Any = tokenizer
@@ -205,7 +205,7 @@ class _Template:
 
     @cached_property
     def closing(self) -> str:
-        """Text behind a reply, such as ``<|im_end|>`` and a line break."""
+        """Text after a reply, such as ``<|im_end|>`` and a line break."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         return self.render(None, messages, (), prompt=False).rpartition(_MARK)[2]
 
@@ -219,7 +219,7 @@ class _Template:
 
     @cached_property
     def end_ids(self) -> list[int]:
-        """Ids behind the text of a reply: the end token where the template itself writes none."""
+        """Ids appended to the text of a reply: the end token if the template writes none."""
         return [] if self.stop else [self._tokenizer.eos_token_id]
 
 
@@ -302,5 +302,5 @@ def _parsed(row: Row, what: str, value: Any) -> Any:
 
 
 def _without_nulls(value: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a mapping without nulls: a Parquet column has one set of keys for all."""
+    """Return a mapping without nulls, which occur because all rows of a Parquet column have the same keys."""
     return {key: item for key, item in value.items() if item is not None}

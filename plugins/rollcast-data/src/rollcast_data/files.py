@@ -18,9 +18,9 @@ from rollcast.errors import DataError
 __all__ = ["Row", "expand_files", "read_files", "read_rows", "write_jsonl", "write_parquet"]
 
 _MISSING: Any = object()
-#: Longest row of a file, in bytes: more is a file without line breaks, and would fill the memory.
+#: Longest row of a file in bytes. A longer row is probably a file without line breaks, and would fill the memory.
 _LONGEST_ROW = 64 << 20
-#: Deepest nesting of a row: what reads it later, such as pickle, recurses and has a limit.
+#: Deepest nesting of a row; later readers, such as pickle, recurse and have a limit.
 _DEEPEST_ROW = 100
 
 
@@ -174,7 +174,7 @@ def _require_shallow(value: Any) -> None:
 
 
 def _require_text(value: Any, line: bytes, location: str) -> None:
-    r"""Reject strings that no encoding can write: ``\ud800`` without its second half is JSON, but no character."""
+    r"""Reject strings that cannot be encoded: a lone surrogate such as ``\ud800`` is valid JSON but no character."""
     if b"\\u" not in line:
         return
     try:

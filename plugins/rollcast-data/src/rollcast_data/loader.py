@@ -62,7 +62,7 @@ class EpochSampler(Sampler[int]):
         """Return the row numbers of one epoch, in order."""
         if not self.shuffle:
             return list(range(self.length))
-        # A hash, because a generator seeded with seed + epoch would give run 1 the second epoch of run 0.
+        # Hash the pair, because with seed + epoch, seed 1 would start with the second epoch of seed 0.
         digest = hashlib.sha256(f"{self.seed}:{epoch}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
         return [int(row) for row in torch.randperm(self.length, generator=generator)]
@@ -135,8 +135,7 @@ def build_loader(
     """Return a loader of collated batches; one iteration is one epoch, :class:`EpochIterator` never ends.
 
     Args:
-        drop_last: leave out the rows after the last full batch of an epoch; otherwise they come
-            as a smaller batch.
+        drop_last: True to drop the rows after the last full batch of an epoch; False to yield them as a smaller batch.
         num_workers: processes that fetch and collate ahead.
 
     Raises:
@@ -160,8 +159,8 @@ def build_loader(
             num_workers=num_workers,
             collate_fn=dataset.collate,
             drop_last=drop_last,
-            # Without a generator of its own the loader draws from the global one in every epoch, and in
-            # a resumed run all other users of the global generator would draw other numbers.
+            # Without its own generator, the loader would draw from the global one in every epoch, and in a resumed run
+            # all other users of the global generator would draw other numbers.
             generator=torch.Generator().manual_seed(0),
         )
 
@@ -169,8 +168,8 @@ def build_loader(
 class EpochIterator(Iterator[DataProto]):
     """An endless iterator over the batches of a loader, with a state that JSON can hold.
 
-    The state may be saved after any batch. After :meth:`load_state_dict` the same batches follow as would have
-    followed then, also at the end of an epoch and with any number of workers.
+    The state may be saved after any batch. After :meth:`load_state_dict`, the iterator continues with the same batches
+    as from the saved position, also at the end of an epoch and with any number of workers.
 
     Attributes:
         epoch: epoch of the next batch, from 0.

@@ -17,16 +17,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def preprocess(
     name: Annotated[
-        str, typer.Argument(metavar="NAME", help="Such as gsm8k; 'rollcast plugins preprocessors' lists them.")
+        str, typer.Argument(metavar="NAME", help="Preprocessor, such as gsm8k; see 'rollcast plugins preprocessors'.")
     ],
-    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="The folder to write into.")],
+    output: Annotated[Path, typer.Option("--output", metavar="DIR", help="Folder for the dataset files.")],
     source: Annotated[
-        Path | None, typer.Option("--input", metavar="DIR", help="The raw data; not needed where a task is generated.")
+        Path | None,
+        typer.Option("--input", metavar="DIR", help="Folder with the raw data; omit it for generated tasks."),
     ] = None,
-    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed of what is generated or drawn.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", metavar="N", help="Seed for generating or sampling data.")] = 0,
     _traceback: Traceback = False,
 ) -> None:
-    """Turn raw data into dataset files, and count their rows."""
+    """Convert raw data to dataset files, and show the number of rows."""
     from rollcast.errors import DataError
     from rollcast_data.contract import preprocessors
 

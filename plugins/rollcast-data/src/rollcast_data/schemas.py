@@ -14,7 +14,7 @@ __all__ = ["DataConfig", "build_data_config"]
 
 @config
 class DataConfig:
-    """The rows to train on, and how they become tokens."""
+    """Data files and their conversion to tokens."""
 
     dataset: str = "prompts"
     """Registry name of the dataset."""
@@ -32,7 +32,7 @@ class DataConfig:
     messages_key: str = "messages"
     """Column of the conversation, a list of chat messages, read by the dataset `conversations`."""
     tools_key: str = "tools"
-    """Column of the tools that a conversation's template gets, a list or its JSON text, read by the dataset
+    """Column of the tools passed to a conversation's chat template, a list or its JSON text, read by the dataset
     `conversations`; may be missing."""
     data_source_key: str = "data_source"
     """Column of the row's source name; a row without it has the source `""`."""
@@ -49,11 +49,11 @@ class DataConfig:
     filter_overlong_prompts: bool = True
     """Leave out rows whose prompt is longer than `max_prompt_length`."""
     truncation: Literal["error", "left", "right"] = "error"
-    """Treatment of longer prompts that were not left out: `error`, or cut at the `left` or at the `right`."""
+    """Treatment of longer prompts that are not left out: `error`, or truncation at the `left` or the `right`."""
     val_max_samples: PositiveOrOff = -1
-    """Validate on the first so many rows, as does `rollcast eval`; -1 for all."""
+    """Number of rows, from the first, for validation and `rollcast eval`; -1 for all."""
     num_workers: NonNegative = 0
-    """Processes that tokenize and collate ahead; 0 does both in the trainer's process."""
+    """Number of processes that tokenize and collate ahead; 0 to do both in the trainer's process."""
     apply_chat_template: Literal["auto", "always", "never"] = "auto"
     """`auto` applies the tokenizer's template to prompts that are lists of messages, `always` wraps a string as one
     user message first, `never` joins the messages' contents with newlines."""

@@ -38,8 +38,8 @@ class SupervisedDataset(BaseDataset):
 
     The prompt is encoded as in :class:`~rollcast_data.prompts.PromptDataset`; the response's text
     is tokenized on its own, and the end token appended. A response of more than
-    ``max_response_length`` tokens is an error with ``truncation: error``. Otherwise its end, with the end
-    token, is cut: without their beginning responses would teach the model to omit it.
+    ``max_response_length`` tokens is an error with ``truncation: error``. Otherwise it is truncated at its end,
+    including the end token; truncating the beginning would teach the model to omit it.
 
     Args:
         files: JSONL or Parquet files or globs, in order.

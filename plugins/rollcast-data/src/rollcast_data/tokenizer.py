@@ -1,4 +1,4 @@
-"""The tokenizer of a Hugging Face folder, checked for training, and the ids that end a response."""
+"""Loading of the tokenizer of a Hugging Face folder, with checks for training, and of the ids that end a response."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _log = logging.getLogger("rollcast.data")
 # Any one of these is enough for transformers to build a tokenizer from.
 _FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json", "vocab.txt", "spiece.model")
 
-# What transformers 4 and 5 write for a tokenizer that is all in its tokenizer.json.
+# Class names that transformers 4 and 5 write for a tokenizer that is defined completely by its tokenizer.json.
 _GENERIC = ("PreTrainedTokenizerFast", "TokenizersBackend")
 
 
@@ -66,7 +66,7 @@ def load_tokenizer(path: str | Path, trust_remote_code: bool = False) -> PreTrai
 
 
 def read_stop_token_ids(path: str | Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids that end a response, each once: the tokenizer's EOS, then those of generation_config.json.
+    """Return the distinct ids that end a response: the tokenizer's EOS, then those of generation_config.json.
 
     Nothing else of the file is read: its sampling defaults must not change what a run samples from.
 

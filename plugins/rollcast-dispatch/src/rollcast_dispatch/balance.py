@@ -1,4 +1,4 @@
-"""Spread rows of different lengths over shards so that the shards' tokens are nearly equal."""
+"""Assignment of rows of different lengths to shards with nearly equal numbers of tokens."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from rollcast.protocol import karmarkar_karp
 
 __all__ = ["Shard", "deal_near", "exchange_items", "plan_shards"]
 
-#: Tokens of the heaviest shard against the most even deal, up to which rows stay where they are.
+#: Ratio of the heaviest shard's tokens to the best balance up to which rows stay in their runs.
 _TOLERANCE = 1.01
-#: Light parts that the heaviest tries to swap with.
+#: Number of light parts with which the heaviest part tries to swap.
 _TRIED = 16
 
 
 def exchange_items(
     parts: Sequence[list[int]], weights: Sequence[int], enough: float = -1, tried: int = 1
 ) -> list[list[int]]:
-    """Return parts of the same sizes, of which the heaviest is as heavy or lighter.
+    """Swap items between parts, keeping the sizes of the parts, so that the heaviest part becomes lighter.
 
-    One very heavy item leaves its part heaviest when all parts must have one size. So, as long as
-    it helps, the heaviest and the lightest part swap the two items that make them most equal.
+    If all parts must have the same size, one very heavy item can make its part too heavy. So, as long as it helps, the
+    heaviest and the lightest part swap the pair of items that balances them best.
 
     Args:
         parts: items of each part.
         weights: weight of each item.
-        enough: weight of the heaviest part at which exchanges end.
-        tried: number of light parts that the heaviest tries in turn, until a swap helps.
+        enough: weight of the heaviest part at which swapping stops.
+        tried: number of light parts with which the heaviest part tries to swap.
     """
     swapped = [sorted(part, key=lambda item: weights[item]) for part in parts]
     loads = [sum(weights[item] for item in part) for part in swapped]
@@ -52,10 +52,10 @@ def exchange_items(
 
 
 def _best_swap(high: list[int], low: list[int], gap: int, weights: Sequence[int]) -> tuple[int, int] | None:
-    """Positions in two parts, lightest first, whose swap leaves the least of ``gap``; None if none does."""
+    """Return the positions of the items whose swap reduces ``gap`` most; None if no swap helps. Parts are sorted."""
     best, least, j = None, gap, 0
     for i, item in enumerate(high):
-        # The remaining gap is |gap - 2 * moved|; heavier items of one part want heavier ones of the other.
+        # The remaining gap is |gap - 2 * moved|, so heavier items of one part pair with heavier ones of the other.
         while j + 1 < len(low) and 2 * (weights[item] - weights[low[j + 1]]) >= gap:
             j += 1
         for k in (j, j + 1):
@@ -66,11 +66,11 @@ def _best_swap(high: list[int], low: list[int], gap: int, weights: Sequence[int]
 
 
 def deal_near(homes: Sequence[Sequence[int]], even: Sequence[list[int]], weights: Sequence[int]) -> list[list[int]]:
-    """Return parts in which few items leave their home, if these are about as even as ``even``, else ``even``.
+    """Return parts in which few items leave their home if these are about as balanced as ``even``, else ``even``.
 
     Args:
-        homes: items of each part before they are balanced, with the part sizes of ``even``.
-        even: the most even parts that are known.
+        homes: items of each part before balancing, with the part sizes of ``even``.
+        even: the best balanced parts known.
         weights: weight of each item.
     """
     enough = _TOLERANCE * max(sum(weights[item] for item in part) for part in even)
@@ -81,11 +81,11 @@ def deal_near(homes: Sequence[Sequence[int]], even: Sequence[list[int]], weights
 
 @dataclass(frozen=True)
 class Shard:
-    """Rows of one shard.
+    """The rows of a shard.
 
     Attributes:
         rows: row numbers, ascending.
-        padding: row numbers that are repeated after them.
+        padding: row numbers to repeat after the rows.
     """
 
     rows: list[int]
@@ -95,18 +95,18 @@ class Shard:
 def plan_shards(
     lengths: Sequence[int], shards: int, groups: Sequence[Sequence[int]] | None, equal_size: bool
 ) -> list[Shard]:
-    """Rows for each shard; every row is in one shard.
+    """Assign every row to a shard.
 
-    Rows of a handle lie with the ranks in consecutive runs, as an earlier call returned them. If runs are balanced
-    as well, they are chosen, because they need no copy; else rows leave their run only as far as the balance needs it,
-    because most that do are read from another node.
+    The rows of a handle are stored on the ranks in consecutive runs, as an earlier call returned them. Runs that are
+    balanced well enough are kept, because they need no copy. Otherwise, only as many rows leave their run as the
+    balance requires, because such rows are mostly read from another node.
 
     Args:
         lengths: tokens of each row.
-        shards: how many.
-        groups: row numbers that stay together; None if each row is by itself.
-        equal_size: pad shards to one number of rows. Padding repeats the shortest row; if there are
-            groups, the shortest of other shards, so that it joins no group of its own.
+        shards: number of shards.
+        groups: row numbers to keep together; None if there are no groups.
+        equal_size: True to pad shards to the same number of rows. Padding repeats the shortest row; with groups, the
+            shortest row of another shard, so that a group never contains its own copies.
     """
     items = [[row] for row in range(len(lengths))] if groups is None else [list(group) for group in groups]
 
@@ -127,7 +127,7 @@ def _balance(lengths: Sequence[int], shards: int, items: list[list[int]], equal_
     weights = [sum(lengths[row] for row in item) for item in items]
     sizes = {len(item) for item in items}
     even = equal_size and len(sizes) == 1
-    # Items of one size are dealt out in equal numbers; the missing ones are made up of the shortest row.
+    # Items of one size are assigned in equal numbers; missing items are filled with the shortest row.
     missing = -len(items) % shards if even else 0
     if even:
         weights += [sizes.pop() * min(lengths)] * missing
@@ -140,11 +140,11 @@ def _balance(lengths: Sequence[int], shards: int, items: list[list[int]], equal_
 
 
 def _homes(items: list[list[int]], rows: int, shards: int, missing: int) -> list[list[int]] | None:
-    """Return the items of each run of rows, with the missing items in runs that are short; None if a run cuts an item.
+    """Return the items of each run of rows, filling short runs with missing items; None if a run cuts an item.
 
     Args:
-        items: equally many rows each.
-        missing: items to make up, numbered behind the others.
+        items: items with the same number of rows each.
+        missing: number of items to add, numbered after the others.
     """
     size = (len(items) + missing) // shards
     owner = {row: number for number, run in enumerate(_cut(rows, shards, True)) for row in run}
@@ -172,7 +172,7 @@ def _cut(rows: int, shards: int, equal_size: bool) -> list[list[int]]:
 
 
 def _pad(parts: Sequence[list[int]], lengths: Sequence[int], size: int, apart: bool) -> list[Shard]:
-    """Shards of ``size`` rows at least; what is added is no row of the shard itself if ``apart``."""
+    """Pad shards to at least ``size`` rows; if ``apart``, padding repeats no row of the same shard."""
     by_length = sorted(range(len(lengths)), key=lambda row: lengths[row])
 
     def padding(rows: list[int]) -> list[int]:

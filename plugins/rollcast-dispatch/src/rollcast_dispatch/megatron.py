@@ -1,12 +1,12 @@
-"""Modes over a mesh with pipeline stages, as Megatron's engines have it.
+"""Dispatch modes over a mesh with pipeline stages, as used by Megatron engines.
 
-Each rank says its place once, usually in ``init_model``::
+Each rank registers its place once, usually in ``init_model``::
 
     self.register_mesh("default", dp_rank, is_collect, coords={"tp": tp_rank, "pp": pp_rank})
 
-Further dimensions whose ranks work on the same rows (``cp``, say) are named beside ``tp``. These
-modes choose the ranks that answer by ``coords``, not by ``is_collect``: the *first* rank of a
-data-parallel rank's pipeline stage is the one whose coordinates but ``pp`` are all 0.
+Add further dimensions whose ranks work on the same rows, such as ``cp``, to ``coords``. These modes select the
+answering ranks by ``coords``, not by ``is_collect``: the *first* rank of a pipeline stage is the rank whose coordinates
+except ``pp`` are all 0.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ class PipelineGrid:
     """The ranks of a mesh by data-parallel rank and pipeline stage.
 
     Args:
-        mesh_name: for messages.
-        places: each rank's place, by rank; a coordinate that is missing is 0.
+        mesh_name: name of the mesh, for messages.
+        places: each rank's place, by rank; missing coordinates are 0.
 
     Attributes:
-        dp_size, pp_size: numbers of data-parallel ranks and of pipeline stages.
+        dp_size, pp_size: number of data-parallel ranks and of pipeline stages.
 
     Raises:
-        DispatchError: the places do not fill a grid, each point once.
+        DispatchError: the places do not cover every point of a grid exactly once.
     """
 
     def __init__(self, mesh_name: str, places: Sequence[MeshInfo]) -> None:
@@ -58,21 +58,21 @@ class PipelineGrid:
         self._first = {point[:2]: rank for rank, point in enumerate(points) if not any(point[2:])}
 
     def by_dp(self) -> Layout:
-        """A shard for each data-parallel rank; the first rank of its last stage answers."""
+        """Return a layout with one shard per data-parallel rank; the first rank of its last stage answers."""
         last = self.pp_size - 1
         return Layout(
             tuple(dp for dp, _ in self._dp_and_pp), tuple(self._first[dp, last] for dp in range(self.dp_size))
         )
 
     def by_dp_and_pp(self) -> Layout:
-        """A shard for each stage of each data-parallel rank, stages side by side; its first rank answers."""
+        """Return a layout with one shard per stage of each data-parallel rank; the first rank of the stage answers."""
         return Layout(
             tuple(dp * self.pp_size + pp for dp, pp in self._dp_and_pp),
             tuple(self._first[dp, pp] for dp in range(self.dp_size) for pp in range(self.pp_size)),
         )
 
     def stages(self) -> list[int]:
-        """The first rank of each stage of data-parallel rank 0."""
+        """Return the first rank of each stage of data-parallel rank 0."""
         return [self._first[0, pp] for pp in range(self.pp_size)]
 
 
@@ -94,10 +94,10 @@ def _explain(mesh_name: str, names: list[str], points: Sequence[tuple[int, ...]]
 
 
 class _OverGrid(DispatchMode):
-    """A mode over the pipeline grid of a mesh.
+    """Base class of dispatch modes over the pipeline grid of a mesh.
 
     Args:
-        mesh_name: as the workers gave it to ``register_mesh``.
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
     """
 
     def __init__(self, mesh_name: str = "default") -> None:
@@ -111,7 +111,7 @@ class _OverGrid(DispatchMode):
 
 
 class _ListsOverGrid(_OverGrid):
-    """Arguments are lists with a value a shard; the result is the list of the shards' outputs."""
+    """Base class for arguments that are lists with one value per shard; returns the list of the shards' outputs."""
 
     unit = "shards"
 
@@ -129,7 +129,7 @@ class _ListsOverGrid(_OverGrid):
 
 
 class _BatchesOverGrid(_ListsOverGrid):
-    """Batches among the arguments are split; the shards' outputs are joined."""
+    """Base class for batches, which are split; the shards' outputs are joined."""
 
     def dispatch(self, worker_group: DispatchTarget, *args: Any, **kwargs: Any) -> Calls:
         layout = self._layout(worker_group)
@@ -146,10 +146,10 @@ class _BatchesOverGrid(_ListsOverGrid):
 
 
 class MegatronCompute(_ListsOverGrid):
-    """Every argument is a list or tuple with one value for each data-parallel rank.
+    """Dispatch mode for arguments that are lists or tuples with one value per data-parallel rank.
 
-    All tensor- and pipeline-parallel ranks of a data-parallel rank get its value. The result is a
-    list by data-parallel rank: the output of the first rank of its last pipeline stage.
+    All tensor- and pipeline-parallel ranks of a data-parallel rank get its value. The result is a list by data-parallel
+    rank of the output of the first rank of its last pipeline stage.
     """
 
     name = "megatron_compute"
@@ -160,7 +160,7 @@ class MegatronCompute(_ListsOverGrid):
 
 
 class MegatronComputeProto(_BatchesOverGrid):
-    """A shard for each data-parallel rank, which all its tensor- and pipeline-parallel ranks get.
+    """Dispatch mode that sends one shard to all tensor- and pipeline-parallel ranks of each data-parallel rank.
 
     Outputs of the first rank of each data-parallel rank's last pipeline stage are joined, in order.
     Splitting, padding and joining are those of DP_COMPUTE_PROTO.
@@ -173,10 +173,10 @@ class MegatronComputeProto(_BatchesOverGrid):
 
 
 class MegatronPpAsDp(_ListsOverGrid):
-    """Pipeline stages work on data of their own: a list with ``dp_size * pp_size`` values an argument.
+    """Dispatch mode for pipeline stages with their own data, from lists of ``dp_size * pp_size`` values.
 
-    Value ``dp_rank * pp_size + pp_rank`` goes to all tensor-parallel ranks of that stage. The
-    result is a list in the same order: the output of the first rank of each stage.
+    Value ``dp_rank * pp_size + pp_rank`` is sent to all tensor-parallel ranks of this stage. The result is a list of
+    the output of the first rank of each stage, in the same order.
     """
 
     name = "megatron_pp_as_dp"
@@ -187,9 +187,9 @@ class MegatronPpAsDp(_ListsOverGrid):
 
 
 class MegatronPpAsDpProto(_BatchesOverGrid):
-    """A shard for each pipeline stage of each data-parallel rank, ``dp_size * pp_size`` in all.
+    """Dispatch mode with one shard per pipeline stage of each data-parallel rank, ``dp_size * pp_size`` in total.
 
-    The stages of one data-parallel rank get neighbouring shards. Outputs of the first rank of each
+    The stages of a data-parallel rank get adjacent shards. Outputs of the first rank of each
     stage are joined in the same order. Splitting, padding and joining are those of DP_COMPUTE_PROTO.
     """
 
@@ -200,10 +200,10 @@ class MegatronPpAsDpProto(_BatchesOverGrid):
 
 
 class MegatronPpOnly(_OverGrid):
-    """Every rank gets the same arguments; the result is a list by pipeline stage.
+    """Dispatch mode that sends the same arguments to every rank and returns a list by pipeline stage.
 
-    Of each stage the output of the first rank of data-parallel rank 0 counts: for what is the same
-    on every tensor- and data-parallel rank, such as the names of a stage's parameters.
+    The output of a stage is that of the first rank of data-parallel rank 0. Use it for values that are equal on all
+    tensor- and data-parallel ranks, such as the names of a stage's parameters.
     """
 
     name = "megatron_pp_only"

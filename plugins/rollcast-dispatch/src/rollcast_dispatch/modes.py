@@ -1,4 +1,4 @@
-"""Modes over the ranks of a group, over a named mesh, and over the ranks that serve."""
+"""Dispatch modes over the ranks of a group, over a named mesh, and over the replicas of a rollout server."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ __all__ = [
 
 
 class DpCompute(DispatchMode):
-    """Every argument is a list or tuple with one value for each rank; outputs are the list by rank.
+    """Dispatch mode for arguments that are lists or tuples with one value per rank; returns the outputs by rank.
 
-    Nothing is split or joined. An argument of another kind or length is refused.
+    Nothing is split or joined. An argument of another type or length is refused.
     """
 
     name = "dp_compute"
@@ -35,10 +35,10 @@ class DpCompute(DispatchMode):
 
 
 class DpComputeProto(DispatchMode):
-    """Each rank works on an equal shard; outputs are joined in rank order.
+    """Dispatch mode that sends an equal shard to each rank and joins the outputs in rank order.
 
-    A batch whose length the world size does not divide is padded with repeated rows, and what came
-    of them is taken off the joined output; workers must then return a row for each row.
+    If the world size does not divide the length of a batch, repeated rows are appended and their outputs are removed
+    from the result; workers must then return one row per input row.
     """
 
     name = "dp_compute_proto"
@@ -55,10 +55,10 @@ class DpComputeProto(DispatchMode):
 
 
 class DpComputeProtoWithFunc(DpComputeProto):
-    """The first positional argument is a function, which every rank gets; the rest as DP_COMPUTE_PROTO.
+    """Dispatch mode like DP_COMPUTE_PROTO whose first positional argument is a function sent to every rank.
 
-    On Ray the function travels by pickle: one that the workers can import by reference, a lambda or
-    a local function by value.
+    On Ray, the function is pickled: by reference if the workers can import it, by value if it is a lambda or a local
+    function.
     """
 
     name = "dp_compute_proto_with_func"
@@ -76,10 +76,10 @@ class DpComputeProtoWithFunc(DpComputeProto):
 
 
 class DpComputeMetric(DpComputeProto):
-    """Split as DP_COMPUTE_PROTO; the result is the list of the outputs by rank, whatever they are.
+    """Dispatch mode that splits like DP_COMPUTE_PROTO and returns the list of outputs by rank, of any type.
 
-    Nothing is joined, so what came of padded rows cannot be taken off: it is in the last ranks'
-    outputs. Where that matters, call with a length that the world size divides.
+    Nothing is joined, so the results of padded rows remain in the outputs of the last ranks. If that matters, use a
+    length that the world size divides.
     """
 
     name = "dp_compute_metric"
@@ -92,13 +92,13 @@ class DpComputeMetric(DpComputeProto):
 
 
 class NdMesh(DispatchMode):
-    """Ranks that share a ``dp_rank`` in the mesh get the same shard; one of each collects.
+    """Dispatch mode that sends the same shard to all ranks with the same ``dp_rank`` in a mesh; one of them answers.
 
-    The group asks its workers for their places at the first call and remembers them. A shard that
-    several ranks share is stored once.
+    At the first call, the group queries its workers for their places and caches the answers. A shard sent to several
+    ranks is stored once.
 
     Args:
-        mesh_name: as the workers gave it to ``register_mesh``.
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
     """
 
     name = "nd_mesh"
@@ -124,20 +124,19 @@ class NdMesh(DispatchMode):
 
 
 def make_nd_compute_dataproto_dispatch_fn(mesh_name: str) -> NdMesh:
-    """The mode for ``@register(dispatch_mode=...)`` of methods that run on the mesh ``mesh_name``."""
+    """Return the dispatch mode for methods that run on the mesh ``mesh_name``, for ``@register``."""
     return NdMesh(mesh_name)
 
 
 class DirectRolloutMethod(DispatchMode):
-    """For methods of a rollout server: the rank that speaks for each replica gets the very arguments.
+    """Dispatch mode for methods of a rollout server, which sends the arguments to one rank of each replica.
 
-    Nothing is split, padded or joined, and the other ranks of a replica are not called. The result
-    is the list of outputs, one a replica, in replica order. A replica is a ``dp_rank`` of the mesh,
-    and the rank of it that registered with ``is_collect`` speaks for it. For a method that all
-    ranks of a replica must enter (a collective) use ONE_TO_ALL.
+    Nothing is split, padded or joined, and the other ranks of a replica are not called. The result is the list of
+    outputs, one per replica, in replica order. A replica is a ``dp_rank`` of the mesh; its rank registered with
+    ``is_collect`` is called. For a method that all ranks of a replica must run (a collective), use ONE_TO_ALL.
 
     Args:
-        mesh_name: as the workers gave it to ``register_mesh``.
+        mesh_name: name of the mesh, as passed to ``register_mesh``.
     """
 
     name = "direct_rollout_method"

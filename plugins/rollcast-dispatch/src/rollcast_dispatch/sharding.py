@@ -1,4 +1,4 @@
-"""Shards of a call: how its batches are split and joined, which shard each rank computes and which rank answers."""
+"""Shards of a call: splitting and joining of batches, the shard of each rank, and the rank that answers for a shard."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Layout:
-    """How shards lie on the ranks of a group.
+    """An assignment of shards to the ranks of a group.
 
     Attributes:
-        shard_of_rank: number of each rank's shard, by rank.
-        answering: the rank whose output counts, by shard.
+        shard_of_rank: index of each rank's shard, by rank.
+        answering: rank whose output is used, by shard.
     """
 
     shard_of_rank: tuple[int, ...]
@@ -53,22 +53,22 @@ class Layout:
         return len(self.answering)
 
     def spread(self, calls: Sequence[RankCall]) -> list[RankCall]:
-        """Return the call of each rank, from the call of each shard; ranks of a shard share one object."""
+        """Convert calls by shard to calls by rank; the ranks of a shard share one call object."""
         return [calls[shard] for shard in self.shard_of_rank]
 
     def answers(self, outputs: RankOutputs) -> list[Any]:
-        """Return the output of each shard, from the outputs of the ranks."""
+        """Select the output of each shard from the outputs of the ranks."""
         by_rank = dict(zip(outputs.ranks, outputs, strict=True))
         return [by_rank[rank] for rank in self.answering]
 
 
 def flat_layout(ranks: int) -> Layout:
-    """Return a layout with a shard for each rank."""
+    """Return a layout with one shard per rank."""
     return Layout(tuple(range(ranks)), tuple(range(ranks)))
 
 
 def mesh_layout(worker_group: DispatchTarget, mesh_name: str) -> Layout:
-    """Return a layout with a shard for each data-parallel rank of a mesh; the rank that collects answers for it.
+    """Return a layout with one shard per data-parallel rank of a mesh; the collecting rank answers for the shard.
 
     Raises:
         DispatchError: the data-parallel ranks have gaps, or not exactly one rank of each collects.
@@ -91,7 +91,7 @@ def mesh_layout(worker_group: DispatchTarget, mesh_name: str) -> Layout:
 
 @dataclass(frozen=True)
 class Padding:
-    """Number of rows of the call before padding, and of rows added at its end."""
+    """The number of rows of a call before padding, and the number of rows appended."""
 
     rows: int
     added: int
@@ -103,7 +103,7 @@ def is_batch(value: Any) -> bool:
 
 
 def concat_batches(batches: Sequence[Any]) -> Any:
-    """Return the rows of all batches, in order; a handle, and nothing moves, if one of them is a handle."""
+    """Concatenate batches; if one of them is a handle, the result is a handle and no rows are fetched."""
     handles = any(isinstance(batch, DataProtoFuture) for batch in batches)
     return (DataProtoFuture if handles else DataProto).concat(list(batches))
 
@@ -111,12 +111,12 @@ def concat_batches(batches: Sequence[Any]) -> Any:
 def check_batches(
     mode: str, args: Sequence[Any], kwargs: Mapping[str, Any], foreign: Mapping[int, BatchType | None] | None = None
 ) -> int:
-    """Return the number of rows of a call's batches.
+    """Check that a call's batches have equal lengths, and return the number of rows.
 
     Args:
-        mode: for messages.
-        args, kwargs: the call's arguments.
-        foreign: how arguments that are batches of other frameworks are split, by ``id``.
+        mode: name of the dispatch mode, for messages.
+        args, kwargs: arguments of the call.
+        foreign: batch types of arguments of other frameworks, by the ``id`` of the argument.
 
     Raises:
         DispatchError: no argument is a batch, or their lengths differ.
@@ -139,7 +139,7 @@ def check_batches(
 
 
 def make_calls(shards: int, by_arg: Sequence[Sequence[Any]], by_key: Mapping[str, Sequence[Any]]) -> list[RankCall]:
-    """Return one call a shard, from each argument's values by shard."""
+    """Build one call per shard from each argument's values by shard."""
     return [
         RankCall(tuple(values[i] for values in by_arg), {key: values[i] for key, values in by_key.items()})
         for i in range(shards)
@@ -149,10 +149,10 @@ def make_calls(shards: int, by_arg: Sequence[Sequence[Any]], by_key: Mapping[str
 def split_call(
     mode: str, shards: int, args: Sequence[Any], kwargs: Mapping[str, Any]
 ) -> tuple[list[RankCall], Padding]:
-    """Return one call a shard: each batch is split, every other value goes to all shards as it is.
+    """Build one call per shard: split each batch, and send every other value unchanged to all shards.
 
-    Rows that do not divide are padded with repeated rows; the caller's batch is not touched. An
-    empty batch goes to every shard empty.
+    If the number of shards does not divide the rows, repeated rows are appended; the caller's batch is not changed. All
+    shards of an empty batch are empty.
 
     Raises:
         DispatchError: no argument is a batch, or their lengths differ.
@@ -178,7 +178,7 @@ def split_call(
 
 
 def expect_rows(calls: Calls, answering: Sequence[int], taken: int | Sequence[int]) -> Expected:
-    """Return the rows of the joined result if each rank returns a row for each row that it gets."""
+    """Return the layout of the joined result if each rank returns one row per input row."""
     rows = []
     for rank in answering:
         call = calls.per_rank[rank]
@@ -188,13 +188,13 @@ def expect_rows(calls: Calls, answering: Sequence[int], taken: int | Sequence[in
 
 
 def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
-    """Return one call a shard: each argument is a list or tuple with one value for each shard.
+    """Build one call per shard from arguments that are lists or tuples with one value per shard.
 
     Args:
         unit: name of a shard in errors, such as ``ranks``.
 
     Raises:
-        DispatchError: an argument is something else, or has another number of values.
+        DispatchError: an argument is not a list or tuple, or has a different number of values.
     """
     named = [(f"argument {i}", value) for i, value in enumerate(args)]
     named += [(f"argument {key!r}", value) for key, value in kwargs.items()]
@@ -209,14 +209,14 @@ def split_lists(mode: str, shards: int, unit: str, args: Sequence[Any], kwargs: 
 
 
 def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
-    """Return the outputs of the shards, in shard order, as one result without the padding.
+    """Join the outputs of the shards, in shard order, and remove the padding.
 
-    Batches are concatenated, and so are lists; None from every shard is None. Any number of rows may
-    come back, unless the call was padded.
+    Batches and lists are concatenated; None from every shard is None. Unless the call was padded, shards may return any
+    number of rows.
 
     Raises:
-        DispatchError: the outputs are of different or other kinds; or the call was padded and a shard
-            gave back another number of rows than it got.
+        DispatchError: the outputs have different or unsupported types, or the call was padded and a shard returned a
+            different number of rows than it received.
     """
     if all(output is None for output in outputs):
         return None
@@ -237,7 +237,7 @@ def join_shards(mode: str, outputs: Sequence[Any], padding: Padding) -> Any:
 
 
 def wrong_kinds(mode: str, outputs: Sequence[Any]) -> DispatchError:
-    """Return the error for outputs that cannot be joined."""
+    """Build the error for outputs that cannot be joined."""
     kinds = ", ".join(sorted({type(output).__name__ for output in outputs}))
     return DispatchError(f"{mode} joins DataProtos or lists, the workers returned {kinds}")
 

@@ -1,4 +1,4 @@
-"""TOKEN_BALANCED: shards of nearly equal numbers of tokens instead of rows in their order."""
+"""TOKEN_BALANCED, a dispatch mode that balances the shards' numbers of tokens."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from rollcast_dispatch.sharding import (
 __all__ = ["TokenBalanced", "make_token_balanced_dispatch_fn"]
 
 
-#: Columns that tell lengths if none was chosen; the first of which all are there.
+#: Default columns from which lengths are read; the first entry whose columns all exist is used.
 _LENGTH_KEYS: Final = (("attention_mask",), ("prompts", "responses"), ("input_ids",))
 
 
@@ -38,29 +38,27 @@ class _State:
 
 
 class TokenBalanced(DispatchMode):
-    """Rows go where they make the shards' numbers of tokens most equal; results come back in order.
+    """Dispatch mode that assigns rows to shards with nearly equal numbers of tokens; results keep the row order.
 
-    Rows are dealt out by Karmarkar and Karp's largest differencing method; where shards must have
-    one size, rows of the heaviest and the lightest are then exchanged. In tokens the heaviest shard
-    exceeds the mean by the longest row at most (or the heaviest group) and, with ``equal_size``, is
-    never heavier than with DP_COMPUTE_PROTO. Where consecutive rows are as good, they stay in order
-    and are sent as views. Of groups all this is said as far as no padding is needed.
+    Rows are assigned by Karmarkar and Karp's largest differencing method. If shards must have equal sizes, rows of the
+    heaviest and the lightest shard are then exchanged. The heaviest shard exceeds the mean number of tokens by at most
+    the longest row (or the heaviest group) and, with ``equal_size``, is never heavier than with DP_COMPUTE_PROTO. If
+    consecutive rows are equally balanced, they stay in order and are sent as views. With groups, these guarantees hold
+    only if no padding is needed.
 
-    Workers return a row (of a DataProto or a list) for each row that they got, or all None. An
-    empty batch goes to every shard empty.
+    Workers must return one row (of a DataProto or a list) per input row, or all None. All shards of an empty batch are
+    empty.
 
     Args:
-        mesh_name: the mesh whose data-parallel ranks get the shards; None for a shard a rank.
-        length_key: the column that tells the rows' lengths: a mask ``[rows, tokens]``, of which the
-            entries that are not 0 are counted; a jagged column, whose rows are measured; or
-            integers ``[rows]``, which are the lengths. None, the default, is ``attention_mask`` where a batch has it,
-            else the tokens of ``prompts`` and ``responses``, or those of ``input_ids``. Of several batches the first
-            that has the column counts. Of a handle only these columns are fetched.
-        group_key: a column whose equal values keep rows together on one shard, such as ``uid``.
-        equal_size: give every shard the same number of rows, padded where rows or groups do not
-            come out even: with copies of the shortest row; of another shard's shortest row if there
-            are groups. What came of them is taken off. Without ``equal_size`` shards may differ in
-            rows, and have none.
+        mesh_name: mesh whose data-parallel ranks get the shards; None for one shard per rank.
+        length_key: column from which the rows' lengths are read: a mask ``[rows, tokens]``, whose nonzero entries are
+            counted; a jagged column, whose row lengths are used; or integers ``[rows]``, which are the lengths. None,
+            the default, uses ``attention_mask`` if a batch has it, else the tokens of ``prompts`` and ``responses``, or
+            of ``input_ids``. The first batch with the column is used. Only these columns of a handle are fetched.
+        group_key: column whose equal values keep rows together on one shard, such as ``uid``.
+        equal_size: True for the same number of rows in every shard. Missing rows are padded with copies of the shortest
+            row, or of another shard's shortest row if there are groups; their results are removed. False allows shards
+            of different sizes, including empty ones.
     """
 
     name = "token_balanced"
@@ -133,10 +131,10 @@ class TokenBalanced(DispatchMode):
         return plan_shards(lengths, shards, groups, self.equal_size)
 
     def _length_keys(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[str, ...]:
-        """Return the names of the columns whose lengths add up to a row's.
+        """Return the names of the columns whose lengths add up to a row's length.
 
         Raises:
-            DispatchError: no key was chosen, and the batches have none of the usual columns.
+            DispatchError: ``length_key`` is not set, and the batches have none of the default columns.
         """
         if self.length_key is not None:
             return (self.length_key,)
@@ -169,7 +167,7 @@ def make_token_balanced_dispatch_fn(
     group_key: str | None = None,
     equal_size: bool = True,
 ) -> TokenBalanced:
-    """The mode for ``@register(dispatch_mode=...)`` of methods that run on the mesh ``mesh_name``.
+    """Return the dispatch mode for methods that run on the mesh ``mesh_name``, for ``@register``.
 
     The other arguments are those of :class:`TokenBalanced`.
     """
@@ -177,10 +175,10 @@ def make_token_balanced_dispatch_fn(
 
 
 def row_lengths(column: Any, mode: str, key: str) -> list[int]:
-    """Tokens of each row, from a mask ``[rows, tokens]``, a jagged column or integers ``[rows]``.
+    """Return the tokens of each row, from a mask ``[rows, tokens]``, a jagged column or integers ``[rows]``.
 
     Raises:
-        DispatchError: the column is of another kind, or a length is negative.
+        DispatchError: the column has another kind, or a length is negative.
     """
     if isinstance(column, torch.Tensor) and column.is_nested:
         lengths = column.offsets().diff()  # type: ignore[attr-defined]
@@ -223,7 +221,7 @@ def _pick(batch: Any, shard: Shard) -> Any:
 
 
 def _where_rows_are(shards: Sequence[Shard], rows: int) -> list[int]:
-    """For each row of the call its place among the joined rows of the shards."""
+    """Return the position of each row of the call among the concatenated rows of the shards."""
     places = [0] * rows
     start = 0
     for shard in shards:

@@ -1,1 +1,1 @@
-"""Samples of a model for a file of prompts, and their accuracy."""
+"""Sampling from a model for a file of prompts, and scoring of the samples."""

@@ -1,4 +1,4 @@
-"""``rollcast generate`` and ``rollcast eval``: a model folder's samples, and how good they are."""
+"""``rollcast generate`` and ``rollcast eval``, which sample from a model folder and score the samples."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 __all__ = ["compose_samples"]
 
-#: Choices after which the overrides are those of a training run.
+#: Config groups whose choice means that the overrides are those of a training run.
 _RUNS = ("recipe", "trainer")
-#: Keys that sampling decides by itself: its replicas read the model from its folder.
+#: Keys that sampling sets itself, because its replicas read the model from its folder.
 _OWN = ("rollout.mode", "rollout.weight_sync")
 
 
@@ -27,7 +27,7 @@ def compose_samples(overrides: Sequence[str] = (), config_dir: Path | None = Non
     has too are the run's: model, data, rollout, reward, agent, runtime and placement.
 
     Raises:
-        RollcastError: as :func:`rollcast.compose`.
+        RollcastError: see :func:`rollcast.compose`.
     """
     if not any(_key(each) in _RUNS for each in overrides):
         return compose(["trainer=sample", *overrides], config_dir)
@@ -35,7 +35,7 @@ def compose_samples(overrides: Sequence[str] = (), config_dir: Path | None = Non
 
     own = [each for each in overrides if _key(each).partition(".")[0] == "sample"]
     run = compose([each for each in overrides if each not in own], config_dir)
-    # The run's model takes its place below.
+    # The model of the run is set below.
     sample = compose(["trainer=sample", "model.path=unused", *own], config_dir)
     tree, given = sample.plain(), run.plain()
     kept = {key: OmegaConf.select(sample.config, key) for key in _OWN}

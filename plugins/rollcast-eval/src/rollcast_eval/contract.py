@@ -1,4 +1,4 @@
-"""Contract of generators: other ways to answer the prompts of ``rollcast eval`` than one reply of a replica."""
+"""Contract of generators, which answer the prompts of ``rollcast eval`` with more than one reply of a replica."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ __all__ = ["Answers", "BaseGenerator", "GeneratorSetup", "generators"]
 
 @dataclass(frozen=True)
 class GeneratorSetup:
-    """Arguments that a generator is built from.
+    """Constructor arguments of a generator.
 
     Attributes:
         config: the composed configuration.
         model_path: folder of the model and tokenizer.
-        max_total_tokens: tokens of a prompt and its answer.
+        max_total_tokens: largest number of tokens of a prompt and its answer.
         routing: settings that spread requests over replicas.
         tokenizer: tokenizer of the model.
-        folder: folder for further files beside the samples; may not exist yet.
+        folder: folder for further files; may not exist yet.
     """
 
     config: DictConfig
@@ -64,7 +64,7 @@ class Answers:
 
 
 class BaseGenerator(ABC):
-    """Answers prompts with workers of its own, which sample from the job's replicas."""
+    """Base class of generators, which answer prompts with their own workers and sample from the job's replicas."""
 
     @classmethod
     @abstractmethod
@@ -76,21 +76,21 @@ class BaseGenerator(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return what the answers depend on, by name; JSON."""
+        """Return the settings that the answers depend on, by name, as JSON-compatible values."""
 
     @abstractmethod
     def resume(self, done: Collection[int]) -> None:
-        """Remove what an interrupted command saved beyond the prompts ``done``; called before :meth:`generate`."""
+        """Remove what an interrupted command saved for prompts not in ``done``; called before :meth:`generate`."""
 
     @abstractmethod
     def workers(self) -> Mapping[str, ClassWithInitArgs[Any]]:
-        """Return the workers to start beside the replicas, by role."""
+        """Return the workers to start in addition to the replicas, by role."""
 
     @abstractmethod
     def connect(
         self, groups: Mapping[Hashable, WorkerGroup], addresses: Callable[[], Sequence[ReplicaAddress]]
     ) -> None:
-        """Take the workers, by role, and what returns the replicas. Called once, before :meth:`generate`."""
+        """Set the worker groups by role and the replicas' addresses; called once, before :meth:`generate`."""
 
     @abstractmethod
     def generate(self, prompts: DataProto, seeds: torch.Tensor, sampling: SamplingParams) -> Answers:
@@ -98,8 +98,8 @@ class BaseGenerator(ABC):
 
         Args:
             prompts: columns of a dataset's batch. ``uid`` is the prompt's number in its file, shared by its samples.
-            seeds: one for each answer, int64 ``[B]``.
-            sampling: parameters of every reply that names none.
+            seeds: seed of each answer, int64 ``[B]``.
+            sampling: default sampling parameters of every reply.
         """
 
 

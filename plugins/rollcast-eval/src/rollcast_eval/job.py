@@ -1,4 +1,4 @@
-"""The job of ``rollcast generate`` and ``rollcast eval``: sample a model for a file of prompts, with any rollout."""
+"""The job of ``rollcast generate`` and ``rollcast eval``, which samples a model for a file of prompts."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ Progress = Callable[[int, int], None]
 
 
 class SampleJob:
-    """``rollout.n`` samples for each prompt of a file, from replicas of a model folder.
+    """A job that generates ``rollout.n`` samples for each prompt of a file with replicas of a model.
 
     Args:
-        config: composed with ``trainer=sample``.
+        config: config composed with ``trainer=sample``.
         prompts: JSONL or Parquet file.
         output: file of samples; samples that it already has are kept.
         scored: score the samples with the config's reward.
@@ -76,7 +76,7 @@ class SampleJob:
         changes = {} if scored else {"ground_truth_key": None}
         dataset_class = cast("Any", datasets.get(self._data.dataset, requested_by="data.dataset"))
         rows = dataset_class([str(prompts)], self.tokenizer, replace(self._data, **changes))
-        # A recipe's limit is that of its validations; samples of a file are wanted for every prompt.
+        # Ignore a recipe's limit, which is for validations; a file of prompts is sampled completely.
         self.dataset: BaseDataset = FirstRows(rows, self._data.val_max_samples) if scored else rows
         self.scorer = self._build_scorer() if scored else None
         self._generator = self._build_generator(output)
@@ -110,7 +110,7 @@ class SampleJob:
         return scorer
 
     def _build_generator(self, output: Path) -> BaseGenerator | None:
-        """Return the generator that the config asks for; None where a sample is one reply."""
+        """Return the generator that the config selects; None if a sample is a single reply."""
         longest = self._data.max_prompt_length + self._data.max_response_length
         folder = output.with_name(f"{output.name}.run")
         setup = GeneratorSetup(self._config, self._model.path, longest, self._served.routing(), self.tokenizer, folder)
@@ -175,7 +175,7 @@ class SampleJob:
 
     @contextmanager
     def _judging(self, groups: Mapping[Hashable, WorkerGroup], runtime: Runtime, loop: ReplicaLoop) -> Iterator[None]:
-        """Serve the judge, if the rewards ask one, in this block."""
+        """Serve the judge inside the block, if the rewards use one."""
         if self._judge is None or self.scorer is None:
             yield
             return

@@ -1,4 +1,4 @@
-"""The judge of a command: started beside its other workers, and given to its rewards."""
+"""The judge of a command, which is started together with its other workers and passed to its rewards."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ from rollcast_serving.worker import ReplicaWorker
 
 __all__ = ["NEEDS_JUDGE", "CommandJudge"]
 
-#: End of the error about a reward that asks a judge where there is none.
+#: End of the error message for a reward that needs a judge if there is none.
 NEEDS_JUDGE = "asks a judge, and judge.enable is false; set judge.enable=true, judge.model.path and judge.rollout.name"
 
 
 class CommandJudge:
-    """The section ``judge`` of a command that enables it.
+    """The judge of a command that enables the section ``judge``.
 
     Args:
-        config: the section.
-        role: the role of its replicas.
+        config: section ``judge``.
+        role: role of the judge's replicas.
     """
 
     def __init__(self, config: JudgeConfig, role: ServedRole) -> None:
@@ -37,11 +37,11 @@ class CommandJudge:
 
     @classmethod
     def of(cls, config: JudgeConfig, processes: Sequence[int]) -> CommandJudge | None:
-        """Return the judge of a section; None if it has none.
+        """Return the judge of a section; None if the judge is not enabled.
 
         Args:
             config: the section.
-            processes: number on each node of the judge's pool.
+            processes: number of processes on each node of the judge's pool.
 
         Raises:
             RollcastError: the section cannot be served; see :func:`rollcast_serving.judge.judge_role`.
@@ -71,10 +71,10 @@ class CommandJudge:
 
         Args:
             group: workers of the role.
-            runtime: the command's.
+            runtime: runtime of the command.
             loop: event loop that all replicas of the command share.
-            scorers: scorers whose rewards may ask.
-            busy: makes the block in which a reply is generated.
+            scorers: scorers whose rewards may query the judge.
+            busy: function that returns a context in which a reply is generated.
 
         Raises:
             WorkerError: a replica cannot be started.

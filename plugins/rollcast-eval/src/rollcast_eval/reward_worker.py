@@ -1,4 +1,4 @@
-"""Reward workers: processes of a pool of their own that decode and score rows."""
+"""Reward workers, processes in their own pool that decode and score rows."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _FILLER = "filler"
 
 @dataclass(frozen=True)
 class RewardWorkerSetup:
-    """Arguments that a reward worker is built from.
+    """Constructor arguments of a reward worker.
 
     Attributes:
-        reward: reward and manager; each worker has its own.
+        reward: reward and manager; each worker builds its own.
         model_path: folder of the policy's tokenizer.
-        trust_remote_code: allow the folder's own Python code.
+        trust_remote_code: True to allow the folder's own Python code.
     """
 
     reward: RewardSetup
@@ -36,7 +36,7 @@ class RewardWorkerSetup:
 
 
 class RewardWorker(Worker):
-    """Scores rows by the run's reward; calls wait for each other unless the reward is asynchronous."""
+    """A worker that scores rows with the run's reward; calls are sequential unless the reward is asynchronous."""
 
     def __init__(self, setup: RewardWorkerSetup) -> None:
         tokenizer = load_tokenizer(setup.model_path, setup.trust_remote_code)
@@ -64,7 +64,7 @@ class RewardWorker(Worker):
 
 
 class RewardWorkers:
-    """Has the workers of a run score rows; several threads may do so at once.
+    """A callable that scores rows on the reward workers of a run; thread-safe.
 
     Args:
         group: workers of the class :class:`RewardWorker`.

@@ -15,7 +15,7 @@ __all__ = ["SamplesFile"]
 
 
 class SamplesFile:
-    """A file of JSON lines, ``samples`` for each prompt, and the settings that they were made with.
+    """A file of JSON lines with ``samples`` lines per prompt, and the settings with which they were generated.
 
     Args:
         path: path of the file; the settings are in ``PATH.settings.json``.

@@ -12,12 +12,12 @@ __all__ = ["SampleConfig", "SampleRunConfig"]
 
 @config
 class SampleConfig:
-    """Keys of ``rollcast generate`` and ``rollcast eval`` beside the sections of a run."""
+    """Keys of ``rollcast generate`` and ``rollcast eval`` in addition to the sections of a run."""
 
     seed: int = 0
     """Seed of the samples; a prompt's samples do not depend on the other prompts."""
     chunk_size: Positive = 256
-    """Prompts between two writes of the output."""
+    """Number of prompts between two writes of the output."""
 
 
 @config

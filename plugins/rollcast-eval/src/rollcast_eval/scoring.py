@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 __all__ = ["GeneratedSamples", "RewardScorer", "RewardSetup", "RolloutRows", "Scored", "summarize"]
 
-#: Object column of results that are known.
+#: Object column with results that are already known.
 RESULTS = "reward_results"
-#: Columns of a generated batch that samples are made of.
+#: Columns of a generated batch from which samples are built.
 _READ = (
     *("prompts", "responses", "response_mask", "finished", "turn_ids"),
     *("ground_truth", "data_source", "extra_info", "messages"),
@@ -96,7 +96,7 @@ class Scored:
 
     @property
     def final(self) -> torch.Tensor:
-        """The rows (bool ``[B]``) that stand for their rollouts: the final one of each."""
+        """Mask of the final row of each rollout, bool ``[B]``."""
         return self._rollouts.final
 
     @property
@@ -236,7 +236,7 @@ class GeneratedSamples(Sequence[RewardSample]):
         if "turn_ids" in batch:
             self._turns = _Ids.of(chosen.with_values(Jagged.of(batch["turn_ids"], "turn_ids").values[inside]))
         self._finished: list[bool] = batch["finished"].tolist()
-        #: The prompt that was decoded last; the samples of a prompt follow each other.
+        #: Cache of the last decoded prompt, because the samples of a prompt are adjacent.
         self._prompt: tuple[array[int], str] = (array("i"), "")
         columns = batch.non_tensor_batch
         self._truths, self._sources, self._extras, self._messages = (
@@ -306,7 +306,7 @@ class _Ids:
 
 @dataclass(frozen=True)
 class RewardSetup:
-    """A reward and how it is applied, as the config's ``reward`` section has them.
+    """A reward and its manager with their options, from the config's ``reward`` section.
 
     Attributes:
         name, options: name and options of the reward.
@@ -361,7 +361,7 @@ class RewardScorer:
 
     @property
     def uses_judge(self) -> bool:
-        """True if the reward asks a judge, which :meth:`bind_judge` has to bring before the first sample."""
+        """True if the reward queries a judge, which :meth:`bind_judge` must set before the first sample."""
         return self.reward.uses_judge
 
     def bind_judge(
@@ -370,28 +370,28 @@ class RewardScorer:
         wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]],
         take_metrics: Callable[[], dict[str, float]] = dict,
     ) -> None:
-        """Take the run's judge.
+        """Set the run's judge.
 
         Args:
-            judge: started.
-            wait_for: makes a call in another thread, and returns its result; :meth:`score` makes its calls by it, so
-                that the thread of the trainer can start replicas of the judge again.
-            take_metrics: returns the judge's metrics since the last call.
+            judge: judge whose replicas are started.
+            wait_for: function that runs a call in another thread and returns its result; used by :meth:`score`, so
+                that the trainer's thread can restart replicas of the judge meanwhile.
+            take_metrics: function that returns the judge's metrics since the last call.
         """
         self.reward.bind_judge(judge)
         self._wait_for, self._take_judge_metrics = wait_for, take_metrics
 
     def score_by(self, score_elsewhere: Callable[[DataProto], Sequence[RewardResult]]) -> None:
-        """Have rows scored elsewhere from now on.
+        """Delegate the scoring of rows to a function from now on.
 
         Args:
-            score_elsewhere: returns a result for each row of the columns that samples are made of; several threads may
-                call it at once.
+            score_elsewhere: function that returns a result for each row of the columns from which samples are built;
+                several threads may call it at once.
         """
         self._score_elsewhere = score_elsewhere
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of the judge since the last call; empty without one."""
+        """Return the judge's metrics since the last call; empty without a judge."""
         return self._take_judge_metrics()
 
     def score(self, batch: DataProto) -> Scored:
@@ -404,14 +404,14 @@ class RewardScorer:
         samples = GeneratedSamples(rows, self._tokenizer)
         results: Sequence[RewardResult]
         if RESULTS in batch:
-            # Only this column: those that lie with workers stay there.
+            # Read only this column, so that columns on workers stay there.
             results = list(batch.local([RESULTS]).non_tensor_batch[RESULTS])
         else:
             results = self._wait_for(lambda: self._results(rows, samples))
         return Scored(samples, results, self.reward.max_score, RolloutRows.of(rows))
 
     def scored(self, batch: DataProto) -> DataProto:
-        """Return the batch with the results of its rows, so that :meth:`score` need not compute them.
+        """Score the rows and return the batch with the results, so that :meth:`score` does not compute them again.
 
         Several threads may call it at once; they take turns unless the reward is asynchronous.
         """
@@ -420,7 +420,7 @@ class RewardScorer:
 
     @staticmethod
     def _local(batch: DataProto) -> DataProto:
-        """Return the columns of a batch that results are made of, fetched once."""
+        """Fetch the columns of a batch that are needed for results."""
         return batch.local([name for name in (*_READ, *_OF_ROLLOUTS) if name in batch])
 
     def _results(self, batch: DataProto, samples: Sequence[RewardSample]) -> Sequence[RewardResult]:
@@ -462,11 +462,11 @@ def _call(function: Callable[[], Sequence[RewardResult]]) -> Sequence[RewardResu
 
 
 def _given_results(batch: DataProto) -> list[RewardResult]:
-    """Return the rewards that came with the rows, as results; those of a failed rollout are 0.
+    """Return the rewards stored in the rows as results; those of a failed rollout are 0.
 
     Args:
-        batch: Jagged ``environment_scores`` and ``response_mask``, and perhaps ``rollout_failed`` bool ``[B]`` and the
-            object column ``reward_components``.
+        batch: Jagged ``environment_scores`` and ``response_mask``, and optionally ``rollout_failed`` bool ``[B]`` and
+            the object column ``reward_components``.
     """
     mask, rewards = Jagged.of(batch["response_mask"]), Jagged.of(batch["environment_scores"])
     bounds = mask.offsets.tolist()
@@ -484,9 +484,9 @@ def _given_results(batch: DataProto) -> list[RewardResult]:
 
 
 def _with_rewards(result: RewardResult, given: RewardResult, max_score: float) -> RewardResult:
-    """Return what the reward function says of an answer, with the rewards that tools gave on the way to it.
+    """Add the rewards that tools and environments assigned during the rollout to the reward function's result.
 
-    Those decide nothing about whether the answer is correct.
+    The added rewards do not affect whether the answer counts as correct.
     """
     correct = result.score >= max_score if result.correct is None else result.correct
     rewards = given.token_scores or ()

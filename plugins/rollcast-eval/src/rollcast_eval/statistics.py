@@ -1,4 +1,4 @@
-"""Validation with several samples a prompt: mean@k, best@k and maj@k, each with a bootstrap interval.
+"""Metrics of several samples per prompt: mean@k, best@k and maj@k, each with a bootstrap interval.
 
 Axes: ``P`` prompts, ``N`` samples of each, ``S`` subsets of the samples, ``R`` bootstrap resamples.
 """
@@ -31,11 +31,11 @@ __all__ = [
 Extractor = Callable[[str], str | None]
 
 RESAMPLES = 1000
-"""Bootstrap resamples of the prompts."""
+"""Number of bootstrap resamples of the prompts."""
 CONFIDENCE = 0.95
-"""Share of the resamples that lie between ``low`` and ``high``."""
+"""Fraction of the resamples between ``low`` and ``high``."""
 MAX_SUBSETS = 128
-"""Subsets of the samples for a majority among fewer than all of them; fewer are gone through one by one."""
+"""Largest number of subsets evaluated for maj@k; if there are more subsets, so many are drawn."""
 
 _CHUNK = 1 << 22
 _MARKED = (
@@ -115,7 +115,7 @@ def _normalise(text: str) -> str | None:
 
 
 def summarize_notes(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Return what generators noted beside the samples: the mean of each number, and the share of each end.
+    """Summarize the notes of generators: the mean of each number, and the share of each end.
 
     Args:
         rows: samples; some may have ``metrics``, a mapping of numbers, ``end`` and ``failure``. A number that a sample

@@ -1,4 +1,4 @@
-"""Runtime ``ray``: worker groups in Ray actors; and records of calls, which can be replayed in one process."""
+"""Runtime ``ray``, which runs worker groups in Ray actors, and records of calls, which can be replayed locally."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The actors of a group on Ray: how they are started, and found again by name."""
+"""The actors of a group on Ray: their start, and their lookup by name."""
 
 from __future__ import annotations
 
@@ -53,15 +53,15 @@ __all__ = [
     "started_runtimes",
 ]
 
-#: Ray's namespace of detached groups: the same for every driver.
+#: Ray namespace of detached groups, the same for all drivers.
 NAMESPACE = "rollcast"
 #: Ray's concurrency group of coroutine methods.
 BESIDE = "beside"
 #: Coroutine methods of one process that run at one time.
 _BESIDE_AT_ONCE = 32
-#: Says, beside group and rank, in which placement group the actor lives.
+#: Pattern of an actor's name, which contains its group, its rank and the id of its placement group.
 _ACTOR_NAME = re.compile(r"(?P<group>.+)\.(?P<rank>\d+)@[0-9a-f]+", re.DOTALL)
-#: The runtimes that have started something from this process; a worker may hold groups of its own.
+#: Runtimes with processes started by this process, which may be a worker that has its own groups.
 started_runtimes: weakref.WeakSet[Runtime] = weakref.WeakSet()
 
 Get = Callable[[Sequence[Any]], list[Any]]
@@ -69,13 +69,13 @@ Get = Callable[[Sequence[Any]], list[Any]]
 
 @dataclass(frozen=True)
 class GroupRecord:
-    """The record that each actor of a detached group keeps, so that another driver can find the group.
+    """The record that each actor of a detached group stores, so that another driver can attach to the group.
 
     Attributes:
-        name: of the group.
+        name: name of the group.
         roles: pickle of role → class.
-        contexts, slots: by rank.
-        owns_slots: the placement groups end with the group.
+        contexts, slots: contexts and places by rank.
+        owns_slots: True if the placement groups end with the group.
     """
 
     name: str
@@ -85,7 +85,7 @@ class GroupRecord:
     owns_slots: bool
 
     def load_roles(self) -> dict[str, type]:
-        """Return role → class.
+        """Unpickle and return role → class.
 
         Raises:
             ResourceError: a class cannot be imported here.
@@ -100,10 +100,10 @@ class GroupRecord:
 
 
 class InterruptibleThread(Interruptible):
-    """The thread that runs calls where Ray keeps the main thread idle, because other threads run coroutines.
+    """Interruption of the thread that runs calls, if Ray keeps the main thread idle to run coroutines in others.
 
-    A signal reaches the main thread only, so that an exception is raised in this one: at the next line of Python,
-    not in the middle of a sleep.
+    Only the main thread receives signals, so an exception is raised in this thread instead. It takes effect at the next
+    line of Python, not in the middle of a sleep.
     """
 
     @contextmanager
@@ -124,21 +124,21 @@ class InterruptibleThread(Interruptible):
 
 
 class HostActor:
-    """The Ray actor: a :class:`rollcast.WorkerHost`, and the set-up of its process."""
+    """The Ray actor of a rank: a :class:`rollcast.WorkerHost` and the set-up of its process."""
 
     def __init__(self, beside: bool = False) -> None:
         self.host = WorkerHost(ObjectStore())
         self._main: Interruptible = InterruptibleThread() if beside else Interruptible()
-        #: Task → thread of a coroutine that runs beside other calls.
+        #: Task → thread of a coroutine that runs concurrently with other calls.
         self._tasks: dict[str, int] = {}
         self._control: ControlServer | None = None
         self._record: bytes | None = None
-        #: The call that failed here and that the controller has not dealt with yet; empty if there is none.
+        #: Description of a failed call that the controller has not handled yet; empty if there is none.
         self._failed = ""
         self._alone = True
 
     def hello(self) -> HostInfo:
-        """Return where this process is; from now on it answers there while it is busy."""
+        """Return this process's address and start its control server, which answers while the process is busy."""
         node = ray.util.get_node_ip_address()
         if self._control is None:
             self._control = ControlServer(node, {"interrupt": self._interrupt, "stack": self._main.stack})
@@ -147,17 +147,17 @@ class HostActor:
         return replace(self.host.describe(node), control=reached)
 
     def build(self, context: WorkerContext, env: Mapping[str, str], driver_path: list[str], blob: bytes) -> None:
-        """Set up this process, then unpickle the classes: the order lets ``env`` reach their imports.
+        """Set up this process, then unpickle the classes, in this order so that ``env`` is set before their imports.
 
         Args:
-            context: this rank's place.
-            env: environment variables, over those of the context.
-            driver_path: the driver's ``sys.path``; its folders that exist here are added.
+            context: this rank's place in the group.
+            env: environment variables, which override those of the context.
+            driver_path: the driver's ``sys.path``; its folders that exist on this node are added.
             blob: pickle of the in-process plugins and of the pickled roles.
 
         Raises:
             WorkerRaised: a constructor raised.
-            ResourceError: ``env`` hides the device that the process was given.
+            ResourceError: ``env`` hides the device assigned to the process.
         """
         own = {"OMP_NUM_THREADS": str(context.threads), **loopback_environment(context.node)}
         os.environ.update({**own, **context.environment(), **env})
@@ -175,7 +175,7 @@ class HostActor:
         self.host.build(context, pickle.loads(roles))
 
     def _with_device(self, context: WorkerContext) -> WorkerContext:
-        """Return the context with the accelerator that Ray gave this process."""
+        """Return the context with the accelerator that Ray assigned to this process."""
         for kind, ids in ray.get_runtime_context().get_accelerator_ids().items():
             index = local_device_index(os.environ, ids, context.local_rank, kind) if ids else None
             if ids:
@@ -185,30 +185,30 @@ class HostActor:
         return context
 
     def install(self, snapshot: bytes | None) -> None:
-        """Replace the driver's in-process plugins that this process knows."""
+        """Replace the driver's in-process plugins in this process by those of a snapshot."""
         self.host.install(snapshot)
 
     def send(self, /, *args: Any, **kwargs: Any) -> Any:
-        """Run the method that the task is named after, ``role.method``, and return its result."""
+        """Run the method ``role.method`` given by the task's name, and return its result."""
         return self._run("send", args, kwargs)
 
     def keep(self, /, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`send`, but a DataProto stays here."""
+        """Run :meth:`send`, but store a returned DataProto here and return its description."""
         return self._run("keep", args, kwargs)
 
     def drop(self, /, *args: Any, **kwargs: Any) -> Any:
-        """:meth:`send`, but nothing is returned."""
+        """Run :meth:`send` and return nothing."""
         return self._run("drop", args, kwargs)
 
     def _run(self, outcome: Outcome, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         task = ray.get_runtime_context()
         role, _, method = str(task.get_task_name()).rpartition(".")
         if self._failed and not self._alone:
-            # The other ranks may still be in that call, and this one's collectives would pair with theirs.
+            # The other ranks may still run the failed call, and collectives of this call would pair with theirs.
             raise WorkerError(f"{role}.{method} was not run on this rank, because before it {self._failed}")
         token = str(task.get_task_id())
         if self.host.runs_beside(role, method):
-            # Its failure stops no other call: collectives belong to the calls that run one after the other.
+            # The failure of a concurrent call blocks no other call, because only sequential calls run collectives.
             self._tasks[token] = threading.get_ident()
             try:
                 return self.host.call(role, method, args, kwargs, outcome)
@@ -225,7 +225,7 @@ class HostActor:
             raise
 
     def resume(self) -> None:
-        """Run calls again after one that failed; the controller knows of it, and calls this after its other calls."""
+        """Accept calls again after a failed one; called by the controller once it has handled the failure."""
         self._failed = ""
 
     def _interrupt(self, token: str) -> Cancelled:
@@ -235,18 +235,18 @@ class HostActor:
         return "interrupted" if self.host.cancel_beside(thread) else "ended"
 
     def ping(self) -> None:
-        """Do nothing: an answer shows that the process is alive."""
+        """Do nothing; an answer shows that the process is alive."""
 
     def place(self) -> WorkerContext:
         """Return this rank's place in its group."""
         return self.host.context
 
     def remember(self, record: bytes) -> None:
-        """Keep the record of a detached group."""
+        """Store the record of a detached group."""
         self._record = record
 
     def recall(self) -> bytes | None:
-        """Return the record."""
+        """Return the stored record."""
         return self._record
 
     def close(self) -> None:
@@ -269,7 +269,7 @@ def pack_roles(spec: LaunchSpec) -> bytes:
     """Pickle the in-process plugins and the classes with their arguments, for :meth:`HostActor.build`.
 
     Raises:
-        DispatchError: a class or argument cannot be sent.
+        DispatchError: a class or argument cannot be serialized.
     """
     try:
         return bytes(cloudpickle.dumps((spec.snapshot(), cloudpickle.dumps(dict(spec.roles)))))
@@ -281,7 +281,7 @@ def start_actors(pool: ResourcePool, slots: Sequence[Slot], spec: LaunchSpec) ->
     """Start an actor for each rank.
 
     Raises:
-        ResourceError: a detached group of that name exists.
+        ResourceError: a detached group with this name exists.
     """
     options: dict[str, Any] = {"num_cpus": pool.cpus_per_process / pool.max_colocate_count, "num_gpus": 0}
     if pool.use_gpu:
@@ -298,7 +298,7 @@ def start_actors(pool: ResourcePool, slots: Sequence[Slot], spec: LaunchSpec) ->
         options.update(lifetime="detached", namespace=NAMESPACE)
     beside = bool(WorkerHost.methods_beside({role: wrapped.cls for role, wrapped in spec.roles.items()}))
     own_threads: dict[str, Any] = {"concurrency_groups": {BESIDE: _BESIDE_AT_ONCE}}
-    # One class for all ranks: Ray exports each that it is given to the cluster's key-value store.
+    # Use one class for all ranks, because Ray exports every actor class to the cluster's key-value store.
     actor = ray.remote(**own_threads)(HostActor) if beside else ray.remote(HostActor)
     handles = []
     for rank, slot in enumerate(slots):
@@ -309,15 +309,15 @@ def start_actors(pool: ResourcePool, slots: Sequence[Slot], spec: LaunchSpec) ->
 
 
 def meet_actors(actors: Sequence[Any], namespace: str | None, get: Get) -> list[Host]:
-    """Return the hosts of a group, by rank, from its actors in any order.
+    """Query the actors of a group, given in any order, and return its hosts by rank.
 
     Args:
-        actors: handles, or names that the actors were given.
-        namespace: Ray's namespace of the names; None for that of this process.
-        get: waits for references.
+        actors: handles or names of the actors.
+        namespace: Ray namespace of the names; None for that of this process.
+        get: function that waits for references.
 
     Raises:
-        ResourceError: no actor has that name, it hosts no worker, or the actors are not all ranks of one group.
+        ResourceError: an actor does not exist or hosts no workers, or the actors are not all ranks of one group.
     """
     handles = [_find_by_name(actor, namespace) if isinstance(actor, str) else actor for actor in actors]
     for handle in handles:
@@ -347,7 +347,7 @@ def _find_by_name(name: str, namespace: str | None) -> Any:
 
 
 def kill_actors(handles: Sequence[Any]) -> None:
-    """End processes at once, and release the reservations of groups that they had started."""
+    """Kill processes, and release the reservations of groups that they had started."""
     for handle in handles:
         ray.kill(handle)
     remove_groups_made_by([actor_id(handle) for handle in handles])
@@ -362,7 +362,7 @@ def build_hosts(handles: Sequence[Any], slots: Sequence[Slot], spec: LaunchSpec,
     env = dict(spec.env)
     infos = get([handle.hello.remote() for handle in handles])
     contexts = _build_contexts([slot.node_id for slot in slots], spec, infos)
-    shared = ray.put(blob)  # stored once; as an argument its bytes would travel with every rank's task
+    shared = ray.put(blob)  # stored once; as a plain argument, the bytes would be sent with every rank's task
     get(
         [
             handle.build.remote(context, env, list(sys.path), shared)
@@ -376,9 +376,9 @@ def _build_contexts(nodes: Sequence[str], spec: LaunchSpec, infos: Sequence[Host
     """Return a context for each rank; rank 0's node and free port are the rendezvous.
 
     Args:
-        nodes: id of each rank's node.
-        spec: the group.
-        infos: the process of each rank.
+        nodes: node id of each rank.
+        spec: specification of the group.
+        infos: process of each rank.
     """
     sizes, seen = Counter(nodes), Counter[str]()
     places = []
@@ -402,7 +402,7 @@ def _build_contexts(nodes: Sequence[str], spec: LaunchSpec, infos: Sequence[Host
 
 
 def keep_record(hosts: Sequence[Host], slots: Sequence[Slot], spec: LaunchSpec, owns_slots: bool, get: Get) -> None:
-    """Give each actor the record with which another driver finds the group."""
+    """Store the group's record in each actor, so that another driver can attach to the group."""
     roles = cloudpickle.dumps({role: wrapped.cls for role, wrapped in spec.roles.items()})
     record = GroupRecord(spec.name, roles, tuple(host.context for host in hosts), tuple(slots), owns_slots)
     blob = cloudpickle.dumps(record)
@@ -410,7 +410,7 @@ def keep_record(hosts: Sequence[Host], slots: Sequence[Slot], spec: LaunchSpec, 
 
 
 def find_detached() -> dict[str, dict[int, str]]:
-    """Return the detached groups of the cluster: group → rank → name of its actor, for ranks that live."""
+    """Return the detached groups of the cluster: group → rank → name of the actor, for living ranks."""
     found: dict[str, dict[int, str]] = {}
     for entry in list_named_actors(all_namespaces=True):
         parts = _ACTOR_NAME.fullmatch(entry["name"])
@@ -420,7 +420,7 @@ def find_detached() -> dict[str, dict[int, str]]:
 
 
 def detached_places() -> set[str]:
-    """Return the ids of the placement groups in which detached groups live."""
+    """Return the ids of the placement groups of detached groups."""
     names = [name for ranks in find_detached().values() for name in ranks.values()]
     return {name.rpartition("@")[2] for name in names}
 
@@ -429,8 +429,8 @@ def find_actors(group: str, size: int | None = None) -> list[Any]:
     """Return the actors of a detached group, by rank.
 
     Args:
-        group: its name.
-        size: number of ranks that there have to be; by default those that live.
+        group: name of the group.
+        size: required number of ranks; None to accept any number of living ranks.
 
     Raises:
         ResourceError: there is no such group, or it has lost a rank.
@@ -449,10 +449,10 @@ def find_actors(group: str, size: int | None = None) -> list[Any]:
 
 
 def read_record(group: str, get: Get) -> GroupRecord:
-    """Return the record that the group's first living rank keeps.
+    """Return the record stored by the group's first living rank.
 
     Raises:
-        ResourceError: no such group.
+        ResourceError: there is no such group.
         CallFailed: the rank does not answer.
     """
     blob = get([find_actors(group)[0].recall.remote()])[0]

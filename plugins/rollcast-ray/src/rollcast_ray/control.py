@@ -1,7 +1,7 @@
-"""A way into a worker's process while its main thread is busy: to interrupt a call, or to see where it stands.
+"""A control server in each worker's process, to interrupt a call or read its stack while the main thread is busy.
 
-A thread of the worker's process listens on the node's address. Each request is signed with a key that
-only the controller knows, over a number that is used once.
+A thread of the worker's process listens on the node's address. Each request is signed, together with a nonce, with a
+key known only to the controller and the worker.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ __all__ = ["ControlAddress", "ControlServer", "Interrupted", "Interruptible", "a
 _NONCE = 32
 _DIGEST = 32
 _MOST = 1 << 20
-#: Open connections at a time; each takes a file descriptor.
+#: Largest number of open connections; each uses a file descriptor.
 _AT_ONCE = 128
 _FRAMES = 12
-#: Number of cancelled calls that a process remembers, so that those that wait in its queue never start.
+#: Number of cancelled calls that a process remembers, so that cancelled calls in its queue never start.
 _REMEMBERED = 4096
-#: Wakes a sleeping main thread, and is used by neither Python, torch nor Ray; not on Windows.
+#: Signal that wakes a sleeping main thread; not used by Python, torch or Ray. None on Windows.
 _SIGNAL = getattr(signal, "SIGUSR2", None)
 
 
 class ControlAddress(NamedTuple):
-    """Address where a process answers during a call, the key that signs requests, and Ray's ids of the process."""
+    """The address of a process's control server, the key that signs requests, and Ray's ids of the process."""
 
     host: str
     port: int
@@ -50,13 +50,13 @@ class ControlAddress(NamedTuple):
 
 
 class Interrupted(BaseException):
-    """The controller has given the running call up. Not an Exception, so that no method catches it by chance."""
+    """The controller cancelled the running call. Not an Exception, so that methods do not catch it by accident."""
 
 
 class Interruptible:
-    """What the main thread runs, by a token, so that another thread can interrupt that and nothing else.
+    """The call that the main thread runs, identified by a token, so that another thread can interrupt only this call.
 
-    To be made in the main thread; elsewhere nothing can be interrupted.
+    Create it in the main thread; in any other thread, calls cannot be interrupted.
     """
 
     def __init__(self) -> None:
@@ -69,15 +69,15 @@ class Interruptible:
 
     @contextmanager
     def running(self, token: str) -> Iterator[None]:
-        """The call ``token`` runs inside.
+        """Mark the call ``token`` as running inside the block.
 
         Raises:
-            Interrupted: it was given up.
+            Interrupted: the call was cancelled.
         """
         self._wanted = ""
         self._token = token
         try:
-            # After the line above: interrupt() reads the token after it has written this.
+            # The order matters: interrupt() writes the cancelled token first and reads the running token after it.
             if token in self._given_up:
                 raise Interrupted(token)
             yield
@@ -90,7 +90,7 @@ class Interruptible:
             raise Interrupted(self._wanted)
 
     def interrupt(self, token: str) -> Cancelled:
-        """Interrupt that call if it runs, and never start it if it does not; code outside of Python ends first."""
+        """Interrupt the call if it is running, else prevent its start; native code is interrupted when it returns."""
         self._given_up.append(token)
         if token != self._token:
             return "ended"
@@ -101,7 +101,7 @@ class Interruptible:
         return "interrupted"
 
     def stack(self) -> str:
-        """Where the main thread is: the innermost lines, from the worker's method on."""
+        """Return the main thread's stack as text, from the worker's method inwards."""
         frame = sys._current_frames().get(self._main.ident or 0)
         frames = traceback.extract_stack(frame) if frame is not None else []
         entries = [
@@ -122,7 +122,7 @@ class _Handler(socketserver.BaseRequestHandler):
         try:
             signed = _receive(sock)
         except OSError:
-            return  # whoever that was has gone
+            return  # the client has disconnected
         digest, message = signed[:_DIGEST], signed[_DIGEST:]
         if hmac.compare_digest(digest, hmac.digest(self.server.key, nonce + message, "sha256")):
             sock.sendall(json.dumps(self.server.answer(json.loads(message))).encode())
@@ -140,7 +140,7 @@ class _Server(socketserver.ThreadingTCPServer):
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """Everything up to the other side's end of sending."""
+    """Receive all data until the other side stops sending."""
     parts = b""
     while len(parts) < _MOST:
         part = sock.recv(65536)
@@ -151,11 +151,11 @@ def _receive(sock: socket.socket) -> bytes:
 
 
 class ControlServer:
-    """Answers, in threads of its own, until :meth:`close`.
+    """A server that answers requests in its own threads until :meth:`close`.
 
     Args:
-        node: the address to listen on.
-        answers: request → function of the request's fields that gives the answer.
+        node: address to listen on.
+        answers: name of a request → function of the request's fields that returns the answer.
     """
 
     def __init__(self, node: str, answers: Mapping[str, Callable[..., Any]]) -> None:
@@ -195,7 +195,7 @@ def ask(address: ControlAddress, request: dict[str, str], timeout: float = 5.0) 
     """Send one request and wait for the answer.
 
     Raises:
-        OSError: nobody answers within ``timeout`` seconds, or the request was refused.
+        OSError: nothing answers within ``timeout`` seconds, or the request was refused.
     """
     (answer,) = ask_all([(address, request)], timeout)
     if isinstance(answer, OSError):
@@ -206,11 +206,11 @@ def ask(address: ControlAddress, request: dict[str, str], timeout: float = 5.0) 
 def ask_all(
     questions: Sequence[tuple[ControlAddress | None, dict[str, str]]], timeout: float = 5.0
 ) -> list[str | OSError]:
-    """Send requests at the same time; return each answer, or why there is none.
+    """Send requests concurrently; return each answer, or the error if there is none.
 
     Args:
-        questions: address and request; None where the process has no address.
-        timeout: seconds for each request.
+        questions: pairs of address and request; the address is None if the process has none.
+        timeout: time limit of each request in seconds.
     """
     if not questions:
         return []
@@ -223,13 +223,13 @@ def ask_all(
                 return await _ask(address, request, timeout)
         except asyncio.IncompleteReadError:
             return ConnectionError(f"{address.host}:{address.port} closed the connection")
-        except OSError as error:  # a TimeoutError too
+        except OSError as error:  # includes TimeoutError
             return error if str(error) else TimeoutError(f"no answer from {address.host}:{address.port}")
 
     async def every() -> list[str | OSError]:
         turn = asyncio.Semaphore(_AT_ONCE)
         return list(await asyncio.gather(*(one(turn, *question) for question in questions)))
 
-    # In a thread of its own, because the caller's may already run a loop.
+    # In a separate thread, because the caller's thread may already run an event loop.
     with ThreadPoolExecutor(1, thread_name_prefix="rollcast-control") as pool:
         return pool.submit(asyncio.run, every()).result()

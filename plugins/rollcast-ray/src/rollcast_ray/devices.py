@@ -1,4 +1,4 @@
-"""The number of a worker's device: from its environment, and from the ids that Ray gave it."""
+"""The index of a worker's device, derived from its environment and the device ids that Ray assigned."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollcast.errors import ResourceError
 __all__ = ["NOSET_SWITCHES", "local_device_index", "ray_noset_visible_devices", "visible_devices"]
 
 _NOSET = "RAY_EXPERIMENTAL_NOSET_"
-#: Ray's name of an accelerator → the variables by which it hides devices of that kind.
+#: Ray's name of an accelerator → variables with which Ray hides devices of that kind.
 _VARIABLES = {
     "GPU": (*CUDA.visibility, *XPU.visibility),
     "NPU": NPU.visibility,
@@ -18,7 +18,7 @@ _VARIABLES = {
     "neuron_cores": ("NEURON_RT_VISIBLE_CORES",),
     "TPU": ("TPU_VISIBLE_CHIPS",),
 }
-#: Each tells Ray to leave the variable of its name alone; the process then sees all devices.
+#: Variables that tell Ray not to set the corresponding visibility variable, so that a process sees all devices.
 NOSET_SWITCHES = tuple(_NOSET + name for names in _VARIABLES.values() for name in names)
 
 
@@ -31,28 +31,28 @@ def _variables(accelerator: str) -> tuple[str, ...]:
 
 
 def ray_noset_visible_devices(env: Mapping[str, str], accelerator: str | None = None) -> bool:
-    """Return True if a switch keeps Ray from hiding the devices of other processes.
+    """Return True if a ``NOSET`` variable keeps Ray from hiding the devices of other processes.
 
     Args:
-        env: an environment.
-        accelerator: look only at the switches for this kind, by Ray's name; by default at all.
+        env: environment of a process.
+        accelerator: Ray's name of the kind of device whose variables are checked; by default all kinds.
     """
     names = NOSET_SWITCHES if accelerator is None else [_NOSET + name for name in _variables(accelerator)]
     return any(env.get(name, "").lower() in ("1", "true") for name in names)
 
 
 def visible_devices(env: Mapping[str, str], accelerator: str = "GPU") -> list[str] | None:
-    """Return the devices that an environment leaves visible, in the order in which libraries number them.
+    """Return the ids of the devices visible in an environment, in the order in which libraries number them.
 
-    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` mean the same on ROCm and have to agree.
-    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers what they choose from, so it stands alone.
+    ``HIP_VISIBLE_DEVICES`` and ``CUDA_VISIBLE_DEVICES`` are equivalent on ROCm and must be equal.
+    ``ROCR_VISIBLE_DEVICES`` is applied before them and renumbers the devices, so it cannot be combined with them.
 
     Args:
-        env: the environment.
-        accelerator: kind of device, by Ray's name.
+        env: environment of a process.
+        accelerator: Ray's name of the kind of device.
 
     Returns:
-        Ids as they are written; None where all devices are visible.
+        Ids as written in the variable; None if all devices are visible.
 
     Raises:
         ResourceError: the variables contradict each other.
@@ -78,7 +78,7 @@ def visible_devices(env: Mapping[str, str], accelerator: str = "GPU") -> list[st
 
 
 def _ids(value: str) -> list[str]:
-    """Split a list of devices, up to the first that is invalid, as drivers do."""
+    """Split a list of devices, up to the first invalid one, as drivers do."""
     found: list[str] = []
     for part in (part.strip() for part in value.split(",")):
         if part in ("", "NoDevFiles", "none") or part.startswith("-"):
@@ -90,22 +90,22 @@ def _ids(value: str) -> list[str]:
 def local_device_index(
     env: Mapping[str, str], assigned: Sequence[str | int], local_rank: int = 0, accelerator: str = "GPU"
 ) -> int | None:
-    """Return the number of this process's device, as in ``torch.device("cuda", number)``.
+    """Return the index of this process's device, as in ``torch.device("cuda", index)``.
 
-    Ray hides from a process all devices but its own, whose number is then 0. Under a ``NOSET`` switch
-    it hides none, and the number is the place of the given id among all visible ones.
+    Ray hides all other devices from a process, so the index is 0. If a ``NOSET`` variable is set, Ray hides no device,
+    and the index is the position of the assigned id among the visible devices.
 
     Args:
-        env: the process's environment.
-        assigned: ids that Ray gave the process; may be empty.
-        local_rank: rank among the group's processes on the node; tells the devices where Ray says nothing.
-        accelerator: kind of device, by Ray's name.
+        env: environment of the process.
+        assigned: ids that Ray assigned to the process; may be empty.
+        local_rank: rank among the group's processes on the node; selects the device if Ray assigned none.
+        accelerator: Ray's name of the kind of device.
 
     Returns:
-        None if the environment hides every device.
+        The index; None if the environment hides every device.
 
     Raises:
-        ResourceError: the environment contradicts itself, or hides the device that Ray gave.
+        ResourceError: the environment contradicts itself, or hides the assigned device.
     """
     visible = visible_devices(env, accelerator)
     if visible == []:
@@ -120,7 +120,7 @@ def local_device_index(
     if given in visible:
         return visible.index(given)
     if ray_noset_visible_devices(env, accelerator):
-        return local_rank % len(visible)  # whoever threw the switch chooses the devices
+        return local_rank % len(visible)  # with NOSET, the user chooses the devices
     raise ResourceError(
         f"Ray gave the process device {given}, but its environment shows only {', '.join(visible)}; leave "
         f"{', '.join(_variables(accelerator))} out of env, or choose devices yourself under {_NOSET}*=1"

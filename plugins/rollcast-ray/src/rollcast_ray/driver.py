@@ -1,4 +1,4 @@
-"""A process of the cluster that drives worker groups in place of the command's process."""
+"""A process on the cluster that drives worker groups instead of the command's process."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from rollcast.errors import RollcastError, WorkerError
 __all__ = ["run_driver"]
 
 logger = logging.getLogger(__name__)
-#: Seconds that an interrupted function has to stop its workers.
+#: Time limit in seconds for an interrupted function to stop its workers.
 _STOP_S = 30.0
 
 
 def run_driver(function: Callable[..., Any], /, *args: Any) -> Any:
     """Run a function in a Ray task; see :meth:`rollcast.contracts.runtime.Runtime.run_driver`."""
-    # No CPU of its own: the loop waits most of the time, and the pools may ask for all CPUs of a node.
-    # No retry by Ray, which would begin while workers of the lost attempt still run.
+    # Reserve no CPU: the loop waits most of the time, and the pools may request all CPUs of a node.
+    # Disable Ray's retries, which would start while workers of the failed attempt still run.
     task: Any = ray.remote(num_cpus=0, max_retries=0, scheduling_strategy="SPREAD")(_drive)
     ref = task.remote(str(Path.cwd()), list(sys.path), cloudpickle.dumps((function, args)))
     try:
@@ -44,14 +44,15 @@ def run_driver(function: Callable[..., Any], /, *args: Any) -> Any:
 
 
 def _drive(folder: str, driver_path: list[str], blob: bytes) -> Any:
-    """Run the function in the folder of the command, so that relative paths mean the same.
+    """Run the function in the command's working folder, so that relative paths have the same meaning.
 
     Args:
-        folder: of the command.
-        driver_path: ``sys.path`` of the command; its folders that exist here are added.
+        folder: working folder of the command.
+        driver_path: ``sys.path`` of the command; its folders that exist on this node are added.
         blob: pickle of the function and its arguments.
     """
-    # Ray cancels a task by this signal. A Ray that a shell's background job started hands down that it is ignored.
+    # Ray cancels a task with this signal. If Ray was started from a shell's background job, its processes inherit that
+    # the signal is ignored.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.path.extend(entry for entry in driver_path if entry not in sys.path and Path(entry).exists())
     if Path(folder).is_dir():
@@ -61,7 +62,7 @@ def _drive(folder: str, driver_path: list[str], blob: bytes) -> Any:
 
 
 def _own_error(error: ray.exceptions.RayTaskError) -> BaseException:
-    """Return the function's exception, with its traceback as a note unless it is an error for the user."""
+    """Return the function's exception, with its traceback as a note unless the error is meant for the user."""
     cause = getattr(error, "cause", None)
     if not isinstance(cause, Exception):
         return error

@@ -1,4 +1,7 @@
-"""A Ray of this process's own: closed to other machines and users, and ended without its help if it breaks."""
+"""An embedded Ray, private to this process and not reachable by other machines and users.
+
+If Ray breaks, its processes are killed without using Ray.
+"""
 
 from __future__ import annotations
 
@@ -31,27 +34,27 @@ __all__ = ["EmbeddedRay", "drop_own_token", "loopback_environment"]
 
 logger = logging.getLogger(__name__)
 
-#: What an embedded Ray needs to behave on a small or busy machine: workers at nice 15 starve in
-#: collectives, and usage statistics want a network. What is freed is given back at once, not once a
-#: second: the next batch finds memory that is mapped already, which is ten times as fast as new pages.
+#: Environment for small or busy machines: workers at nice 15 starve in collectives, and usage statistics need a
+#: network. Freed objects are released at once instead of once a second, so that the next batch reuses mapped memory,
+#: which is ten times as fast as new pages.
 _ENVIRONMENT = {
     "RAY_worker_niceness": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_free_objects_batch_size": "1",
 }
-#: Says how Ray authenticates; ``disabled`` of a user is respected.
+#: Variable with Ray's authentication mode; a user's ``disabled`` is respected.
 _AUTH_MODE = "RAY_AUTH_MODE"
 _TOKEN_KEYS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
-#: One token for this process: Ray's native code reads it once. It is written to no file.
+#: Authentication token of this process, never written to a file. It cannot change, because Ray's native code caches it.
 _TOKEN = secrets.token_hex(32)
-#: Warns at each start that a local Ray asks for its token, which is as it should be.
+#: Logger that warns at each start that a local Ray requires a token, which is intended.
 _auth_logger = logging.getLogger(AUTHENTICATION_LOGGER)
-#: Processes without which the embedded Ray answers nothing any more.
+#: Processes without which the embedded Ray cannot answer.
 _VITAL = ("gcs_server", "raylet")
 _LOOK_S = 0.25
 _END_GRACE_S = 1.0
-#: Exit code of a process whose Ray broke: that of a failed command.
+#: Exit code of a process whose Ray broke, the same as for a failed command.
 _EXIT_BROKEN = 2
 
 
@@ -65,14 +68,14 @@ def loopback_environment(node: str) -> dict[str, str]:
 
 
 def drop_own_token() -> None:
-    """Drop the token of an earlier embedded Ray, with which another cluster could not call this process."""
+    """Drop the token of an earlier embedded Ray, because another cluster could not call this process with it."""
     if os.environ.get("RAY_AUTH_TOKEN") == _TOKEN:
         del os.environ["RAY_AUTH_TOKEN"]
         forget_authentication()
 
 
 class EmbeddedRay:
-    """The Ray processes that this process starts, and the watch over them."""
+    """The Ray processes started by this process, and a monitor of them."""
 
     def __init__(self) -> None:
         self._started: dict[str, subprocess.Popen[bytes]] = {}
@@ -81,15 +84,15 @@ class EmbeddedRay:
         self._leaving: threading.Thread | None = None
 
     def start(self, num_cpus: int | None, object_store_memory: int | None, log_to_driver: bool) -> None:
-        """Start Ray on the loopback address, with a token that only its own processes have.
+        """Start Ray on the loopback address, with a token known only to its own processes.
 
         Raises:
-            ResourceError: Ray cannot keep its files in the folder for temporary files.
+            ResourceError: the folder for temporary files is unsuitable for Ray.
         """
         check_temp_dir()
         with _own_environment(), loopback_only():
             ray.init(
-                address="local",  # else Ray would join whatever somebody has started on this machine
+                address="local",  # otherwise Ray would join any Ray that is running on this machine
                 num_cpus=num_cpus or os.cpu_count(),
                 object_store_memory=object_store_memory or default_object_store(),
                 include_dashboard=False,
@@ -100,13 +103,13 @@ class EmbeddedRay:
         self.watch(started_processes())
 
     def watch(self, processes: Mapping[str, subprocess.Popen[bytes]]) -> None:
-        """Take over the processes of a Ray, by the name of their kind."""
+        """Monitor the processes of a Ray, given by their kind."""
         self._broken = ""
         self._started = dict(processes)
         self._vital = {name: self._started[name] for name in _VITAL if name in self._started}
 
     def broken(self) -> str:
-        """Return which vital process has ended and how; empty while all live, and for a Ray that is not ours."""
+        """Describe the vital processes that have ended; empty if all are alive, or if Ray is not embedded."""
         if not self._broken:
             ended = {name: process.poll() for name, process in self._vital.items()}
             described = [
@@ -118,10 +121,10 @@ class EmbeddedRay:
         return self._broken
 
     def require_whole(self) -> None:
-        """Raise if Ray cannot answer any more; its own client would wait for a minute, then end this process.
+        """Check that Ray can answer; its own client would wait for a minute and then end this process.
 
         Raises:
-            ResourceError: a vital process has ended; names it.
+            ResourceError: a vital process has ended; names the process.
         """
         if self.broken():
             raise ResourceError(f"the run's own Ray is gone: its {self.broken()}. Everything on it ends with it")
@@ -132,17 +135,17 @@ class EmbeddedRay:
         return bool(self._vital)
 
     def forget(self) -> None:
-        """Stop watching: somebody else has ended this Ray."""
+        """Stop monitoring, because this Ray was ended elsewhere."""
         self._started, self._vital, self._broken = {}, {}, ""
 
     def end(self, stop: Callable[[], None]) -> None:
-        """End Ray after ``stop``, in good order; without its help if it is broken or breaks meanwhile.
+        """End Ray in order after calling ``stop``; kill its processes if it is broken or breaks meanwhile.
 
         Args:
-            stop: ends what runs on Ray, by calls to Ray.
+            stop: function that ends the actors and groups on Ray, by calls to Ray.
 
         Raises:
-            BaseException: whatever ``stop`` raises.
+            BaseException: any exception of ``stop``.
         """
         processes = _descendants(self._started)
         raised: list[BaseException] = []
@@ -154,13 +157,13 @@ class EmbeddedRay:
                 raised.append(error)
 
         if not self._is_ending():
-            # In a thread of its own: calls to a Ray that breaks meanwhile return after a minute or never.
+            # In a separate thread, because calls to a Ray that breaks meanwhile return after a minute or never.
             stopping = threading.Thread(target=run, name="rollcast-ray-stop", daemon=True)
             stopping.start()
             while stopping.is_alive() and not self._is_ending():
                 stopping.join(_LOOK_S)
         if self._is_ending():
-            # An error on its way says why; without one, the exit code of _exit_if_stuck would come without a word.
+            # A pending exception explains the failure; without one, _exit_if_stuck would exit without a message.
             if not raised and sys.exc_info()[1] is None and self.broken():
                 logger.error("the run's own Ray broke before it was stopped: its %s", self.broken())
             self._end_without_help(processes)
@@ -171,7 +174,7 @@ class EmbeddedRay:
             raise raised[0]
 
     def _is_ending(self) -> bool:
-        # A signal to the whole process group ends the helpers at once; the vital ones take leave of each other first.
+        # A signal to the whole process group ends the helpers at once, while the vital processes shut down in order.
         return any(process.poll() is not None for process in self._started.values())
 
     def _end_without_help(self, processes: set[psutil.Process]) -> None:
@@ -181,7 +184,7 @@ class EmbeddedRay:
             if process.is_running():
                 process.kill()
         for process in self._started.values():
-            process.wait(_END_GRACE_S)  # else each is left as a zombie
+            process.wait(_END_GRACE_S)  # otherwise the process stays a zombie
         # Disconnects this process, as far as that works without Ray.
         self._leaving = threading.Thread(target=ray.shutdown, name="rollcast-ray-leave", daemon=True)
         self._leaving.start()
@@ -199,7 +202,7 @@ class EmbeddedRay:
 
 
 def _find(pid: int) -> list[psutil.Process]:
-    """Return the process and all below it; nothing if it is gone."""
+    """Return the process and its descendants; empty if it no longer exists."""
     try:
         process = psutil.Process(pid)
         return [process, *process.children(recursive=True)]
@@ -217,7 +220,7 @@ def _describe_end(code: int) -> str:
 
 @contextmanager
 def _own_environment() -> Iterator[None]:
-    """The variables of an embedded Ray; those that somebody has set stay, and so does what this process had."""
+    """Set the variables of an embedded Ray inside the block, without overriding variables that are already set."""
     added = {key: value for key, value in _ENVIRONMENT.items() if key not in os.environ}
     if not any(key in os.environ for key in (_AUTH_MODE, *_TOKEN_KEYS)):
         added["RAY_AUTH_TOKEN"] = _TOKEN
@@ -228,9 +231,9 @@ def _own_environment() -> Iterator[None]:
         yield
     finally:
         _auth_logger.setLevel(level)
-        # The token stays: this process's native code has read it, and a Ray that the user starts here next has to ask
-        # for the same one.
+        # Keep the token: this process's native code has cached it, so a Ray that the user starts here next must use
+        # the same token.
         for key in added.keys() - {"RAY_AUTH_TOKEN"}:
             os.environ.pop(key, None)
         if mode is None:
-            os.environ.pop(_AUTH_MODE, None)  # Ray sets it, for the processes that it starts
+            os.environ.pop(_AUTH_MODE, None)  # Ray sets it for the processes that it starts

@@ -1,4 +1,4 @@
-"""Detects that an actor has died, also while nobody calls it."""
+"""Detection of dead actors, even while no call to them is in flight."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def actor_id(host: Host) -> str:
 
 
 class LivenessWatch:
-    """A heartbeat: one empty call in flight at each actor, which fails at once when the actor dies.
+    """A heartbeat that keeps one empty call in flight on each actor; the call fails at once when the actor dies.
 
-    A busy actor leaves the call unanswered; that is no sign of death.
+    A busy actor does not answer the call, which does not mean that it is dead.
 
     Args:
-        describe: host and Ray's error → how it died, for messages.
-        look_s: seconds between two looks, 1 by default.
-        ping_s: seconds between two calls to an actor that answers, 5 by default.
+        describe: function of a host and Ray's error that returns the cause of death, for messages.
+        look_s: time between two checks in seconds.
+        ping_s: time between two calls to a responsive actor in seconds.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class LivenessWatch:
         self._failed = ""
 
     def watch(self, group: str, hosts: Sequence[Host]) -> None:
-        """Watch the processes of a group, which the present session of Ray has started."""
+        """Watch the processes of a group, which must belong to the current Ray session."""
         self._session = current_session()
         self._watched |= {actor_id(host): _Watched(group, host) for host in hosts}
         if self._thread is None or not self._thread.is_alive():
@@ -70,29 +70,29 @@ class LivenessWatch:
             self._thread.start()
 
     def forget(self, hosts: Sequence[Host]) -> None:
-        """Stop watching these hosts: they are about to be ended."""
+        """Stop watching hosts that are about to be ended."""
         for host in hosts:
             self._watched.pop(actor_id(host), None)
             self._lost.pop(actor_id(host), None)
 
     def bury(self, hosts: Sequence[Host], how: str) -> None:
-        """Record hosts that ended all at once, with the Ray that they ran on."""
+        """Record hosts that ended together with their Ray session."""
         self._lost |= {actor_id(host): how for host in hosts}
 
     def note(self, host: Host, how: str) -> None:
-        """Record a death that a failed call has shown."""
+        """Record the death of a host that a failed call has revealed."""
         if self._watched.pop(actor_id(host), None) is not None:
             self._lost[actor_id(host)] = how
 
     def lost(self, hosts: Sequence[Host]) -> dict[int, str]:
-        """Return the hosts that are dead: index → how they died."""
+        """Return the dead hosts: index → cause of death."""
         if not self._lost:
             return {}
         found = {index: self._lost.get(actor_id(host)) for index, host in enumerate(hosts)}
         return {index: how for index, how in found.items() if how is not None}
 
     def stop(self) -> None:
-        """End the watch."""
+        """Stop watching."""
         self._stop.set()
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(self._look_s)
@@ -105,11 +105,11 @@ class LivenessWatch:
             try:
                 with staying_in(self._session) as is_current:
                     if not is_current:
-                        # Ray was shut down, and the watched processes with it; watch() starts anew.
+                        # Ray was shut down together with the watched processes; watch() starts a new thread.
                         logger.warning("the watch for dead workers stops, because Ray was shut down")
                         return
                     self._look()
-            except Exception as error:  # whatever it is, workers that die later still have to be noticed
+            except Exception as error:  # after any error, later deaths must still be detected
                 if not ray.is_initialized():
                     logger.warning("the watch for dead workers stops, because Ray has gone: %s", error)
                     return
@@ -139,7 +139,7 @@ class LivenessWatch:
             logger.warning("a worker of %s cannot be reached at present: %s", entry.group, error)
         except ray.exceptions.RayActorError as error:
             if actor_id(entry.host) not in self._watched:
-                return  # it was ended on purpose
+                return  # ended on purpose
             how = self._describe(entry.host, error)
             self.note(entry.host, how)
             where = f"rank {entry.host.context.rank} (node {entry.host.info.node}, process {entry.host.info.pid})"

@@ -1,4 +1,4 @@
-"""The output that a worker's process left on its node, which the driver may not see."""
+"""The output files of a worker's process on its node, which the driver may not be able to read directly."""
 
 from __future__ import annotations
 
@@ -15,21 +15,22 @@ __all__ = ["read_last_lines", "read_worker_log"]
 
 logger = logging.getLogger(__name__)
 
-#: How long another node may take to start a process that reads the log, in seconds.
+#: Time limit in seconds for another node to start a process that reads the log.
 _READ_S = 10.0
 
 
 def read_last_lines(folder: Path, worker_id: str, pid: int, count: int = 20) -> list[str]:
-    """Return the last lines that a worker's process wrote to its output files in ``folder``.
+    """Return the last lines of a worker process's output files in ``folder``.
 
     Args:
-        folder: of the logs of the process's own node.
-        worker_id, pid: of the process; process ids repeat across containers and in time, Ray's ids do not.
-        count: number of lines.
+        folder: log folder of Ray on the process's node.
+        worker_id, pid: Ray's id and process id of the process. Process ids can repeat, across containers and over
+            time; Ray's ids are unique.
+        count: number of lines to return.
     """
     files = sorted(folder.glob(f"worker-{worker_id}-*-{pid}.*"))
     lines = [line for file in files for line in file.read_text(errors="replace").splitlines()]
-    return [line for line in lines if not line.startswith(":")][-count:]  # Ray marks its own lines so
+    return [line for line in lines if not line.startswith(":")][-count:]  # Ray's own lines start with a colon
 
 
 def _read_here(worker_id: str, pid: int) -> list[str]:
@@ -38,7 +39,7 @@ def _read_here(worker_id: str, pid: int) -> list[str]:
 
 
 def read_worker_log(info: HostInfo) -> list[str]:
-    """Return the last lines of a worker's output from its own node; empty if that node cannot be asked."""
+    """Return the last lines of a worker's output, read on its node; empty if the node does not answer."""
     where = info.control
     if where is None:
         return []
@@ -50,7 +51,7 @@ def read_worker_log(info: HostInfo) -> list[str]:
     try:
         found: list[str] = ray.get(ref, timeout=_READ_S)
         return found
-    except ray.exceptions.RayError as error:  # a GetTimeoutError too
+    except ray.exceptions.RayError as error:  # includes GetTimeoutError
         ray.cancel(ref)
         logger.warning("the output of process %d on node %s cannot be read: %s", info.pid, info.node, error)
         return []

@@ -1,4 +1,4 @@
-"""The driver's machine: ports, memory, signals and folders that Ray depends on."""
+"""Checks of the driver's machine: ports, memory, signals and folders that Ray depends on."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ __all__ = [
 
 
 def require_reachable(address: str, timeout: float = 10.0) -> None:
-    """Try the port of an address (``host:port``, with or without a scheme); other forms pass.
+    """Check that the port of an address (``host:port``, with or without a scheme) is open; skip other forms.
 
     Raises:
-        OSError: nobody answers within ``timeout`` seconds.
+        OSError: nothing answers within ``timeout`` seconds.
     """
     host, _, port = address.rpartition("://")[2].rpartition(":")
     if host and port.isdigit():
@@ -37,14 +37,14 @@ def require_reachable(address: str, timeout: float = 10.0) -> None:
 
 
 def require_same_cluster(address: str, running: str) -> None:
-    """Refuse an address that is not that of the Ray which this process has already joined.
+    """Check that an address is that of the Ray cluster that this process has already joined.
 
     Args:
-        address: as asked for. Forms without host and port, such as ``auto``, mean any cluster.
-        running: ``host:port`` of the Ray that runs.
+        address: requested address. Forms without host and port, such as ``auto``, match any cluster.
+        running: ``host:port`` of the running Ray.
 
     Raises:
-        ResourceError: the two differ.
+        ResourceError: the addresses differ.
     """
     if "://" in address or address in ("auto", "local"):
         return
@@ -60,7 +60,7 @@ def require_same_cluster(address: str, running: str) -> None:
 
 
 def _addresses(host: str) -> set[str]:
-    """Return the addresses of a host; all of this machine's for its loopback."""
+    """Return the addresses of a host; for a loopback address, return all addresses of this machine."""
     names = [host.strip("[]")]
     if names[0] in ("localhost", "127.0.0.1", "::1"):
         names += ["127.0.0.1", ray.util.get_node_ip_address()]
@@ -72,12 +72,12 @@ def _addresses(host: str) -> set[str]:
 
 
 def default_object_store() -> int:
-    """Return the bytes for an object store on this machine: 30 % of its memory, at most 90 % of free shared memory.
+    """Return the default object store size in bytes: 30 % of the memory, at most 90 % of the free shared memory.
 
-    The memory of a container is its limit, which may be less than the machine's.
+    In a container, the memory is the container's limit.
     """
     wanted = int(_memory_limit() * 0.3)
-    shared = Path("/dev/shm")  # noqa: S108  # where Ray keeps its objects
+    shared = Path("/dev/shm")  # noqa: S108  # Ray's object store
     if not shared.is_dir():
         return wanted
     room = os.statvfs(shared)
@@ -85,9 +85,9 @@ def default_object_store() -> int:
 
 
 def _memory_limit() -> int:
-    """Return the bytes that this machine or container has."""
+    """Return the memory of this machine or container in bytes."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # of the first and the second version
+    for file in ("memory.max", "memory/memory.limit_in_bytes"):  # cgroup v2, then v1
         with suppress(OSError, ValueError):
             limits.append(int((Path("/sys/fs/cgroup") / file).read_text()))
     return min(limits)
@@ -95,7 +95,7 @@ def _memory_limit() -> int:
 
 @contextmanager
 def keeping_sigterm() -> Iterator[None]:
-    """Restore an application's own handler of SIGTERM: ``ray.init`` replaces it by one that aborts."""
+    """Restore the application's SIGTERM handler, which ``ray.init`` replaces by one that aborts."""
     before = signal.getsignal(signal.SIGTERM)
     try:
         yield
@@ -104,15 +104,15 @@ def keeping_sigterm() -> Iterator[None]:
             signal.signal(signal.SIGTERM, before)
 
 
-#: Path that Ray adds to the folder, up to the end of its longest socket's name; a socket's path has 107 bytes.
+#: The longest path of a socket that Ray creates below the folder. A socket's full path is limited to 107 bytes.
 _LONGEST_SOCKET = "/ray/session_2000-01-01_00-00-00_000000_0000000/sockets/plasma_store"
 
 
 def check_temp_dir() -> None:
-    """Refuse a folder for temporary files with which Ray would wait for its workers without end.
+    """Check the folder for temporary files; with an unsuitable one, Ray would wait forever for its workers.
 
     Raises:
-        ResourceError: it is inside the virtual environment, or its path is too long for a socket.
+        ResourceError: the folder is inside the virtual environment, or its path is too long for a socket.
     """
     folder = Path(tempfile.gettempdir()).resolve()
     if sys.prefix != sys.base_prefix and folder.is_relative_to(Path(sys.prefix).resolve()):

@@ -1,4 +1,4 @@
-"""Resource pools on Ray: placement groups, and the places in them."""
+"""Resource pools on Ray: placement groups and their bundles."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ __all__ = ["Placements", "RayResourcePool", "Slot", "check_room", "read_nodes", 
 
 @dataclass(frozen=True)
 class Slot:
-    """The place of one process.
+    """A bundle of a placement group, for one process.
 
     Attributes:
-        group, bundle: the placement group and the number of the bundle in it.
-        node, node_id: where that is.
+        group, bundle: placement group, and index of the bundle in it.
+        node, node_id: address and id of the bundle's node.
     """
 
     group: Any
@@ -39,7 +39,7 @@ class Slot:
 
     @property
     def key(self) -> tuple[str, int]:
-        """Identity of this place."""
+        """Identity of this slot."""
         return self.group.id.hex(), self.bundle
 
 
@@ -62,7 +62,7 @@ def read_nodes() -> list[NodeResources]:
 
 
 def _nameable(resources: dict[str, float]) -> dict[str, float]:
-    """Return the resources that a pool can ask for by name."""
+    """Return the resources that a pool can request by name."""
     own = ("CPU", "GPU", "memory", "object_store_memory")
     return {k: float(v) for k, v in resources.items() if k not in own and not re.match(r"node:|.*_group_", k)}
 
@@ -72,36 +72,36 @@ def _natural(address: str) -> list[str | int]:
 
 
 def _owner_prefix(actor_id: str) -> str:
-    """Return the start of the names of placement groups that an actor, or with ``""`` a driver, has made."""
+    """Return the name prefix of placement groups created by an actor, or by a driver if ``actor_id`` is empty."""
     return f"rollcast:{actor_id or 'driver'}:"
 
 
 def remove_groups_made_by(actor_ids: Iterable[str]) -> None:
-    """Remove the placement groups of dead actors: Ray keeps them until the driver's end."""
+    """Remove the placement groups of dead actors, which Ray would keep until the driver ends."""
     prefixes = tuple(_owner_prefix(actor_id) for actor_id in actor_ids)
     for key, entry in placement_group_table().items():
         if entry["name"].startswith(prefixes) and entry["state"] != "REMOVED":
             remove_placement_group(PlacementGroup(placement_group_id(key)))
 
 
-#: How long a pool waits for the nodes where it would be each time, in seconds.
+#: Time in seconds for which a pool waits for its preferred nodes.
 _HOME_S = 3.0
-#: The pools that this process holds.
+#: Pools placed by this process.
 _in_place: weakref.WeakSet[RayResourcePool] = weakref.WeakSet()
 
 
 class RayResourcePool(ResourcePool):
-    """A resource pool with Ray placement groups, one a node, made when they are first needed.
+    """A resource pool with one Ray placement group per node, created on first use.
 
-    Each process has a bundle of its own. The groups are sorted by node address, and are made where an
-    equal pool would be, so that ranks stay where they were after a restart.
+    Each process has its own bundle. The groups are sorted by node address and are created on the same nodes for equal
+    pools, so that ranks stay on their nodes after a restart.
     """
 
     _slots: list[Slot] | None = None
 
     @classmethod
     def like(cls, pool: ResourcePool, detached: bool) -> RayResourcePool:
-        """Return a pool of the same description, not placed yet."""
+        """Return an unplaced pool with the same description."""
         return cls(
             pool.process_on_nodes,
             pool.use_gpu,
@@ -117,15 +117,15 @@ class RayResourcePool(ResourcePool):
 
     @property
     def is_placed(self) -> bool:
-        """True if the placement groups are made."""
+        """True if the placement groups have been created."""
         return self._slots is not None
 
     def get_slots(self, timeout: float = 300.0) -> list[Slot]:
-        """Return a place for each process, those of a node beside each other, by node address.
+        """Return a slot for each process, sorted by node address.
 
         Raises:
-            ResourceError: not placed within ``timeout`` seconds; names the request, the nodes that are
-                missing, and the resources of each node.
+            ResourceError: the pool was not placed within ``timeout`` seconds; names the request, the number of
+                missing nodes, and the resources of each node.
         """
         if self._slots is None:
             self._slots = self._place(timeout)
@@ -133,7 +133,7 @@ class RayResourcePool(ResourcePool):
         return self._slots
 
     def get_placement_groups(self, timeout: float = 300.0) -> list[Any]:
-        """Return the placement groups, by node address.
+        """Return the placement groups, sorted by node address.
 
         Raises:
             ResourceError: see :meth:`get_slots`.
@@ -142,7 +142,7 @@ class RayResourcePool(ResourcePool):
         return list(self.groups_by_id().values())
 
     def groups_by_id(self) -> dict[str, Any]:
-        """Return the placement groups that are made."""
+        """Return the created placement groups by id."""
         return {slot.key[0]: slot.group for slot in self._slots or ()}
 
     def release(self) -> None:
@@ -152,7 +152,7 @@ class RayResourcePool(ResourcePool):
         self.forget()
 
     def replace_lost(self, timeout: float) -> None:
-        """Replace the places that lie on nodes which are gone, in the same order; the others stay.
+        """Replace the slots on lost nodes, in the same order; the other slots stay.
 
         Raises:
             ResourceError: no place was found within ``timeout`` seconds.
@@ -166,11 +166,11 @@ class RayResourcePool(ResourcePool):
         for key, group in lost.items():
             size = sum(slot.key[0] == key for slot in self._slots or ())
             if self.strategy == "STRICT_PACK":
-                # All of the group was on that node, and the bundles may be bound to its address.
+                # The whole group was on the lost node, and its bundles may be bound to the node's address.
                 remove_placement_group(group)
                 replaced[key] = self._make_group(size, None)
             else:
-                replaced[key] = group  # Ray moves the lost bundles by itself
+                replaced[key] = group  # Ray reschedules the lost bundles itself
         self._wait(list(replaced.values()), timeout, deadline)
         fresh = {key: iter(_slots_of([group])) for key, group in replaced.items()}
         self._slots = [next(fresh[slot.key[0]]) if slot.key[0] in fresh else slot for slot in self._slots or ()]
@@ -188,7 +188,7 @@ class RayResourcePool(ResourcePool):
             grace = time.monotonic() + min(_HOME_S, timeout / 2)
             for number, target in enumerate(targets):
                 if target is not None and not groups[number].wait(max(grace - time.monotonic(), 0.001)):
-                    # Somebody else is where this pool would be.
+                    # Another pool occupies the preferred nodes.
                     remove_placement_group(groups[number])
                     groups[number] = self._make_group(self.process_on_nodes[number], None)
             self._wait(groups, timeout, deadline)
@@ -211,9 +211,9 @@ class RayResourcePool(ResourcePool):
         )
 
     def _targets(self) -> list[str | None]:
-        """Return the addresses where an equal pool would lie each time, as far as this process knows."""
+        """Return the preferred node address of each group, the same for equal pools as far as this process knows."""
         nodes = read_nodes()
-        # What Ray says is free lags behind the end of a pool, which would move the next one.
+        # Do not use Ray's free resources, which lag behind the end of a pool and would move the next pool.
         left = {node.node_id: node.total for node in nodes}
         for pool in _in_place:
             for slot in pool.get_slots():
@@ -254,7 +254,7 @@ def _slots_of(groups: Sequence[Any]) -> list[Slot]:
 
 
 def sort_slots(slots: Iterable[Slot]) -> list[Slot]:
-    """Sort by node address; nodes that share an address stay apart, in the order in which they first come."""
+    """Sort slots by node address; nodes that share an address stay separate, in order of first appearance."""
     slots = list(slots)
     first = {slot.node_id: number for number, slot in reversed(list(enumerate(slots)))}
     return sorted(slots, key=lambda slot: (_natural(slot.node), first[slot.node_id]))
@@ -264,15 +264,15 @@ class Placements:
     """The pools that a runtime has placed."""
 
     def __init__(self) -> None:
-        #: The pool as it was asked for (kept, so that its id stays its own), and the one that was placed.
+        #: The requested pool (kept alive, so that its id stays unique), and the placed pool.
         self._placed: dict[int, tuple[ResourcePool, RayResourcePool]] = {}
-        #: Placement groups that other drivers made for detached groups which were attached here.
+        #: Placement groups that other drivers created for detached groups that were attached to here.
         self._adopted: dict[str, Any] = {}
-        #: Id of a pool → number of those who keep it reserved while no group runs on it yet.
+        #: Id of a pool → number of callers that keep it reserved while no group runs on it.
         self._pinned: Counter[int] = Counter()
 
     def pin(self, pool: ResourcePool) -> None:
-        """Keep a pool reserved, placed or not, until :meth:`unpin`."""
+        """Keep a pool reserved, whether or not it is placed yet, until :meth:`unpin`."""
         self._pinned.update({id(base) for base, _ in pool.places()})
 
     def unpin(self, pool: ResourcePool) -> None:
@@ -280,10 +280,10 @@ class Placements:
         self._pinned.subtract({id(base) for base, _ in pool.places()})
 
     def slots(self, pool: ResourcePool, detached: bool, timeout: float) -> list[Slot]:
-        """Return a place for each rank of a pool; place the pool if it is not yet.
+        """Return a slot for each rank of a pool; place the pool first if necessary.
 
         Raises:
-            ResourceError: it cannot be placed, or not for as long as is asked.
+            ResourceError: the pool cannot be placed, or does not live as long as a detached group needs.
         """
         bases = {id(base): self._resolve(base, detached) for base, _ in pool.places()}
         missing = [base for base in bases.values() if not base.is_placed]
@@ -300,7 +300,7 @@ class Placements:
         elif isinstance(base, RayResourcePool):
             found = base
             if not found.is_placed:
-                self._placed[id(base)] = (base, found)  # placed by us, and so released by us
+                self._placed[id(base)] = (base, found)  # placed here, so released here
         else:
             found = RayResourcePool.like(base, detached or base.detached)
             self._placed[id(base)] = (base, found)
@@ -312,7 +312,7 @@ class Placements:
         return found
 
     def replace_lost(self, pool: ResourcePool, timeout: float) -> None:
-        """Replace the places of a pool that lie on nodes which are gone.
+        """Replace the slots of a pool on lost nodes.
 
         Raises:
             ResourceError: no place was found within ``timeout`` seconds.
@@ -324,11 +324,11 @@ class Placements:
                 placed.replace_lost(max(deadline - time.monotonic(), 0.001))
 
     def owns(self, slots: Iterable[Slot]) -> bool:
-        """Return True if the places are in pools that were placed here, not by the caller."""
+        """Return True if the slots are in pools that were placed here, not by the caller."""
         return {slot.key[0] for slot in slots} <= {key for base in self._in_place() for key in base.groups_by_id()}
 
     def _in_place(self) -> list[RayResourcePool]:
-        # A list first: another thread may place or release a pool meanwhile.
+        # Copy to a list first, because another thread may place or release a pool meanwhile.
         return [base for _, base in list(self._placed.values()) if base.is_placed]
 
     def adopt(self, slots: Iterable[Slot]) -> None:
@@ -336,11 +336,11 @@ class Placements:
         self._adopted.update({slot.key[0]: slot.group for slot in slots})
 
     def has_detached(self) -> bool:
-        """Return True if a placement group is kept here that outlives its driver."""
+        """Return True if a placement group that outlives its driver is registered here."""
         return bool(self._adopted) or any(base.detached for base in self._in_place())
 
     def release_all_but(self, used: Collection[str]) -> None:
-        """Release the pools none of whose placement groups (by id) is in use."""
+        """Release the pools that have no placement group in ``used`` (ids)."""
         for key, (_, base) in list(self._placed.items()):
             if self._pinned[key] <= 0 and not set(base.groups_by_id()) & set(used):
                 base.release()
@@ -357,15 +357,15 @@ class Placements:
 
 
 def check_room(pool: ResourcePool, slots: Sequence[Slot], held: Sequence[tuple[str, Sequence[Slot]]]) -> None:
-    """Refuse one group too many on a device.
+    """Check that a further group fits on the devices of a pool.
 
     Args:
-        pool: where the group is to be.
-        slots: its places.
-        held: the groups that run, by name, and theirs.
+        pool: pool of the further group.
+        slots: slots of the further group.
+        held: names of the running groups, with their slots.
 
     Raises:
-        ResourceError: names the groups that are there.
+        ResourceError: the pool is full; names the groups on it.
     """
     wanted = {slot.key for slot in slots}
     there = {name: wanted & {slot.key for slot in places} for name, places in held}

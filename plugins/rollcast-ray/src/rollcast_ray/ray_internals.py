@@ -1,6 +1,6 @@
-"""Every name of Ray that is not part of its public interface; no other module of this distribution uses one.
+"""All uses of Ray's private names; no other module of this distribution uses a private name.
 
-The names are there from Ray 2.52 to 2.60, the versions that ``pyproject.toml`` allows; a test imports each of them.
+The names exist in Ray 2.52 to 2.60, the versions that ``pyproject.toml`` allows; a test imports each of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ __all__ = [
     "task_id",
 ]
 
-#: Name of the logger that warns at each start of a local Ray that it asks for its token.
+#: Name of the logger that warns at each start of a local Ray that it requires a token.
 AUTHENTICATION_LOGGER = "ray._private.authentication.authentication_token_setup"
 
 
@@ -45,7 +45,7 @@ def actor_id(handle: Any) -> str:
 
 
 def task_id(ref: Any) -> str:
-    """Return the id of the task whose result the reference stands for."""
+    """Return the id of the task whose result ``ref`` refers to."""
     return str(ref.task_id().hex())
 
 
@@ -55,21 +55,21 @@ def placement_group_id(key: str) -> Any:
 
 
 def session_lock() -> AbstractContextManager[Any]:
-    """Return the lock that ``ray.init`` and ``ray.shutdown`` take; a Ray without it leaves a gap of microseconds."""
+    """Return the lock of ``ray.init`` and ``ray.shutdown``; a Ray without the lock leaves a race of microseconds."""
     return getattr(ray_worker, "_connect_or_shutdown_lock", None) or nullcontext()
 
 
 def log_folder() -> Path | None:
-    """Return the folder of the output of this node's Ray processes; None without Ray."""
+    """Return the folder with the output of this node's Ray processes; None without Ray."""
     node = ray_worker._global_node if ray.is_initialized() else None
     return None if node is None else Path(node.get_logs_dir_path())
 
 
 @contextmanager
 def loopback_only() -> Iterator[None]:
-    """Have ``ray.init`` take 127.0.0.1 as the node's address, on which all its processes then listen.
+    """Make ``ray.init`` use 127.0.0.1 as the node's address, so that all its processes listen on loopback only.
 
-    By itself it does so on macOS and Windows only, and it replaces a ``_node_ip_address`` of 127.0.0.1.
+    Ray does so by default only on macOS and Windows, and overrides a ``_node_ip_address`` of 127.0.0.1.
     """
     before = ray_constants.ENABLE_RAY_CLUSTER
     ray_constants.ENABLE_RAY_CLUSTER = False
@@ -80,26 +80,26 @@ def loopback_only() -> Iterator[None]:
 
 
 def forget_authentication() -> None:
-    """Have Ray's native code read mode and token of authentication from the environment again; it reads each once."""
+    """Make Ray's native code reread the authentication mode and token, which it caches, from the environment."""
     native: Any = _raylet
     loader = getattr(native, "AuthenticationTokenLoader", None)
-    if loader is not None:  # older Rays have no authentication
+    if loader is not None:  # older versions of Ray have no authentication
         loader.instance().reset_cache()
         native.Config.initialize("")
 
 
 def started_processes() -> dict[str, subprocess.Popen[bytes]]:
-    """Return the processes that ``ray.init`` started here, by the name of their kind; empty on a cluster."""
+    """Return the processes that ``ray.init`` started, by their kind; empty if Ray joined a cluster."""
     node = ray_worker._global_node
     return {} if node is None else {kind: found[0].process for kind, found in node.all_processes.items()}
 
 
 def skip_shutdown_at_exit() -> None:
-    """Drop Ray's own shutdown at the exit of this process, which would wait for processes that have ended."""
+    """Unregister Ray's shutdown at the exit of this process, which would wait for processes that have ended."""
     atexit.unregister(ray_worker.shutdown)
 
 
 def restore_excepthook() -> None:
-    """Undo Ray's hook for uncaught errors, which waits for the GCS before it shows one."""
+    """Remove Ray's hook for uncaught exceptions, which waits for the GCS before it shows one."""
     if sys.excepthook is ray_worker.custom_excepthook:
         sys.excepthook = ray_worker.normal_excepthook

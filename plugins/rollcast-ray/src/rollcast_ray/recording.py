@@ -1,8 +1,8 @@
-"""Record one call at the boundary of a worker group, run it again in this process, and compare the outcomes.
+"""Recording of a worker group's call, its replay in this process, and the comparison of the outcomes.
 
-A record is a folder of the controller's machine: ``record.json`` (a description), ``call.pkl`` and ``outcome.pkl``
-(pickles, which are loaded only where the caller trusts them), and ``state/<role>/`` with the files that the workers'
-:meth:`rollcast.Worker.record_state` wrote on their nodes. Works on every runtime.
+A record is a folder on the controller's machine with ``record.json`` (a description), ``call.pkl`` and ``outcome.pkl``
+(pickles, which are loaded only if the caller trusts them), and ``state/<role>/`` with the files that
+:meth:`rollcast.Worker.record_state` wrote on the workers' nodes. Recording works on every runtime.
 """
 
 from __future__ import annotations
@@ -47,23 +47,23 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-#: Bytes of a file that travel at a time.
+#: Bytes of a file that are transferred at a time.
 _PART = 64 << 20
-#: In a worker: role → folder of the state that was written last.
+#: In a worker: role → folder of the most recently written state.
 _folders: dict[str, Path] = {}
 _WANTED = re.compile(r"(?:(?P<role>[\w.-]+)\.)?(?P<method>\w+)(?::(?P<number>[1-9]\d*))?")
 
 
 @dataclass(frozen=True)
 class CallRecord:
-    """A call before it was made.
+    """A recorded call.
 
     Attributes:
-        group, role, method: what was called.
-        world_size: ranks of the group.
-        roles: role → class with arguments, of all roles of the group.
-        env: environment variables of its processes.
-        args, kwargs: as the controller gave them; handles were fetched.
+        group, role, method: names of the called group, role and method.
+        world_size: number of ranks of the group.
+        roles: role → class with arguments, for all roles of the group.
+        env: environment variables of the group's processes.
+        args, kwargs: arguments from the controller, with handles fetched.
     """
 
     group: str
@@ -78,7 +78,7 @@ class CallRecord:
 
 @dataclass(frozen=True)
 class CallOutcome:
-    """The result of a call; ``error`` is its message if it failed."""
+    """The result of a call; ``error`` is the error message if the call failed."""
 
     result: Any = None
     error: str = ""
@@ -95,7 +95,7 @@ class _Recording:
         self._write(CallOutcome(_fetched(result)))
 
     def __enter__(self) -> None:
-        """Write an error that is raised inside as the outcome."""
+        """Start the context; an exception raised inside is recorded as the outcome."""
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         if error is not None:
@@ -107,14 +107,14 @@ class _Recording:
 
 
 class CallRecorder:
-    """Records the first call of a method, or the call of a given number.
+    """A recorder of the first call, or of the call with a given number, of one method.
 
     Args:
-        wanted: ``method``, ``role.method``, and with ``:3`` the third call.
-        folder: the record becomes a folder in it.
+        wanted: ``method`` or ``role.method``, optionally followed by the number of the call, such as ``:3``.
+        folder: parent folder of the record.
 
     Raises:
-        ConfigError: ``wanted`` has another form.
+        ConfigError: ``wanted`` is malformed.
     """
 
     def __init__(self, wanted: str, folder: Path) -> None:
@@ -168,7 +168,7 @@ class CallRecorder:
         return _Recording(folder)
 
     def describe_calls(self) -> str:
-        """Return the calls that were made, with their numbers."""
+        """Return text that lists the calls made so far, with their numbers."""
         return ", ".join(f"{name} ({count})" for name, count in self._calls.items()) or "none"
 
     def _new_folder(self, name: str) -> Path:
@@ -180,14 +180,14 @@ class CallRecorder:
 
 
 def load_record(folder: Path, trust_pickle: bool = False) -> tuple[CallRecord, CallOutcome | None]:
-    """Return a record, and its outcome unless the process ended before the call did.
+    """Load a record and its outcome, which is None if the process ended before the call did.
 
     Args:
         folder: a record.
-        trust_pickle: load its pickles, which can run any code of whoever wrote them.
+        trust_pickle: True to load the record's pickles, which can execute any code of their author.
 
     Raises:
-        ConfigError: the folder holds no record, it is not trusted, or something in it cannot be loaded here.
+        ConfigError: the folder contains no record, the record is not trusted, or it cannot be loaded here.
     """
     if not (folder / "call.pkl").is_file():
         raise ConfigError(f"{folder} holds no record (call.pkl is missing); runs put theirs into RUN_DIR/records")
@@ -208,17 +208,17 @@ def load_record(folder: Path, trust_pickle: bool = False) -> tuple[CallRecord, C
 
 
 class _Written(NamedTuple):
-    """The files that a rank wrote, by their paths in its folder, and their sizes in bytes."""
+    """The sizes in bytes of the files that a rank wrote, by their paths in its folder."""
 
     folder: str
     files: dict[str, int]
 
 
 def _bring_state(group: WorkerGroup, role: str, target: Path) -> None:
-    """Have all ranks write the state of a role, and bring their files together in ``target``.
+    """Write the state of a role on all ranks, and collect the files in ``target``.
 
     Raises:
-        WorkerError: a worker cannot write its state, or two ranks wrote different files of one name.
+        WorkerError: a worker cannot write its state, or two ranks wrote different files with the same name.
     """
     target.mkdir(parents=True)
     written: list[_Written] = group.execute_func(_record_state, role)
@@ -231,7 +231,7 @@ def _bring_state(group: WorkerGroup, role: str, target: Path) -> None:
 
 
 def _bring_file(group: WorkerGroup, rank: int, source: str, size: int, target: Path) -> None:
-    """Copy a file of a rank; one that another rank has written too is compared with that."""
+    """Copy a file of a rank; compare it with the existing copy if another rank has written it too."""
     target.parent.mkdir(parents=True, exist_ok=True)
     file = target.with_name(f".{target.name}.rank{rank}")
     with file.open("wb") as out:
@@ -278,7 +278,7 @@ def _fetched(value: Any) -> Any:
 
 
 def _dump(value: Any, file: Path) -> None:
-    # Classes of the script itself travel with the record where cloudpickle is there.
+    # With cloudpickle, classes defined in the script itself are pickled by value into the record.
     found = importlib.util.find_spec("cloudpickle") is not None
     pickler: Any = importlib.import_module("cloudpickle") if found else pickle
     replace_file(file, pickler.dumps(value))
@@ -286,12 +286,12 @@ def _dump(value: Any, file: Path) -> None:
 
 @dataclass(frozen=True)
 class Finding:
-    """One value of the result, compared.
+    """The comparison of one value of the results.
 
     Attributes:
-        where: such as ``result['old_log_probs']``.
+        where: path of the value, such as ``result['old_log_probs']``.
         difference: largest absolute difference; 0 if equal, infinite if the values cannot be compared.
-        detail: both values.
+        detail: text that describes both values.
     """
 
     where: str
@@ -301,12 +301,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Replay:
-    """A call that was run again.
+    """The outcome of a replay.
 
     Attributes:
         record: the recorded call.
-        recorded, replayed: the outcomes; ``recorded`` is None where the process ended before the call did.
-        findings: one for each value of the results.
+        recorded, replayed: outcomes of the call; ``recorded`` is None if the process ended before the call did.
+        findings: comparisons, one for each value of the results.
     """
 
     record: CallRecord
@@ -315,7 +315,7 @@ class Replay:
     findings: tuple[Finding, ...]
 
     def agrees(self, atol: float) -> bool:
-        """Return True if no difference is larger than ``atol``, and both failed or neither."""
+        """Return True if no difference is larger than ``atol``, and both calls or neither failed."""
         failed = self.recorded is not None and bool(self.recorded.error)
         return failed == bool(self.replayed.error) and all(found.difference <= atol for found in self.findings)
 
@@ -325,13 +325,13 @@ def replay(folder: Path, debug: bool = False, trust_pickle: bool = False) -> Rep
 
     Args:
         folder: a record.
-        debug: stop in the debugger at the first line of the worker's method.
-        trust_pickle: load the record's pickles, which can run any code of whoever wrote them.
+        debug: True to stop in the debugger at the first line of the worker's method.
+        trust_pickle: True to load the record's pickles, which can execute any code of their author.
 
     Raises:
         ConfigError: there is no such record, it is not trusted, or it cannot be loaded here.
-        WorkerError: a worker cannot be built or take its state.
-        DispatchError: the dispatch mode cannot give the call's arguments to one rank.
+        WorkerError: a worker cannot be built or cannot restore its state.
+        DispatchError: the dispatch mode cannot send the call's arguments to a single rank.
     """
     record, recorded = load_record(folder, trust_pickle)
     local = runtimes.get("local", requested_by="rollcast replay")
@@ -356,12 +356,12 @@ def replay(folder: Path, debug: bool = False, trust_pickle: bool = False) -> Rep
 
 
 def _one_rank(result: Any, world_size: int) -> Any:
-    """Return the part of a list by rank that one rank would have returned; other results as they are."""
+    """Return the part that a single rank would have returned of a list by rank; return other results unchanged."""
     return result[:1] if isinstance(result, list) and len(result) == world_size > 1 else result
 
 
 def compare(recorded: Any, replayed: Any, where: str = "result") -> Iterator[Finding]:
-    """Yield a finding for each value of two results: columns of DataProtos, tensors, numbers, items of containers."""
+    """Yield a finding for each value of two results: DataProto columns, tensors, numbers, items of containers."""
     pairs: dict[Any, tuple[Any, Any]]
     if isinstance(recorded, DataProto) and isinstance(replayed, DataProto):
         names = {*recorded.keys(), *replayed.keys()}

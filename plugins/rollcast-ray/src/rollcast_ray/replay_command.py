@@ -1,4 +1,4 @@
-"""``rollcast replay``: run a recorded call again in this process."""
+"""``rollcast replay``, which runs a recorded call again in this process."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 @app.command()
 def replay(
-    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A folder of RUN_DIR/records.")],
+    record: Annotated[Path, typer.Argument(metavar="RECORD", help="A record, which is a folder in RUN_DIR/records.")],
     debug: Annotated[bool, typer.Option("--debug", help="Stop in pdb at the start of the worker's method.")] = False,
-    atol: Annotated[float, typer.Option("--atol", help="The largest absolute difference that passes.")] = 1e-5,
+    atol: Annotated[float, typer.Option("--atol", help="Largest absolute difference that counts as equal.")] = 1e-5,
     trust_pickle: Annotated[
-        bool, typer.Option("--trust-pickle", help="Load the record's pickles, which can run any code.")
+        bool, typer.Option("--trust-pickle", help="Load the record's pickles, which can execute any code.")
     ] = False,
     _traceback: Traceback = False,
 ) -> None:
-    """Run a recorded call again on the local runtime and compare; exit code 1 if the outcomes differ."""
+    """Run a recorded call again on the local runtime and compare the outcomes; exit code 1 if they differ."""
     from rollcast_ray.recording import replay as run_again
 
     hide_library_bars()

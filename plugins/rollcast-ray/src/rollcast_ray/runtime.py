@@ -1,7 +1,7 @@
-"""Runtime ``ray``: a Ray actor for each rank.
+"""Runtime ``ray``, which starts one Ray actor per rank.
 
-By default it starts a Ray of its own on this machine and stops it at the end; where an address is
-given (or ``RAY_ADDRESS`` is set) it joins that cluster and leaves it running.
+By default, it starts an embedded Ray on this machine and stops it at the end. If an address is given (or
+``RAY_ADDRESS`` is set), it joins that cluster and leaves it running.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ __all__ = ["RayRuntime", "RayWorkerGroup"]
 logger = logging.getLogger(__name__)
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
-#: How long a process may take to answer an interrupt before it counts as out of reach, in seconds.
+#: Time limit in seconds for a process to answer an interrupt before it counts as unreachable.
 _INTERRUPT_S = 15.0
-#: How long the other ranks of a call that failed on one have to end by themselves, in seconds.
+#: Grace period in seconds in which the other ranks of a failed call can end by themselves.
 _SETTLE_S = 2.0
-#: Seconds between two looks at the embedded Ray while a result is waited for.
+#: Time in seconds between two checks of the embedded Ray while waiting for a result.
 _SLICE_S = 1.0
 
 
@@ -82,11 +82,11 @@ class _Running:
     """A running group.
 
     Attributes:
-        name: for messages.
-        slots: places of its processes; empty for a group whose places belong to another process.
-        hosts: its processes; none while it is ``starting``.
-        detached: it outlives this process.
-        beside: role and name of the methods that run beside other calls.
+        name: name of the group.
+        slots: places of the group's processes; empty if the places belong to another process.
+        hosts: processes of the group; empty while the group is ``starting``.
+        detached: True if the group outlives this process.
+        beside: role and name of the methods that run concurrently with other calls.
     """
 
     name: str
@@ -99,7 +99,7 @@ class _Running:
 
 @contextmanager
 def _explaining_loss(count: int, timeout: float | None) -> Iterator[None]:
-    """Turn Ray's errors of fetching ``count`` kept objects into errors of a worker."""
+    """Convert Ray's errors from fetching ``count`` stored objects to worker errors."""
     try:
         yield
     except ray.exceptions.GetTimeoutError as error:
@@ -114,16 +114,16 @@ def _explaining_loss(count: int, timeout: float | None) -> Iterator[None]:
 
 
 class RayRuntime(Runtime):
-    """Groups of Ray actors.
+    """A runtime that runs worker groups in Ray actors.
 
     Args:
-        address: of a cluster to join; ``RAY_ADDRESS`` if that is set, else a Ray of our own.
-        num_cpus: logical CPUs of an embedded Ray; all cores by default. May exceed the cores.
-        object_store_memory: bytes of an embedded Ray's object store; by default 30 % of this
-            machine's memory, as far as its shared memory holds that.
-        log_to_driver: show what workers print.
-        runtime_env: runtime environment of all processes, under that of each group.
-        stop_grace_s: time that workers have to close by themselves before they are killed, in seconds.
+        address: address of a cluster to join; by default ``RAY_ADDRESS`` if set, else an embedded Ray is started.
+        num_cpus: logical CPUs of an embedded Ray, which may exceed the number of cores; by default all cores.
+        object_store_memory: size of an embedded Ray's object store in bytes; by default 30 % of this machine's
+            memory, limited by its shared memory.
+        log_to_driver: True to print the workers' output on the driver.
+        runtime_env: runtime environment of all processes; the group's own takes precedence.
+        stop_grace_s: grace period in seconds in which workers can close before they are killed.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = RayRuntimeConfig
@@ -149,14 +149,14 @@ class RayRuntime(Runtime):
         self._embedded = EmbeddedRay()
         self._session: str | None = None
         self._pools = Placements()
-        #: Held while a pool is placed, possibly for minutes: groups may be started by several threads at a time.
+        #: Held while a pool is placed, possibly for minutes, because several threads may start groups at a time.
         self._placing = threading.Lock()
-        #: Held while ``_running`` changes or decides what is released; never while room is waited for, so that another
-        #: thread can end the group that takes it.
+        #: Held while ``_running`` changes or determines which pools to release. Never held while waiting for resources,
+        #: so that another thread can end the group that holds them.
         self._books = threading.RLock()
         self._running: list[_Running] = []
         self._liveness = LivenessWatch(self._how_it_died)
-        #: Kept until the next ones, because Ray reports the errors of references that nobody holds.
+        #: The latest references, kept because Ray logs the errors of references that are garbage-collected.
         self._resuming: list[Any] = []
         #: By id of host (which is kept, so that its id stays its own), role, method and outcome.
         self._senders: dict[tuple[int, str, str, Outcome], tuple[Host, Callable[..., Any]]] = {}
@@ -180,11 +180,11 @@ class RayRuntime(Runtime):
         return cls._shared
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # A group that is given to a worker is called from there through the runtime of that process.
+        # A worker that receives a group calls it through the shared runtime of its own process.
         return RayRuntime.shared, ()
 
     def start(self) -> None:
-        """Start or join Ray; nothing if this process already has one."""
+        """Start or join Ray; do nothing if this process is already connected."""
         started_runtimes.add(self)
         self._leave_ended_session()
         if ray.is_initialized():
@@ -200,7 +200,7 @@ class RayRuntime(Runtime):
         self._session = current_session()
 
     def _leave_ended_session(self) -> None:
-        """Forget what a Ray held that was shut down since, by ``ray.shutdown``, perhaps with ``ray.init`` after it."""
+        """Drop the state of a Ray session that ``ray.shutdown`` has ended, even if ``ray.init`` started a new one."""
         if self._session is None or self._session == current_session():
             return
         self._liveness.stop()
@@ -216,7 +216,7 @@ class RayRuntime(Runtime):
 
     def _join(self, address: str) -> None:
         try:
-            require_reachable(address)  # Ray itself goes on trying for minutes
+            require_reachable(address)  # Ray itself would retry for minutes
             drop_own_token()
             ray.init(address=address, log_to_driver=self._log_to_driver, logging_level=logging.WARNING)
         except (OSError, ray.exceptions.RayError) as error:
@@ -257,7 +257,7 @@ class RayRuntime(Runtime):
         return hosts
 
     def _place(self, pool: ResourcePool, spec: LaunchSpec, timeout: float) -> _Running:
-        """Take the places of a group, which hold them from now on."""
+        """Reserve the places of a group and register it as starting."""
         beside = WorkerHost.methods_beside({role: wrapped.cls for role, wrapped in spec.roles.items()})
         deadline = time.monotonic() + timeout
         with self._placing, self._reserved(pool):
@@ -270,7 +270,7 @@ class RayRuntime(Runtime):
 
     @contextmanager
     def _reserved(self, pool: ResourcePool) -> Iterator[None]:
-        """Keep the pool's places reserved inside, also while no group runs there; after an error release the unused."""
+        """Keep the pool's places reserved inside the block, even without a group; after an error, release them."""
         self._pools.pin(pool)
         failed = True
         try:
@@ -283,7 +283,7 @@ class RayRuntime(Runtime):
                     self._release_unused()
 
     def _with_own_environment(self, spec: LaunchSpec) -> LaunchSpec:
-        """Return the group's specification with this runtime's environment under the group's own."""
+        """Merge this runtime's environment into the group's specification; the group's own takes precedence."""
         env_vars = {**self._runtime_env.get("env_vars", {}), **spec.runtime_env.get("env_vars", {})}
         merged = {**self._runtime_env, **spec.runtime_env, **({"env_vars": env_vars} if env_vars else {})}
         return replace(spec, runtime_env=merged)
@@ -304,15 +304,15 @@ class RayRuntime(Runtime):
     def attach_actors(
         self, actors: Sequence[Any], roles: Mapping[str, type], timeout: float = 60.0, namespace: str | None = None
     ) -> Attached:
-        """Return the group that lives in these actors, which another process has started.
+        """Attach to a group in actors that another process has started.
 
-        The group keeps its places and ends with whoever started it, or when it is shut down here.
+        The group keeps its places. It ends with the process that started it, or when it is shut down here.
 
         Args:
-            actors: handles, or names in ``namespace``; all ranks, in any order.
-            roles: role → class, as the group was built.
-            timeout: seconds within which every actor has to answer.
-            namespace: Ray's namespace of the names; None for that of this process.
+            actors: handles, or names in ``namespace``, of all ranks in any order.
+            roles: role → class with which the group was built.
+            timeout: time in seconds within which every actor has to answer.
+            namespace: Ray namespace of the names; None for that of this process.
 
         Raises:
             ResourceError: they are not all ranks of one group.
@@ -324,7 +324,7 @@ class RayRuntime(Runtime):
         return Attached(dict(roles), hosts)
 
     def end_detached(self, name: str, timeout: float = 60.0) -> None:
-        """End a detached group that cannot be attached to, because it has lost a rank.
+        """End a detached group that cannot be attached to because it has lost a rank.
 
         Raises:
             ResourceError: there is no such group.
@@ -337,14 +337,14 @@ class RayRuntime(Runtime):
             self._release_unused()
 
     def _now_runs(self, running: _Running, adopt: bool = False) -> None:
-        """Watch a group that was found, and take over its places if ``adopt``."""
+        """Start watching a group that was attached to; take over its places if ``adopt``."""
         with self._books:
             self._pools.adopt(running.slots if adopt else ())
             self._running.append(running)
         self._liveness.watch(running.name, running.hosts)
 
     def _release_unused(self) -> None:
-        """Release the pools on which no group runs any more."""
+        """Release the pools on which no group runs."""
         with self._books:
             used = {slot.key[0] for running in self._running for slot in running.slots}
             self._pools.release_all_but(used | (detached_places() if self._pools.has_detached() else set()))
@@ -364,14 +364,14 @@ class RayRuntime(Runtime):
     def _sender(self, host: Host, role: str, method: str, outcome: Outcome) -> Callable[..., Any]:
         key = (id(host), role, method, outcome)
         if key not in self._senders:
-            # The task's name says what to call: it travels for nothing, unlike an argument, and Ray's tools show it.
+            # The task's name carries role and method: unlike an argument it costs nothing, and Ray's tools show it.
             beside = {"concurrency_group": BESIDE} if (role, method) in self._beside(host) else {}
             made = getattr(host.handle, outcome).options(name=f"{role}.{method}", **beside).remote
             self._senders[key] = (host, made)
         return self._senders[key][1]
 
     def _beside(self, host: Host) -> frozenset[tuple[str, str]]:
-        """Return role and name of the methods that run beside other calls in this process."""
+        """Return role and name of the methods that run concurrently with other calls in the host's process."""
         groups = [running.beside for running in self._running if any(known is host for known in running.hosts)]
         return groups[0] if groups else frozenset()
 
@@ -398,10 +398,10 @@ class RayRuntime(Runtime):
             raise failed from None
 
     def _wait_for(self, refs: list[Any], timeout: float | None) -> list[Any]:
-        """Return the results; in slices, as Ray answers a call to a dead Ray after a minute only.
+        """Return the results, waiting in short slices, because Ray's client notices a dead Ray only after a minute.
 
         Raises:
-            ResourceError: the embedded Ray has lost a vital process.
+            ResourceError: a vital process of the embedded Ray has ended.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         while True:
@@ -433,7 +433,7 @@ class RayRuntime(Runtime):
         return len(ray.wait(list(refs), num_returns=len(refs), timeout=0)[0]) == len(refs)
 
     def _first_failure(self, refs: list[Any], error: Exception) -> tuple[CallFailed, set[Any]]:
-        """Return the first failure (a dead process before any exception, then by the clock), and what has ended."""
+        """Return the first failure (a dead process before exceptions, then by time), and the references that ended."""
         ready, _ = ray.wait(refs, num_returns=len(refs), timeout=_SETTLE_S)
         done = set(ready)
         found: list[tuple[float, CallFailed]] = []
@@ -453,14 +453,14 @@ class RayRuntime(Runtime):
         return min(found, key=lambda entry: entry[0])[1], done
 
     def _lost(self, index: int, error: Exception) -> CallFailed:
-        """Return the failure of a call that the worker did not report."""
+        """Build the failure of a call whose worker did not report one."""
         cause = getattr(error, "cause", error)
         if isinstance(cause, FULL):
             return CallFailed(index, None, explain_full("the call's result"), cause_type=type(cause).__name__)
         if isinstance(error, ray.exceptions.RayTaskError):
             detail = f"{type(cause).__name__}: {cause}\n{_COLOURS.sub('', str(error)).strip()}"
             return CallFailed(index, None, detail, cause_type=type(cause).__name__)
-        # Ray's own list of possible causes is long, and the same each time.
+        # Drop Ray's list of possible causes, which is long and always the same.
         text = str(error).partition(" Some common causes")[0].strip()
         if not isinstance(error, ray.exceptions.ActorDiedError | ray.exceptions.ActorUnavailableError):
             return CallFailed(index, None, text, cause_type=type(error).__name__)
@@ -476,7 +476,7 @@ class RayRuntime(Runtime):
         return CallFailed(index, None, detail)
 
     def _how_it_died(self, host: Host | None, error: Exception) -> str:
-        """Return Ray's message, and the end of the process's output, from its own node."""
+        """Return Ray's message and the last output of the process, read on its node."""
         text = str(error).partition(" Some common causes")[0].strip()
         tail = read_worker_log(host.info) if host is not None else []
         output = "\n  last output of the worker:" + "".join(f"\n    {line}" for line in tail) if tail else ""
@@ -497,7 +497,7 @@ class RayRuntime(Runtime):
         refs = list(refs)
         running = set(ray.wait(refs, num_returns=len(refs), timeout=0)[1]) if refs else set()
         for ref in running:
-            ray.cancel(ref, force=False, recursive=False)  # does not touch a call that has started
+            ray.cancel(ref, force=False, recursive=False)  # does not affect a call that has started
         ends: dict[Any, Cancelled] = dict.fromkeys(refs, "ended")
         asked = [(ref, host) for ref, host in zip(refs, hosts, strict=True) if ref in running]
         questions = [(host.info.control, {"ask": "interrupt", "token": task_id(ref)}) for ref, host in asked]
@@ -508,13 +508,13 @@ class RayRuntime(Runtime):
                 ends[ref] = "unreachable"
             elif answer in get_args(Cancelled):
                 ends[ref] = cast("Cancelled", answer)
-        # Calls that were sent in the meantime are refused by ranks on which these have failed; later ones are not.
+        # Ranks on which these calls failed refuse calls sent in the meantime, but accept later ones.
         self._resuming = [host.handle.resume.remote() for host in hosts]
         return [ends[ref] for ref in refs]
 
     def restart(self, hosts: Sequence[Host], pool: ResourcePool, spec: LaunchSpec, timeout: float) -> list[Host]:
         self.start()
-        # The places stay reserved in between, or another driver could take them.
+        # Keep the places reserved in between, because another driver could take them.
         with self._reserved(pool):
             self._end(self._known(hosts))
             deadline = time.monotonic() + timeout
@@ -523,7 +523,7 @@ class RayRuntime(Runtime):
             return self.launch(pool, spec, max(deadline - time.monotonic(), 0.001))
 
     def run_driver(self, function: Callable[..., Any], /, *args: Any) -> Any:
-        self._log_to_driver = True  # else the console of the run would be seen nowhere
+        self._log_to_driver = True  # otherwise the output of the run would be lost
         self.start()
         return run_driver(function, *args)
 
@@ -534,7 +534,7 @@ class RayRuntime(Runtime):
             self._release_unused()
 
     def _known(self, hosts: Sequence[Host]) -> list[Host]:
-        """Return the hosts of the present session of Ray; those of an ended one are gone."""
+        """Return the hosts of the current Ray session; those of an ended session no longer exist."""
         known = {id(host) for running in self._running for host in running.hosts}
         return [host for host in hosts if id(host) in known]
 
@@ -561,7 +561,7 @@ class RayRuntime(Runtime):
             self._running = [running for running in self._running if running.hosts or running.starting]
 
     def shutdown(self) -> None:
-        """End everything but detached groups, which run on where Ray does."""
+        """End all processes except detached groups, which keep running if Ray does."""
         self._leave_ended_session()
         self._liveness.stop()
         if ray.is_initialized():
@@ -570,7 +570,7 @@ class RayRuntime(Runtime):
             else:
                 self._stop_all()
                 if self._initialized_ray:
-                    ray.shutdown()  # this process's connection only
+                    ray.shutdown()  # ends only this process's connection
         self._pools.forget()
         self._running.clear()
         self._initialized_ray = False
@@ -581,10 +581,10 @@ class RayRuntime(Runtime):
 
 
 class RayWorkerGroup(WorkerGroup):
-    """A :class:`WorkerGroup` on Ray; joins or starts Ray by itself where no runtime is given.
+    """A :class:`WorkerGroup` on Ray, which joins or starts Ray if no runtime is given.
 
     Args:
-        resource_pool: how many processes, where.
+        resource_pool: pool of the group's processes.
         ray_cls_with_init: one class, or role → class.
     """
 
@@ -614,15 +614,15 @@ class RayWorkerGroup(WorkerGroup):
         timeout: float = 3600.0,
         attach_timeout: float = 60.0,
     ) -> Self:
-        """Return a group of actors that another process has started and whose handles or names it gave away.
+        """Attach to actors of another process's group, by their handles or names.
 
         Args:
             actors: ``[worker.handle for worker in group.workers]`` of the other process, or their names.
-            roles: role → class as the group was built; one class for a group without roles.
-            runtime: joined to the same Ray; by default that of this process.
-            namespace: Ray's namespace of the names; None for that of this process.
+            roles: role → class with which the group was built; one class for a group without roles.
+            runtime: runtime connected to the same Ray; by default that of this process.
+            namespace: Ray namespace of the names; None for that of this process.
             timeout: deadline of each blocking call, in seconds.
-            attach_timeout: seconds within which every actor has to answer.
+            attach_timeout: time in seconds within which every actor has to answer.
 
         Raises:
             ResourceError: they are not all ranks of one group.

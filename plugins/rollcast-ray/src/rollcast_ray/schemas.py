@@ -20,12 +20,12 @@ class RayRuntimeConfig(RuntimeConfig):
     address: str | None = None
     """Address of a Ray cluster to join; null for `RAY_ADDRESS`, or an embedded Ray."""
     num_cpus: Positive | None = None
-    """Logical CPUs of an embedded Ray; null for all cores, or more if there are more processes."""
+    """Logical CPUs of an embedded Ray; null for the number of cores, or of processes if there are more."""
     object_store_memory: Positive | None = None
     """Size of an embedded Ray's object store in bytes."""
     stop_grace_s: Seconds = 5.0
-    """Time that workers have to close by themselves before they are killed, in seconds."""
+    """Grace period in seconds in which workers can close before they are killed."""
     log_to_driver: bool = False
     """Print the workers' output on the driver."""
     runtime_env: dict[str, Any] = field(default_factory=dict)
-    """Ray's runtime environment of the workers: `env_vars`, `pip`, `working_dir` and the rest."""
+    """Ray's runtime environment of the workers: `env_vars`, `pip`, `working_dir` and other fields."""

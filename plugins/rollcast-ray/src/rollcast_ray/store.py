@@ -1,4 +1,4 @@
-"""Ray's object store, as controller and workers use it, and what is said when it is full."""
+"""Ray's object store as used by controller and workers, and the error message when it is full."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ if TYPE_CHECKING:
 
 __all__ = ["FULL", "NodeRef", "ObjectStore", "explain_full", "get_rows", "get_values"]
 
-#: Raised where neither the store nor the disk beneath it has room.
+#: Errors that Ray raises if both the store and the disk to which it spills are full.
 FULL = (ObjectStoreFullError, OutOfDiskError)
 
 
 class NodeRef(NamedTuple):
-    """Reference to an object, and the id of the node that stores it."""
+    """A reference to an object, and the id of the node that stores it."""
 
     ref: Any
     node: str
 
 
 class ObjectStore(Store):
-    """Where workers keep what they do not send."""
+    """The store in which workers keep results that they do not send to the controller."""
 
     def put(self, value: Any) -> Any:
-        """Keep a value; the reference works in every process of the cluster.
+        """Store a value; the returned reference is valid in every process of the cluster.
 
         Raises:
-            ResourceError: the store and the disk beneath it are full.
+            ResourceError: the store and the disk to which it spills are full.
         """
         try:
             return NodeRef(ray.put(value), ray.get_runtime_context().get_node_id())
@@ -54,7 +54,7 @@ class ObjectStore(Store):
             return get_values(refs, timeout)
 
     def fetch_rows(self, cuts: Sequence[Cut], timeout: float | None) -> list[Any]:
-        """Return rows of stored batches; those of other nodes are cut there, so that nothing else travels.
+        """Return rows of stored batches; rows on other nodes are cut there, so that only they are transferred.
 
         Raises:
             WorkerError: the call that a reference stands for has failed.
@@ -65,14 +65,14 @@ class ObjectStore(Store):
 
 @contextmanager
 def _explaining_failure() -> Iterator[None]:
-    """Turn the failure of the call behind a handle into an error of a worker."""
+    """Convert the failure of the call behind a handle to a worker error."""
     try:
         yield
     except ray.exceptions.RayTaskError as error:
         raise WorkerError(f"the call of a handle among the arguments has failed: {error.cause}") from error
 
 
-#: Waits for plain references, at most for the given seconds, and returns their values.
+#: A function that waits for plain references for at most the given seconds and returns their values.
 Get = Callable[[list[Any], "float | None"], list[Any]]
 
 
@@ -81,12 +81,12 @@ def _get(refs: list[Any], timeout: float | None) -> list[Any]:
 
 
 def get_values(refs: Sequence[Any], timeout: float | None, get: Get = _get) -> list[Any]:
-    """Return the values of plain references and of those with a node."""
+    """Return the values of references, with or without a node."""
     return get([ref.ref if isinstance(ref, NodeRef) else ref for ref in refs], timeout)
 
 
 def get_rows(cuts: Sequence[Cut], timeout: float | None, get: Get = _get) -> list[Any]:
-    """Return what the cuts read. An object of another node is cut by a task there if only a part of it is wanted."""
+    """Return the rows that the cuts describe; a task cuts partial objects on the node that stores them."""
     here = ray.get_runtime_context().get_node_id()
     away = [isinstance(cut.ref, NodeRef) and cut.ref.node != here and cut.columns is not None for cut in cuts]
     by_node: dict[str, list[int]] = {}
@@ -112,8 +112,8 @@ def get_rows(cuts: Sequence[Cut], timeout: float | None, get: Get = _get) -> lis
 
 @functools.cache
 def _cutter() -> Any:
-    """Return the task that cuts rows on the node of its objects."""
-    # A cut is made where Ray has a process at hand; it takes no CPU from the workers, which hold them all.
+    """Return the Ray task that cuts rows on the node that stores the objects."""
+    # The task reserves no CPU, because the workers reserve all of them.
     return ray.remote(num_cpus=0, max_retries=2)(_cut_rows)
 
 
@@ -123,11 +123,11 @@ def _cut_rows(cuts: Sequence[Cut], *stored: Any) -> Any:
 
 
 def explain_full(what: str, value: Any = None) -> str:
-    """Why something could not be stored, and what to do.
+    """Return the message for a value that could not be stored, with advice.
 
     Args:
-        what: for the message.
-        value: tells its size by ``nbytes``, if it has one.
+        what: description of the value for the message.
+        value: the value, whose ``nbytes`` is shown if it has one.
     """
     size = getattr(value, "nbytes", 0)
     amount = f" ({_megabytes(size)})" if size else ""

@@ -1,4 +1,4 @@
-"""Curves as inline SVG: readable without a script, and annotated for the script that adds tooltips."""
+"""Curves as inline SVG, readable without a script and annotated for the script that adds tooltips."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ChartSpec:
 
 
 def format_number(value: float, unit: str = "") -> str:
-    """Return a number for people: three or four digits, thousands as k, a fraction as a percentage."""
+    """Format a number for display: three or four digits, thousands as k, a fraction as a percentage."""
     if unit == "%":
         return f"{value * 100:.1f} %"
     size = abs(value)
@@ -93,7 +93,7 @@ def _y_range(values: list[float], spec: ChartSpec) -> tuple[float, float]:
         margin = abs(high) * 0.1 or 0.5
     floor = low - margin if spec.floor is None else max(spec.floor, low - margin)
     ceiling = high + margin if spec.ceiling is None else min(spec.ceiling, high + margin)
-    if low >= 0:  # what is never negative gets no negative axis
+    if low >= 0:  # no negative axis for values that are never negative
         floor = max(floor, 0.0)
     floor, ceiling = min(floor, low), max(ceiling, high)
     if ceiling - floor <= 0:  # a constant that sits on its bound
@@ -121,7 +121,7 @@ def _is_noisy(values: list[float]) -> bool:
 
 
 def thin(series: Series, limit: int = _MAX_POINTS) -> Series:
-    """Return about ``limit`` points at most: the lowest and highest of each bucket, so that spikes stay."""
+    """Reduce a series to about ``limit`` points, the lowest and highest of each bucket, so that spikes stay visible."""
     if len(series) <= limit:
         return series
     size = math.ceil(2 * len(series) / limit)

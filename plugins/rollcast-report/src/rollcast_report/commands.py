@@ -1,4 +1,4 @@
-"""``rollcast runs``: what run directories hold, side by side."""
+"""``rollcast runs``, which lists, compares, diffs and reports run directories."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ runs_app = typer.Typer(
     pretty_exceptions_enable=False,
     no_args_is_help=True,
 )
-#: Run directories below the folder that is searched, at most this deep.
+#: Largest depth at which run directories are searched.
 _DEPTH = 4
 #: Metrics of the table of `compare`, where a run has them: name to how its steps become one number.
 _COMPARED = {
@@ -38,7 +38,7 @@ _COMPARED = {
     "time/step_s": "median",
     "perf/throughput": "median",
 }
-AsJson = Annotated[bool, typer.Option("--json", help="JSON in place of a table.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 Run = Annotated[Path, typer.Argument(metavar="RUN", help="A run directory.")]
 
 
@@ -57,7 +57,7 @@ def find_runs(folder: Path) -> list[Path]:
 
 
 def summarize(run: RunData, path: Path) -> dict[str, Any]:
-    """Return what the list shows of a run: state, steps, time, and the last of its validations."""
+    """Return the summary of a run for the list: state, steps, time, and the last validation."""
     reward = run.values("reward/mean")
     accuracy = run.values("val/accuracy")
     return {
@@ -75,7 +75,7 @@ def summarize(run: RunData, path: Path) -> dict[str, Any]:
 
 @runs_app.command("list")
 def list_runs(
-    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Where to look.")] = Path("runs"),
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="Folder to search.")] = Path("runs"),
     as_json: AsJson = False,
 ) -> None:
     """List the runs below a folder: state, steps, time, reward and accuracy."""
@@ -94,7 +94,7 @@ def list_runs(
 def compare(
     paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
     metric: Annotated[
-        list[str] | None, typer.Option("--metric", "-m", help="A metric to compare; again for more.")
+        list[str] | None, typer.Option("--metric", "-m", help="Metric to compare; may be repeated.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

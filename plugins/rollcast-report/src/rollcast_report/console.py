@@ -1,4 +1,4 @@
-"""The tracker ``console``: live progress on a terminal, one plain line a step elsewhere."""
+"""The tracker ``console``: live progress on a terminal, one plain line per step elsewhere."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["ConsoleTracker"]
 
-# What a step shows, in this order: the metric, its label, its format.
+# Metrics shown for a step, in this order, as metric, label and format.
 _SHOWN = (
     ("reward/mean", "reward", "{:.3f}"),
     ("sft/loss", "loss", "{:.4f}"),

@@ -1,4 +1,4 @@
-"""The report as one HTML text: everything that comes from the run is escaped here."""
+"""Rendering of the report as one HTML page; all text from the run is escaped here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LARGE = (
     ChartSpec("val/accuracy", "Validation accuracy", "%", 0.0, 1.0, mark_zero=True),
     ChartSpec("val/loss", "Validation loss", mark_zero=True),
 )
-# Metrics that every run of reinforcement learning should have; the report shows that one is missing.
+# Metrics that every reinforcement-learning run should have; the report shows missing ones.
 _EXPECTED = ("reward/mean", "val/accuracy")
 _SMALL = (
     ChartSpec("actor/kl", "KL to the policy before the update"),

@@ -1,4 +1,4 @@
-"""Files of JSON lines, each with a ``step``, that survive a kill at any moment."""
+"""Files of JSON lines, each with a ``step``, that stay readable if the process is killed at any moment."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def drop_after(path: Path, start_step: int) -> int:
 
     Raises:
         DataError: another line cannot be read; the user has to decide about it.
-        OSError: the file cannot be written; the old one is untouched.
+        OSError: the file cannot be written; the old file is unchanged.
     """
     if not path.exists():
         return 0

@@ -1,4 +1,4 @@
-"""The tracker ``report``: report.html, one file that shows a run to people without a network."""
+"""The tracker ``report``, which writes report.html, a single file that shows a run and works offline."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
 
     Raises:
         DataError: there is no such directory.
-        OSError: the report cannot be written; an older report is untouched.
+        OSError: the report cannot be written; an older report is unchanged.
     """
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
@@ -50,7 +50,7 @@ class ReportTracker(BaseTracker):
     """A tracker that writes report.html at each validation and at the end of the run, however the run ends.
 
     The report is made from the files of the tracker ``jsonl``; without that tracker it has no curves.
-    This tracker also writes status.json, which tells a later report of a killed run how many steps were planned.
+    This tracker also writes status.json, from which a later report of a killed run reads the number of planned steps.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:

@@ -60,7 +60,7 @@ class Status:
     Attributes:
         state: ``running``, ``finished``, ``interrupted`` or ``failed``; ``unknown`` without a status file.
         message: reason for a failure.
-        run_name: name that the trainer gave the run.
+        run_name: name of the run, set by the trainer.
         total_steps: number of planned steps.
         elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
         host, pid: process that wrote the status.
@@ -89,13 +89,13 @@ class RunData:
 
     Attributes:
         name: name of the run.
-        status: state of the run; ``running`` only if its process lives.
+        status: state of the run; ``running`` only if its process is alive.
         series: metric name → steps and values.
         steps: last step; None if nothing was recorded.
         first, last: first and last validation with samples; ``last`` is None if there is only one.
         recoveries: recoveries from lost processes, as the trainer recorded them.
         trajectories: saved trajectories of agents, a selection that fits a page.
-        timeline: when stages and pools were at work, a selection that fits a page.
+        timeline: work of stages and pools over time, a selection that fits a page.
         config: resolved config as text.
         notes: messages about files and lines that could not be read.
     """
@@ -181,7 +181,7 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Coll
     Args:
         run_dir: directory of the run.
         config: config to show if there is no config.yaml.
-        parts: Files to read beside status and config; names of ``PARTS``.
+        parts: files to read in addition to status and config; names in ``PARTS``.
     """
     notes = []
     try:
@@ -222,7 +222,7 @@ def _read_metrics(path: Path, run: RunData) -> None:
 
 
 def _read_samples(path: Path, run: RunData) -> None:
-    """Keep only the first and the last validation: a long run has more than a page can hold."""
+    """Read only the first and the last validation, because a long run has more than fit a page."""
     unreadable: list[Unreadable] = []
     for _, record in read_records(path):
         if isinstance(record, Unreadable):

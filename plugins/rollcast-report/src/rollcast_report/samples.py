@@ -1,4 +1,4 @@
-"""The sample table of a report: the first validation beside the last one."""
+"""The sample table of a report, with the first and the last validation side by side."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The timeline of a run, from ``timeline.jsonl``: what the trainer and each pool were doing, as bars and in numbers."""
+"""The timeline of a run from ``timeline.jsonl``, which shows the work of the trainer and each pool over time."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class TimelineData:
         pools: pool → its work in the whole run.
         stages: stage of the trainer → seconds.
         windows: lines of steps that follow each other, a selection that fits a page.
-        unreadable: line numbers of what is no line of a timeline.
+        unreadable: line numbers of malformed lines.
     """
 
     steps: int = 0
@@ -67,7 +67,7 @@ class TimelineData:
 
 
 def windows(count: int) -> list[range]:
-    """Return the ranges of lines that are drawn: all of a short run, of a long one evenly spread with both ends."""
+    """Return the ranges of lines to draw: all of a short run, or evenly spread ranges including both ends."""
     whole = max(1, math.ceil(count / _STEPS))
     shown = min(whole, _MOST_WINDOWS)
     places = [round(place * (whole - 1) / max(1, shown - 1)) for place in range(shown)]
@@ -75,7 +75,7 @@ def windows(count: int) -> list[range]:
 
 
 def read_timeline(path: Path) -> TimelineData:
-    """Read the timeline of a run; empty if there is none. Lines that are none are counted and left out."""
+    """Read the timeline of a run; empty if there is none. Malformed lines are skipped and reported."""
     found = TimelineData()
     number = 0
     for number, (_, record) in enumerate(read_records(path), start=1):
@@ -87,7 +87,7 @@ def read_timeline(path: Path) -> TimelineData:
             _count(record, found)
         else:
             found.unreadable.append(number)
-    # Read again: the lines of a long run are more than are drawn.
+    # Read the file a second time, because a long run has more lines than are drawn.
     drawn = windows(found.steps)
     found.windows = [[] for _ in drawn]
     by_line = {line: place for place, lines in enumerate(drawn) for line in lines}
@@ -159,7 +159,7 @@ def render_timeline(data: TimelineData) -> str:
 
 
 def _colours(data: TimelineData) -> dict[str, int]:
-    """Return stage → number of its colour: the longest have their own."""
+    """Return the colour number of each stage; the longest stages have their own colours."""
     total = dict(data.stages)
     for use in data.pools.values():
         for stage, seconds in use.calls.items():
@@ -191,7 +191,7 @@ def _named(lines: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _drawing(lines: Sequence[Mapping[str, Any]], data: TimelineData, colours: Mapping[str, int]) -> str:
-    """Return the lanes of some steps, which stand end to end: time between two parts of a run is left out."""
+    """Return the lanes of some steps, drawn end to end; time between two parts of a run is left out."""
     total = sum(line["seconds"] for line in lines)
     scale = (_WIDTH - _LEFT - _RIGHT) / max(total, 1e-9)
     starts, at = [], _LEFT
@@ -231,12 +231,12 @@ def _lane(
     top: float,
     colours: Mapping[str, int],
 ) -> str:
-    """Return the bars of a lane, one path a stage."""
+    """Return the bars of a lane, one path per stage."""
     text = name if len(name) <= 20 else f"{name[:19]}…"
     y = top + (_LANE - _BAR) / 2
     parts = [f'<text class="y" x="{_LEFT - 8}" y="{y + 15:.1f}">{html.escape(text)}</text>']
     present = {stage for stages in by_line for stage in stages}
-    # Long work first, so that what is short lies on top where stages run beside each other.
+    # Draw long work first, so that short work is on top where stages overlap.
     for stage in sorted(present, key=lambda each: (colours[each], each)):
         bars = []
         for stages, left in zip(by_line, starts, strict=True):

@@ -1,4 +1,4 @@
-"""The trackers of a run: checked before it starts, and prevented from stopping it."""
+"""The trackers of a run, which are checked before the run starts and cannot stop it."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ class _Guarded:
 
 
 def _guard(function: Callable[..., None], event: str, tell: Callable[[str, Exception], None]) -> Callable[..., None]:
-    @functools.wraps(function)  # pluggy reads mark and argument names
+    @functools.wraps(function)  # pluggy reads the hookimpl marker and the argument names
     def guarded(*args: Any, **kwargs: Any) -> None:
         try:
             function(*args, **kwargs)

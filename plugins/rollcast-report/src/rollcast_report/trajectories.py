@@ -1,4 +1,4 @@
-"""Saved trajectories, read for the report: conversations, and which of their tokens were trained.
+"""Reading of saved trajectories for the report: conversations and the tokens that were trained.
 
 The files are those of ``rollcast_agents.records``: ``trajectories/step_000012.jsonl``, one trajectory a line. They are
 read as JSON, so that a report needs no plugin for agents.
@@ -37,10 +37,10 @@ class SavedTrajectories:
     """Trajectories for the report.
 
     Attributes:
-        shown: one JSON object a trajectory, as ``assets/trajectories.js`` reads it.
-        steps: steps that have a file.
-        shown_steps: steps that ``shown`` was taken from.
-        limit: number of trajectories that were taken of one step at most.
+        shown: one JSON object per trajectory, as read by ``assets/trajectories.js``.
+        steps: number of steps that have a file.
+        shown_steps: number of steps in ``shown``.
+        limit: largest number of trajectories of one step in ``shown``.
         is_cut: True if one of these steps has more.
         unreadable: file name → numbers of lines that are no trajectory of this format.
     """
@@ -64,7 +64,7 @@ def read_trajectories(run_dir: Path) -> SavedTrajectories:
         return saved
     saved.limit = _MAX_TRAJECTORIES // len(picked)
     for step, path in picked:
-        # Only the lines that are shown are read: a file may have gigabytes.
+        # Read only the shown lines, because a file may have gigabytes.
         with path.open("rb") as file:
             for number, line in enumerate(islice(file, saved.limit), 1):
                 try:
@@ -83,7 +83,7 @@ def _evenly(items: Sequence[Any], count: int) -> list[Any]:
 
 
 def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what the page shows of a line.
+    """Convert a line to the data that the page shows.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the line is no trajectory of this format.
@@ -191,10 +191,9 @@ def _numbers(values: Mapping[str, Any]) -> dict[str, float | None]:
 def turns_of_messages(messages: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> dict[int, int]:
     """Return position → turn for the assistant's messages that this trajectory sampled.
 
-    A conversation may begin with replies that nobody sampled (examples in the prompt), and a trajectory whose
-    context was rewritten holds some of the rollout's replies only. So messages and sampled turns are compared by
-    their texts, from the last one back. Without texts they are matched by number alone, and only if there are at
-    least as many replies as turns.
+    A conversation may start with replies that were not sampled (examples in the prompt), and a trajectory whose context
+    was rewritten has only some of the rollout's replies. So messages and sampled turns are matched by their texts, from
+    the last one backwards. Without texts, they are matched by number, if there are at least as many replies as turns.
     """
     texts: dict[int, str | None] = {}
     for each in segments:

@@ -1,6 +1,6 @@
 """Rewards of rollcast, and the managers that apply them to a batch.
 
-Importing this package costs nothing; the parts live in its modules:
+Importing this package imports none of its modules:
 
 - :mod:`rollcast_rewards.schemas`: the config's ``reward`` section.
 - :mod:`rollcast_rewards.rules`: ``exact_match`` and ``gsm8k``; :mod:`.choices`: ``multiple_choice`` and ``format``;

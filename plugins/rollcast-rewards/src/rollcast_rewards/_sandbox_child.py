@@ -28,7 +28,7 @@ _CALLS: dict[str, tuple[int, tuple[int, ...], int, tuple[int, ...]]] = {
     "x86_64": (0xC000_003E, (41, 57, 58, 59, 62, 101, 272, 200, 308, 425, 424, 322, 165, 155), 56, (435,)),
     "aarch64": (0xC000_00B7, (198, 221, 129, 117, 97, 130, 268, 425, 424, 281, 40, 41), 220, (435,)),
 }
-#: Events of Python's own that are refused where the system refuses nothing.
+#: Python audit events that are refused if the system permits no other isolation.
 _EVENTS = ("socket.", "os.fork", "os.exec", "os.posix_spawn", "os.kill", "subprocess.Popen", "ctypes.")
 
 
@@ -136,7 +136,7 @@ def main(settings: dict[str, Any]) -> None:
         sys.addaudithook(_refuse_events)
     sys.argv = ["program.py"]
     module: dict[str, Any] = {"__name__": "__main__", "__builtins__": __builtins__, "__file__": "program.py"}
-    exec(compile(source, "program.py", "exec", dont_inherit=True), module)  # noqa: S102 -- it is what this file is for
+    exec(compile(source, "program.py", "exec", dont_inherit=True), module)  # noqa: S102 -- the purpose of this file
 
 
 if __name__ == "__main__":

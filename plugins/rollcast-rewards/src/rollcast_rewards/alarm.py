@@ -73,7 +73,7 @@ class Alarm:
             self.disarm()
 
     def disarm(self) -> None:
-        """Stop ringing.
+        """Cancel the alarm.
 
         An alarm may interrupt the end of :meth:`call` itself, so a caller that catches ``TimeUp`` disarms again.
         """

@@ -1,4 +1,4 @@
-"""Asynchronous rewards: many samples in flight on an event loop in a thread of its own."""
+"""Asynchronous rewards, with many samples in flight on an event loop in its own thread."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from rollcast_rewards.policy import Outcome, Outcomes, check_value, failure_of, 
 __all__ = ["MAX_CONCURRENT", "AsyncScorer", "score_once"]
 
 MAX_CONCURRENT = 32
-"""Samples in flight where nothing else is asked for."""
+"""Default number of samples in flight."""
 #: A loop that has not cancelled a late sample after this time is blocked by code that does not await.
 _GRACE_S = 1.0
 #: Shortest wait of a batch that is late because of another one's sample.
@@ -78,11 +78,11 @@ class _Flight:
 
     Attributes:
         samples: samples of the batch.
-        waiting: indices that no task has taken.
+        waiting: indices of samples that no task has started.
         started: start time of each sample in flight, by index.
         done: number of the loop, index and outcome of each sample that ended; None once the scorer is closed.
-        leg: number of the loop that the batch is on; outcomes from earlier ones do not count.
-        tasks: on that loop.
+        leg: number of the batch's current loop; outcomes from earlier loops are ignored.
+        tasks: tasks on the current loop.
     """
 
     def __init__(self, samples: Sequence[RewardSample]) -> None:
@@ -111,14 +111,15 @@ class _Flight:
 class AsyncScorer:
     """A scorer for asynchronous rewards, with one event loop for all batches; several threads may use it at once.
 
-    The loop is kept because clients of a reward (an HTTP session, say) belong to the loop they were made on.
+    The loop is kept between batches, because a reward's clients, such as an HTTP session, are bound to the loop that
+    created them.
 
     Args:
         reward: reward whose ``score`` is awaited.
         settings: time limit of one sample, all tries included.
         max_concurrent: samples in flight at a time.
-        attempt: scores one sample; by default :func:`score_once`.
-        pace: seconds to wait before the next sample starts.
+        attempt: function that scores one sample; by default :func:`score_once`.
+        pace: function that returns the seconds to wait before the next sample starts.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class AsyncScorer:
         self._max_concurrent = max_concurrent
         self._attempt = attempt
         self._pace = pace
-        #: Held to change loops and the flights on them.
+        #: Held while the loop or its flights change.
         self._lock = threading.Lock()
         self._loop: _Loop | None = None
 
@@ -173,7 +174,7 @@ class AsyncScorer:
                 loop.stop()
 
     def _board(self, flight: _Flight) -> None:
-        """Start a batch's tasks on the present loop."""
+        """Start a batch's tasks on the current loop."""
         loop = self._loop = self._loop or _Loop(self._max_concurrent)
         loop.flights.add(flight)
         for _ in range(min(self._max_concurrent, len(flight.waiting))):
@@ -181,7 +182,7 @@ class AsyncScorer:
             flight.tasks.append(asyncio.run_coroutine_threadsafe(work, loop.loop))
 
     def _end(self, flight: _Flight) -> None:
-        """Cancel what is left of a batch; end the loop with the last batch if that one ended early."""
+        """Cancel the remaining tasks of a batch; end the loop if this was the last batch and it ended early."""
         with self._lock:
             left = [task for task in flight.tasks if not task.done()]
             has_failed = bool(flight.started)
@@ -195,7 +196,7 @@ class AsyncScorer:
                     self._loop = None
 
     def _leave_blocked_loop(self) -> None:
-        """Replace a loop that is blocked by code that does not await: it did not cancel a late sample."""
+        """Replace a loop that did not cancel a late sample, because code that does not await blocks it."""
         limit = self._limit or 0.0
         with self._lock:
             loop = self._loop

@@ -96,7 +96,7 @@ class CodeReward(BaseReward):
         if test.stdout is not None:
             result = run_sandboxed(program, test.stdin, self._limits)
             return result.status == "ok" and _lines(result.stdout) == _lines(test.stdout)
-        # Printed after the last assertion; a program that only exits with status 0 does not know the word.
+        # Printed after the last assertion, so that a program that only exits with status 0 does not pass.
         token = secrets.token_hex(16)
         result = run_sandboxed(f"{program}\n\n{test.code}\n\nprint({token!r})\n", "", self._limits)
         return result.status == "ok" and result.stdout.rstrip().endswith(token)

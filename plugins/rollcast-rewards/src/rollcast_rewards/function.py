@@ -47,7 +47,7 @@ class FunctionReward(BaseReward):
             not accept the arguments.
     """
 
-    #: Nobody knows what the file's functions remember.
+    #: True, because the file's functions may keep state.
     sequential = True
 
     def __init__(self, path: str, **kwargs: Any) -> None:
@@ -146,14 +146,14 @@ def _find_function(module: ModuleType, file: Path, name: str) -> Callable[..., A
 
 
 def _takes_judge(function: Callable[..., Any], kwargs: Mapping[str, Any], path: str) -> bool:
-    """True if the function has a parameter for the run's judge, which no option fills.
+    """Return True if the function has a parameter for the run's judge that no option sets.
 
     Raises:
-        ConfigError: it has one, and is not ``async``.
+        ConfigError: the function has such a parameter and is not ``async``.
     """
     try:
         parameters = inspect.signature(function).parameters
-    except (TypeError, ValueError):  # told of by _adapt
+    except (TypeError, ValueError):  # reported by _adapt
         return False
     if "judge" not in parameters or "judge" in kwargs:
         return False
@@ -202,7 +202,7 @@ def _adapt(function: Callable[..., Any], kwargs: dict[str, Any], path: str) -> C
 
 
 def result_from_mapping(value: Mapping[str, Any]) -> RewardResult:
-    """Return a result from verl's form: ``score``, perhaps ``acc``, and further numbers.
+    """Convert verl's form, a mapping with ``score``, optionally ``acc``, and further numbers, to a result.
 
     Numbers are Python's, numpy's and tensors of one element; texts, lists and None are left out. An array or
     tensor of several elements is kept in the result, whose check rejects it by name.

@@ -1,8 +1,8 @@
-"""The reward ``http``: a server scores the sample.
+"""The reward ``http``, which requests the score of a sample from a server.
 
 The server gets a POST request with the JSON object ``{"prompt", "response", "ground_truth",
 "data_source", "finished", "extra_info"}``, and answers with a number, or with an object that has
-``score`` and may have ``acc`` (whether the answer is correct) and further numbers.
+``score`` and may have ``acc`` (true if the answer is correct) and further numbers.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class HttpReward(BaseReward):
         return answer
 
     def _post(self, body: bytes) -> str:
-        # The scheme is one of the two that __init__ lets through.
+        # __init__ has checked that the scheme is http or https.
         request = urllib.request.Request(self._url, body, self._headers, method="POST")  # noqa: S310
         try:
             with urllib.request.urlopen(request, timeout=self._timeout_s) as response:  # noqa: S310

@@ -1,4 +1,4 @@
-"""The reward ``judge``: a language model, served by replicas of the run, grades the response."""
+"""The reward ``judge``, for which a language model, served by replicas of the run, grades the response."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _EXCERPT = 200
 class JudgeReward(BaseReward):
     """A reward that asks the run's judge for a grade, and reads the number in its reply.
 
-    The score is the number divided by ``scale``, limited to 0 to 1. A reply without a number makes the sample bad, and
-    ``reward.on_error`` says what happens to it. ``judge_reply_length`` is the length of the reply in characters.
+    The score is the number divided by ``scale``, clamped to the range from 0 to 1. A reply without a number makes the
+    sample bad; see ``reward.on_error``. The metric ``judge_reply_length`` is the length of the reply in characters.
 
     Args:
         template: question to the judge, with the fields ``{prompt}``, ``{response}`` and ``{ground_truth}``.
@@ -47,7 +47,7 @@ class JudgeReward(BaseReward):
         max_tokens: length of a reply in tokens; None for ``judge.max_tokens``.
 
     Raises:
-        ConfigError: the template has another field, the pattern is no regular expression, or a number is out of range.
+        ConfigError: the template has an unknown field, the pattern is invalid, or a number is out of range.
     """
 
     def __init__(

@@ -19,7 +19,7 @@ class _InProcessManager(PolicyRewardManager):
     """A manager in this process, which awaits an asynchronous reward for many samples at once.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         max_concurrent: samples of an asynchronous reward in flight at a time.
 
     Raises:
@@ -72,7 +72,7 @@ class NaiveRewardManager(_InProcessManager):
                 except TimeUp:
                     alarm.disarm()
                     outcome = timed_out(self.settings.timeout_s)
-                except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+                except Exception as error:  # noqa: BLE001 -- reported as the sample's error
                     outcome = failure_of(error)
                 outcomes.add(index, outcome)
 
@@ -84,7 +84,7 @@ class BatchRewardManager(_InProcessManager):
     the limit of one call; all samples of a call that takes longer are bad.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         batch_size: samples per call; None for all at once.
         max_concurrent: samples in flight for a reward whose ``score`` is asynchronous; it gets them one by one.
 
@@ -135,7 +135,7 @@ def score_in_batches(
             alarm.disarm()
             failure = timed_out(limit, f" (a batch of {len(part)})" if len(part) > 1 else "")
             found = [failure] * len(part)
-        except Exception as error:  # noqa: BLE001 -- it is found out whose it is
+        except Exception as error:  # noqa: BLE001 -- the bad sample is searched for below
             if len(part) > 1:
                 middle = len(indices) // 2
                 waiting += [indices[middle:], indices[:middle]]

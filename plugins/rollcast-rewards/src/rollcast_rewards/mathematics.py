@@ -18,7 +18,7 @@ from rollcast_rewards.alarm import Alarm, TimeUp
 
 __all__ = ["MathReward"]
 
-#: The longest that reading one answer for a majority vote may take.
+#: Time limit in seconds for parsing one answer of a majority vote.
 _EXTRACTION_S = 1.0
 #: An environment such as a matrix, with the white space around it.
 _ENVIRONMENT = re.compile(r"\s*\\begin\{(\w+\*?)\}.*?\\end\{\1\}\s*", re.DOTALL)

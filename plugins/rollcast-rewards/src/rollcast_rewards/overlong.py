@@ -26,7 +26,7 @@ class OverlongBuffer:
     """The soft limit of DAPO (arXiv 2503.14476, equation 13).
 
     Attributes:
-        enable: apply the penalty.
+        enable: True to apply the penalty.
         len: number of tokens before the hard limit over which the penalty grows.
         penalty_factor: penalty at the hard limit; not negative.
     """
@@ -69,7 +69,7 @@ class DapoRewardManager(BaseRewardManager):
     has the penalty with its sign. Bad samples get no penalty.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         overlong_buffer: keys of :class:`OverlongBuffer`; None for no penalty.
         inner: name of the manager that scores.
         inner_kwargs: options of that manager.

@@ -30,7 +30,7 @@ __all__ = ["PrimeRewardManager"]
 logger = logging.getLogger(__name__)
 _WORKER = Path(__file__).with_name("worker.py")
 _MOST_PROCESSES = 8
-#: A process that cannot load the reward in this time never will.
+#: Time limit in seconds for a process to load the reward.
 _LOAD_S = 120.0
 _CHUNK = 1 << 16
 
@@ -103,7 +103,7 @@ class PrimeRewardManager(PolicyRewardManager):
     on an event loop of its process, one sample at a time.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`.
+        reward, settings: see :class:`BaseRewardManager`.
         num_processes: number of processes; None for one per CPU core, at most 8, or for a single one if the reward is
             ``sequential``.
         memory_limit_mb: memory in MiB that each may allocate after it has loaded the reward; None for no limit.
@@ -150,7 +150,7 @@ class PrimeRewardManager(PolicyRewardManager):
                 for process in self._wait():
                     self._handle(process, waiting, outcomes, setup)
         except BaseException:
-            self.close()  # samples in other processes belong to a batch that is over
+            self.close()  # samples in other processes belong to a finished batch
             raise
 
     def close(self) -> None:
@@ -162,7 +162,7 @@ class PrimeRewardManager(PolicyRewardManager):
                 index = waiting.popleft()
                 try:
                     data = cloudpickle.dumps(samples[index])
-                except Exception as error:  # noqa: BLE001 -- it is the sample's
+                except Exception as error:  # noqa: BLE001 -- reported as the sample's error
                     outcomes.add(
                         index, Failure("raised", f"cannot get the sample, which does not pickle: {error}", error)
                     )

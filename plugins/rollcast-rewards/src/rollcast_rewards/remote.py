@@ -77,7 +77,7 @@ class RemoteRewardManager(PolicyRewardManager):
     that time is abandoned and replaced.
 
     Args:
-        reward, settings: as in :class:`BaseRewardManager`; the reward is called from several threads.
+        reward, settings: see :class:`BaseRewardManager`; the reward is called from several threads.
         max_concurrent: maximum number of concurrent calls.
         max_rpm: calls per minute, retries included; None for no limit.
         max_retries: retries per sample.
@@ -169,7 +169,7 @@ class RemoteRewardManager(PolicyRewardManager):
         return [index for index, start in list(batch.started.items()) if limit is not None and start + limit <= now]
 
     def _start_thread(self, batch: _Batch) -> None:
-        # A daemon, so that a call which never returns cannot keep the run from ending.
+        # A daemon thread, so that a call that never returns cannot keep the run from ending.
         threading.Thread(target=self._work, args=(batch,), name="rollcast-remote-reward", daemon=True).start()
 
     def _work(self, batch: _Batch) -> None:
@@ -192,6 +192,6 @@ class RemoteRewardManager(PolicyRewardManager):
                 if not left or batch.over.wait(max(pause if asked is None else asked, self._limit.reserve())):
                     return failure
                 pause = min(pause * 2, _LONGEST_PAUSE_S)
-            except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+            except Exception as error:  # noqa: BLE001 -- reported as the sample's error
                 return failure_of(error)
         return failure

@@ -10,7 +10,7 @@ from rollcast.errors import RewardError
 
 __all__ = ["exact_match", "extract_gsm8k_answer", "gsm8k"]
 
-# One run of white space only: two would make long blanks quadratic to reject.
+# A single run of white space: with two, rejecting long blanks would take quadratic time.
 _ANSWER = re.compile(r"####\s*([-$]{0,2}(?:\d[\d,]*(?:\.\d+)?|\.\d+))")
 
 

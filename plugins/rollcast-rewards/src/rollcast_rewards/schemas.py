@@ -28,4 +28,4 @@ class RewardConfig:
     """Treatment of a sample whose reward raises, times out or is not finite: `stop` ends the run, `zero` scores it 0,
     `drop` leaves it out of the update."""
     max_bad_share: Fraction = 0.1
-    """With `zero` and `drop`: share of a batch that may be bad; more end the run."""
+    """Largest share of bad samples in a batch with `zero` and `drop`; a larger share ends the run."""

@@ -51,12 +51,12 @@ class _Tried:
 
 
 class Gsm8kTool(BaseTool):
-    """A tool that tells the model whether its answer to a GSM8K question is right, like verl's of the same name.
+    """A tool that checks the model's answer to a GSM8K question, like verl's tool of the same name.
 
-    A call that is no better than the best one before it costs ``penalty``; so does a wrong first one.
+    A call that does not improve on the best earlier call costs ``penalty``, and so does a wrong first call.
 
     Args:
-        penalty: taken off the reward of the turn.
+        penalty: amount subtracted from the reward of the turn.
     """
 
     def __init__(self, penalty: float = 0.05) -> None:

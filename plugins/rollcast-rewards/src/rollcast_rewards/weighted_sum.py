@@ -1,4 +1,4 @@
-"""The reward ``weighted_sum``: several rewards added up."""
+"""The reward ``weighted_sum``, which adds up several rewards."""
 
 from __future__ import annotations
 

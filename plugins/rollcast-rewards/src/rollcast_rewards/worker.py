@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["HEADER", "main"]
 
 HEADER = struct.Struct("!Q")
-#: How much later than the manager the kernel ends a sample, should the manager be gone.
+#: Delay in seconds after the manager's time limit at which the kernel ends a sample, in case the manager has died.
 _GRACE_S = 5.0
 
 
@@ -51,10 +51,10 @@ def main(number: int) -> None:
 def _prepare(setup: dict[str, Any]) -> Any:
     from rollcast_rewards.policy import check_value, failure_of
 
-    # The kernel's default for an alarm is to end the process, which needs no help from a hung interpreter.
+    # By default, an alarm ends the process, which works even if the interpreter hangs.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     reward = pickle.loads(setup["reward"])
-    # One loop for all samples: a reward's clients belong to the loop they were made on.
+    # Use one event loop for all samples, because a reward's clients are bound to the loop that created them.
     loop = asyncio.new_event_loop() if reward.is_async else None
     if setup["memory_limit_mb"] is not None:
         _limit_memory(setup["memory_limit_mb"] << 20)
@@ -64,7 +64,7 @@ def _prepare(setup: dict[str, Any]) -> Any:
             sample = pickle.loads(message)
             value = reward.score(sample)
             outcome: Any = check_value(value if loop is None else loop.run_until_complete(value), sample)
-        except Exception as error:  # noqa: BLE001 -- it is the sample's, and told of with it
+        except Exception as error:  # noqa: BLE001 -- reported as the sample's error
             outcome = failure_of(error)
         if hasattr(outcome, "kind"):
             return "failure", outcome.kind, outcome.what + _where(outcome.cause)
@@ -80,7 +80,7 @@ def _where(error: BaseException | None) -> str:
 
 
 def _limit_memory(extra: int) -> None:
-    """Limit the address space to its present size plus ``extra`` bytes."""
+    """Limit the address space to its current size plus ``extra`` bytes."""
     pages = int(Path("/proc/self/statm").read_text().split()[0]) if sys.platform == "linux" else 0
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = pages * resource.getpagesize() + extra

@@ -1,7 +1,7 @@
-"""Conformance suites for authors of plugins; they need the extra ``rollcast[testing]``.
+"""Conformance suites for plugin authors; they need the extra ``rollcast[testing]``.
 
-A suite is a class of pytest tests. Derive from it in a test module, name the plugin, and
-pytest finds the tests it inherits::
+A suite is a class of pytest tests. Derive a class from it in a test module and set the name of the plugin; pytest
+collects the inherited tests::
 
     from rollcast_testing import AdvantageSuite
 

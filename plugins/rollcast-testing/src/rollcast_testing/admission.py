@@ -30,7 +30,7 @@ __all__ = ["AdmissionSuite"]
 
 
 class _Game:
-    """A run in which groups end in a random order."""
+    """A simulated run in which groups end in a random order."""
 
     def __init__(self, admission: BaseAdmission, seed: int) -> None:
         self.admission, self.random = admission, random.Random(seed)  # noqa: S311  # no secret
@@ -43,10 +43,10 @@ class _Game:
         return AdmissionView(tuple(self.groups), self.version, self.in_training, self.started)
 
     def step(self) -> Iterator[tuple[AdmissionView, Selection]]:
-        """Play until a step has its groups; yield every selection with the view that it was made from.
+        """Run until a step has its groups; yield every selection with its view.
 
         Raises:
-            AssertionError: nothing runs, nothing starts, and the step has no groups.
+            AssertionError: a deadlock, in which nothing runs, nothing starts, and the step has no groups.
         """
         count = self.admission.settings.groups_per_step
         while True:
@@ -72,7 +72,7 @@ class _Game:
                 )
 
     def publish(self) -> AdmissionView:
-        """End a step; return the view that the admission has observed."""
+        """End a step and return the view passed to the admission."""
         self.version, self.in_training = self.version + 1, 0
         view = self.view
         self.admission.observe(view)
@@ -84,12 +84,12 @@ class _Game:
 
 
 class AdmissionSuite:
-    """Checks of every admission; subclass it and name the plugin.
+    """Conformance tests of one admission; subclass it and set the name.
 
     Attributes:
-        name: the admission, as it is announced in ``rollcast.admissions``.
-        settings: sizes of the runs that are played.
-        steps: training steps of each run.
+        name: name of the admission in ``rollcast.admissions``.
+        settings: settings of the simulated runs.
+        steps: number of training steps of each run.
     """
 
     name: ClassVar[str] = ""
@@ -102,19 +102,19 @@ class AdmissionSuite:
     steps: ClassVar[int] = 40
 
     def build(self, settings: AdmissionSettings) -> BaseAdmission:
-        """Return a new admission; override it for one that is not announced."""
+        """Build an admission; override it for one that is not registered."""
         return admissions.get(self.name)(settings)
 
     @pytest.fixture(params=range(4), ids=lambda number: f"settings{number}")
     def games(self, request: pytest.FixtureRequest) -> list[_Game]:
-        """Runs of one of the settings, with different orders of ends."""
+        """Return runs with one of the settings and different orders in which groups end."""
         if request.param >= len(self.settings):
             pytest.skip("the suite has fewer settings")
         settings = self.settings[request.param]
         return [_Game(self.build(settings), seed) for seed in range(5)]
 
     def test_every_step_gets_its_groups(self, games: list[_Game]) -> None:
-        """A run never deadlocks, and a step gets as many groups as it asked for."""
+        """Check that a run never deadlocks and that a step gets the number of groups it requested."""
         for game in games:
             for _ in range(self.steps):
                 taken = [selection.take for _, selection in game.step() if selection.take]
@@ -122,7 +122,7 @@ class AdmissionSuite:
                 game.publish()
 
     def test_only_finished_groups_are_taken_and_each_once(self, games: list[_Game]) -> None:
-        """Taken and dropped groups have ended, stand in the view, and are named once."""
+        """Check that taken and dropped groups have ended, are in the view, and are named only once."""
         for game in games:
             for _ in range(self.steps):
                 for view, selection in game.step():
@@ -133,7 +133,7 @@ class AdmissionSuite:
                 game.publish()
 
     def test_trained_groups_are_no_older_than_promised(self, games: list[_Game]) -> None:
-        """No taken group exceeds ``max_age`` in any order of ends."""
+        """Check that no taken group exceeds ``max_age``, in any order in which groups end."""
         for game in games:
             bound = game.admission.max_age
             if bound is None:
@@ -146,7 +146,7 @@ class AdmissionSuite:
                 game.publish()
 
     def test_the_views_decide(self, games: list[_Game]) -> None:
-        """An admission that has observed the same views gives the same answers, so that a run can be simulated."""
+        """Check that decisions depend only on the observed views, so that a run can be simulated."""
         for game in games:
             again = self.build(game.admission.settings)
             for _ in range(self.steps):

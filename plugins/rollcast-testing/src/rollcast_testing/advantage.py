@@ -1,4 +1,4 @@
-"""The laws that every advantage estimator keeps, as pytest tests to inherit."""
+"""The conformance suite of advantage estimators, a class of pytest tests to inherit."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ class AdvantageSuite:
         class TestMyEstimator(AdvantageSuite):
             name = "my_estimator"
 
-    Every law holds within :attr:`rtol` and :attr:`atol`, because a sum may be taken in any order.
-    To try the laws on inputs of your own, override :meth:`inputs`.
+    Values are compared with the tolerances :attr:`rtol` and :attr:`atol`, because sums may be computed in any order. To
+    test with your own inputs, override :meth:`inputs`.
     """
 
     #: Name of the estimator in ``rollcast.advantages``.
     name: ClassVar[str] = ""
-    #: Keys of ``algorithm.adv_kwargs`` that the estimator is tested with.
+    #: Keys of ``algorithm.adv_kwargs`` for the tests.
     options: ClassVar[Mapping[str, Any]] = {}
-    #: Whether it gives numbers for a prompt with only one sample; if not, it must raise
-    #: a ValueError that speaks of the group.
+    #: True if the estimator supports a prompt with only one sample; if False, it must raise a ValueError that mentions
+    #: the group.
     single_row_groups: ClassVar[bool] = True
-    #: Whether a prompt's rows depend on those of other prompts, as when advantages are whitened over
+    #: True if the results of a prompt's rows depend on other prompts, for example because advantages are whitened over
     #: the batch.
     mixes_groups: ClassVar[bool] = False
-    #: Inputs worked out by hand, and the advantages that they give, ``[B, T]``.
+    #: Hand-computed examples: inputs and expected advantages, ``[B, T]``.
     examples: ClassVar[Sequence[tuple[AdvantageInputs, Sequence[Sequence[float]]]]] = ()
     #: For a column of your own that the estimator declares: a function from a generator to a tensor for six rows,
     #: ``[6]`` or ``[6, 7]``. Without one, the column is drawn from a normal distribution, ``[6, 7]``.
@@ -59,13 +59,13 @@ class AdvantageSuite:
 
     @pytest.fixture
     def estimator(self) -> AdvantageEstimator:
-        """The estimator under test; by default the part that :attr:`name` names."""
+        """Return the estimator under test; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `estimator`")
         return advantages.get(self.name, requested_by=f"{type(self).__name__}.name")
 
     def test_groups_at_a_time_are_the_whole_batch(self, estimator: AdvantageEstimator) -> None:
-        """An estimator that declares ``by_group`` gives each group the same, whitened or not, whoever else is there."""
+        """Check that the results of a ``by_group`` estimator do not depend on other groups, whitened or not."""
         needs = needs_of(estimator)
         if not needs.by_group:
             pytest.skip("the estimator is called with the whole batch")
@@ -94,7 +94,7 @@ class AdvantageSuite:
                 assert same, f"{name} of a group depend on other groups, though the estimator declares by_group"
 
     def inputs(self, estimator: AdvantageEstimator, seed: int = 0) -> AdvantageInputs:
-        """Three prompts with two samples each; ragged responses, one with a gap, one full."""
+        """Build inputs of three prompts with two samples each: ragged responses, one with a gap, one full."""
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.tensor([7, 3, 5, 1, 6, 2])
         mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
@@ -113,7 +113,7 @@ class AdvantageSuite:
         )
 
     def _draw(self, name: str, generator: torch.Generator) -> dict[str, Tensor]:
-        """Return a column for the suite's inputs, or for a prefix two columns, by name."""
+        """Draw a column for the suite's inputs, or two columns for a prefix, by name."""
         if name.endswith("/"):
             return {name + part: torch.randn(6, generator=generator) for part in ("accuracy", "format")}
         draw = self.columns.get(name, _DRAWS.get(name))
@@ -330,7 +330,7 @@ def _is_named(column: str, name: str) -> bool:
     return column.startswith(name) if name.endswith("/") else column == name
 
 
-#: Columns of the contract that need not be normal numbers; they fit the suite's inputs.
+#: Generators of the contract's columns that are not drawn from a normal distribution, for the suite's inputs.
 _DRAWS: Mapping[str, Callable[[torch.Generator], Tensor]] = {
     "values": lambda generator: torch.randn(6, 7, generator=generator),
     "old_log_probs": lambda generator: -2 * torch.rand(6, 7, generator=generator) - 0.1,
@@ -360,7 +360,7 @@ def _map_tokens(inputs: AdvantageInputs, change: Callable[[Tensor], Tensor]) -> 
 
 
 def _take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
-    """Return the rows of these numbers."""
+    """Return the rows with these indices."""
     return _map(inputs, lambda tensor: tensor[rows], lambda *_: True)
 
 

@@ -1,4 +1,4 @@
-"""DataProtos with columns of every kind, and what is different between two of them, in words."""
+"""Sample DataProtos with columns of every kind, and a description of the difference between two."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _OBJECTS = st.none() | st.booleans() | st.integers() | st.text(max_size=4) | st.
 
 
 def sample_batch(rows: int) -> DataProto:
-    """``rows`` rows with a column of each kind; ``row`` numbers them."""
+    """Return a batch of ``rows`` rows with a column of each kind; the column ``row`` has the row numbers."""
     lengths = torch.arange(rows) % 3
     return DataProto.from_dict(
         {
@@ -37,7 +37,7 @@ def _ragged(lengths: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 @st.composite
 def batches(draw: st.DrawFn, max_rows: int = 11) -> DataProto:
-    """A strategy: rows with numbers (``row``), and now and then columns of other kinds and dtypes."""
+    """Draw a batch with row numbers (``row``) and random columns of other kinds and dtypes."""
     rows = draw(st.integers(0, max_rows))
     columns: dict[str, Any] = {"row": torch.arange(rows)}
     for number, dtype in enumerate(draw(st.lists(st.sampled_from(_DTYPES), max_size=2))):
@@ -55,7 +55,7 @@ def batches(draw: st.DrawFn, max_rows: int = 11) -> DataProto:
 
 
 def find_difference(actual: Any, wanted: Any) -> str | None:
-    """What is different between two DataProtos, lists of them or other values; None for the same."""
+    """Describe the difference between two DataProtos, lists of them or other values; None if they are equal."""
     if isinstance(wanted, list | tuple):
         if not isinstance(actual, list | tuple) or len(actual) != len(wanted):
             got = f"{len(actual)} values" if isinstance(actual, list | tuple) else f"a {type(actual).__name__}"

@@ -1,4 +1,4 @@
-"""The laws that every dispatch mode keeps, as pytest tests to inherit. Needs hypothesis; starts no Ray."""
+"""The conformance suite of dispatch modes, a class of pytest tests to inherit. Needs hypothesis; does not start Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ __all__ = ["DispatchSuite", "FakeGroup"]
 _law = settings(
     deadline=None,
     max_examples=30,
-    # Subclasses share the test function, and a mode keeps nothing between examples: that is a law here.
+    # Subclasses share the test function. Sharing a mode between examples is fine, because modes must be stateless.
     suppress_health_check=[
         HealthCheck.too_slow,
         HealthCheck.function_scoped_fixture,
@@ -37,11 +37,11 @@ _law = settings(
 
 @dataclass
 class FakeGroup:
-    """A worker group as a mode sees it, without workers.
+    """A stand-in for a worker group, without workers.
 
     Attributes:
         places: each rank's place, in a mesh of any name.
-        asked: names of the meshes that the mode has asked for.
+        asked: names of the meshes that the mode has queried.
     """
 
     places: Sequence[MeshInfo]
@@ -53,7 +53,7 @@ class FakeGroup:
         return len(self.places)
 
     def mesh(self, mesh_name: str) -> Sequence[MeshInfo]:
-        """Each rank's place."""
+        """Return each rank's place."""
         self.asked.append(mesh_name)
         return self.places
 
@@ -66,9 +66,8 @@ class DispatchSuite:
         class TestMyMode(DispatchSuite):
             name = "my_mode"
 
-    The first law is that a call of the identity gives the batch back. A mode with another contract
-    states it by :meth:`arguments` and :meth:`expected`; here is one that gives every rank the batch
-    and returns a list of what came back::
+    By default, a call of the identity must return the batch. For a mode with another contract, override
+    :meth:`arguments` and :meth:`expected`. This mode sends the batch to every rank and returns the list of outputs::
 
         class TestToAll(DispatchSuite):
             name = "to_all"
@@ -77,53 +76,53 @@ class DispatchSuite:
             def expected(self, batch, world_size):
                 return [batch] * world_size
 
-    Where that depends on the mesh, override :meth:`arguments_on` and :meth:`expected_on`.
+    If these depend on the mesh, override :meth:`arguments_on` and :meth:`expected_on`.
     """
 
     #: Name of the mode in ``rollcast.dispatch_modes``.
     name: ClassVar[str] = ""
     #: Numbers of ranks that the mode is tested with.
     world_sizes: ClassVar[Sequence[int]] = (1, 2, 3, 4)
-    #: Positional arguments of calls that the mode has to refuse; empty for a mode that takes anything.
+    #: Positional arguments of calls that the mode must refuse; empty for a mode that accepts any arguments.
     bad_arguments: ClassVar[Sequence[tuple[Any, ...]]] = (
         (),
         (3,),
         (DataProto.from_dict({"x": torch.arange(3)}), DataProto.from_dict({"x": torch.arange(5)})),
     )
-    #: Whether a batch may be given as a keyword argument, called ``data``.
+    #: True if a batch may be passed as the keyword argument ``data``.
     takes_keywords: ClassVar[bool] = True
-    #: Whether a batch may be a handle, whose rows are with workers.
+    #: True if a batch may be a handle, whose rows are on workers.
     takes_handles: ClassVar[bool] = True
 
     @pytest.fixture
     def mode(self) -> DispatchMode:
-        """The mode under test; by default the part that :attr:`name` names."""
+        """Return the mode under test; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `mode`")
         return cast("DispatchMode", getattr(Dispatch, self.name.upper()))
 
     def arguments(self, batch: DataProto, world_size: int) -> tuple[Any, ...]:
-        """The positional arguments of a call with ``batch`` on ``world_size`` ranks."""
+        """Return the positional arguments of a call with ``batch`` on ``world_size`` ranks."""
         return (batch,)
 
     def expected(self, batch: DataProto, world_size: int) -> Any:
-        """What a call with ``batch`` gives if each rank returns the DataProto that it got."""
+        """Return the result of a call with ``batch`` if each rank returns the DataProto that it received."""
         return batch
 
     def arguments_on(self, batch: DataProto, group: FakeGroup) -> tuple[Any, ...]:
-        """:meth:`arguments`, for a mode that looks at more of a group than its size."""
+        """Return :meth:`arguments`; override it for a mode that uses more of a group than its size."""
         return self.arguments(batch, group.world_size)
 
     def expected_on(self, batch: DataProto, group: FakeGroup) -> Any:
-        """:meth:`expected`, for a mode that looks at more of a group than its size."""
+        """Return :meth:`expected`; override it for a mode that uses more of a group than its size."""
         return self.expected(batch, group.world_size)
 
     def shard_of(self, place: MeshInfo) -> Hashable:
-        """What ranks that get the same objects have in common."""
+        """Return a key that is equal for ranks that receive the same objects."""
         return place.dp_rank
 
     def layouts(self, world_size: int) -> Sequence[Sequence[MeshInfo]]:
-        """Meshes of ``world_size`` ranks: for each the ranks' places, by rank."""
+        """Return meshes of ``world_size`` ranks, each as the ranks' places by rank."""
         found: dict[tuple[MeshInfo, ...], None] = {}
         for tp in (tp for tp in range(1, world_size + 1) if world_size % tp == 0):
             dp, ranks = world_size // tp, range(world_size)
@@ -137,18 +136,18 @@ class DispatchSuite:
     @_law
     @given(data=st.data())
     def test_identity(self, mode: DispatchMode, data: st.DataObject) -> None:
-        """Collect after dispatch of the identity is the identity: rows, order, dtypes, lengths, objects, meta."""
+        """Check that a call of the identity returns the batch: rows, order, dtypes, lengths, objects and meta."""
         group, batch = self._draw_group(mode, data), data.draw(batches())
         self._require_call(mode, group, batch)
 
     def test_every_batch_size(self, mode: DispatchMode) -> None:
-        """No rows, fewer rows than ranks, and each remainder up to twice the ranks."""
+        """Check empty batches, fewer rows than ranks, and each remainder up to twice the ranks."""
         for group in self._groups(mode):
             for rows in range(2 * group.world_size + 2):
                 self._require_call(mode, group, sample_batch(rows))
 
     def test_results_are_the_workers(self, mode: DispatchMode) -> None:
-        """What the workers compute for each row comes back at its row."""
+        """Check that values computed by the workers are returned at their rows."""
         for group in self._groups(mode):
             for rows in (0, 1, 7):
                 batch = sample_batch(rows)
@@ -158,7 +157,7 @@ class DispatchSuite:
                 _require_same(actual, wanted, f"workers' columns come back at their rows, on {_describe(group)}")
 
     def test_takes_keyword_arguments(self, mode: DispatchMode) -> None:
-        """A batch that is given by keyword is treated like any other."""
+        """Check that a batch passed by keyword is treated like a positional one."""
         if not self.takes_keywords:
             pytest.skip("takes_keywords is False")
         for group in self._groups(mode):
@@ -170,7 +169,7 @@ class DispatchSuite:
             _require_same(actual, wanted, f"a batch given as data=... comes back, on {_describe(group)}")
 
     def test_takes_handles(self, mode: DispatchMode) -> None:
-        """A handle in place of a batch, and handles as outputs, are treated like what they stand for."""
+        """Check that handles as arguments and outputs are treated like the batches that they refer to."""
         if not self.takes_handles:
             pytest.skip("takes_handles is False")
         for group in self._groups(mode):
@@ -185,7 +184,7 @@ class DispatchSuite:
     @_law
     @given(data=st.data())
     def test_leaves_its_arguments_alone(self, mode: DispatchMode, data: st.DataObject) -> None:
-        """The caller's batch, its meta and its objects are what they were."""
+        """Check that the caller's batch, its meta and its objects are not changed."""
         group, batch = self._draw_group(mode, data), data.draw(batches())
         given_args = self.arguments_on(batch, group)
         before = copy.deepcopy(given_args)
@@ -195,7 +194,7 @@ class DispatchSuite:
         _require_same(given_args, before, "collect does not change the arguments of the call")
 
     def test_keeps_nothing_between_calls(self, mode: DispatchMode) -> None:
-        """Calls may be under way at once, on one group or on several, and end in any order."""
+        """Check that concurrent calls, on one group or on several, can end in any order."""
         groups = self._groups(mode)
         for first, second in [*itertools.pairwise(groups), *zip(groups, groups, strict=True)]:
             pair = (sample_batch(5), sample_batch(first.world_size))
@@ -210,7 +209,7 @@ class DispatchSuite:
                 _require_same(actual, self.expected_on(pair[i], group), law)
 
     def test_ranks_that_share_a_shard_share_one_object(self, mode: DispatchMode) -> None:
-        """A shard for several ranks is one object, which is stored once."""
+        """Check that ranks with the same shard get one object, which is stored only once."""
         for group in self._groups(mode):
             calls = mode.distribute(group, self.arguments_on(sample_batch(8), group), {})
             if not group.asked:
@@ -222,7 +221,7 @@ class DispatchSuite:
                     _require(shared, f"ranks with one dp_rank get the same object, on {_describe(group)}")
 
     def test_ranks_that_do_not_collect_may_return_nothing(self, mode: DispatchMode) -> None:
-        """Only the outputs of ranks that are there to collect make up the result."""
+        """Check that only the outputs of collecting ranks are used."""
         for group in self._groups(mode):
             batch = sample_batch(7)
             calls = mode.distribute(group, self.arguments_on(batch, group), {})
@@ -237,7 +236,7 @@ class DispatchSuite:
             _require_same(mode.join(group, outputs), self.expected_on(batch, group), law)
 
     def test_refuses_bad_arguments(self, mode: DispatchMode) -> None:
-        """A call that makes no sense is refused with a reason, and the next one works."""
+        """Check that an invalid call is refused with a reason, and that the next call works."""
         for group in self._groups(mode):
             for args in self.bad_arguments:
                 kinds = ", ".join(type(value).__name__ for value in args) or "no arguments"
@@ -250,14 +249,14 @@ class DispatchSuite:
             self._require_call(mode, group, sample_batch(3))
 
     def test_pickles(self, mode: DispatchMode) -> None:
-        """A mode travels with the worker class that names it."""
+        """Check that the mode can be pickled together with a worker class that uses it."""
         clone = pickle.loads(pickle.dumps(mode))
         _require(clone.name == mode.name, "a pickled mode keeps its name")
         for group in self._groups(mode):
             self._require_call(clone, group, sample_batch(5))
 
     def test_is_used_by_name(self, mode: DispatchMode) -> None:
-        """``Dispatch.NAME`` and ``@register`` find it, and it runs with its own execute mode."""
+        """Check that ``Dispatch.NAME`` and ``@register`` find the mode, and that it has a valid execute mode."""
         _require(bool(mode.name), "the class has a `name`, which errors show")
         execute = getattr(Execute, mode.default_execute_mode.upper())
         _require(execute.name in mode.execute_modes, "default_execute_mode is one of execute_modes")
@@ -268,7 +267,7 @@ class DispatchSuite:
         register(dispatch_mode=self.name)(lambda worker: worker)
 
     def test_on_a_real_group(self, mode: DispatchMode) -> None:
-        """The same on a worker group in this process."""
+        """Check a call on a worker group in this process."""
         (place, *_), *_ = self.layouts(1)
         alone = FakeGroup([place])
         local = runtimes.get("local")
@@ -284,7 +283,7 @@ class DispatchSuite:
     # -- steps --------------------------------------------------------------------------------
 
     def _places(self, mode: DispatchMode, size: int) -> list[Sequence[MeshInfo]]:
-        """Meshes to try; one is enough for a mode that asks for none."""
+        """Return meshes to test; a single one for a mode that uses no mesh."""
         places = list(self.layouts(size))
         group = FakeGroup(places[0])
         mode.distribute(group, self.arguments_on(sample_batch(size), group), {})
@@ -306,12 +305,12 @@ class DispatchSuite:
 
 
 def _triple(batch: DataProto) -> DataProto:
-    """Something that a worker computes for each row."""
+    """Compute a new column from each row, as a worker would."""
     return batch.with_columns({"tripled": batch["row"] * 3})
 
 
 def _outputs(mode: DispatchMode, group: FakeGroup, calls: Calls, work: Any = None) -> RankOutputs:
-    """What the ranks return, after their arguments and it have gone to another process and back."""
+    """Return the ranks' outputs, with arguments and outputs pickled as between processes."""
     execute = getattr(Execute, mode.default_execute_mode.upper())
     outputs: list[Any] = []
     ranks: list[int] = []

@@ -1,8 +1,8 @@
-"""The laws that every training engine keeps, as pytest tests to inherit.
+"""The conformance suite of training engines, a class of pytest tests to inherit.
 
-On CPU, against plain transformers and torch: one rank in this process, and as many as the suite's layouts
-ask for in processes of their own. The extra
-``rollcast[testing]`` and transformers have to be installed.
+The tests run on a CPU and compare with plain transformers and torch: with one rank in this process, and with as many
+ranks in other processes as the suite's layouts have. The extra ``rollcast[testing]`` and transformers must be
+installed.
 """
 
 from __future__ import annotations
@@ -54,39 +54,39 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         class TestMyEngine(EngineSuite):
             name = "my_engine"
 
-    The engine has to compute in float32 with the configuration given here. Laws about what the
-    engine's ``capabilities`` exclude are skipped.
+    The engine must compute in float32 with the configuration given here. Tests of features that the engine's
+    ``capabilities`` exclude are skipped.
     """
 
     #: Name of the engine in ``rollcast.engines``.
     name: ClassVar[str] = ""
-    #: Keys of ``actor.engine`` that the engine is tested with.
+    #: Keys of ``actor.engine`` for the tests.
     engine_config: ClassVar[Mapping[str, Any]] = {}
-    #: Keys that, added to those, pack rows without padding; empty if the engine cannot.
+    #: Additional keys that pack rows without padding; empty if the engine does not support packing.
     packing_config: ClassVar[Mapping[str, Any]] = {}
-    #: Ways to spread the engine over ranks, by a name for messages; see :class:`Layout`.
+    #: Layouts of the engine over ranks, by a name for messages; see :class:`Layout`.
     layouts: ClassVar[Mapping[str, Layout]] = {}
     rtol: ClassVar[float] = 1e-5
-    #: Of log-probs, entropy and values.
+    #: Absolute tolerance of log-probs, entropy and values.
     atol: ClassVar[float] = 1e-5
-    #: Of weights after up to four steps of size 0.01.
+    #: Absolute tolerance of weights after up to four steps of size 0.01.
     weights_atol: ClassVar[float] = 2e-6
 
     @pytest.fixture
     def engine_class(self) -> type[BaseEngine]:
-        """The engine under test; by default the part that :attr:`name` names."""
+        """Return the engine class under test; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `engine_class`")
         return engines.get(self.name, requested_by=f"{type(self).__name__}.name")
 
     @pytest.fixture(params=[True, False], ids=["tied", "untied"])
     def folder(self, request: pytest.FixtureRequest, tmp_path: Path) -> Path:
-        """A tiny model, with and without tied embeddings."""
+        """Write a tiny model, with and without tied embeddings."""
         return tiny.tiny_model_folder(tmp_path / "model", hidden=32, tied=request.param)
 
     @pytest.fixture
     def build(self, engine_class: type[BaseEngine], folder: Path) -> Build:
-        """Makes an initialized engine: ``build(optim=..., model_type=..., path=..., keys=..., lora_rank=...)``."""
+        """Return a function that builds an engine: ``build(optim=, model_type=, path=, keys=, lora_rank=)``."""
 
         def make(
             optim: OptimConfig | None = OPTIM,
@@ -106,7 +106,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
 
     @pytest.fixture
     def batch(self) -> DataProto:
-        """Seven rows of ragged prompts and responses."""
+        """Return seven rows of ragged prompts and responses."""
         return random_batch(7, 6, 9, seed=1)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -127,7 +127,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             self._close(found.values, expected.values, name, 1e-6)
 
     def test_trajectories_train_as_plain_torch(self, build: Build, folder: Path) -> None:
-        """Jagged or padded, packed or not, in micro-batches of any kind: one loss and one gradient."""
+        """Check that loss and gradient do not depend on padding, packing and micro-batches."""
         jagged = tiny.trajectory_batch(9, seed=4).select(["prompts", "responses", "response_mask"])
         padded = tiny.padded_batch(jagged)
         module = plain_model(folder)
@@ -180,7 +180,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         self._same_weights(weights(engine), plain_weights(module))
 
     def test_gradients_are_those_of_plain_torch(self, build: Build, folder: Path, batch: DataProto) -> None:
-        """By a step of AdamW without memory, which moves a weight by ``lr * g / (|g| + eps)``."""
+        """Check gradients by a first step of AdamW, which changes a weight by ``lr * g / (|g| + eps)``."""
         optim = OptimConfig(lr=1.0, betas=[0.0, 0.0], eps=1.0, weight_decay=0.0, clip_grad=math.inf)
         engine, module = build(optim=optim), plain_model(folder)
         train(engine, batch, ForwardSettings(micro_batch_size_per_gpu=3))
@@ -271,7 +271,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             infer(engine, batch, ForwardSettings(max_token_len_per_gpu=14))
 
     def test_loss_inputs_fit_together(self, build: Build, batch: DataProto) -> None:
-        """Columns belong to the rows of the log-probs; denominators count the whole mini-batch."""
+        """Check that columns match the rows of the log-probs, and that denominators count the whole mini-batch."""
         engine = build()
         expected = infer(engine, batch, ALL_ROWS)["log_probs"]
         data = batch.with_columns({"advantages": expected, "weight": torch.arange(7.0)})
@@ -379,7 +379,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
         values = infer(engine, batch, ALL_ROWS)["values"]
         require(values.dtype == torch.float32, "values are float32")
         require(bool((values[batch["response_mask"] == 0] == 0).all()), "values are zero under the mask")
-        # The value of a state must not know the token that is chosen in it, nor any later one.
+        # The value of a state must not depend on the token chosen in it or on later tokens.
         ids = batch["input_ids"].clone()
         ids[0, 6 + 4 :] = (ids[0, 6 + 4 :] + 1) % 20 + 4
         changed = batch.with_columns({"input_ids": ids, "responses": ids[:, 6:]})

@@ -1,4 +1,4 @@
-"""Laws of an engine that is spread over ranks; part of ``EngineSuite``."""
+"""Conformance tests of an engine on several ranks; part of ``EngineSuite``."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ _SETTINGS = ForwardSettings(micro_batch_size_per_gpu=2, temperature=1.0, calcula
 
 @dataclass(frozen=True)
 class Layout:
-    """A way to spread an engine: so many ranks, and the keys of ``actor.engine`` that it takes."""
+    """A layout of an engine: the number of ranks, and the keys of ``actor.engine`` that it needs."""
 
     ranks: int
     keys: Mapping[str, Any] = field(default_factory=dict)
@@ -57,20 +57,20 @@ class Layout:
 
 @dataclass(frozen=True)
 class Seen:
-    """What one rank saw and did.
+    """The observations of one rank.
 
     Attributes:
-        data_parallel: rank and size.
-        is_source: the rank's outputs are to be collected.
-        loaded: weights after loading the checkpoint of one rank.
-        outputs: of inference on this rank's rows, ``log_probs`` and ``entropy`` ``[b, T]``.
-        steps: of training on from there.
-        skipped: a step whose loss is not a number, which left the weights alone.
-        refused: the message about a row that is over the token budget; empty if the engine has none.
-        unwritten: the message about an export to where a file is; empty if there was no error.
+        data_parallel: data-parallel rank and size.
+        is_source: True if the rank's outputs are collected.
+        loaded: weights after loading a checkpoint written by a single rank.
+        outputs: inference outputs for this rank's rows, ``log_probs`` and ``entropy`` ``[b, T]``.
+        steps: training steps after loading.
+        skipped: a step whose loss is NaN, which must not change the weights.
+        refused: error message for a row that exceeds the token budget; empty if the engine has no token budget.
+        unwritten: error message of an export to the path of a file; empty if there was no error.
         gaps: metrics of a batch of trajectories with gaps, before training.
-        trained: weights at the end.
-        critic: steps of a value model on the same ranks.
+        trained: weights after training.
+        critic: training steps of a value model on the same ranks.
     """
 
     data_parallel: tuple[int, int]
@@ -87,7 +87,7 @@ class Seen:
 
 
 def _share(data: DataProto, rank: int, size: int, step: int) -> DataProto:
-    """A rank's rows: as many as another's, fewer or none, by the step."""
+    """Return a rank's rows: equally many, fewer or none, depending on the step."""
     rows = len(data)
     if step % 3 == 1:  # the first rank has none
         bounds = [0, *(rows * place // max(size - 1, 1) for place in range(size))] if size > 1 else [0, rows]
@@ -122,15 +122,15 @@ def train_on_a_rank(
     after: Path,
     blocked: Path,
 ) -> Seen:
-    """Everything that the laws ask of one rank, with one engine, for starting engines is what takes time.
+    """Collect all observations of one rank with a single engine, because starting engines is slow.
 
     Args:
-        context: says which rank this is.
-        engine_class: under test, with ``keys``.
-        folder: of the model.
-        before: a checkpoint of one rank, to start from.
-        after: the checkpoint to write at the end.
-        blocked: a file, to which nothing can be exported.
+        context: place of this rank.
+        engine_class, keys: engine under test, and its keys.
+        folder: folder of the model.
+        before: path of a checkpoint of a single rank to start from.
+        after: path of the checkpoint to write at the end.
+        blocked: path of a file, so that an export to this path fails.
     """
     engine = _build(engine_class, keys, folder, context)
     place = engine.get_data_parallel_rank(), engine.get_data_parallel_size()
@@ -168,7 +168,7 @@ def train_on_a_rank(
 
 
 class RankLaws:
-    """Inherited by :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
+    """Base class of :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
 
     layouts: ClassVar[Mapping[str, Layout]]
     engine_config: ClassVar[Mapping[str, Any]]
@@ -181,12 +181,12 @@ class RankLaws:
         def _same_weights(self, given: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> None: ...
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """One test for each layout."""
+        """Generate one test per layout."""
         if "layout" in metafunc.fixturenames:
             metafunc.parametrize("layout", list(self.layouts.values()), ids=list(self.layouts))
 
     def test_ranks_train_as_one(self, layout: Layout, engine_class: type[BaseEngine], tmp_path: Path) -> None:
-        """Numbers of plain torch on every rank; checkpoints of one rank load on many, and the other way."""
+        """Check that all ranks agree with plain torch, and that checkpoints load on one rank and on many."""
         folder = tiny_model_folder(tmp_path / "spread", hidden=64, tied=layout.ranks % 4 != 0)
         before, after, blocked = (tmp_path / name for name in ("before", "after", "blocked"))
         blocked.write_text("a file, not a folder")

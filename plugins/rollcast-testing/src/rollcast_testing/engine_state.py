@@ -1,4 +1,4 @@
-"""Laws of an engine's state: checkpoints, exports, moves, adapters; part of ``EngineSuite``."""
+"""Conformance tests of an engine's state (checkpoints, exports, offloading, adapters); part of ``EngineSuite``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Build = Callable[..., BaseEngine]
 
 
 class StateLaws:
-    """Inherited by :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
+    """Base class of :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
 
     if TYPE_CHECKING:
 
@@ -123,7 +123,7 @@ class StateLaws:
         require_equal(weights(engine), weights(other), "weights trained after state was away")
 
     def test_adapters(self, build: Build, batch: DataProto, tmp_path: Path) -> None:
-        """The base stays as it is; the adapter alone learns, is left out when disabled, and resumes."""
+        """Check that only the adapter learns, that it can be disabled, and that it resumes from a checkpoint."""
         plain = build()
         if not plain.capabilities.lora:
             with pytest.raises(CapabilityError):

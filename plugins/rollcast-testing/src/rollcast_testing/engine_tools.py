@@ -1,4 +1,4 @@
-"""What the laws of engines are written with."""
+"""Helpers of the conformance tests of engines."""
 
 from __future__ import annotations
 
@@ -13,34 +13,34 @@ from rollcast_testing.tiny import nll_loss
 
 __all__ = ["ALL_ROWS", "OPTIM", "infer", "require", "require_equal", "train", "weights"]
 
-#: The large eps keeps rounding apart from errors: some gradients (of the keys' biases) are next to
-#: nothing, and with a small eps Adam makes whole steps of their rounding.
+#: The large eps separates rounding from errors: some gradients (of the keys' biases) are almost zero, and with a small
+#: eps Adam would turn their rounding errors into full steps.
 OPTIM = OptimConfig(lr=1e-2, eps=1e-4, weight_decay=0.1, clip_grad=0.5)
 ALL_ROWS = ForwardSettings()
 
 
 def infer(engine: BaseEngine, data: DataProto, settings: ForwardSettings) -> DataProto:
-    """Outputs in evaluation mode."""
+    """Run inference in evaluation mode."""
     with engine.eval_mode():
         return engine.infer_batch(data, settings)[0]
 
 
 def train(engine: BaseEngine, data: DataProto, chosen: ForwardSettings, loss: LossFunction = nll_loss) -> TrainOutput:
-    """One optimizer step."""
+    """Take one optimizer step."""
     with engine.train_mode():
         return engine.train_batch(data, loss, chosen)
 
 
 def weights(engine: BaseEngine) -> dict[str, Tensor]:
-    """Copies of all parameters, whole, in host memory."""
+    """Return copies of all full parameters in host memory."""
     return {name: tensor.detach().cpu().clone() for name, tensor in engine.get_per_tensor_param()}
 
 
 def require(condition: bool, law: str) -> None:
-    """Fail with the law that is broken, unless ``condition`` holds.
+    """Check a condition.
 
     Raises:
-        AssertionError: it does not.
+        AssertionError: the condition is False; names the broken law.
     """
     __tracebackhide__ = True
     if not condition:
@@ -48,10 +48,10 @@ def require(condition: bool, law: str) -> None:
 
 
 def require_equal(given: Mapping[str, Tensor], expected: Mapping[str, Tensor], what: str) -> None:
-    """Fail unless the tensors are the same to the last bit.
+    """Check that tensors are equal to the last bit.
 
     Raises:
-        AssertionError: they are not; names some that differ.
+        AssertionError: they are not equal; names some that differ.
     """
     __tracebackhide__ = True
     require(given.keys() == expected.keys(), f"{what}: {sorted(given)} are {sorted(expected)}")

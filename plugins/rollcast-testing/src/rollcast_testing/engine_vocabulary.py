@@ -1,4 +1,4 @@
-"""Laws of what an engine measures between two models over the whole vocabulary; part of ``EngineSuite``."""
+"""Conformance tests of an engine's KL divergence over the whole vocabulary; part of ``EngineSuite``."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ def _kl_loss(inputs: LossInputs) -> LossOutput:
 
 
 class VocabularyLaws:
-    """Inherited by :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
+    """Base class of :class:`rollcast_testing.EngineSuite`, whose fixtures it uses."""
 
     rtol: ClassVar[float]
     atol: ClassVar[float]
 
     @pytest.fixture
     def other_folder(self, tmp_path: Path) -> Path:
-        """A model of the same vocabulary with other weights."""
+        """Write a model with the same vocabulary and other weights."""
         return tiny.tiny_model_folder(tmp_path / "reference", hidden=48, seed=5)
 
     @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -110,7 +110,7 @@ def _registered() -> Iterator[None]:
 
 
 def _plain_kl(policy: Any, reference: Any, batch: DataProto, temperature: float) -> Tensor:
-    """The divergences ``[B, T]``, zero under the mask, row by row and without padding."""
+    """Return the divergences ``[B, T]``, zero where masked, computed row by row without padding."""
     mask, rows = batch["response_mask"], []
     for row, present in enumerate(batch["attention_mask"] > 0):
         tokens = batch["input_ids"][row][present].unsqueeze(0)

@@ -56,11 +56,11 @@ _MODEL = ModelFacts(
 
 
 def small_problem(devices: int = 4, constraints: Constraints | None = None) -> Problem:
-    """Return a PPO step of a model with 1e9 parameters: rollout, critic's values, and two updates.
+    """Return the problem of a PPO step with a model of 1e9 parameters: rollout, critic's values and two updates.
 
     Args:
-        devices: of each of two nodes.
-        constraints: limits on mappings; none by default.
+        devices: number of devices on each of two nodes.
+        constraints: restrictions on mappings; none by default.
     """
     return Problem(
         roles=(
@@ -90,13 +90,13 @@ def _pool(devices: int, name: str = "pool") -> Pool:
 
 
 class CostModelSuite:
-    """Checks of every cost model; subclass it and name the plugin.
+    """Conformance tests of one cost model; subclass it and set the name.
 
     Attributes:
-        name: the cost model, as it is announced in ``rollcast.cost_models``.
-        meshes: meshes that are priced, of 1 to 4 devices each.
-        modes: modes that are priced.
-        settings: the options ``cost_model.*`` of the cost model.
+        name: name of the cost model in ``rollcast.cost_models``.
+        meshes: meshes to price, of 1 to 4 devices each.
+        modes: modes to price.
+        settings: options ``cost_model.*`` of the cost model.
     """
 
     name: ClassVar[str] = ""
@@ -105,12 +105,12 @@ class CostModelSuite:
     modes: ClassVar[tuple[Mode, ...]] = ("hybrid", "colocated", "standalone")
 
     def build(self) -> BaseCostModel:
-        """Return a new cost model with ``settings``; override it for one that is not announced."""
+        """Build a cost model with ``settings``; override it for one that is not registered."""
         kind = cost_models.get(self.name)
         return kind(build_section(kind.config_schema, dict(self.settings), "cost_model", closed=True))
 
     def problem(self) -> Problem:
-        """Return the problem that is priced; override it for a model that knows only some sizes or engines."""
+        """Return the problem to price; override it for a cost model that supports only some sizes or engines."""
         return small_problem()
 
     def _placed(self, role: str, rows: int = 4) -> Iterator[tuple[Placement, Pool]]:
@@ -137,7 +137,7 @@ class CostModelSuite:
                     yield model.switch_cost(problem, role, placement, pool, mode)
 
     def test_every_part_is_a_duration(self) -> None:
-        """Parts are finite and 0 or more, and a stage takes time."""
+        """Check that parts are finite and at least 0, and that a stage takes time."""
         problem, model = self.problem(), self.build()
         for cost in self._costs(problem, model):
             assert all(math.isfinite(value) and value >= 0 for value in cost.parts.values()), cost
@@ -145,14 +145,14 @@ class CostModelSuite:
             assert model.stage_cost(problem, *asked).seconds > 0
 
     def test_equal_arguments_have_equal_prices(self) -> None:
-        """A second model, and the same one again, give the same prices."""
+        """Check that repeated calls, and a second cost model, return the same prices."""
         problem, model = self.problem(), self.build()
         first = list(self._costs(problem, model))
         assert list(self._costs(problem, model)) == first
         assert list(self._costs(problem, self.build())) == first
 
     def test_the_name_of_a_pool_has_no_price(self) -> None:
-        """Planners keep the prices of pools of one shape, whatever they are called."""
+        """Check that prices do not depend on pool names, because planners cache prices by shape."""
         problem, model = self.problem(), self.build()
         for stage, placement, pool, mode in self._stages(problem):
             other = replace(placement, pool="elsewhere"), replace(pool, name="elsewhere")
@@ -160,7 +160,7 @@ class CostModelSuite:
             assert model.stage_cost(problem, stage, *other, mode) == expected
 
     def test_more_prompts_take_no_less_time(self) -> None:
-        """Four times the prompts are not faster."""
+        """Check that four times the prompts take no less time."""
         problem, model = self.problem(), self.build()
         more = replace(problem, prompts=4 * problem.prompts)
         for asked in self._stages(problem):
@@ -181,7 +181,7 @@ class CostModelSuite:
             assert 0 <= speed.prefill < math.inf
 
     def test_larger_micro_batches_take_no_less_memory(self) -> None:
-        """Bytes are whole numbers of 0 or more, and grow with the rows of a micro-batch."""
+        """Check that bytes are non-negative integers and do not shrink with the rows of a micro-batch."""
         problem, model = self.problem(), self.build()
         for role in problem.roles:
             for mode in self.modes:
@@ -192,7 +192,7 @@ class CostModelSuite:
                     assert isinstance(large.total, int)
 
     def test_the_weight_sync_does_not_depend_on_micro_batches(self) -> None:
-        """Planners choose micro-batches apart from the weight sync."""
+        """Check that the cost of the weight sync is independent of micro-batches, as planners assume."""
         problem, model = self.problem(), self.build()
         for few, many, rollout in zip(
             self._placed("actor", 1), self._placed("actor", 8), self._placed("rollout"), strict=True
@@ -202,17 +202,17 @@ class CostModelSuite:
 
 
 class _Prices(BaseCostModel):
-    """Work over devices, a fixed time per micro-batch, and memory that sharding divides."""
+    """A cost model with work divided by devices, a fixed time per micro-batch, and memory divided by sharding."""
 
     def stage_cost(self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
-        """Return the work of the stage over the pool's devices."""
+        """Return the work of the stage divided by the pool's devices."""
         work = {"generate": 8.0, "forward": 1.0, "update": 4.0}[stage.kind]
         passes = -(-problem.rows // (placement.mesh.data * placement.micro_batch_rows))
         wire = 0.1 * (placement.mesh.tensor - 1) + 0.2 * (len(pool.places) - 1)
         return StageCost(compute=work / pool.devices, memory=0.01 * passes, communication=wire)
 
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
-        """Return weights and optimizer by the model-parallel ranks."""
+        """Return weights and optimizer state divided by the model-parallel ranks."""
         numbers = role.model.parameters // (placement.mesh.tensor * placement.mesh.pipeline)
         trained = role.kind == "trains"
         rows = placement.micro_batch_rows * 10**8
@@ -221,20 +221,20 @@ class _Prices(BaseCostModel):
     def sync_cost(
         self, problem: Problem, trained: tuple[Placement, Pool], rollout: tuple[Placement, Pool], mode: Mode
     ) -> StageCost:
-        """Return a longer time between pools."""
+        """Return a cost that is higher between different pools."""
         return StageCost(communication=0.1 if mode == "hybrid" else 0.3)
 
     def switch_cost(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> StageCost:
-        """Return 0: every role stays."""
+        """Return 0, because no role is offloaded."""
         return StageCost()
 
 
 class PlannerSuite:
-    """Checks of every planner; subclass it and name the plugin.
+    """Conformance tests of one planner; subclass it and set the name.
 
     Attributes:
-        name: the planner, as it is announced in ``rollcast.planners``.
-        constraints: limits that are tried one after the other; drop those that no mapping of the planner can obey.
+        name: name of the planner in ``rollcast.planners``.
+        constraints: constraints to test one after the other; remove those that no mapping of the planner can satisfy.
     """
 
     name: ClassVar[str] = ""
@@ -249,26 +249,26 @@ class PlannerSuite:
     )
 
     def build(self) -> BasePlanner:
-        """Return a new planner; override it for one that is not announced."""
+        """Build a planner; override it for one that is not registered."""
         return planners.get(self.name)()
 
     def _plan(self, problem: Problem, count: int = 4) -> list[Prediction]:
         return list(self.build().plan(problem, _Prices(CostModelConfig()), count))
 
     def test_the_best_come_first(self) -> None:
-        """Mappings come by rising step time, and no more of them than were asked for."""
+        """Check that mappings are sorted by step time, and that there are no more than requested."""
         found = [each.step_seconds for each in self._plan(small_problem(2))]
         assert 1 <= len(found) <= 4
         assert found == sorted(found)
         assert self._plan(small_problem(2), 1)[0].step_seconds == found[0]
 
     def test_equal_problems_have_equal_mappings(self) -> None:
-        """A search is deterministic."""
+        """Check that a search is deterministic."""
         first = [each.mapping for each in self._plan(small_problem(2))]
         assert [each.mapping for each in self._plan(small_problem(2))] == first
 
     def test_mappings_are_whole_and_obey_the_constraints(self) -> None:
-        """Roles have one place each, meshes fill their pools, pools are disjoint, and memory and limits hold."""
+        """Check that each role has one placement, meshes fill disjoint pools, and memory and constraints are met."""
         for limits in self.constraints:
             problem = small_problem(2, limits)
             for each in self._plan(problem):
@@ -296,7 +296,7 @@ class PlannerSuite:
         assert mapping.mode in limits.modes
 
     def test_what_fits_nowhere_is_refused(self) -> None:
-        """A cluster without room raises ResourceError."""
+        """Check that a cluster with too little memory raises ResourceError."""
         tiny = replace(_DEVICE, memory_bytes=10**6)
         problem = replace(small_problem(2), cluster=Cluster((Node(tiny, 2, 1e11),), 1e10))
         with pytest.raises(ResourceError):

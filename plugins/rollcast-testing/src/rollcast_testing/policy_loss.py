@@ -1,4 +1,4 @@
-"""The laws that every policy loss keeps, as pytest tests to inherit."""
+"""The conformance suite of policy losses, a class of pytest tests to inherit."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ class PolicyLossSuite:
         class TestMyLoss(PolicyLossSuite):
             name = "my_loss"
 
-    The gradients are those of the sum of the losses under the mask, with respect to the log-probs.
-    What the loss prepares from a whole batch is prepared before each call.
+    Gradients are those of the masked sum of the losses with respect to the log-probs. The loss's ``prepare`` function,
+    if any, runs before each call.
     """
 
     #: Name of the loss in ``rollcast.policy_losses``.
     name: ClassVar[str] = ""
-    #: Keys of ``actor.policy_loss_kwargs`` that the loss is tested with.
+    #: Keys of ``actor.policy_loss_kwargs`` for the tests.
     options: ClassVar[Mapping[str, Any]] = {}
-    #: Whether the gradient of an on-policy token is minus its advantage: true of every loss that is
-    #: the policy gradient at ratio 1.
+    #: True if the gradient of an on-policy token is minus its advantage, as for every loss that is the policy gradient
+    #: at ratio 1.
     on_policy_gradient: ClassVar[bool] = True
-    #: Inputs worked out by hand, and the losses that they give, ``[B, T]``.
+    #: Hand-computed examples: inputs and expected losses, ``[B, T]``.
     examples: ClassVar[Sequence[tuple[PolicyLossInputs, Sequence[Sequence[float]]]]] = ()
     #: For a column of your own that the loss declares: a function from a generator to a tensor for five rows,
     #: ``[5]`` or ``[5, 7]``. Without one, the column is drawn from a normal distribution, ``[5, 7]``.
@@ -57,13 +57,13 @@ class PolicyLossSuite:
 
     @pytest.fixture
     def policy_loss(self) -> PolicyLoss:
-        """The loss under test; by default the part that :attr:`name` names."""
+        """Return the loss under test; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `policy_loss`")
         return policy_losses.get(self.name, requested_by=f"{type(self).__name__}.name")
 
     def inputs(self, policy_loss: PolicyLoss | None = None, seed: int = 0) -> PolicyLossInputs:
-        """Five rows with ragged masks; log-ratios on both sides of a usual clip range."""
+        """Build inputs of five rows with ragged masks, and log-ratios on both sides of a usual clip range."""
         generator = torch.Generator().manual_seed(seed)
         lengths = torch.tensor([7, 3, 5, 1, 6])
         mask = (torch.arange(7) < lengths.unsqueeze(-1)).long()
@@ -250,7 +250,7 @@ def _is_named(column: str, name: str) -> bool:
 
 
 def _map(inputs: PolicyLossInputs, change: Callable[[Tensor], Tensor]) -> PolicyLossInputs:
-    """``change`` applied to every tensor."""
+    """Apply ``change`` to every tensor."""
     changed: dict[str, Any] = {name: change(getattr(inputs, name).detach()) for name in _TENSORS}
     prepared = {name: change(column) for name, column in inputs.prepared.items()}
     columns = {name: change(column) for name, column in inputs.columns.items()}
@@ -270,10 +270,10 @@ def _same(old: Any, new: Any) -> bool:
 
 
 def _prepared(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLossInputs:
-    """With what the loss prepares from these rows, if that is not there yet."""
+    """Return the inputs with the columns that the loss prepares from these rows, unless they are set already."""
     if inputs.prepared:
         return inputs
-    # As the trainer calls it: all tokens of the batch in one row.
+    # As in the trainer, all tokens of the batch are in one row.
     shape = inputs.response_mask.shape
     flat = _map(replace(inputs, log_probs=inputs.old_log_probs), lambda tensor: tensor.reshape(1, -1))
     prepared = prepare_policy_loss(policy_loss, flat)
@@ -281,7 +281,7 @@ def _prepared(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> PolicyLossIn
 
 
 def _evaluate(policy_loss: PolicyLoss, inputs: PolicyLossInputs) -> dict[str, Tensor]:
-    """Losses and metrics with zeros under the mask, and the gradient as it is, all ``[B, T]``."""
+    """Return masked losses and metrics, and the unmasked gradient, all ``[B, T]``."""
     leaf = inputs.log_probs.detach().clone().requires_grad_()
     out = policy_loss(replace(_prepared(policy_loss, inputs), log_probs=leaf))
     chosen = inputs.response_mask != 0

@@ -1,4 +1,4 @@
-"""Processes that form process groups, for tests of what several ranks do together."""
+"""Processes that form process groups, for tests with several ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollcast.contracts.worker import WorkerContext
 
 __all__ = ["Ranks", "shared_ranks"]
 
-#: Modules that the processes are forked with, where they are installed: importing them takes each rank seconds.
+#: Modules that are imported before forking, if installed, because importing them takes each rank seconds.
 _PRELOADED = [
     "torch.distributed.fsdp",
     "transformers.models.llama.modeling_llama",
@@ -25,7 +25,7 @@ _PRELOADED = [
 
 
 class Ranks:
-    """Processes that stay up and call what they are sent; they are started as they are needed.
+    """A pool of processes that run functions on several ranks; the processes start on demand and are reused.
 
     Example::
 
@@ -34,7 +34,7 @@ class Ranks:
         ranks.close()
 
     Args:
-        timeout_s: after which a call is given up.
+        timeout_s: time limit of a call in seconds.
     """
 
     def __init__(self, timeout_s: float = 300.0) -> None:
@@ -43,17 +43,17 @@ class Ranks:
         self._processes: list[Any] = []
 
     def run(self, function: Callable[..., Any], *, world_size: int = 2, **kwargs: Any) -> list[Any]:
-        """The results of ``function(context, **kwargs)`` by rank.
+        """Run ``function(context, **kwargs)`` on every rank and return the results by rank.
 
         Args:
-            function: importable by its name in another process; ``context`` says which rank it is on.
-            world_size: ranks to run on. The processes leave their process group after each call, because the threads
-                of gloo's groups wake up many times a second, also when nobody uses them.
-            kwargs: can be pickled, as can the results.
+            function: function that other processes can import by its name; ``context`` has its rank.
+            world_size: number of ranks. The processes leave their process group after each call, because the threads
+                of gloo groups wake up many times a second even when idle.
+            kwargs: keyword arguments; they and the results must be picklable.
 
         Raises:
-            RuntimeError: it raised on some rank, with the tracebacks, or a rank did not answer in time. In the
-                latter case the processes are ended.
+            RuntimeError: the function raised on a rank (the message has the tracebacks), or a rank did not answer in
+                time; in the latter case, the processes are ended.
         """
         size = world_size
         self._start(size)
@@ -76,7 +76,7 @@ class Ranks:
         return [result for _, result in answers]
 
     def close(self) -> None:
-        """End the processes; another call starts new ones."""
+        """End the processes; a later call starts new ones."""
         for process in self._processes:
             process.kill()
             process.join()
@@ -97,7 +97,7 @@ _shared: list[Ranks] = []
 
 
 def shared_ranks() -> Ranks:
-    """This process's own :class:`Ranks`, up until it ends: starting them takes longer than most tests."""
+    """Return this process's shared :class:`Ranks`, which run until it exits, because starting them is slow."""
     if not _shared:
         _shared.append(Ranks())
     return _shared[0]

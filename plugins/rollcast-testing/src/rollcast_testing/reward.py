@@ -49,13 +49,13 @@ __all__ = ["RewardManagerSuite", "RewardSuite"]
 
 
 class RewardSuite:
-    """What every reward has to do; subclass it, and name the reward and some scores.
+    """Conformance tests of one reward; subclass it and set the name and some expected scores.
 
     Attributes:
-        name: the reward, as it is announced in ``rollcast.rewards``.
-        options: its ``reward.reward_kwargs``.
-        cases: samples with the score that each has to get.
-        max_seconds: the longest that a response of 50,000 to 100,000 characters may take.
+        name: name of the reward in ``rollcast.rewards``.
+        options: keys of ``reward.reward_kwargs``.
+        cases: pairs of sample and expected score.
+        max_seconds: time limit in seconds for a response of 50,000 to 100,000 characters.
     """
 
     name: ClassVar[str] = ""
@@ -65,28 +65,28 @@ class RewardSuite:
 
     @pytest.fixture
     def reward(self) -> BaseReward:
-        """The reward under test; override it to build one that is not announced."""
+        """Build the reward under test; override it for one that is not registered."""
         return build_reward(self.name, self.options)
 
     def test_suite_is_filled_in(self) -> None:
-        """There is something to test."""
+        """Check that the suite names a reward and has cases."""
         assert self.name, f"{type(self).__name__}.name has to name a reward"
         assert self.cases, f"{type(self).__name__}.cases has to hold (sample, score) pairs"
 
     def test_scores(self, reward: BaseReward) -> None:
-        """Each case gets its score."""
+        """Check that each case gets its expected score."""
         for sample, expected in self.cases:
             score = _score_of(reward.score(sample), len(sample.response_ids))
             assert score == pytest.approx(expected), f"{sample} got {score}, expected {expected}"
 
     def test_no_score_is_above_the_largest(self, reward: BaseReward) -> None:
-        """``max_score`` is a finite number, and none of the cases beats it."""
+        """Check that ``max_score`` is finite and that no case exceeds it."""
         assert math.isfinite(reward.max_score)
         for sample, _ in self.cases:
             assert _score_of(reward.score(sample)) <= reward.max_score
 
     def test_is_deterministic(self, reward: BaseReward) -> None:
-        """The same sample gets the same score, from this reward and from a second one."""
+        """Check that a sample always gets the same score, from this reward and from a second instance."""
         second = build_reward(self.name, self.options) if self.name else reward
         for sample, _ in self.cases:
             first = _score_of(reward.score(sample))
@@ -94,14 +94,14 @@ class RewardSuite:
             assert _score_of(second.score(sample)) == first
 
     def test_batch_keeps_order(self, reward: BaseReward) -> None:
-        """A batch gives each sample's own score, in the order of the samples."""
+        """Check that a batch returns each sample's own score, in the order of the samples."""
         samples = [sample for sample, _ in self.cases]
         for batch in (samples, samples[::-1], samples + samples):
             expected = [_score_of(reward.score(sample)) for sample in batch]
             assert [_score_of(value) for value in reward.score_batch(batch)] == pytest.approx(expected)
 
     def test_empty_batch(self, reward: BaseReward) -> None:
-        """No samples, no scores."""
+        """Check that an empty batch returns no scores."""
         assert list(reward.score_batch([])) == []
 
     @pytest.mark.parametrize("finished", [True, False])
@@ -111,7 +111,7 @@ class RewardSuite:
         ids=["empty", "blank", "undecodable", "long-hashes", "long-blanks", "long-digits", "long-text"],
     )
     def test_odd_responses(self, reward: BaseReward, response: str, finished: bool) -> None:
-        """A policy writes anything: each response gets a finite score, in reasonable time."""
+        """Check that any response gets a finite score in reasonable time."""
         for sample, _ in self.cases:
             odd = replace(sample, response=response, finished=finished)
             start = time.perf_counter()
@@ -120,28 +120,28 @@ class RewardSuite:
             assert seconds < self.max_seconds, f"{len(response)} characters took {seconds:.1f} s"
 
     def test_does_not_change_the_sample(self, reward: BaseReward) -> None:
-        """Samples are shared with metrics and trackers."""
+        """Check that the reward does not change samples, which are shared with metrics and trackers."""
         for sample, _ in self.cases:
             before = copy.deepcopy(sample)
             reward.score(sample)
             assert sample == before
 
     def test_scores_in_several_threads(self, reward: BaseReward) -> None:
-        """A manager may score samples side by side."""
+        """Check that several threads can score samples concurrently."""
         samples = [sample for sample, _ in self.cases] * 4
         expected = [_score_of(reward.score(sample)) for sample in samples]
         with ThreadPoolExecutor(4) as threads:
             assert [_score_of(value) for value in threads.map(reward.score, samples)] == pytest.approx(expected)
 
     def test_pickles(self, reward: BaseReward) -> None:
-        """A reward travels to the workers that score."""
+        """Check that the reward can be pickled, to be sent to workers."""
         clone = pickle.loads(pickle.dumps(reward))
         for sample, _ in self.cases:
             assert _score_of(clone.score(sample)) == _score_of(reward.score(sample))
 
 
 class Misbehaving(BaseReward):
-    """Does what ``extra_info["do"]`` of the sample says; else its score is its ground truth."""
+    """A reward that misbehaves as ``extra_info["do"]`` of the sample says; otherwise the score is the ground truth."""
 
     name = "misbehaving"
 
@@ -160,7 +160,7 @@ class Misbehaving(BaseReward):
 
 
 class AsyncMisbehaving(BaseReward):
-    """Does as :class:`Misbehaving`, but awaits first; ``{"do": "late"}`` awaits too long."""
+    """An asynchronous :class:`Misbehaving`, which awaits first; ``{"do": "late"}`` awaits too long."""
 
     name = "misbehaving"
 
@@ -171,7 +171,7 @@ class AsyncMisbehaving(BaseReward):
 
 
 class Placed(BaseReward):
-    """Returns the ``extra_info`` of the sample as fields of its result."""
+    """A reward that returns the sample's ``extra_info`` as fields of the result."""
 
     name = "placed"
 
@@ -181,14 +181,14 @@ class Placed(BaseReward):
 
 
 class RewardManagerSuite:
-    """What every reward manager has to do with good and with bad samples; subclass it, and name the manager.
+    """Conformance tests of one reward manager with good and bad samples; subclass it and set the name.
 
     Attributes:
-        name: the manager, as it is announced in ``rollcast.reward_managers``.
-        options: its ``reward.reward_manager_kwargs``.
-        ends_hangs: a sample that takes too long is bad, and only that one.
-        survives_exits: so is one that ends the process in which it is scored.
-        timeout_s: the time limit that a hang is given.
+        name: name of the manager in ``rollcast.reward_managers``.
+        options: keys of ``reward.reward_manager_kwargs``.
+        ends_hangs: True if only the sample that takes too long is bad.
+        survives_exits: True if only the sample that ends its scoring process is bad.
+        timeout_s: time limit of a sample in seconds, for samples that hang.
     """
 
     name: ClassVar[str] = ""
@@ -199,7 +199,7 @@ class RewardManagerSuite:
 
     @pytest.fixture
     def build(self) -> Iterator[Callable[..., BaseRewardManager]]:
-        """Builds the manager under test from the fields of :class:`RewardSettings`; it is closed at the end."""
+        """Yield a function from fields of :class:`RewardSettings` to the manager under test, which is closed later."""
         built: list[BaseRewardManager] = []
 
         def build(reward: BaseReward | None = None, **settings: Any) -> BaseRewardManager:
@@ -214,13 +214,13 @@ class RewardManagerSuite:
             manager.close()
 
     def kinds(self) -> list[str]:
-        """What a sample can do that makes it bad."""
+        """Return the kinds of bad samples to test."""
         kinds = ["raise", "nan", "infinity", "text", "nothing"]
         return kinds + ["hang"] * self.ends_hangs + ["exit"] * self.survives_exits
 
     @pytest.mark.parametrize("size", [0, 1, 7, 100])
     def test_good_samples(self, build: Callable[..., BaseRewardManager], size: int) -> None:
-        """Each gets its own result, in order, whatever the policy."""
+        """Check that each sample gets its own result, in order, with every policy."""
         manager = build()
         for samples in (_samples(size), _samples(size)[::-1]):
             results = manager(samples)
@@ -232,7 +232,7 @@ class RewardManagerSuite:
 
     @pytest.mark.parametrize("policy", ["zero", "drop"])
     def test_bad_samples_are_borne(self, build: Callable[..., BaseRewardManager], policy: str) -> None:
-        """Each bad sample has its error, the others their scores, and the next batch is as good as ever."""
+        """Check that bad samples have errors, that the others have scores, and that the next batch is not affected."""
         manager = build(on_error=policy, max_bad_share=0.5, timeout_s=self.timeout_s)
         bad = {3 + 5 * place: kind for place, kind in enumerate(self.kinds())}
         results = manager(_samples(50, bad))
@@ -247,7 +247,7 @@ class RewardManagerSuite:
         assert [result.score for result in manager(_samples(20))] == [float(index) for index in range(20)]
 
     def test_a_bad_sample_stops_the_run(self, build: Callable[..., BaseRewardManager]) -> None:
-        """With ``stop``, which is the default; the error shows reward and sample."""
+        """Check that a bad sample stops the run with the default policy ``stop``; the error shows reward and sample."""
         for kind in self.kinds():
             manager = build(timeout_s=self.timeout_s)
             with pytest.raises(RewardError) as caught:
@@ -256,7 +256,7 @@ class RewardManagerSuite:
                 assert part in str(caught.value), kind
 
     def test_asynchronous_rewards_are_awaited(self, build: Callable[..., BaseRewardManager]) -> None:
-        """Good samples get their scores in order, one that is late is bad, and the next batch is as good as ever."""
+        """Check that asynchronous rewards are awaited, that a late sample is bad, and that the next batch works."""
         manager = build(AsyncMisbehaving(), on_error="zero", max_bad_share=0.5, timeout_s=self.timeout_s)
         for _ in range(2):
             results = manager(_samples(40, {3: "raise", 8: "nan", 13: "late"}))
@@ -267,7 +267,7 @@ class RewardManagerSuite:
             assert "timeout_s" in results[13].error
 
     def test_scores_are_placed(self, build: Callable[..., BaseRewardManager]) -> None:
-        """Scores per token stay at their tokens, scores per turn go to the turns' last tokens."""
+        """Check that token scores stay at their tokens, and that turn scores are placed at the turns' last tokens."""
         given: list[dict[str, Any]] = [
             {"score": 1.0},
             {"score": 0.75, "token_scores": [0.5, 0.25, 0.0, 0.0]},
@@ -284,7 +284,7 @@ class RewardManagerSuite:
         assert all(result.turn_scores is None for result in results)
 
     def test_scores_that_have_no_place_are_refused(self, build: Callable[..., BaseRewardManager]) -> None:
-        """A wrong number of scores, turns that are not known, or both kinds at once make a sample bad."""
+        """Check that a wrong number of scores, unknown turns, or both kinds of scores make a sample bad."""
         refused: list[tuple[dict[str, Any], list[int], str]] = [
             ({"token_scores": [1.0]}, [], "1 token_scores for 2 response tokens"),
             ({"turn_scores": [1.0]}, [], "the turns of the sample's tokens are not known"),
@@ -298,7 +298,7 @@ class RewardManagerSuite:
                 build(Placed())([sample])
 
     def test_too_many_bad_samples_stop_the_run(self, build: Callable[..., BaseRewardManager]) -> None:
-        """A share over the limit does, the limit itself does not."""
+        """Check that a share of bad samples above the limit stops the run, and that the limit itself does not."""
         manager = build(on_error="zero", max_bad_share=0.25)
         assert sum(bool(result.error) for result in manager(_samples(20, dict.fromkeys(range(5), "nan")))) == 5
         with pytest.raises(RewardError, match="max_bad_share"):

@@ -1,4 +1,4 @@
-"""The conformance suite of rollouts. Needs transformers, with which it compares; runs on a CPU.
+"""The conformance suite of rollouts, which compares with transformers on a CPU.
 
 Example, in a plugin's tests::
 
@@ -43,38 +43,38 @@ __all__ = ["RolloutSuite"]
 
 
 class RolloutSuite(RolloutUpdates):
-    """What every rollout has to do; subclass it, and name the rollout.
+    """Conformance tests of one rollout; subclass it and set the name.
 
     Attributes:
-        name: the rollout, as it is announced in ``rollcast.rollouts``.
-        rollout_config: keys of its ``rollout`` section that differ from its schema's defaults.
-        lora_config: further keys with which it takes adapters of rank 4.
-        kill_engine: kills the engine of a rollout from outside, as a fault would; None where there is no
+        name: name of the rollout in ``rollcast.rollouts``.
+        rollout_config: keys of the ``rollout`` section that differ from the schema's defaults.
+        lora_config: further keys that enable adapters of rank 4.
+        kill_engine: function that kills the rollout's engine from outside, as a fault would; None if there is no
             process to kill.
-        shared: one rollout serves all tests of the class, and gets the folder's weights again before each;
-            for engines that take long to start.
-        tolerance: how far a log-prob may be from the one that transformers computes in float32.
+        shared: True to share one rollout between all tests of the class and reload the folder's weights before each
+            test, for engines that start slowly.
+        tolerance: largest difference between a log-prob and that of transformers in float32.
     """
 
     def test_suite_is_filled_in(self) -> None:
-        """There is something to test."""
+        """Check that the suite names a rollout."""
         assert self.name, f"{type(self).__name__}.name has to name a rollout"
 
     def test_capabilities(self) -> None:
-        """A rollout runs somewhere, and in the trainer's process only if it is hybrid."""
+        """Check that the rollout supports a mode, and runs in the trainer's process only if it supports ``hybrid``."""
         capabilities = rollouts.get(self.name).capabilities
         assert capabilities.modes, "capabilities.modes is empty"
         assert not capabilities.in_process or RolloutMode.HYBRID in capabilities.modes
 
     def test_weight_dtype(self, model_folder: Path) -> None:
-        """The dtype of the weights is torch's name of one that floats have, or not known."""
+        """Check that the dtype of the weights is torch's name of a float dtype, or None."""
         rollout_class = rollouts.get(self.name)
         config = rollout_class.config_schema(**self.rollout_config)
         dtype = rollout_class.weight_dtype(config, str(model_folder), "cpu")
         assert dtype is None or getattr(torch, dtype).is_floating_point
 
     def test_greedy_is_that_of_transformers(self, rollout: BaseRollout, reference: Any) -> None:
-        """Temperature 0: the same tokens for 64 prompts of 64, and log-probs under the plain softmax."""
+        """Check that temperature 0 generates the tokens and log-probs of transformers for 64 of 64 prompts."""
         prompts = make_prompts(64)
         for prompt, output in zip(prompts, run_prompts(rollout, prompts, GREEDY), strict=True):
             sequence = only_sequence(output)
@@ -95,7 +95,7 @@ class RolloutSuite(RolloutUpdates):
     def test_log_probs_are_those_of_the_sampled_distribution(
         self, rollout: BaseRollout, reference: Any, sampling: SamplingParams
     ) -> None:
-        """Log-probs are taken after temperature, top-k and top-p, and the output says which."""
+        """Check that log-probs are computed after temperature, top-k and top-p, and that the output names these."""
         prompts = make_prompts(8)
         for prompt, output in zip(prompts, run_prompts(rollout, prompts, sampling), strict=True):
             assert output.sampling == sampling
@@ -110,7 +110,7 @@ class RolloutSuite(RolloutUpdates):
     def test_optional_sampling(
         self, rollout: BaseRollout, reference: Any, change: dict[str, Any], temperature: float
     ) -> None:
-        """A parameter of ``capabilities.sampling`` shapes the distribution; any other is refused by name."""
+        """Check that parameters in ``capabilities.sampling`` are applied and others are refused by name."""
         prompts, (name,) = make_prompts(8), change
         sampling = SamplingParams(temperature=temperature, max_tokens=10, ignore_eos=True, **change)
         if name not in rollout.capabilities.sampling:
@@ -127,7 +127,7 @@ class RolloutSuite(RolloutUpdates):
             assert list(sequence.token_ids) == best.tolist()
 
     def test_load(self, rollout: BaseRollout) -> None:
-        """A rollout says how many sequences it computes at once."""
+        """Check that the rollout reports how many sequences it can compute at once."""
         run_prompts(rollout, make_prompts(4), GREEDY)
         load = asyncio.run(rollout.report_load())
         assert load.limit >= 1
@@ -136,20 +136,20 @@ class RolloutSuite(RolloutUpdates):
         assert 0 <= load.kv_cache_usage <= 1
 
     def test_n(self, rollout: BaseRollout) -> None:
-        """``n`` sequences for one prompt, drawn independently."""
+        """Check that ``n`` sequences of a prompt are drawn independently."""
         (output,) = run_prompts(rollout, make_prompts(1), SamplingParams(n=4, max_tokens=8, ignore_eos=True))
         assert len(output.sequences) == 4
         assert len({tuple(sequence.token_ids) for sequence in output.sequences}) > 1
 
     def test_length(self, rollout: BaseRollout) -> None:
-        """Without a stop there are ``max_tokens`` tokens, each with a log-prob and a version."""
+        """Check that without a stop there are ``max_tokens`` tokens, each with a log-prob and a version."""
         (output,) = run_prompts(rollout, make_prompts(1), SamplingParams(max_tokens=9, ignore_eos=True))
         sequence = only_sequence(output)
         assert sequence.finish_reason == "length"
         assert len(sequence.token_ids) == len(sequence.log_probs) == len(sequence.weight_versions) == 9
 
     def test_stop_token(self, rollout: BaseRollout, reference: Any) -> None:
-        """Generation ends after the first stop token, which stays in the output."""
+        """Check that generation ends after the first stop token, which stays in the output."""
         prompt = make_prompts(1)[0]
         expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
         stop = expected[min(2, len(expected) - 1)]
@@ -158,14 +158,14 @@ class RolloutSuite(RolloutUpdates):
         assert only_sequence(output).finish_reason == "stop"
 
     def test_stop_string(self, rollout: BaseRollout, reference: Any, model_folder: Path) -> None:
-        """Generation ends at the token that completes a stop string, which stays whole; other sequences go on."""
+        """Check that generation ends at the token that completes a stop text, and that other sequences continue."""
         from transformers import AutoTokenizer
 
         prompt = make_prompts(1)[0]
         expected = greedy_tokens(reference, prompt, GREEDY.max_tokens)
         tokenizer = AutoTokenizer.from_pretrained(model_folder)
         texts = [str(tokenizer.decode(expected[:end], skip_special_tokens=False)) for end in range(len(expected) + 1)]
-        # From the middle of one token's text to the middle of the next one's, if they have that many characters.
+        # The stop text spans from the middle of one token's text to the middle of the next one's, if long enough.
         stop = texts[4][(len(texts[2]) + len(texts[3])) // 2 : -1] or texts[4][len(texts[3]) :]
         count = next(end for end, text in enumerate(texts) if stop in text)
         requests = [
@@ -179,7 +179,7 @@ class RolloutSuite(RolloutUpdates):
         assert list(whole.token_ids) == expected
 
     def test_many_at_once(self, rollout: BaseRollout, reference: Any) -> None:
-        """64 requests with their own lengths under way together: each gets its own answer."""
+        """Check that each of 64 concurrent requests of different lengths gets its own answer."""
         prompts = make_prompts(64)
         requests = [
             RolloutRequest(f"r{i}", prompt, replace(GREEDY, max_tokens=1 + i % 7)) for i, prompt in enumerate(prompts)
@@ -205,7 +205,7 @@ class RolloutSuite(RolloutUpdates):
         ids=["empty", "unknown-id", "negative-id", "no-room", "max_tokens", "n", "temperature", "top_p-0", "top_p-2"],
     )
     def test_bad_request(self, rollout: BaseRollout, prompt: list[int], change: dict[str, Any]) -> None:
-        """What cannot be served is refused, and harms no request beside it."""
+        """Check that an invalid request is refused without affecting a concurrent request."""
         good = RolloutRequest("good", [5, 6, 7], GREEDY)
         bad = RolloutRequest("bad", prompt, replace(GREEDY, **change))
 
@@ -217,7 +217,7 @@ class RolloutSuite(RolloutUpdates):
         assert isinstance(answer, RolloutOutput), f"the request beside it gave {answer!r}"
 
     def test_multi_modal_data_is_taken_or_refused(self, rollout: BaseRollout) -> None:
-        """Data beside the tokens is never dropped silently; a refusal names the request."""
+        """Check that multi-modal data is never dropped silently; a refusal names the request."""
         if rollout.capabilities.multi_modal:
             pytest.skip("capabilities.multi_modal is True")
         prompt = make_prompts(1)[0]
@@ -228,7 +228,7 @@ class RolloutSuite(RolloutUpdates):
         assert only_sequence(output).token_ids
 
     def test_abort(self, rollout: BaseRollout) -> None:
-        """An aborted request comes back with what it has; the others are left alone."""
+        """Check that an aborted request returns its tokens so far, and that other requests are not affected."""
         if not rollout.capabilities.abort:
             with pytest.raises(CapabilityError):
                 asyncio.run(rollout.abort())
@@ -252,7 +252,7 @@ class RolloutSuite(RolloutUpdates):
         assert len(stays.token_ids) == 30
 
     def test_release_and_resume(self, rollout: BaseRollout) -> None:
-        """After memory was given back and taken again the answers are the same."""
+        """Check that the answers are the same after memory was released and resumed."""
         prompts = make_prompts(3)
         before = run_prompts(rollout, prompts, GREEDY)
 
@@ -265,7 +265,7 @@ class RolloutSuite(RolloutUpdates):
         assert [only_sequence(each).token_ids for each in after] == [only_sequence(each).token_ids for each in before]
 
     def test_state_brings_the_samples_back(self, rollout: BaseRollout) -> None:
-        """From the same state the same requests get the same tokens; a second run goes on instead."""
+        """Check that the same requests get the same tokens after the state is restored, and others without."""
         prompts, sampling = make_prompts(8), SamplingParams(max_tokens=12, ignore_eos=True)
         run_prompts(rollout, prompts, sampling)
         state = rollout.state_dict()
@@ -278,7 +278,7 @@ class RolloutSuite(RolloutUpdates):
         assert second != first
 
     def test_a_seed_decides_the_tokens(self, rollout: BaseRollout) -> None:
-        """Alone, or among others in another order: a request with a seed gets the same sequences."""
+        """Check that a request with a seed gets the same sequences alone and among others in any order."""
         if not rollout.capabilities.seeds:
             pytest.skip(f"{self.name} takes no seeds")
         sampling = SamplingParams(max_tokens=12, n=2, ignore_eos=True)

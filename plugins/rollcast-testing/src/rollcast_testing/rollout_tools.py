@@ -1,4 +1,4 @@
-"""What the conformance suite of rollouts is made of: models, requests in bulk, and transformers' own answers."""
+"""Fixtures of the conformance suite of rollouts: models, bulk requests, and reference answers of transformers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ PAD, EOS = 0, 2
 
 
 class RolloutFixtures:
-    """Models and rollouts for tests; the attributes are :class:`~rollcast_testing.rollout.RolloutSuite`'s."""
+    """Fixtures with models and rollouts; for attributes see :class:`~rollcast_testing.rollout.RolloutSuite`."""
 
     name: ClassVar[str] = ""
     rollout_config: ClassVar[Mapping[str, Any]] = {}
@@ -53,25 +53,25 @@ class RolloutFixtures:
     tolerance: ClassVar[float] = 1e-4
 
     def build_rollout(self, folder: Path, **config: Any) -> BaseRollout:
-        """A rollout of a model's folder, with these keys beside :attr:`rollout_config`'s; to be closed."""
+        """Build a rollout for a model folder, with keys in addition to :attr:`rollout_config`; the caller closes it."""
         rollout_class = rollouts.get(self.name)
         section = rollout_class.config_schema(**{**self.rollout_config, **config})
         return rollout_class(RolloutSetup(section, str(folder), seed=11, pad_token_id=PAD, eos_token_id=EOS))
 
     @pytest.fixture
     def model_folder(self, tmp_path: Path) -> Path:
-        """A tiny random model; the same in every test."""
+        """Write a tiny random model, the same in every test."""
         return write_model(tmp_path / "tiny", seed=0)
 
     @pytest.fixture
     def reference(self, model_folder: Path) -> Any:
-        """The same model in transformers."""
+        """Load the same model with transformers."""
         return load_model(model_folder)
 
     @pytest.fixture(scope="class")
     @classmethod
     def shared_rollouts(cls) -> Iterator[list[BaseRollout]]:
-        """The rollout that the tests of a class share, if they do."""
+        """Yield the list with the rollout that the tests of a class share, if they share one."""
         made: list[BaseRollout] = []
         yield made
         for rollout in made:
@@ -79,7 +79,7 @@ class RolloutFixtures:
 
     @pytest.fixture
     def rollout(self, model_folder: Path, reference: Any, shared_rollouts: list[BaseRollout]) -> Iterator[BaseRollout]:
-        """The rollout under test, with the weights of the folder."""
+        """Yield the rollout under test, with the weights of the folder."""
         if not self.shared:
             rollout = self.build_rollout(model_folder)
             yield rollout
@@ -98,7 +98,7 @@ class RolloutFixtures:
     def check_log_probs(
         self, reference: Any, prompt: Sequence[int], sequence: RolloutSequence, sampling: SamplingParams
     ) -> None:
-        """A sequence's log-probs are those that transformers computes for the sampled distribution."""
+        """Check that a sequence's log-probs are those of transformers for the sampled distribution."""
         expected = token_log_probs(reference, prompt, sequence.token_ids, sampling)
         assert len(sequence.log_probs) == len(expected)
         gap = max(abs(got - want) for got, want in zip(sequence.log_probs, expected, strict=True))
@@ -106,7 +106,7 @@ class RolloutFixtures:
 
 
 def write_model(folder: Path, seed: int, tied: bool = True) -> Path:
-    """A tiny model with large random weights: a freshly initialised one only repeats its last token."""
+    """Write a tiny model with large random weights, because a freshly initialised one only repeats its last token."""
     tiny_model_folder(folder, seed=seed, tied=tied, head_dim=32)
     model = load_model(folder)
     generator = torch.Generator().manual_seed(seed)
@@ -118,7 +118,7 @@ def write_model(folder: Path, seed: int, tied: bool = True) -> Path:
 
 
 def load_model(folder: Path) -> Any:
-    """The folder's model in transformers, float32."""
+    """Load the folder's model with transformers in float32."""
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder)
@@ -126,14 +126,14 @@ def load_model(folder: Path) -> Any:
 
 
 def make_prompts(count: int) -> list[list[int]]:
-    """Prompts of 1 to 12 tokens, none of them a special token."""
+    """Return prompts of 1 to 12 tokens without special tokens."""
     generator = torch.Generator().manual_seed(5)
     lengths = torch.randint(1, 13, (count,), generator=generator).tolist()
     return [torch.randint(4, 80, (length,), generator=generator).tolist() for length in lengths]
 
 
 def generate_all(rollout: BaseRollout, requests: Sequence[RolloutRequest]) -> list[RolloutOutput]:
-    """All requests at once."""
+    """Run all requests concurrently."""
 
     async def gather() -> list[RolloutOutput]:
         return list(await asyncio.gather(*(rollout.generate(request) for request in requests)))
@@ -144,23 +144,23 @@ def generate_all(rollout: BaseRollout, requests: Sequence[RolloutRequest]) -> li
 def run_prompts(
     rollout: BaseRollout, prompts: Sequence[Sequence[int]], sampling: SamplingParams
 ) -> list[RolloutOutput]:
-    """All prompts at once, sampled alike."""
+    """Run all prompts concurrently with the same sampling parameters."""
     return generate_all(rollout, [RolloutRequest(f"r{i}", prompt, sampling) for i, prompt in enumerate(prompts)])
 
 
 def only_sequence(output: RolloutOutput) -> RolloutSequence:
-    """The one sequence of an output."""
+    """Return the only sequence of an output."""
     assert len(output.sequences) == 1, f"{len(output.sequences)} sequences came for n=1"
     return output.sequences[0]
 
 
 def all_tokens(outputs: Sequence[RolloutOutput]) -> list[list[int]]:
-    """The tokens of every sequence."""
+    """Return the tokens of every sequence."""
     return [list(sequence.token_ids) for output in outputs for sequence in output.sequences]
 
 
 def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
-    """What transformers generates, without the prompt."""
+    """Generate greedily with transformers and return the new tokens."""
     with torch.no_grad():
         ids = torch.tensor([list(prompt)])
         full = model.generate(
@@ -171,7 +171,7 @@ def greedy_tokens(model: Any, prompt: Sequence[int], max_tokens: int) -> list[in
 
 
 def token_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> torch.Tensor:
-    """Logits ``[T, V]`` before each of ``tokens``, with bias and repetition penalty, in one forward pass."""
+    """Return the logits ``[T, V]`` before each token, with bias and repetition penalty, from one forward pass."""
     with torch.no_grad():
         logits: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1].float()
     for token, bias in sampling.logit_bias:
@@ -184,7 +184,7 @@ def token_logits(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampl
 
 
 def token_log_probs(model: Any, prompt: Sequence[int], tokens: Sequence[int], sampling: SamplingParams) -> list[float]:
-    """Log-probs of ``tokens``, computed in one forward pass without a cache, the plain way."""
+    """Return the log-probs of ``tokens``, computed in one forward pass without a cache."""
     scores = token_logits(model, prompt, tokens, sampling) / sampling.temperature
     if sampling.min_p:
         probs = scores.softmax(-1)

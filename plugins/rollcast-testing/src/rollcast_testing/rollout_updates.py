@@ -1,4 +1,4 @@
-"""The part of the conformance suite of rollouts that is about new weights, adapters, and engines that die."""
+"""Conformance tests of rollouts for weight updates, adapters and dead engines."""
 
 from __future__ import annotations
 
@@ -46,14 +46,14 @@ class RolloutUpdates(RolloutFixtures):
     kill_engine: ClassVar[Callable[[BaseRollout], None] | None] = None
 
     def test_weight_update(self, rollout: BaseRollout, tmp_path: Path) -> None:
-        """After an update the answers are the new model's, and so are the versions."""
+        """Check that answers and versions after an update are those of the new model."""
         before = all_tokens(run_prompts(rollout, make_prompts(6), GREEDY))
         other = load_model(write_model(tmp_path / "other", seed=1))
         self._check_update(rollout, other, 7)
         assert all_tokens(run_prompts(rollout, make_prompts(6), GREEDY)) != before
 
     def test_weight_updates_of_an_untied_model(self, tmp_path: Path) -> None:
-        """A model whose head has weights of its own gets both."""
+        """Check that an untied model receives both its embedding and its head."""
         rollout = self.build_rollout(write_model(tmp_path / "untied", seed=2, tied=False))
         try:
             for seed in (3, 4):
@@ -63,13 +63,13 @@ class RolloutUpdates(RolloutFixtures):
             rollout.close()
 
     def test_a_tied_weight_may_come_by_both_names(self, rollout: BaseRollout, tmp_path: Path) -> None:
-        """The state of a module with a tied head has the weight twice."""
+        """Check that a tied weight may be sent under both names, as in the state of a module with a tied head."""
         other = load_model(write_model(tmp_path / "other", seed=1))
         self._check_update(rollout, other, 5, list(other.state_dict().items()))
 
     @pytest.mark.parametrize("fault", ["unknown", "shape", "missing", "changed"])
     def test_weight_update_names_a_wrong_tensor(self, rollout: BaseRollout, reference: Any, fault: str) -> None:
-        """What is not what was sent is refused by name, and nothing is generated until an update is right."""
+        """Check that a corrupt tensor is rejected by name and that generation is blocked until a valid update."""
         named: Named = [(name, tensor.detach()) for name, tensor in reference.named_parameters()]
         bucket, wrong = _spoil(named, fault)
         with pytest.raises(WeightSyncError, match=wrong.replace(".", r"\.")) as caught:
@@ -82,7 +82,7 @@ class RolloutUpdates(RolloutFixtures):
     def test_requests_under_way_during_a_weight_update(
         self, rollout: BaseRollout, reference: Any, tmp_path: Path
     ) -> None:
-        """Each token is drawn from the weights whose version it carries, given everything before it."""
+        """Check that each token is drawn from the weights whose version it carries, given all tokens before it."""
         other = load_model(write_model(tmp_path / "other", seed=1))
 
         async def update() -> None:
@@ -95,7 +95,7 @@ class RolloutUpdates(RolloutFixtures):
             assert (old, 9) in seen, "no request was under way during the update"
 
     def test_adapter(self, model_folder: Path, reference: Any) -> None:
-        """An adapter changes what its matrices say; another takes its place; full weights end it."""
+        """Check that an adapter changes the answers, that a second one replaces it, and that full weights remove it."""
         rollout = self.build_rollout(model_folder, **self.lora_config)
         try:
             if not rollout.capabilities.lora:
@@ -115,7 +115,7 @@ class RolloutUpdates(RolloutFixtures):
             rollout.close()
 
     def test_a_dead_engine(self, model_folder: Path) -> None:
-        """Requests under way and later ones raise, and so does the question for its health; nothing hangs."""
+        """Check that requests in flight, later requests and the health check raise and do not hang."""
         kill = type(self).kill_engine
         if kill is None:
             pytest.skip(f"{self.name} has no engine to kill")
@@ -145,10 +145,10 @@ class RolloutUpdates(RolloutFixtures):
     def _check_meanwhile(
         self, rollout: BaseRollout, update: Callable[[], Awaitable[None]], models: Mapping[int, Any]
     ) -> set[tuple[int, ...]]:
-        """Update while long requests run, and hold each token against the model of its version.
+        """Update the weights while long requests run, and compare each token with the model of its version.
 
         Returns:
-            The versions that sequences have, in order.
+            The distinct sequences of versions.
         """
         prompts = make_prompts(6)
 
@@ -217,7 +217,7 @@ class RolloutUpdates(RolloutFixtures):
 
 
 def _spoil(named: Named, fault: str) -> tuple[Sequence[tuple[str, Tensor]], str]:
-    """The second half of a model's weights with something wrong, and the name that is."""
+    """Return the second half of a model's weights with one fault, and the name of the faulty tensor."""
     rest = named[4:]
     name, tensor = rest[2]
     if fault == "unknown":
@@ -232,7 +232,7 @@ def _spoil(named: Named, fault: str) -> tuple[Sequence[tuple[str, Tensor]], str]
 
 
 def _make_adapter(model: Any, seed: int) -> AdapterWeights:
-    """An adapter of rank 4 for four matrices of each layer, large enough to change the answers."""
+    """Build an adapter of rank 4 for four matrices of each layer, large enough to change the answers."""
     generator = torch.Generator().manual_seed(seed)
     targets = ["q_proj", "k_proj", "v_proj", "down_proj"]
     tensors: dict[str, Tensor] = {}
@@ -255,7 +255,7 @@ def _make_adapter(model: Any, seed: int) -> AdapterWeights:
 
 
 def _merge(folder: Path, adapter: AdapterWeights) -> Any:
-    """The folder's model with an adapter added to its weights."""
+    """Load the folder's model and add an adapter to its weights."""
     model = load_model(folder)
     scale = adapter.config["lora_alpha"] / adapter.config["r"]
     with torch.no_grad():

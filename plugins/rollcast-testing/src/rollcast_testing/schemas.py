@@ -18,14 +18,14 @@ class SimulatedRuntimeConfig(RuntimeConfig):
     name: str = "simulated"
     """Registry name of the runtime."""
     nodes: Positive = 1
-    """Nodes of the cluster; the driver is on the first."""
+    """Number of nodes of the cluster; the driver is on the first node."""
     processes_per_node: Positive = 8
-    """Worker processes that a node has room for."""
+    """Largest number of worker processes on a node."""
     latency_s: Annotated[float, Ge(0)] = 0.0
-    """Seconds of the simulated clock that a call takes to its worker, and its result back."""
+    """Latency of sending a call, and of returning its result, in seconds of the simulated clock."""
     bytes_per_s: Annotated[float, Gt(0)] | None = None
-    """Rate of data between two nodes in bytes per second; null for infinitely fast."""
+    """Bandwidth between two nodes in bytes per second; null for infinite."""
     call_s: dict[str, float] = field(default_factory=dict)
-    """`role.method` → seconds of the simulated clock that the call takes on each rank; others take none."""
+    """`role.method` → duration of the call on each rank in seconds of the simulated clock; 0 for other methods."""
     kill_nodes_at_s: dict[int, float] = field(default_factory=dict)
-    """Number of a node → moment of the simulated clock at which it is lost with its processes."""
+    """Index of a node → time in seconds of the simulated clock at which the node and its processes are lost."""

@@ -1,4 +1,4 @@
-"""Runtime ``simulated``: a cluster of any size in one process, with a clock of its own.
+"""Runtime ``simulated``, a cluster of any size in one process, with a simulated clock.
 
 Example::
 
@@ -10,10 +10,10 @@ Example::
         cluster.kill_rank(group, 17)          # the next call raises WorkerError; group.restart() mends it
         print(cluster.now)                    # seconds of the simulated clock
 
-Every rank is an object, and its calls run one after the other in the caller's thread, in the order in which they
-were sent. So workers must not wait for each other: there are no collectives. When a call starts and ends on the
-simulated clock follows from the settings and from the bytes that have to move; nothing ever sleeps. The clock
-moves when the controller waits.
+Every rank is an object whose calls run one after the other in the caller's thread, in the order in which they were
+sent. Workers must not wait for each other, so collectives are not supported. The start and end of a call on the
+simulated clock are computed from the settings and the bytes to move; nothing sleeps. The clock advances when the
+controller waits.
 """
 
 from __future__ import annotations
@@ -51,20 +51,20 @@ from rollcast_testing.schemas import SimulatedRuntimeConfig
 
 __all__ = ["SimulatedRuntime", "Traffic"]
 
-#: Seconds that asking for the state of a call takes, so that a loop that polls comes to an end.
+#: Simulated duration of a query of a call's state in seconds, so that a polling loop ends.
 _POLL_S = 1e-3
-_DRIVER = 0  # number of the node of the controller
+_DRIVER = 0  # index of the controller's node
 
 
 @dataclass
 class Traffic:
-    """Bytes that moved since the start, or since :meth:`clear`.
+    """Bytes moved since the start, or since :meth:`clear`.
 
     Attributes:
-        between_nodes: bytes that left their node.
-        within_nodes: bytes that one process of a node got from another.
-        into_node: bytes that reached each node from others, by its number.
-        stored: bytes that were put into the store.
+        between_nodes: bytes moved from one node to another.
+        within_nodes: bytes moved between processes of a node.
+        into_node: bytes received by each node from other nodes, by node index.
+        stored: bytes put into the store.
     """
 
     between_nodes: int = 0
@@ -73,7 +73,7 @@ class Traffic:
     stored: int = 0
 
     def add(self, source: int, target: int, size: int) -> None:
-        """Count bytes that move from a node to a node."""
+        """Count bytes that move from node ``source`` to node ``target``."""
         if source == target:
             self.within_nodes += size
         else:
@@ -81,7 +81,7 @@ class Traffic:
             self.into_node[target] = self.into_node.get(target, 0) + size
 
     def clear(self) -> None:
-        """Count from zero."""
+        """Reset all counts to zero."""
         self.between_nodes = self.within_nodes = self.stored = 0
         self.into_node.clear()
 
@@ -91,12 +91,12 @@ class _Process:
     """A simulated process.
 
     Attributes:
-        node: number of its node.
-        free_at: end of its last call.
-        died_at: moment of its death; infinite while nobody has planned one.
+        node: index of the node.
+        free_at: simulated end of the last call in seconds.
+        died_at: simulated time of death in seconds; infinite if no death is planned.
         how: cause of death, for messages.
-        reading_s: seconds that the call under way spends on bytes from other nodes.
-        kept: values that the call under way stores.
+        reading_s: time that the running call spends on reading from other nodes, in seconds.
+        kept: values that the running call has stored.
     """
 
     node: int
@@ -114,9 +114,9 @@ class _Stored:
     """A value in the store of a node.
 
     Attributes:
-        owner: process with which the value is lost; None for the controller's.
-        at: moment from which it is there.
-        seen_on: other nodes that have fetched all of it.
+        owner: process whose death loses the value; None for the controller's values.
+        at: simulated time in seconds from which the value is available.
+        seen_on: other nodes that have fetched the whole value.
     """
 
     value: Any
@@ -129,7 +129,7 @@ class _Stored:
 
 @dataclass(eq=False)
 class _Call:
-    """A call that was sent; executed when somebody waits for it or for a later one."""
+    """A call in flight, which is executed when it or a later call is awaited."""
 
     number: int
     process: _Process
@@ -147,24 +147,24 @@ class _Call:
 
 
 class _NodeStore:
-    """The store as one process sees it."""
+    """The store of one process."""
 
     def __init__(self, runtime: SimulatedRuntime, process: _Process) -> None:
         self._runtime = runtime
         self._process = process
 
     def put(self, value: Any) -> Any:
-        """Keep a value on this process's node."""
+        """Store a value on this process's node."""
         kept = self._runtime._store(value, self._process.node, self._process, self._process.free_at)
         self._process.kept.append(kept)
         return kept
 
     def fetch(self, refs: Sequence[Any], timeout: float | None) -> list[Any]:  # nothing ever waits
-        """Return the values; what lies on other nodes takes its time."""
+        """Return the values, adding the transfer time of values on other nodes."""
         return [self._read(ref, self._runtime._value_of(ref), whole=True) for ref in refs]
 
     def fetch_rows(self, cuts: Sequence[Any], timeout: float | None) -> list[Any]:
-        """Return rows of values, cut where they lie."""
+        """Return rows of values, cut on the node that stores them."""
         return [self._read(cut.ref, cut.of(self._runtime._value_of(cut.ref))) for cut in cuts]
 
     def _read(self, ref: Any, value: Any, whole: bool = False) -> Any:
@@ -175,19 +175,19 @@ class _NodeStore:
 
 
 class SimulatedRuntime(Runtime):
-    """A cluster in this process; see the module.
+    """A runtime that simulates a cluster in this process; see the module.
 
     Args:
         nodes: number of nodes, ``node-0`` (which has the controller) and so on.
-        processes_per_node: processes that a node has room for in each pool's count, one CPU and GPU each.
-        latency_s: seconds that a call takes to its worker, and its result back.
-        bytes_per_s: rate between two nodes; None for infinitely fast.
-        call_s: ``role.method`` → seconds that the call takes on each rank; others take none.
+        processes_per_node: largest number of processes on a node for each pool, with one CPU and GPU each.
+        latency_s: latency of sending a call, and of returning its result, in seconds.
+        bytes_per_s: bandwidth between two nodes; None for infinite.
+        call_s: ``role.method`` → duration of the call on each rank in seconds; 0 for other methods.
 
     Attributes:
         now: the simulated clock, in seconds.
-        traffic: bytes that have moved.
-        starts: processes that were started so far.
+        traffic: counts of moved bytes.
+        starts: number of processes started so far.
     """
 
     config_schema: ClassVar[type[RuntimeConfig]] = SimulatedRuntimeConfig
@@ -211,12 +211,12 @@ class SimulatedRuntime(Runtime):
         self._call_s = dict(call_s or {})
         self._node_died_at: dict[int, float] = {}
         self._hosts: list[Host] = []
-        #: Pool → node of each of its places, while a group runs there.
+        #: Pool → node of each place, while a group runs on the pool.
         self._placed: dict[int, tuple[ResourcePool, list[int]]] = {}
         self._places_of: dict[int, tuple[tuple[ResourcePool, int], str]] = {}
         self._queue: deque[_Call] = deque()
         self._sent = 0
-        # Handles may be read from several threads; a worker that reads one runs inside a call.
+        # Reentrant, because several threads may read handles, and a worker may read a handle inside a call.
         self._lock = threading.RLock()
 
     @classmethod
@@ -240,14 +240,14 @@ class SimulatedRuntime(Runtime):
     # -- failures -----------------------------------------------------------------------------
 
     def kill_rank(self, group: WorkerGroup, rank: int, at: float | None = None) -> None:
-        """Kill a group's process, now or at a later moment of the simulated clock."""
+        """Kill a process of a group, now or at a later time of the simulated clock."""
         self._kill(group.workers[rank].handle, self.now if at is None else at, "it was killed")
 
     def kill_node(self, node: int, at: float | None = None) -> None:
-        """Kill a node with its processes, now or at a later moment; nothing can be placed on it from then on.
+        """Kill a node with its processes, now or at a later time; nothing can be placed on it afterwards.
 
         Raises:
-            ResourceError: the controller lives there, or there is no such node.
+            ResourceError: the controller runs on the node, or there is no such node.
         """
         if not _DRIVER < node < self._nodes:
             raise ResourceError(f"node {node} cannot be killed; nodes that can: 1 to {self._nodes - 1}")
@@ -263,7 +263,7 @@ class SimulatedRuntime(Runtime):
             process.died_at, process.how = at, how
 
     def advance(self, seconds: float) -> None:
-        """Let the simulated clock run."""
+        """Advance the simulated clock."""
         self.now += seconds
 
     # -- places -------------------------------------------------------------------------------
@@ -287,7 +287,7 @@ class SimulatedRuntime(Runtime):
         return found
 
     def _place(self, pool: ResourcePool) -> list[int]:
-        """Return the node of each process; the processes of an entry of ``process_on_nodes`` share one."""
+        """Assign a node to each process; the processes of one entry of ``process_on_nodes`` share a node."""
         for base in {id(base): base for base, _ in pool.places()}.values():
             if id(base) not in self._placed:
                 self._placed[id(base)] = (base, self._find_room(base))
@@ -381,7 +381,7 @@ class SimulatedRuntime(Runtime):
             return [ref.result for ref in refs]
 
     def _run(self, refs: Sequence[Any]) -> None:
-        """Execute all calls up to the last of these, in the order in which they were sent."""
+        """Execute all calls up to the last one in ``refs``, in the order in which they were sent."""
         last = max((ref.number for ref in refs if not ref.executed), default=0)
         while self._queue and self._queue[0].number <= last:
             self._execute(self._queue.popleft())
@@ -423,12 +423,12 @@ class SimulatedRuntime(Runtime):
         return True
 
     def _send(self, size: int, source: int, target: int) -> float:
-        """Count bytes that move from node to node; return the seconds that they take."""
+        """Count bytes that move between two nodes; return the transfer time in seconds."""
         self.traffic.add(source, target, size)
         return 0.0 if source == target else size * self._seconds_per_byte
 
     def _arrive(self, value: Any, process: _Process) -> Any:
-        """Return an argument as its worker gets it, and count what moves."""
+        """Return an argument as its worker receives it, and count the moved bytes."""
         if isinstance(value, _Stored | _Call):
             return _NodeStore(self, process)._read(value, self._value_of(value), whole=True)
         process.reading_s += self._send(size_of(value), _DRIVER, process.node)
@@ -462,7 +462,7 @@ class SimulatedRuntime(Runtime):
         return "interrupted" if started else "ended"
 
     def install_plugins(self, hosts: Sequence[Host], snapshot: bytes | None, timeout: float) -> None:
-        """Do nothing: the workers share this process's registries."""
+        """Do nothing, because the workers share this process's registries."""
 
     # -- store --------------------------------------------------------------------------------
 
@@ -489,13 +489,13 @@ class SimulatedRuntime(Runtime):
         return float(ref.end if isinstance(ref, _Call) else ref.at)
 
     def _move(self, ref: Any, value: Any, node: int, whole: bool) -> float:
-        """Count the bytes that a node gets of what a reference stands for; return the seconds.
+        """Count the bytes that a node reads of a stored value or a result; return the transfer time in seconds.
 
         Args:
-            ref: of a stored value or a call.
+            ref: reference to a stored value or a call.
             value: the value, or rows of it.
-            node: of the reader.
-            whole: the node keeps the value, so that it comes once.
+            node: index of the reader's node.
+            whole: True if the node caches the value, so that it is transferred only once.
         """
         if isinstance(ref, _Call):
             return self._send(size_of(value), ref.process.node, node)
@@ -512,7 +512,7 @@ class SimulatedRuntime(Runtime):
             return self._receive([(ref, self._value_of(ref)) for ref in refs], timeout, whole=True)
 
     def fetch_rows(self, cuts: Sequence[Any], timeout: float | None) -> list[Any]:
-        """Return rows of stored batches, cut where they lie."""
+        """Return rows of stored batches, cut on the node that stores them."""
         with self._lock:
             return self._receive([(cut.ref, cut.of(self._value_of(cut.ref))) for cut in cuts], timeout, whole=False)
 
@@ -526,7 +526,7 @@ class SimulatedRuntime(Runtime):
         return [value for _, value in found]
 
     def wait_any(self, refs: Sequence[Any], timeout: float | None) -> list[int]:
-        """Wait until one of the calls has ended; return the numbers of those that have, none after the deadline."""
+        """Wait until a call has ended; return the indices of all ended calls, none if ``timeout`` seconds passed."""
         with self._lock:
             self._run(refs)
             first = min(ref.end for ref in refs)
@@ -574,14 +574,14 @@ def _name(node: int) -> str:
 
 
 class _Sizer(pickle.Pickler):
-    """Measures a handle without the stored values that it names."""
+    """A pickler that measures a handle without the stored values that it refers to."""
 
     def persistent_id(self, value: Any) -> str | None:
         return "stored" if isinstance(value, _Stored | _Call) else None
 
 
 def size_of(value: Any) -> int:
-    """Return the bytes of tensors and batches in a value, and of what a handle brings along; 0 for the rest."""
+    """Return the bytes of tensors and batches in a value and of inline rows of handles; other values count 0."""
     if isinstance(value, DataProtoFuture):
         sink = io.BytesIO()
         _Sizer(sink, protocol=5).dump(value)

@@ -25,7 +25,7 @@ __all__ = ["FakeRun", "StageSuite"]
 
 
 class FakeRun:
-    """A run without workers: it holds a configuration, and collects what a stage records.
+    """A run without workers, with a configuration and a record of the metrics of a stage.
 
     Args:
         config: configuration as nested mappings.
@@ -47,15 +47,15 @@ class FakeRun:
         return schema(**{str(key): value for key, value in values.items()}) if isinstance(values, dict) else schema()
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Keep metrics of the step."""
+        """Record metrics of the step."""
         self.recorded.update(metrics)
 
     def workers(self, role: str) -> Any:
-        """Refuse: override the fixture ``run`` for a stage that calls workers."""
+        """Raise an error; override the fixture ``run`` for a stage that calls workers."""
         raise NotImplementedError(f"the run of StageSuite has no workers; role {role!r} was asked for")
 
     def call(self, role: str, method: str, batch: DataProto) -> DataProto:
-        """Refuse: override the fixture ``run`` for a stage that calls workers."""
+        """Raise an error; override the fixture ``run`` for a stage that calls workers."""
         raise NotImplementedError(f"the run of StageSuite has no workers; {role}.{method} was called")
 
 
@@ -63,7 +63,7 @@ class StageSuite:
     """Conformance tests of one stage.
 
     Attributes:
-        name: the stage, as it is announced in ``rollcast.stages``.
+        name: name of the stage in ``rollcast.stages``.
         config: sections of the configuration that the stage reads.
     """
 
@@ -72,26 +72,26 @@ class StageSuite:
 
     @pytest.fixture
     def run(self) -> Any:
-        """The run that the stage is built with."""
+        """Return the run from which the stage is built."""
         return FakeRun(self.config)
 
     @pytest.fixture
     def stage(self, run: Any) -> Stage:
-        """The stage under test; by default the one that :attr:`name` names."""
+        """Build the stage under test; by default the plugin :attr:`name`."""
         if not self.name:
             raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `stage`")
         return stages.get(self.name, requested_by=f"{type(self).__name__}.name")(run)
 
     @pytest.fixture
     def spec(self, stage: Stage, run: Any) -> StageSpec:
-        """The stage's declaration; a stage that has no part in the run cannot be tested with it."""
+        """Return the stage's declaration; fail if the stage takes no part in the run."""
         spec = type(stage).declare(run)
         if spec is None:
             pytest.fail("the stage has no part in a run with this configuration; set `config`")
         return spec
 
     def batch(self) -> DataProto:
-        """Six rows, two of each prompt, with the columns of a scored batch; those of tokens are jagged."""
+        """Return six rows, two per prompt, with the columns of a scored batch; token columns are jagged."""
         generator = torch.Generator().manual_seed(0)
         lengths = torch.tensor([4, 1, 3, 0, 2, 4])
         mask = (torch.arange(4) < lengths.unsqueeze(-1)).long()

@@ -1,7 +1,6 @@
-"""Tiny models, batches and losses for tests, and plain transformers to compare engines with.
+"""Tiny models, batches and losses for tests, and reference implementations with plain transformers.
 
-Nothing is downloaded, everything is made on the spot. Needs transformers and tokenizers, which the
-core itself does not depend on.
+Nothing is downloaded. The module needs transformers and tokenizers, which are not dependencies of the core.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ __all__ = [
     "trajectory_batch",
 ]
 
-#: What the tokenizer knows, one token a character, after its special tokens.
+#: Characters of the tokenizer, one token each, after its special tokens.
 CHARACTERS = "0123456789 abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.,:;?!+-*/=<>()[]#$%&'\"\n"
 SPECIAL = ("<pad>", "<bos>", "<eos>", "<unk>")
-#: A chat template in the tokenizer's characters: the role in brackets on a line before each message.
+#: A chat template for the tokenizer's characters, which writes the role in brackets on a line before each message.
 CHAT_TEMPLATE = (
     "{% for message in messages %}[{{ message['role'] }}]\n{{ message['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]\n{% endif %}"
@@ -59,23 +58,23 @@ def tiny_model_folder(
     chat_template: str | None = None,
     head_dim: int = 16,
 ) -> Path:
-    """Write a random Qwen2 as a Hugging Face folder, with a tokenizer of one token a character.
+    """Write a random Qwen2 model as a Hugging Face folder, with a tokenizer of one token per character.
 
     Args:
-        path: folder to make.
-        vocab: size of the vocabulary; None for just what the tokenizer needs.
-        hidden, layers: size of the model.
-        tied: share the embedding with the vocabulary head.
-        weights: write weights too; without them the folder is for ``model.random_init``.
-        seed: of the weights; the caller's random state is left alone.
-        chat_template: of the tokenizer, such as ``CHAT_TEMPLATE``; None for none.
-        head_dim: dimensions of an attention head; vLLM's kernels for CPUs need 32 or more.
+        path: folder to create.
+        vocab: size of the vocabulary; None for the size of the tokenizer's.
+        hidden, layers: hidden size and number of layers of the model.
+        tied: True to share the embedding with the vocabulary head.
+        weights: True to write weights; False for a folder to be used with ``model.random_init``.
+        seed: seed of the weights; the caller's random state is not changed.
+        chat_template: chat template of the tokenizer, such as ``CHAT_TEMPLATE``; None for none.
+        head_dim: dimension of an attention head; vLLM's CPU kernels need 32 or more.
 
     Returns:
         ``path``.
 
     Raises:
-        ValueError: a vocabulary smaller than the tokenizer's.
+        ValueError: ``vocab`` is smaller than the tokenizer's vocabulary.
     """
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
@@ -134,7 +133,7 @@ def _tokenizer() -> Any:
 def random_batch(
     rows: int, prompt_len: int, response_len: int, vocab: int = len(SPECIAL) + len(CHARACTERS), seed: int = 0
 ) -> DataProto:
-    """A padded batch as engines get it, with ragged lengths drawn from ``seed``.
+    """Return a padded batch for engines, with ragged lengths drawn from ``seed``.
 
     Columns: ``prompts``, ``responses``, ``input_ids``, ``attention_mask``, ``position_ids`` and
     ``response_mask``, int64, ``P = prompt_len`` and ``T = response_len``. Prompts have at least one
@@ -166,7 +165,7 @@ def random_batch(
 
 
 def jagged_batch(batch: DataProto) -> DataProto:
-    """A padded batch with its tokens jagged, as trainers send it; other columns stay as they are.
+    """Convert a padded batch to jagged columns, as trainers send it; other columns are unchanged.
 
     Columns ``prompts`` and ``responses``, int32, and ``response_mask``, bool, without positions where the attention
     mask is zero. Further columns ``[B, T]`` become jagged too.
@@ -189,7 +188,7 @@ def jagged_batch(batch: DataProto) -> DataProto:
 
 
 def padded_batch(batch: DataProto) -> DataProto:
-    """A jagged batch padded on the host, the reverse of :func:`jagged_batch`.
+    """Pad a jagged batch on the host; the inverse of :func:`jagged_batch`.
 
     Prompts are padded on the left, everything else on the right; ids and masks are int64. ``input_ids``,
     ``attention_mask`` and ``position_ids`` are added.
@@ -217,7 +216,7 @@ def padded_batch(batch: DataProto) -> DataProto:
 
 
 def trajectory_batch(rows: int, seed: int = 0, vocab: int = len(SPECIAL) + len(CHARACTERS)) -> DataProto:
-    """A jagged batch of multi-turn trajectories: replies of the policy with a tool's or user's tokens between them.
+    """Return a jagged batch of multi-turn trajectories, in which tool or user tokens separate the policy's replies.
 
     Columns: ``prompts``, ``responses`` and ``turn_ids`` int32, ``response_mask`` bool, which is False at half of the
     tokens or so; ``rollout_index`` and ``uid`` int64. Rollouts have one, two or three rows, groups two rollouts. A row
@@ -263,7 +262,7 @@ def trajectory_batch(rows: int, seed: int = 0, vocab: int = len(SPECIAL) + len(C
 
 
 def nll_loss(inputs: LossInputs) -> LossOutput:
-    """Token-mean negative log-likelihood; metrics ``nll`` and, of one token, ``worst``."""
+    """Compute the token-mean negative log-likelihood, with the metrics ``nll`` and ``worst`` (of one token)."""
     if inputs.log_probs is None:
         raise TypeError("nll_loss needs log_probs")
     losses = -inputs.log_probs * inputs.response_mask
@@ -272,7 +271,7 @@ def nll_loss(inputs: LossInputs) -> LossOutput:
 
 
 def distance_loss(inputs: LossInputs) -> LossOutput:
-    """Token-mean squared distance of values from 1; metric ``distance``."""
+    """Compute the token-mean squared distance of values from 1, with the metric ``distance``."""
     if inputs.values is None:
         raise TypeError("distance_loss needs values")
     loss = ((inputs.values - 1.0) ** 2 * inputs.response_mask).sum() / inputs.denominators.tokens
@@ -280,14 +279,14 @@ def distance_loss(inputs: LossInputs) -> LossOutput:
 
 
 def nan_loss(inputs: LossInputs) -> LossOutput:
-    """A loss that is not a number, and whose gradient is not either."""
+    """Compute a loss that is NaN, as is its gradient."""
     if inputs.log_probs is None:
         raise TypeError("nan_loss needs log_probs")
     return LossOutput(inputs.log_probs.sum() * float("nan"))
 
 
 def plain_model(path: Path) -> Any:
-    """The folder's causal LM as transformers loads it, float32, in evaluation mode."""
+    """Load the folder's causal LM with transformers in float32, in evaluation mode."""
     from transformers import AutoModelForCausalLM
 
     module: Any = AutoModelForCausalLM.from_pretrained(path)
@@ -295,9 +294,9 @@ def plain_model(path: Path) -> Any:
 
 
 def plain_log_probs(module: Any, batch: DataProto, temperature: float = 1.0) -> tuple[Tensor, Tensor]:
-    """Log-probs of the response tokens and entropies, each ``[B, T]``, zero under the mask.
+    """Compute the log-probs of the response tokens and the entropies, each ``[B, T]``, zero where masked.
 
-    Row by row and without any padding, so that nothing of a batch's layout can matter; with gradient.
+    Rows are computed one by one without padding, so that the batch's layout has no effect; results have gradients.
     """
     attention, mask = batch["attention_mask"] > 0, batch["response_mask"]
     prompt_width = attention.size(1) - mask.size(1)
@@ -316,12 +315,12 @@ def plain_log_probs(module: Any, batch: DataProto, temperature: float = 1.0) -> 
 
 
 def plain_training(module: Any, batches: Sequence[DataProto], optim: OptimConfig) -> list[tuple[float, float, float]]:
-    """Steps of AdamW on ``module`` by :func:`nll_loss`, each on a whole batch; loss, gradient norm and rate of each.
+    """Train ``module`` with AdamW and :func:`nll_loss`; return loss, gradient norm and learning rate of each step.
 
     Args:
-        module: of :func:`plain_model`; put into training mode.
-        batches: one a step.
-        optim: rate, warm-up (then constant), eps, weight decay and clipping are taken from it.
+        module: module from :func:`plain_model`; switched to training mode.
+        batches: one whole batch per step.
+        optim: learning rate, warm-up (then constant), eps, weight decay and clipping.
     """
     module.train()
     adamw = torch.optim.AdamW(module.parameters(), lr=optim.lr, eps=optim.eps, weight_decay=optim.weight_decay)
@@ -340,5 +339,5 @@ def plain_training(module: Any, batches: Sequence[DataProto], optim: OptimConfig
 
 
 def plain_weights(module: Any) -> dict[str, Tensor]:
-    """Copies of a transformers model's parameters by name; tied ones once."""
+    """Return copies of a transformers model's parameters by name; tied parameters appear once."""
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}

@@ -1,4 +1,4 @@
-"""The base class of the trackers, which calls the library in a thread of its own."""
+"""The base class of the trackers, which calls the library in a separate thread."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class BackgroundTracker(BaseTracker):
         self._left_out = 0
         self._is_open = False
         self._queue: queue.Queue[Callable[[], None] | None] = queue.Queue(_MOST_WAITING)
-        # A daemon, so that a library which never returns cannot keep the process from ending.
+        # A daemon thread, so that a library that never returns cannot keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"rollcast-{self.library}", daemon=True)
         self._thread.start()
         self._submit(self._open)

@@ -1,1 +1,1 @@
-"""The recipes of the calculator."""
+"""Recipes of the calculator example."""

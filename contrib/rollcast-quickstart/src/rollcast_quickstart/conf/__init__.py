@@ -1,1 +1,1 @@
-"""The quick start's recipes."""
+"""Recipes of the quick start."""

@@ -1,4 +1,4 @@
-"""The core's own configuration files."""
+"""Configuration files of the core."""
 
 from rollcast.contracts.config import ConfigSchema
 from rollcast.contracts.runtime import RuntimeConfig

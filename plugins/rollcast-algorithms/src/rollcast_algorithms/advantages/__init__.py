@@ -1,4 +1,4 @@
-"""Advantage estimators: how much better a token was than what was expected."""
+"""Advantage estimators, which estimate how much better a token was than expected."""
 
 from rollcast_algorithms._rows import WHITEN_EPSILON
 from rollcast_algorithms.advantages.groups import (

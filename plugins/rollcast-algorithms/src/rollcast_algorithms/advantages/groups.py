@@ -1,10 +1,9 @@
-"""Outcome estimators: one score a row, compared with the other samples of its prompt.
+"""Outcome estimators, which compare the score of a row with the other samples of its prompt.
 
-In all of them ``s_i`` is the sum of row i's rewards under the mask, the advantage is the same at
-each of the row's tokens, and ``returns = advantages``. A row without tokens takes part in its
-group's mean with the score 0. Inputs: rewards and mask ``[B, T]``, ``group_ids`` int64 ``[B]``.
-Outputs: float32 ``[B, T]``, zero where the mask is zero. ValueError: shapes that do not fit
-together, or an option that the estimator does not have.
+In all of them, ``s_i`` is the sum of row i's rewards under the mask, the advantage is equal at all tokens of the row,
+and ``returns = advantages``. A row without tokens counts with the score 0 in its group's mean. Inputs: rewards and mask
+``[B, T]``, ``group_ids`` int64 ``[B]``. Outputs: float32 ``[B, T]``, zero where the mask is zero. All raise ValueError
+for shapes that do not match and for unknown options.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ GRPO_EPSILON = 1e-6
 
 @advantage(compares_samples=True, by_group=True)
 def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Group-relative advantage of an outcome score (GRPO; without std, Dr. GRPO).
+    """Compute GRPO's group-relative advantages of an outcome score; without std, Dr. GRPO's.
 
     With mean and std over the rows of row i's group::
 
         A_i = (s_i - mean) / (std + 1e-6)
 
-    std is the sample standard deviation (n - 1). Without ``norm_adv_by_std_in_grpo`` nothing is
-    divided. A group of one row has mean 0 and std 1 by convention: its advantage is its score.
+    std is the sample standard deviation (n - 1). Without ``norm_adv_by_std_in_grpo``, there is no division. A group of
+    one row has mean 0 and std 1 by convention: its advantage is its score.
 
     Sources: Shao et al. 2024, DeepSeekMath, arXiv:2402.03300; Liu et al. 2025, Understanding
     R1-Zero-Like Training, arXiv:2503.20783 (without std).
@@ -56,14 +55,14 @@ def grpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(compares_samples=True, by_group=True)
 def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Pass@k: only a group's best row has an advantage, its lead over the second best.
+    """Compute pass@k advantages: only a group's best row has an advantage, its lead over the second best.
 
     ::
 
         A_i = (s_best - s_second) / (std + 1e-6)    for the best row;    0 for the others
 
-    std as in :func:`grpo`, and not divided by without ``norm_adv_by_std_in_grpo``. Where two rows
-    are the best, nobody leads. A group of one row has no second, and gives 0.
+    std is as in :func:`grpo`; without ``norm_adv_by_std_in_grpo``, there is no division. If two rows share the best
+    score, all advantages are 0. The advantage of a group of one row is 0.
 
     Source: Tang et al. 2025, Optimizing Language Models for Inference Time Objectives using
     Reinforcement Learning, arXiv:2503.19595.
@@ -71,7 +70,7 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
     read_options("grpo_passk", inputs.options, {})
     rows = Rows(inputs)
     groups, scores = inputs.group_ids, rows.scores
-    # Sorted by score within each group, a group's last two rows are its best and its second.
+    # After sorting by score within each group, the last two rows of a group are its second best and its best.
     order = scores.argsort(stable=True)
     order = order[groups[order].argsort(stable=True)]
     sizes = groups.bincount()
@@ -86,14 +85,14 @@ def grpo_passk(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(needs={REWARD_COMPONENT}, compares_samples=True, by_group=True, whitens=True)
 def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Group-normalise each component of the reward by itself, add, and whiten over the tokens (GDPO).
+    """Compute GDPO advantages: normalise each reward component within its group, sum, and whiten over the tokens.
 
     With ``s_ik`` the component k of row i's score and ``w_k`` its weight::
 
         A_i = whiten(Σ_k w_k · (s_ik - mean_k) / (std_k + 1e-6))
 
-    mean and std as in :func:`grpo`; whitened with mean and sample variance over the batch's tokens.
-    ``token_level_rewards`` are not read, and so a KL penalty in the reward has no effect.
+    mean and std are as in :func:`grpo`; whitening uses mean and sample variance over the batch's tokens.
+    ``token_level_rewards`` are not read, so a KL penalty in the reward has no effect.
 
     Options: ``gdpo_reward_keys``, names of the components (all by default), and
     ``gdpo_reward_weights``, a weight for each of those keys (1 by default).
@@ -103,7 +102,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
     Raises:
         ColumnError: there are no reward components.
-        ValueError: one of the keys is not among the components, or keys and weights are not equally many.
+        ValueError: a key is not among the components, or the numbers of keys and weights differ.
     """
     options = read_options("gdpo", inputs.options, {"gdpo_reward_keys": None, "gdpo_reward_weights": None})
     rows = Rows(inputs)
@@ -119,7 +118,7 @@ def gdpo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(compares_samples=True, by_group=True, whitens=True)
 def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """REINFORCE++ with the group's mean as its baseline: centre, then whiten over the tokens.
+    """Compute REINFORCE++ advantages with the group's mean as baseline, whitened over the tokens.
 
     ::
 
@@ -138,13 +137,13 @@ def reinforce_plus_plus_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(compares_samples=True, by_group=True)
 def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Leave one out: a row against the mean of the others of its group (RLOO).
+    """Compute RLOO (leave-one-out) advantages: the score minus the mean of the other rows of the group.
 
     With n rows in the group::
 
         A_i = s_i - mean_{j≠i} s_j = (s_i - mean) · n / (n - 1)
 
-    A group of one row has no others: its advantage is its score.
+    The advantage of a group of one row is its score.
 
     Source: Ahmadian et al. 2024, Back to Basics, arXiv:2402.14740.
     """
@@ -156,7 +155,7 @@ def rloo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(compares_samples=True, by_group=True)
 def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """On-policy optimal baseline: the group's mean weighted by length (OPO).
+    """Compute OPO advantages with the on-policy optimal baseline, the group's length-weighted mean.
 
     With ``n_j`` the tokens of row j::
 
@@ -175,7 +174,7 @@ def opo(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(compares_samples=True, by_group=True)
 def gpg(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Group policy gradient: centred scores, scaled up for the rows that scored nothing (GPG).
+    """Compute GPG (group policy gradient) advantages: centred scores, scaled up to compensate for zero scores.
 
     With B rows in the batch, of which m have a score other than 0::
 

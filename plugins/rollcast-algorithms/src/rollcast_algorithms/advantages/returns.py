@@ -1,4 +1,4 @@
-"""Estimators from what a token still earned: GAE, REINFORCE++ and ReMax."""
+"""Estimators based on the return of each token: GAE, REINFORCE++ and ReMax."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["gae", "reinforce_plus_plus", "remax"]
 
 @advantage(needs={"values"}, by_group=True, whitens=True)
 def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Generalised advantage estimation over the policy's own tokens.
+    """Compute generalised advantage estimates (GAE) over the policy's own tokens.
 
     Over the tokens under the mask, in order, with ``V`` the critic's values and 0 after the last::
 
@@ -23,10 +23,9 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
         A_t = delta_t + gamma · lam · A_{t+1}
         returns_t = A_t + V_t
 
-    Tokens under a zero inside a response (a tool's answer, say) are skipped over: the next token is
-    the next one that the policy chose, as if the others were not there, and no discount is paid for
-    them. The advantages are then whitened over all tokens under the mask, ``(A - mean) /
-    sqrt(var + 1e-8)`` with the sample variance; the returns stem from those before.
+    Masked tokens inside a response, such as a tool's answer, are skipped without a discount: the next token is the next
+    one that the policy chose. The advantages are then whitened over all tokens under the mask, ``(A - mean) /
+    sqrt(var + 1e-8)`` with the sample variance; the returns are computed from the advantages before whitening.
 
     Source: Schulman et al. 2016, High-Dimensional Continuous Control Using Generalized Advantage
     Estimation, arXiv:1506.02438. Skipping and whitening are as in verl.
@@ -45,7 +44,7 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).float()
     values = masked("values", inputs.values, chosen).float()
-    # Move each row's chosen tokens to its front: then the successor is the next column.
+    # Move each row's chosen tokens to its front, so that the successor of a token is in the next column.
     order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
     front_values = values.gather(-1, order)
     deltas = rewards.gather(-1, order) + inputs.gamma * pad(front_values, (0, 1))[:, 1:] - front_values
@@ -56,16 +55,15 @@ def gae(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(by_group=True, whitens=True)
 def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """REINFORCE++: discounted returns, whitened over the tokens of the batch.
+    """Compute REINFORCE++ advantages: discounted returns, whitened over the tokens of the batch.
 
     Over the tokens under the mask, in order::
 
         returns_t = r_t + gamma · returns_{t+1}
         A_t = (returns_t - mean) / sqrt(var + 1e-8)
 
-    mean and sample variance are over all tokens under the mask. Tokens under a zero inside a
-    response are skipped over without a discount. KL belongs into the reward
-    (``algorithm.use_kl_in_reward``).
+    mean and sample variance are over all tokens under the mask. Masked tokens inside a response are skipped without a
+    discount. Add the KL penalty to the reward (``algorithm.use_kl_in_reward``).
 
     Source: Hu et al. 2025, REINFORCE++, arXiv:2501.03262.
 
@@ -86,13 +84,13 @@ def reinforce_plus_plus(inputs: AdvantageInputs) -> AdvantageOutputs:
     else:
         sums = discounted_suffix_sums(rewards, torch.where(chosen, inputs.gamma, 1.0))
     returns = torch.where(chosen, sums, 0.0)
-    # A tensor of its own: what is returned for both would be whitened for both.
+    # A separate tensor, because a tensor returned for both would be whitened for both.
     return AdvantageOutputs(whiten(returns, chosen) if inputs.whiten else returns.clone(), returns)
 
 
 @advantage(needs={"reward_baselines"}, by_group=True)
 def remax(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """ReMax: what is still to come, less what a greedy response to the prompt scored.
+    """Compute ReMax advantages: the return minus the score of a greedy response to the prompt.
 
     With ``b_i`` the score of the greedy response to row i's prompt::
 

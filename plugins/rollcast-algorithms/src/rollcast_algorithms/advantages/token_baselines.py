@@ -1,8 +1,8 @@
-"""Optimal token baselines: a baseline of its own at each position of a group's responses.
+"""Optimal token baselines, with a separate baseline at each position of a group's responses.
 
-The baseline that leaves the least variance weighs each return with the squared length of the score
-function up to there. For a softmax the squared length of one token's is ``1 - 2π + Σ_v π_v²``, from
-the token's own probability and the sum over the vocabulary, which an engine gives.
+The baseline with the least variance weights each return by the squared norm of the score function up to the token. For
+a softmax, the squared norm of one token is ``1 - 2π + Σ_v π_v²``, from the token's own probability and a sum over the
+vocabulary, which the engine computes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _NEEDS = ("old_log_probs", "sum_pi_squared")
 
 @advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
 def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Optimal token baseline of single-turn responses, by column.
+    """Compute advantages with the optimal token baseline, by column; for single-turn responses.
 
     For row i and column t, with the sums over the rows j of its group that have a token there::
 
@@ -32,9 +32,9 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
         G_t = r_t + G_{t+1}               B_t = Σ_j G_jt W_jt / (Σ_j W_jt + 1e-8)
         A_it = G_it - B_t                 returns = G
 
-    ``π_t = exp(old_log_prob)``; c are the rollout correction's importance weights, 1 without them.
-    Where no other row of the group has a token, the baseline would be the row's own return, and is
-    0 instead; with the option ``handle_zero_tail`` false only in groups of one row.
+    ``π_t = exp(old_log_prob)``; c are the rollout correction's importance weights, or 1 without a correction. Where no
+    other row of the group has a token, the baseline would be the row's own return, so it is set to 0. If the option
+    ``handle_zero_tail`` is false, it is set to 0 only in groups of one row.
 
     Option: ``handle_zero_tail`` (true).
 
@@ -59,15 +59,15 @@ def optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(needs=_NEEDS, optional={"rollout_is_weights"}, compares_samples=True, by_group=True)
 def tir_optimal_token_baseline(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Optimal token baseline of multi-turn responses, by the number of the policy's own tokens.
+    """Compute advantages with the optimal token baseline, by index of the policy's tokens; for multi-turn responses.
 
-    As :func:`optimal_token_baseline`, but the k-th token that the policy chose in a row is compared
-    with the k-th that it chose in the others, whatever tools or users wrote in between.
+    Like :func:`optimal_token_baseline`, but the k-th token that the policy chose in a row is compared with the k-th
+    token that it chose in the other rows, whatever tools or users wrote in between.
 
-    Source, arguments, option and errors: as there.
+    Source, arguments, option and errors are the same.
     """
     chosen, returns, weights = _returns_and_weights(inputs)
-    # Each row's own tokens move to its front; what is under the mask goes behind them.
+    # Move each row's own tokens to its front and masked tokens behind them.
     order = torch.argsort((~chosen).to(torch.uint8), dim=-1, stable=True)
     front_returns, front_weights, front_chosen = (tensor.gather(-1, order) for tensor in (returns, weights, chosen))
     front = _baselines(front_returns, front_weights, front_chosen, inputs)
@@ -80,7 +80,7 @@ def _returns_and_weights(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tenso
     chosen = inputs.response_mask != 0
     rewards = masked("token_level_rewards", inputs.token_level_rewards, chosen).double()
     own, squares = (masked(name, inputs.column(name), chosen).double() for name in _NEEDS)
-    # The squared length is never negative, but half precision can make it so.
+    # The squared norm is never negative, but half precision can make it negative.
     weights = torch.where(chosen, (1 - 2 * own.exp() + squares).clamp(min=0.0), 0.0)
     if "rollout_is_weights" in inputs.columns:
         weights = weights * masked("rollout_is_weights", inputs.rollout_is_weights, chosen).double().square()
@@ -92,7 +92,7 @@ def _returns_and_weights(inputs: AdvantageInputs) -> tuple[Tensor, Tensor, Tenso
 
 
 def _baselines(returns: Tensor, weights: Tensor, chosen: Tensor, inputs: AdvantageInputs) -> Tensor:
-    """Each group's weighted mean at each column, ``[B, T]``."""
+    """Return each group's weighted mean in each column, ``[B, T]``."""
     options = read_options("an optimal token baseline", inputs.options, {"handle_zero_tail": True})
     groups = inputs.group_ids
     if groups.shape != chosen.shape[:1]:

@@ -1,8 +1,8 @@
-"""Estimators over the turns of a rollout: a turn is one action, whatever its number of tokens.
+"""Estimators over the turns of a rollout, in which a turn is one action whatever its number of tokens.
 
 Both read the column ``turn_ids`` ``[B, T]``; a turn's reward is the sum of the rewards of its tokens. Inputs:
-rewards and mask ``[B, T]``. Outputs: float32 ``[B, T]``, zero where the mask is zero. ColumnError: a column is
-missing. ValueError: shapes that do not fit together, or an option that the estimator does not have.
+rewards and mask ``[B, T]``. Outputs: float32 ``[B, T]``, zero where the mask is zero. Both raise ColumnError for a
+missing column, and ValueError for shapes that do not match and for unknown options.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ __all__ = ["gae_turn", "gigpo"]
 
 @advantage(needs={"values", "turn_ids"}, by_group=True, whitens=True)
 def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Generalised advantage estimation over turns.
+    """Compute generalised advantage estimates over turns.
 
     With ``V_k`` the critic's value before turn k's first token, 0 after the last turn, and ``r_k`` the turn's reward::
 
@@ -31,9 +31,9 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
         A_k = delta_k + gamma · lam · A_{k+1}
         returns_k = A_k + V_k
 
-    Each token of a turn has its turn's advantage and return: discounts count turns, so that a long answer is not
-    discounted more than a short one. The advantages are then whitened over all tokens under the mask; the returns stem
-    from those before.
+    Each token of a turn has its turn's advantage and return. Discounts count turns, so a long answer is not discounted
+    more than a short one. The advantages are then whitened over all tokens under the mask; the returns are computed
+    from the advantages before whitening.
 
     Source: Schulman et al. 2016, arXiv:1506.02438, with turns for actions.
     """
@@ -50,7 +50,7 @@ def gae_turn(inputs: AdvantageInputs) -> AdvantageOutputs:
 
 @advantage(needs={"turn_ids", "anchor_ids"}, compares_samples=True, by_group=True)
 def gigpo(inputs: AdvantageInputs) -> AdvantageOutputs:
-    """Compare rollouts within their group, and turns with those from the same state (GiGPO).
+    """Compute GiGPO advantages, which compare rollouts within their group and turns that start from the same state.
 
     With ``s_i`` the sum of rollout i's rewards, ``r_ik`` the reward of its turn k, and the anchor of a turn the state
     that it starts from (``anchor_ids`` at its first token)::
@@ -60,9 +60,9 @@ def gigpo(inputs: AdvantageInputs) -> AdvantageOutputs:
         A_S,ik = (R_ik - mean) / (std + 1e-6)      over the group's turns with the anchor of turn ik
         A = A_E + step_advantage_w · A_S
 
-    std is the sample standard deviation; without ``norm_adv_by_std_in_grpo`` nothing is divided. A turn whose anchor no
-    other turn has gives A_S = 0, so that GiGPO is GRPO where no state repeats, as in the paper (verl-agent takes R
-    instead). ``returns = advantages``.
+    std is the sample standard deviation; without ``norm_adv_by_std_in_grpo``, there is no division. For a turn with a
+    unique anchor, A_S = 0, so that GiGPO equals GRPO if no state repeats, as in the paper (verl-agent uses R instead).
+    ``returns = advantages``.
 
     Option: ``step_advantage_w`` (1.0).
 

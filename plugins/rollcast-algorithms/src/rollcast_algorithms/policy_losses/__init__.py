@@ -1,4 +1,4 @@
-"""Policy losses: per-token surrogates whose gradient improves the policy."""
+"""Policy losses, per-token surrogates whose gradient improves the policy."""
 
 from rollcast_algorithms.policy_losses._tokens import MAX_LOG_RATIO
 from rollcast_algorithms.policy_losses.clipped import cispo, geo_mean, gspo, sapo, vanilla

@@ -1,4 +1,4 @@
-"""What the losses read of their inputs, clean under the mask."""
+"""Masked inputs of the policy losses."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from rollcast_algorithms._masking import masked
 __all__ = ["MAX_LOG_RATIO", "Tokens", "read_tokens", "row_mean"]
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios are clamped to ± this, so that ``exp`` stays finite in float32; verl's value."""
+"""Bound to which log-ratios are clamped (±), so that ``exp`` stays finite in float32; verl's value."""
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """All ``[B, T]``, float32 or wider, zero where the mask is zero.
+    """Masked inputs of a policy loss; all ``[B, T]``, float32 or wider, zero where the mask is zero.
 
     Attributes:
-        log_probs, old_log_probs, advantages: as given.
+        log_probs, old_log_probs, advantages: inputs of the loss.
         raw_log_ratio: ``log π - log π_old``.
-        log_ratio: the same, clamped to ±20.
-        kl: minus the clamped log-ratio, without gradient; the metric that verl calls ppo_kl.
-        chosen: bool.
+        log_ratio: ``raw_log_ratio``, clamped to ±20.
+        kl: negative clamped log-ratio, without gradient; verl's metric ppo_kl.
+        chosen: mask of the policy's tokens, bool.
     """
 
     log_probs: Tensor
@@ -37,7 +37,7 @@ class Tokens:
 
 
 def read_tokens(inputs: PolicyLossInputs) -> Tokens:
-    """The inputs under their mask.
+    """Mask the inputs of a policy loss.
 
     Raises:
         ValueError: the shapes differ.
@@ -52,6 +52,6 @@ def read_tokens(inputs: PolicyLossInputs) -> Tokens:
 
 
 def row_mean(values: Tensor, tokens: Tokens) -> Tensor:
-    """Each row's mean of ``values`` (zero where the mask is) over its tokens, ``[B, 1]``; 0 without any."""
+    """Return each row's mean of ``values`` (zero where masked) over its tokens, ``[B, 1]``; 0 without tokens."""
     counts = tokens.chosen.sum(-1, keepdim=True).clamp(min=1)
     return values.sum(-1, keepdim=True) / counts

@@ -1,9 +1,8 @@
-"""Surrogates that keep the ratio of new and old policy near 1: PPO and what came of it.
+"""PPO's clipped surrogate and its variants, which keep the ratio of new to old policy near 1.
 
-Inputs of all losses are ``[B, T]``; losses and metrics are float32 ``[B, T]``, zero where the mask
-is zero, and the ratio of a token or a row is clamped to ``exp(±20)``, where its gradient is zero.
-ValueError: shapes that do not fit together, a clip range that means nothing, or an option that the
-loss does not have.
+Inputs of all losses are ``[B, T]``; losses and metrics are float32 ``[B, T]``, zero where the mask is zero. The ratio
+of a token or a row is clamped to ``exp(±20)``; where it is clamped, its gradient is zero. All losses raise ValueError
+for shapes that do not match, an invalid clip range or an unknown option.
 """
 
 from __future__ import annotations
@@ -17,22 +16,22 @@ from rollcast_algorithms.policy_losses._tokens import read_tokens, row_mean
 __all__ = ["MAX_SEQUENCE_LOG_RATIO", "cispo", "geo_mean", "gspo", "sapo", "vanilla"]
 
 MAX_SEQUENCE_LOG_RATIO = 10.0
-"""GSPO's log-ratios are clamped to at most this; verl's value."""
+"""Upper bound to which GSPO's log-ratios are clamped; verl's value."""
 
 
 def vanilla(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """PPO's clipped surrogate, with clip-higher and dual clip.
+    """Compute PPO's clipped surrogate with clip-higher and dual clip.
 
     With ``ratio = exp(clamp(log π - log π_old, ±20))`` and low, high and c the three clip ratios::
 
         L  = max(-A · ratio, -A · clamp(ratio, 1 - low, 1 + high))
         L  = min(L, -A · c)      where A < 0
 
-    The second line bounds the loss of a token that has become far likelier although it was bad.
-    Where the log-ratio is clamped the gradient is zero.
+    The second line bounds the loss of a token with a negative advantage that has become much more likely. Where the
+    log-ratio is clamped, the gradient is zero.
 
     Metrics, per token: ``clip_fraction`` (the first line's clip was active), ``clip_fraction_lower``
-    (the second's was), ``kl`` (the estimate ``log π_old - log π``, which verl calls ppo_kl).
+    (the second line's was), ``kl`` (the estimate ``log π_old - log π``, verl's ppo_kl).
 
     Sources: Schulman et al. 2017, Proximal Policy Optimization Algorithms, arXiv:1707.06347; Ye et
     al. 2020, Mastering Complex Control in MOBA Games, arXiv:1912.09729 (dual clip); Yu et al. 2025,
@@ -68,16 +67,16 @@ def vanilla(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def gspo(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """Sequence-level ratios, PPO's clip (GSPO).
+    """Compute GSPO's loss: PPO's clip with sequence-level ratios.
 
-    With ``n_i`` the tokens of row i, and sg the stop of the gradient::
+    With ``n_i`` the number of tokens of row i, and sg the stop-gradient::
 
         s_i  = exp(Σ_t (log π - log π_old) / n_i)
         s_it = sg(s_i) · π / sg(π)
         L    = max(-A · s_it, -A · clamp(s_it, 1 - low, 1 + high))
 
-    ``s_it`` has the value of ``s_i``, and each token its own gradient. The paper's clip ratios are
-    about 3e-4 and its aggregation seq-mean-token-mean.
+    ``s_it`` has the value of ``s_i`` and the gradient of its own token. The paper uses clip ratios of about 3e-4 and
+    the aggregation seq-mean-token-mean.
 
     Metrics: ``clip_fraction``, ``kl``.
 
@@ -95,18 +94,18 @@ def gspo(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def geo_mean(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """One ratio a row, the geometric mean of its tokens' clipped ratios (GMPO).
+    """Compute GMPO's loss, with one ratio per row, the geometric mean of its tokens' clipped ratios.
 
     With ``d = log π - log π_old``, ``s`` the sign of A, and the means over row i's tokens::
 
         c_t = s · min(s · d_t, s · clamp(d_t, -low, high))
         L_i = -mean(A) · exp(mean(c))
 
-    Each token has its row's loss; aggregate with seq-mean-token-mean, as the paper does. The clip
-    ratios bound the *logarithm* (the paper uses 0.4).
+    Each token has its row's loss; aggregate with seq-mean-token-mean, as in the paper. The clip ratios bound the
+    *logarithm* of the ratio (the paper uses 0.4).
 
-    Metrics: ``clip_fraction`` and ``clip_fraction_lower``, tokens outside the range with a good and
-    with a bad advantage; ``kl``.
+    Metrics: ``clip_fraction`` and ``clip_fraction_lower``, tokens outside the range with a positive and with a negative
+    advantage; ``kl``.
 
     Source: Zhao et al. 2025, Geometric-Mean Policy Optimization, arXiv:2507.20673.
     """
@@ -127,7 +126,7 @@ def geo_mean(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def cispo(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """Clipped importance weights on the policy gradient, so that no token loses its gradient (CISPO).
+    """Compute CISPO's loss: the policy gradient with clipped importance weights, so that no token loses its gradient.
 
     ::
 
@@ -147,14 +146,14 @@ def cispo(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def sapo(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """A soft gate in place of the clip (SAPO).
+    """Compute SAPO's loss, with a soft gate instead of the clip.
 
     With ``τ`` = tau_pos where A > 0, else tau_neg::
 
         L = -A · (4 / τ) · sigmoid(τ · (ratio - 1))
 
-    The gradient at ratio 1 is the policy gradient's, and fades to both sides, the faster the larger
-    τ. The paper aggregates with seq-mean-token-mean.
+    The gradient at ratio 1 is the policy gradient; it decays on both sides, faster for larger τ. The paper aggregates
+    with seq-mean-token-mean.
 
     Options: ``tau_pos`` (1.0), ``tau_neg`` (1.05). Metric: ``kl``.
 

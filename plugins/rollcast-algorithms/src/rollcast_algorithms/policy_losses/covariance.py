@@ -1,13 +1,13 @@
-"""Losses that treat the few tokens apart whose update would cost the most entropy: Clip-Cov, KL-Cov.
+"""Clip-Cov and KL-Cov, losses that treat the few tokens separately whose update would cost the most entropy.
 
 Such tokens are those with a large covariance of log-prob and advantage over the batch::
 
     cov_t = (A_t - mean(A)) · (log π_t - mean(log π))
 
-Which they are depends on the whole batch, and so both losses leave that to a preparation
-(:func:`rollcast.contracts.algorithm.policy_loss`), and read its column in the update: the result is
-the same however the batch is split. Shapes and errors are those of
-:mod:`rollcast_algorithms.policy_losses.clipped`; besides, ValueError without the prepared column.
+These tokens depend on the whole batch, so both losses select them in ``prepare``
+(:func:`rollcast.contracts.algorithm.policy_loss`) and read the resulting column in the update: the result does not
+depend on the split of the batch. Shapes and errors are those of :mod:`rollcast_algorithms.policy_losses.clipped`; a
+missing prepared column raises ValueError too.
 
 Source of both: Cui et al. 2025, The Entropy Mechanism of Reinforcement Learning for Reasoning Language
 Models, arXiv:2505.22617.
@@ -31,11 +31,11 @@ _KL_COV = {"kl_cov_ratio": 0.0002, "ppo_kl_coef": 0.1}
 
 
 def prepare_clip_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-    """Column ``dropped``: 1 at the tokens that :func:`clip_cov` leaves out.
+    """Compute the column ``dropped``, 1 at the tokens that :func:`clip_cov` leaves out.
 
-    Of the tokens whose covariance lies between ``clip_cov_lb`` and ``clip_cov_ub``, and which PPO's
-    clip leaves alone, a share ``clip_cov_ratio`` of all tokens (at least one) is drawn. The draw is by
-    a hash of the token's numbers: it is the same wherever the row stands, and another in each step.
+    Candidates are tokens with a covariance between ``clip_cov_lb`` and ``clip_cov_ub`` that PPO does not clip. From
+    them, ``clip_cov_ratio`` of the number of all tokens (at least one) is drawn, by a hash of the token's numbers: the
+    draw does not depend on the position of the row, and differs between steps.
     """
     options = read_options("clip_cov", inputs.options, _CLIP_COV)
     _check_share("clip_cov_ratio", options["clip_cov_ratio"])
@@ -45,14 +45,14 @@ def prepare_clip_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
     eligible = tokens.chosen & ~clipped
     eligible &= (covariance > options["clip_cov_lb"]) & (covariance < options["clip_cov_ub"])
     count = max(int(options["clip_cov_ratio"] * int(tokens.chosen.sum())), 1)
-    # float64 holds all 2^31 hashes exactly.
+    # float64 represents all 2^31 hashes exactly.
     draw = torch.where(eligible, _hash(tokens).double(), -1.0)
     return {"dropped": (_largest(draw, count) & eligible).to(torch.float32)}
 
 
 @policy_loss(prepare=prepare_clip_cov)
 def clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """PPO's clipped surrogate, from which a few tokens of high covariance are dropped (Clip-Cov).
+    """Compute PPO's clipped surrogate without a few tokens of high covariance (Clip-Cov).
 
     ::
 
@@ -71,7 +71,7 @@ def clip_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def prepare_kl_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
-    """Column ``penalised``: 1 at the share ``kl_cov_ratio`` of tokens with the largest covariance."""
+    """Compute the column ``penalised``, 1 at the fraction ``kl_cov_ratio`` of tokens with the largest covariance."""
     options = read_options("kl_cov", inputs.options, _KL_COV)
     _check_share("kl_cov_ratio", options["kl_cov_ratio"])
     tokens = read_tokens(inputs)
@@ -82,7 +82,7 @@ def prepare_kl_cov(inputs: PolicyLossInputs) -> Mapping[str, Tensor]:
 
 @policy_loss(prepare=prepare_kl_cov)
 def kl_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """The importance-weighted policy gradient, with a KL penalty on a few tokens (KL-Cov).
+    """Compute the importance-weighted policy gradient with a KL penalty on a few tokens (KL-Cov).
 
     ::
 
@@ -101,7 +101,7 @@ def kl_cov(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def _ppo(inputs: PolicyLossInputs, tokens: Tokens) -> tuple[Tensor, Tensor]:
-    """PPO's losses without dual clip, and where the clip is active."""
+    """Return PPO's losses without dual clip, and a mask of the tokens whose clip is active."""
     ratio = tokens.log_ratio.exp()
     surrogate = -tokens.advantages * ratio
     bounded = -tokens.advantages * ratio.clamp(1.0 - inputs.clip_ratio_low, 1.0 + inputs.clip_ratio_high)
@@ -109,14 +109,14 @@ def _ppo(inputs: PolicyLossInputs, tokens: Tokens) -> tuple[Tensor, Tensor]:
 
 
 def _covariance(tokens: Tokens) -> Tensor:
-    """Each token's share of the covariance over the batch, without gradient."""
+    """Return each token's share of the covariance over the batch, without gradient."""
     count = tokens.chosen.sum().clamp(min=1)
     log_probs = tokens.log_probs.detach()
     return (tokens.advantages - tokens.advantages.sum() / count) * (log_probs - log_probs.sum() / count)
 
 
 def _largest(values: Tensor, count: int) -> Tensor:
-    """Bool ``[B, T]``: the ``count`` largest."""
+    """Return a mask of the ``count`` largest values, bool ``[B, T]``."""
     flat = values.flatten()
     picked = torch.zeros_like(flat, dtype=torch.bool)
     picked[flat.topk(min(count, len(flat))).indices] = True
@@ -124,7 +124,7 @@ def _largest(values: Tensor, count: int) -> Tensor:
 
 
 def _hash(tokens: Tokens) -> Tensor:
-    """31 bits a token from the bits of its advantage and old log-prob, int64 ``[B, T]``."""
+    """Return a 31-bit hash of each token's advantage and old log-prob, int64 ``[B, T]``."""
     mixed = tokens.advantages.float().view(torch.int32).long() * 0x9E3779B1
     mixed = mixed ^ (tokens.old_log_probs.float().view(torch.int32).long() * 0x85EBCA77)
     for shift in (15, 13, 16):
@@ -138,7 +138,7 @@ def _check_share(name: str, share: float) -> None:
 
 
 def _prepared(part: str, name: str, inputs: PolicyLossInputs, tokens: Tokens) -> Tensor:
-    """The prepared column as bool ``[B, T]``, False where the mask is zero."""
+    """Return the prepared column as bool ``[B, T]``, False where the mask is zero."""
     column = inputs.prepared.get(name)
     if column is None:
         raise ValueError(

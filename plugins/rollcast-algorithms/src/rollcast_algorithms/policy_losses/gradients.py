@@ -1,4 +1,4 @@
-"""Policy gradients without a clip: a weight on ``log π``, or a penalty on the ratio.
+"""Policy gradients without clipping, with a weight on ``log π`` or a penalty on the ratio.
 
 Shapes and errors are those of :mod:`rollcast_algorithms.policy_losses.clipped`.
 """
@@ -14,11 +14,11 @@ from rollcast_algorithms.policy_losses._tokens import MAX_LOG_RATIO, Tokens, rea
 __all__ = ["DPPO_EPSILON", "dppo_kl", "dppo_tv", "dro", "gpg", "topr"]
 
 DPPO_EPSILON = 1e-8
-"""Added to the probability of everything else before its logarithm; verl's value."""
+"""Constant added to the probability of all other tokens before the logarithm; verl's value."""
 
 
 def gpg(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """The plain policy gradient (GPG); takes no notice of the old log-probs.
+    """Compute the plain policy gradient (GPG), which ignores the old log-probs.
 
     ::
 
@@ -32,13 +32,13 @@ def gpg(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """The policy gradient with a quadratic penalty on the log-ratio (DRO).
+    """Compute the policy gradient with a quadratic penalty on the log-ratio (DRO).
 
     ::
 
         L = -(A · log π - (β / 2) · (log π - log π_old)²)
 
-    Option: ``dro_beta``, β above 0; has no default. Metric: ``kl``.
+    Option: ``dro_beta``, β above 0; required. Metric: ``kl``.
 
     Source: Richemond et al. 2024, Offline Regularised Reinforcement Learning for Large Language Models
     Alignment, arXiv:2405.19107.
@@ -55,15 +55,15 @@ def dro(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def topr(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """Tapered off-policy REINFORCE: a truncated importance weight on what is bad only (TOPR).
+    """Compute TOPR (tapered off-policy REINFORCE), which truncates the importance weights of bad responses only.
 
     With ``r_i`` the ratio of row i's whole response::
 
         r_i = exp(Σ_t (log π - log π_old))
         L   = -w · A · log π,    w = 1 where A ≥ 0,    w = sg(min(r_i, 1)) where A < 0
 
-    A good response is learnt as in supervised training however unlikely it has become; a bad one is
-    left alone once the policy no longer gives it.
+    A good response is learnt as in supervised training, however unlikely it has become; a bad response has no more
+    effect once the policy no longer produces it.
 
     Metrics: ``clip_fraction`` (bad tokens whose ratio was above 1), ``kl``.
 
@@ -79,7 +79,7 @@ def topr(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def dppo_tv(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """The policy gradient inside a trust region by total variation (DPPO, binary TV).
+    """Compute the policy gradient inside a total-variation trust region (DPPO, binary TV).
 
     ::
 
@@ -102,7 +102,7 @@ def dppo_tv(inputs: PolicyLossInputs) -> PolicyLossOutput:
 
 
 def dppo_kl(inputs: PolicyLossInputs) -> PolicyLossOutput:
-    """The policy gradient inside a trust region by KL (DPPO, binary KL).
+    """Compute the policy gradient inside a KL trust region (DPPO, binary KL).
 
     With the divergence of "this token, or any other" between the two policies::
 

@@ -6,6 +6,6 @@ from rollcast.contracts.config import ConfigSchema
 from rollcast_data.contract import datasets, preprocessors
 from rollcast_data.schemas import DataConfig
 
-__all__ = ["SCHEMAS", "datasets", "preprocessors"]  # the registries, because a config is checked against those declared
+__all__ = ["SCHEMAS", "datasets", "preprocessors"]  # imported to declare their registries, for config checks
 
 SCHEMAS = (ConfigSchema(path="data", schema=DataConfig, group="data"),)

@@ -1,4 +1,4 @@
-"""GSM8K: grade-school word problems, 7,473 to train on and 1,319 to test on."""
+"""GSM8K: grade-school word problems, 7,473 for training and 1,319 for testing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rollcast_data.files import read_files, write_parquet
 __all__ = ["INSTRUCTION", "TOOL_INSTRUCTION", "Gsm8k", "Gsm8kWithTool"]
 
 INSTRUCTION = 'Think step by step and write the final answer on the last line as "#### <answer>".'
-"""What is appended to every question."""
+"""Instruction appended to every question."""
 
 TOOL_INSTRUCTION = (
     "You solve math problems step by step. Check your answer with the tool `calc_gsm8k_reward` at least once before "
@@ -56,7 +56,7 @@ class Gsm8k(BasePreprocessor):
 class Gsm8kWithTool(Gsm8k):
     """GSM8K for an agent with the tool ``calc_gsm8k_reward``, which a system message asks it to call.
 
-    The same files and columns as those of ``gsm8k``.
+    Files and columns are those of ``gsm8k``.
     """
 
     def prompt(self, question: str) -> list[dict[str, str]]:
