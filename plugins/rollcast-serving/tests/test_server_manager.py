@@ -257,7 +257,7 @@ def test_health(caplog: pytest.LogCaptureFixture) -> None:
             await manager.check_health()
 
     asyncio.run(main())
-    assert "it is given up" in caplog.text
+    assert "it is lost" in caplog.text
 
 
 def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any], model_folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Simulated engines and a simulated trainer on a simulated clock, for tests of the order of requests and of pacing."""
+"""Simulated engines and a simulated trainer on a simulated clock, for tests of scheduling and pacing."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ __all__ = [
 
 @dataclass
 class SimulatedEngine:
-    """An engine that computes up to ``limit`` sequences at once, one token of each in one unit of time.
+    """An engine that computes up to ``limit`` sequences at once, one token of each per unit of time.
 
     Attributes:
         limit: number of sequences computed at once.
-        ends: end times of those under way, with their numbers; a heap.
-        queue: numbers and lengths of sequences that wait.
+        ends: heap of the end times of running sequences, with their numbers.
+        queue: numbers and lengths of waiting sequences.
     """
 
     limit: int
@@ -39,14 +39,14 @@ class SimulatedEngine:
     queue: deque[tuple[int, float]] = field(default_factory=deque)
 
     def take(self, number: int, length: float, now: float) -> None:
-        """Start a sequence, or let it wait."""
+        """Start a sequence, or queue it."""
         if len(self.ends) < self.limit:
             heapq.heappush(self.ends, (now + length, number))
         else:
             self.queue.append((number, length))
 
     def finish(self, now: float) -> list[int]:
-        """End the sequences that are due, start those that wait, and return the ended ones' numbers."""
+        """End the sequences that are due, start waiting ones, and return the ended ones' numbers."""
         ended: list[int] = []
         while self.ends and self.ends[0][0] <= now:
             end, number = heapq.heappop(self.ends)
@@ -65,13 +65,13 @@ def ideal_makespan(lengths: Sequence[float], slots: int) -> float:
 
 
 def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: int = 1, latency: float = 0.0) -> float:
-    """Return the time until all sequences have ended with the sliding window of the server manager.
+    """Return the time until all sequences have ended with the server manager's sliding window.
 
     Args:
         lengths: tokens of each sequence, in the queue's order.
         replicas: number of engines.
         limit: number of sequences that an engine computes at once.
-        group: number of sequences of a prompt, which stay together.
+        group: number of sequences per prompt, which stay together.
         latency: time of a message to or from a replica.
     """
     window: SlidingWindow[tuple[int, ...]] = SlidingWindow(replicas)
@@ -81,8 +81,8 @@ def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: 
     numbers = list(range(len(lengths)))
     groups = [tuple(numbers[start : start + group]) for start in range(0, len(numbers), group)]
     window.submit((each, len(each)) for each in groups)
-    due = [-1.0] * replicas  # time of the next end that is among the events
-    order = itertools.count()  # events of one moment keep the order in which they were made
+    due = [-1.0] * replicas  # time of the next end that is already scheduled
+    order = itertools.count()  # keeps events of equal time in the order of their creation
     events: list[tuple[float, int, str, int, tuple[int, ...]]] = []
 
     def at(time: float, kind: str, place: int, what: tuple[int, ...] = ()) -> None:
@@ -118,7 +118,7 @@ class TrainingPlan:
 
     Attributes:
         steps: training steps.
-        groups_per_step: groups that a step trains.
+        groups_per_step: groups per training step.
         train_s: duration of a step's training in seconds.
         sync_s: duration of a weight sync in seconds; generation goes on meanwhile.
         tokens_per_s: tokens that an engine computes for each of its sequences in a second.
@@ -140,9 +140,9 @@ class SimulatedStep:
     """One step of a simulated run.
 
     Attributes:
-        waited_s: time for which the trainer waited for its groups, in seconds.
-        ended_s: time of its end since the start of the run, in seconds.
-        ages: by group, the versions between its start and the step's weights.
+        waited_s: seconds that the trainer waited for its groups.
+        ended_s: time of its end, in seconds since the start of the run.
+        ages: age of each group: versions between its start and the step's weights.
     """
 
     waited_s: float
@@ -208,19 +208,19 @@ class _Training:
             self._submit()
             self._begin(now)
             self._take(now)
-        # The step that was taken last is still to be trained.
+        # The last taken step still has to be trained.
         last = self.steps[-1]
         end = last.ended_s + self.plan.train_s + self.plan.sync_s
         self.steps[-1] = SimulatedStep(last.waited_s, end, last.ages)
 
     def _submit(self) -> None:
-        """Keep enough tasks waiting for whatever the admission starts."""
+        """Keep enough tasks waiting for anything that the admission may start."""
         while len(self.queue) < 4 * (self.queue.admission.settings.max_staleness + 1) * self.plan.groups_per_step:
             self.queue.submit([self._submitted])
             self._submitted += 1
 
     def _begin(self, now: float) -> None:
-        """Start the groups that the admission lets in, and send sequences to the engines with room."""
+        """Start the groups that the admission allows, and send sequences to engines with room."""
         for number, task in self.queue.start():
             first = len(self._groups)
             seconds = [length / self.plan.tokens_per_s for length in self.lengths(task)]
@@ -247,7 +247,7 @@ class _Training:
         self._look(place)
 
     def _look(self, place: int) -> None:
-        """Make an event of the engine's next end."""
+        """Schedule an event for the engine's next end."""
         ends = self.engines[place].ends
         if ends and ends[0][0] != self._due[place]:
             self._due[place] = ends[0][0]
@@ -268,9 +268,9 @@ class _Training:
 def simulate_training(
     admission: BaseAdmission, lengths: Callable[[int], Sequence[float]], plan: TrainingPlan
 ) -> SimulatedRun:
-    """Return how a run goes whose engines generate while it trains.
+    """Simulate a run whose engines generate while it trains.
 
-    With ``max_staleness`` 0 of the admission's settings, generation and training take turns.
+    With ``max_staleness`` 0 in the admission's settings, generation and training alternate.
 
     Args:
         admission: paces the groups.
