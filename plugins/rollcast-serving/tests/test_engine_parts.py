@@ -155,7 +155,9 @@ def test_engine_kwargs_are_checked_by_name() -> None:
         return join_arguments(own, config, ["chunk_size", "quiet"], "Engine's Args", {"max_seq_len": "max_model_len"})
 
     assert join(chunk_size=4) == {"chunk_size": 4, "max_seq_len": 5, "quiet": True}
-    with pytest.raises(ConfigError, match=r"engine_kwargs\.chunk_siz is not an argument of Engine's Args; did you mean ch"):
+    with pytest.raises(
+        ConfigError, match=r"engine_kwargs\.chunk_siz is not an argument of Engine's Args; did you mean ch"
+    ):
         join(chunk_siz=4)
     with pytest.raises(ConfigError, match=r"engine_kwargs\.max_seq_len: set rollout\.max_model_len instead"):
         join(max_seq_len=4)

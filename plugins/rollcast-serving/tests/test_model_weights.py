@@ -97,7 +97,7 @@ def test_an_adapter_that_does_not_fit(model: ModelWeights) -> None:
     wrong = {
         "the adapter has no tensors": AdapterWeights(whole.config, {}),
         "lacks its other half '": AdapterWeights(whole.config, {first: whole.tensors[first]}),
-        "with r=8 it has to be": AdapterWeights({"r": 8}, whole.tensors),
+        "with r=8 it must be": AdapterWeights({"r": 8}, whole.tensors),
         "not the A or B of a matrix": AdapterWeights(whole.config, {second.replace("q_proj", "q"): torch.ones(1)}),
     }
     for message, adapter in wrong.items():
