@@ -8,17 +8,27 @@ from prose import findings, findings_of, sources
 #: Packages without a finding. Add a package when it has none; ``python tests/prose.py`` counts.
 FINISHED = (
     "rollcast",
+    "rollcast-agents",
     "rollcast-algorithms",
     "rollcast-calculator",
     "rollcast-data",
     "rollcast-dispatch",
+    "rollcast-engine",
     "rollcast-eval",
+    "rollcast-fsdp",
+    "rollcast-hf",
+    "rollcast-megatron",
     "rollcast-quickstart",
     "rollcast-ray",
     "rollcast-report",
     "rollcast-rewards",
+    "rollcast-serving",
+    "rollcast-sglang",
     "rollcast-testing",
     "rollcast-trackers",
+    "rollcast-trainer",
+    "rollcast-trtllm",
+    "rollcast-vllm",
 )
 
 

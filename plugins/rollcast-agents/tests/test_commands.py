@@ -97,7 +97,7 @@ def test_rows_of_an_environment_need_no_answer(tmp_path: Path) -> None:
     with environments.temporarily("sums", Sums):
         result = run(validate_app, path, "agent.environment=sums", "data.ground_truth_key=null")
         assert "1 rows checked with environment sums, 0 faults" in result.stdout
-        assert "no right reply is known for 1 of them" in result.stdout
+        assert "no correct reply is known for 1 of them" in result.stdout
         wrong = run(validate_app, path, "agent.environment=sums", "--answer", "5")
     assert (wrong.exit_code, "the reply '5' has the reward 0" in wrong.stdout) == (1, True)
     with pytest.raises(DataError, match="ground_truth"):

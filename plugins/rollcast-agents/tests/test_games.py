@@ -111,7 +111,7 @@ def test_a_task_is_validated(environment: str, row: dict[str, Any], unknown: boo
     arguments = [prompts(tmp_path, *rows), f"agent.environment={environment}"]
     result = CliRunner().invoke(validate_app, arguments, catch_exceptions=False)
     assert f"3 rows checked with environment {environment}, 0 faults" in result.stdout
-    assert ("no right reply is known for 3 of them" in result.stdout) == unknown
+    assert ("no correct reply is known for 3 of them" in result.stdout) == unknown
     assert result.exit_code == 0
 
 

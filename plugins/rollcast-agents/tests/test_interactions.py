@@ -102,7 +102,7 @@ def test_an_unknown_name_fails_its_rollout(renderer, config):
         ("interaction: [{}]", r"interaction\[0\]"),
         ("interaction: [{class_name: no_such_module.Interaction}]", "no_such_module"),
         (": [", "cannot be read"),
-        (CONFIG + CONFIG.partition("interaction:")[2], "which another has too"),
+        (CONFIG + CONFIG.partition("interaction:")[2], "which another entry already uses"),
     ],
 )
 @pytest.mark.usefixtures("config")

@@ -72,10 +72,10 @@ def test_tasks_scores_and_texts_stand_beside_a_trajectory(tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (lambda line: line[:-20], "is no saved trajectory"),
+        (lambda line: line[:-20], "is not a saved trajectory"),
         (lambda line: line.replace('"version":1', '"version":9'), "version 9"),
-        (lambda line: line.replace('"log_probs":"', '"log_probs":"AAAA'), "is no saved trajectory"),
-        (lambda line: "[]", "is no saved trajectory"),
+        (lambda line: line.replace('"log_probs":"', '"log_probs":"AAAA'), "is not a saved trajectory"),
+        (lambda line: "[]", "is not a saved trajectory"),
     ],
 )
 def test_a_broken_line_is_refused_by_its_number(tmp_path, change, said):

@@ -178,4 +178,4 @@ def test_generated_tasks_are_validated(tmp_path):
     path.write_text("".join(f'{{"prompt": "Answer.", "index": 1, "task": "{task}"}}\n' for task in tasks))
     result = CliRunner().invoke(validate_app, [str(path), "agent.environment=reasoning_gym"], catch_exceptions=False)
     assert "3 rows checked with environment reasoning_gym, 0 faults" in result.stdout
-    assert "no right reply is known for 1 of them" in result.stdout
+    assert "no correct reply is known for 1 of them" in result.stdout

@@ -117,7 +117,7 @@ def test_a_fingerprint_tells_weights_apart(tmp_path: Path) -> None:
     [
         ("z", torch.zeros(1), "there is no tensor z"),
         ("b", torch.zeros(8), r"tensor b has shape \(8,\); the model's has \(7,\)"),
-        ("c", torch.tensor(0.0), "tensor c came twice"),
+        ("c", torch.tensor(0.0), "tensor c was written twice"),
     ],
 )
 def test_what_does_not_belong_is_refused(tmp_path: Path, name: str, tensor: Tensor, message: str) -> None:
@@ -125,7 +125,7 @@ def test_what_does_not_belong_is_refused(tmp_path: Path, name: str, tensor: Tens
     writer.write("c", torch.tensor(1.0))
     with pytest.raises(ValueError, match=message):
         writer.write(name, tensor)
-    with pytest.raises(ValueError, match=r"there came no tensor a\.weight, b, d and 1 more"):
+    with pytest.raises(ValueError, match=r"these tensors were not written: a\.weight, b, d and 1 more"):
         writer.finish()
 
 
@@ -168,7 +168,7 @@ def test_one_tensor_at_a_time_is_kept(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda named: named[1:], r"there came no tensor model\.embed_tokens\.weight"),
+        (lambda named: named[1:], r"these tensors were not written: model\.embed_tokens\.weight"),
         (lambda named: [*named, ("more", torch.zeros(1))], "there is no tensor more in the model"),
         (lambda named: [], "there are no weights"),
     ],

@@ -94,13 +94,13 @@ def test_what_does_not_fit_is_named(model_folder: Path, tmp_path: Path, caplog: 
     norm = "model.norm.weight"
     save_file({**weights, "model.more": torch.zeros(1)}, file, {"format": "pt"})
     loading.load(ALONE, path)
-    assert "no use for: model.more" in caplog.text
+    assert "does not use: model.more" in caplog.text
     save_file({**weights, norm: torch.zeros(3)}, file, {"format": "pt"})
     with pytest.raises(ConfigError, match=r"wrong shape for model\.norm\.weight \(\(3,\), not \(64,\)\)"):
         loading.load(ALONE, path)
     del weights[norm]
     save_file({**weights, "model.more": torch.zeros(1)}, file, {"format": "pt"})
-    with pytest.raises(ConfigError, match=r"the folder lacks model\.norm\.weight; also holds model\.more"):
+    with pytest.raises(ConfigError, match=r"the folder lacks model\.norm\.weight; also contains model\.more"):
         loading.load(ALONE, path)
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
@@ -191,7 +191,7 @@ def test_another_optimizers_checkpoint_is_refused(model_folder: Path, tmp_path: 
     engine.save_checkpoint(tmp_path / "adamw")
     momentum = replace(loading.OPTIM, optimizer="sgd", optimizer_kwargs={"momentum": 0.9})
     other = scenarios.build(ALONE, model_folder, optim=momentum)
-    with pytest.raises(CheckpointError, match=r"of another optimizer: .*exp_avg.* here momentum_buffer"):
+    with pytest.raises(CheckpointError, match=r"has another optimizer: .*exp_avg.* needs momentum_buffer"):
         other.load_checkpoint(tmp_path / "adamw")
     loading.steps(other, ALONE, 2)
     other.save_checkpoint(tmp_path / "sgd")

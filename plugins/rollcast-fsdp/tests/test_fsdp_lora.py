@@ -181,9 +181,9 @@ def test_checkpoints_of_other_kinds_are_refused(model_folder: Path, tmp_path: Pa
         plain.load_checkpoint(tmp_path / "adapter")
     other = tiny_model_folder(tmp_path / "other", seed=7)
     stranger = lora.build(ALONE, other)
-    with pytest.raises(CheckpointError, match=r"beside other weights than those in model\.path"):
+    with pytest.raises(CheckpointError, match=r"on other base weights than those in model\.path"):
         stranger.load_checkpoint(tmp_path / "adapter")
-    with pytest.raises(CheckpointError, match=f"beside other weights than those in {other}"):
+    with pytest.raises(CheckpointError, match=f"on other base weights than those in {other}"):
         FsdpEngine.export_checkpoint(tmp_path / "adapter", ModelConfig(str(other)), tmp_path / "hf")
     wider = lora.build(ALONE, model_folder, lora_rank=8)
     with pytest.raises(
@@ -206,7 +206,7 @@ def test_training_goes_on_from_an_adapters_folder(model_folder: Path, tmp_path: 
     with pytest.raises(ConfigError, match=r"lora_rank is 8, but the adapter in .* has 4"):
         lora.build(ALONE, model_folder, lora_rank=8, lora_adapter_path=str(folder))
     other = tiny_model_folder(tmp_path / "other", hidden=32)
-    with pytest.raises(ConfigError, match=r"is not of this model: it has the wrong shape for .*q_proj\.lora_A"):
+    with pytest.raises(ConfigError, match=r"does not fit this model: it has the wrong shape for .*q_proj\.lora_A"):
         lora.build(ALONE, other, lora_rank=0, lora_adapter_path=str(folder))
 
 
@@ -214,7 +214,7 @@ def test_training_goes_on_from_an_adapters_folder(model_folder: Path, tmp_path: 
     ("changes", "message"),
     [
         ({"use_dora": True}, "use_dora=True, which is not supported"),
-        ({"peft_type": "IA3"}, "of an adapter of type IA3"),
+        ({"peft_type": "IA3"}, "describes an adapter of type IA3"),
         (None, "has no adapter_config.json"),
     ],
 )
@@ -234,8 +234,8 @@ def test_adapters_of_other_kinds_are_refused(
     [
         (["no_such"], "target_modules=.*no_such.* cannot be adapted"),
         (["lm_head"], "chooses lm_head, the vocabulary head"),
-        (["embed_tokens"], r"chooses model\.embed_tokens, which is no linear layer"),
-        (3, "target_modules is 3; give names"),
+        (["embed_tokens"], r"selects model\.embed_tokens, which is not a linear layer"),
+        (3, "target_modules is 3; allowed are names"),
     ],
 )
 def test_targets_that_cannot_be_adapted_are_named(model_folder: Path, targets: Any, message: str) -> None:
@@ -264,5 +264,5 @@ def test_random_weights_take_an_adapter_too(model_folder: Path, tmp_path: Path) 
     engine = lora.build(ALONE, folder, random_init=True)
     assert lora.step(engine, ALONE, 0).grad_norm > 0
     engine.save_checkpoint(tmp_path / "checkpoint")
-    with pytest.raises(CheckpointError, match=r"its base model is missing: .*no_weights holds no"):
+    with pytest.raises(CheckpointError, match=r"its base model cannot be read: .*no_weights contains no"):
         FsdpEngine.export_checkpoint(tmp_path / "checkpoint", ModelConfig(str(folder)), tmp_path / "hf")

@@ -127,7 +127,7 @@ def test_attention_that_cannot_be_packed_is_refused(model_folder: Path) -> None:
     with pytest.raises(ConfigError, match="does not pass the model's keyword arguments on"):
         packed_attention(nn.Module(), heads, heads, heads, None)
     rows = PackedRows((2,), torch.tensor([0, 2]).int())
-    with pytest.raises(ConfigError, match="attends with softcap"):
+    with pytest.raises(ConfigError, match="needs softcap"):
         packed_attention(nn.Module(), heads, heads, heads, None, packed_rows=rows, softcap=30.0)
 
 

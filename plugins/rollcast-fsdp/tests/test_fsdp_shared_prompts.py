@@ -123,7 +123,7 @@ def test_a_model_without_a_cache_is_refused(model_folder: Path, monkeypatch: pyt
     engine = scenarios.build(ALONE, model_folder, share_prompts=True)
     forward = engine.module.forward
     monkeypatch.setattr(engine.module, "forward", lambda **inputs: forward(**{**inputs, "use_cache": False}))
-    with pytest.raises(ConfigError, match="Qwen2ForCausalLM keeps no KV cache"):
+    with pytest.raises(ConfigError, match="Qwen2ForCausalLM returns no KV cache"):
         engine.infer_batch(groups(1, 2), ForwardSettings())
 
 

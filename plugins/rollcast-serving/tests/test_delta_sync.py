@@ -148,7 +148,7 @@ def test_a_patch_for_weights_that_are_not_held_is_refused(monkeypatch: pytest.Mo
     send(sync, 1)
     monkeypatch.setattr(delta, "_held", {})  # as in a replica that was started again under the same address
     weight[0] = 1
-    with pytest.raises(WeightSyncError, match="'w' came as a change, and this replica holds no earlier one"):
+    with pytest.raises(WeightSyncError, match="'w' arrived as a patch, but this replica has no earlier value"):
         send(sync, 2)
     send(sync, 3)  # all of it
 
@@ -160,7 +160,7 @@ def test_weights_that_differ_from_the_senders_are_refused() -> None:
     (held,) = [each for each in delta._held.values() if "w" in each and torch.equal(each["w"], weight)]
     held["w"][5] += 1
     weight[0] = 1
-    with pytest.raises(WeightSyncError, match="'w' arrived with other bytes"):
+    with pytest.raises(WeightSyncError, match="'w' is corrupt"):
         send(sync, 2)
 
 

@@ -60,16 +60,16 @@ def test_an_update_that_does_not_fit(model: ModelWeights) -> None:
     with pytest.raises(WeightSyncError, match="no weight named 'stranger'") as error:
         load(model, {"stranger": torch.zeros(1)})
     assert error.value.tensor == "stranger"
-    with pytest.raises(WeightSyncError, match=r"came with shape \(3,\); the model's has"):
+    with pytest.raises(WeightSyncError, match=r"arrived with shape \(3,\); the model's has"):
         load(model, {EMBEDDING: torch.zeros(3)})
     for name in (EMBEDDING, f"{PROJECTION}.weight"):
         check = UpdateCheck(model)
         check.admit(name, torch.zeros(model.shapes[name]))
-        with pytest.raises(WeightSyncError, match="came twice"):
+        with pytest.raises(WeightSyncError, match="arrived twice"):
             check.admit(name, torch.zeros(model.shapes[name]))
     some = tensors(model)
     del some[f"{PROJECTION}.weight"]
-    with pytest.raises(WeightSyncError, match=rf"version 7 came without {PROJECTION}") as error:
+    with pytest.raises(WeightSyncError, match=rf"version 7 lacks {PROJECTION}") as error:
         load(model, some)
     assert error.value.tensor == f"{PROJECTION}.weight"
 
@@ -79,7 +79,7 @@ def test_tied_weights_have_to_be_equal(model: ModelWeights) -> None:
     if not model.tied:
         load(model, named)
         return
-    with pytest.raises(WeightSyncError, match="came with different values"):
+    with pytest.raises(WeightSyncError, match="arrived with different values"):
         load(model, named)
 
 
@@ -95,9 +95,9 @@ def test_an_adapter_that_does_not_fit(model: ModelWeights) -> None:
     whole = make_adapter(model)
     first, second = whole.tensors
     wrong = {
-        "came without tensors": AdapterWeights(whole.config, {}),
-        "came without '": AdapterWeights(whole.config, {first: whole.tensors[first]}),
-        "with r=8 it has to be": AdapterWeights({"r": 8}, whole.tensors),
+        "the adapter has no tensors": AdapterWeights(whole.config, {}),
+        "lacks its other half '": AdapterWeights(whole.config, {first: whole.tensors[first]}),
+        "with r=8 it must be": AdapterWeights({"r": 8}, whole.tensors),
         "not the A or B of a matrix": AdapterWeights(whole.config, {second.replace("q_proj", "q"): torch.ones(1)}),
     }
     for message, adapter in wrong.items():

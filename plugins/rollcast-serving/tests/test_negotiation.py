@@ -37,15 +37,15 @@ EVERYWHERE = {"modes": frozenset(RolloutMode)}
             {"mode": "colocated"},
             {"in_process_module": True},
             {**EVERYWHERE, "in_process": True},
-            r"sync 'in_process' has the modes hybrid; this would work: .*mode=colocated, .*sync=shared_memory",
+            r"sync 'in_process' supports the modes hybrid; this would work: .*mode=colocated, .*sync=shared_memory",
         ),
         (
             {"mode": "standalone", "weight_sync": "shared_memory"},
             {},
             {"modes": frozenset({RolloutMode.HYBRID})},
-            r"rollout 'r' has the modes hybrid; this would work: .*mode=hybrid, .*sync=shared_memory",
+            r"rollout 'r' supports the modes hybrid; this would work: .*mode=hybrid, .*sync=shared_memory",
         ),
-        ({}, {"in_process_module": True}, EVERYWHERE, r"rollout 'r' cannot generate with it; .*sync=shared_memory"),
+        ({}, {"in_process_module": True}, EVERYWHERE, r"with which rollout 'r' cannot generate; .*sync=shared_memory"),
         ({}, {}, {**EVERYWHERE, "in_process": True}, r"engine 'e' has none that can generate; .*shared_memory"),
         (
             {"tensor_parallel": 2, "weight_sync": "disk"},
@@ -57,15 +57,15 @@ EVERYWHERE = {"modes": frozenset(RolloutMode)}
             {"mode": "colocated", "weight_sync": "shared_memory", "update_in_flight": "interrupt"},
             {},
             EVERYWHERE,
-            r"rollout 'r' cannot abort requests, as rollout.update_in_flight=interrupt needs",
+            r"rollout 'r' cannot abort requests, which rollout.update_in_flight=interrupt needs",
         ),
         (
             {"update_in_flight": "finish"},
             {"in_process_module": True},
             {**EVERYWHERE, "in_process": True},
-            r"rollout.update_in_flight=finish is for replicas, .*this would work: .*sync=shared_memory",
+            r"rollout.update_in_flight=finish needs replicas, .*this would work: .*sync=shared_memory",
         ),
-        ({}, {}, {}, r"has the modes none; nothing else that is installed works either"),
+        ({}, {}, {}, r"supports the modes none; no installed alternative works"),
     ],
 )
 def test_refused_with_the_nearest(
@@ -104,7 +104,7 @@ def test_what_is_no_combination() -> None:
 @pytest.mark.parametrize(
     ("mode", "same_process", "own_pool", "processes", "size", "words"),
     [
-        ("hybrid", True, True, [2], 1, "lives in the actor's processes"),
+        ("hybrid", True, True, [2], 1, "runs in the actor's processes"),
         ("standalone", False, False, [2], 1, "needs a pool of its own"),
         ("colocated", False, True, [2], 1, "rollout.mode=standalone, not colocated"),
         ("colocated", False, False, [3], 2, "does not divide the 3 processes"),
@@ -141,7 +141,7 @@ def test_a_replica_whose_ranks_were_placed_on_two_nodes_is_refused(
 
 
 def test_memory_of_a_device_is_handed_over_on_one_device_only() -> None:
-    words = r"rollout\.weight_sync=cuda_ipc hands memory of a GPU over, and this run computes on CPUs"
+    words = r"rollout\.weight_sync=cuda_ipc shares memory of a GPU, but this run computes on CPUs"
     with pytest.raises(CapabilityError, match=words):
         check_places(Choice("e", "r", "colocated", "cuda_ipc"), False, False, [1], on_accelerators=False)
     check_places(Choice("e", "r", "colocated", "cuda_ipc"), False, False, [1], on_accelerators=True)

@@ -129,7 +129,7 @@ def test_the_canary_is_held_to_the_coarser_dtype(
     config = CanaryConfig(tolerance=tolerance)
     canary = Canary([5], SamplingParams(max_tokens=1), config, actor, rollout)
     assert check(limit * 0.9, canary) == pytest.approx(limit * 0.9, rel=1e-4)
-    with pytest.raises(WeightSyncError, match=rf"further apart than rollout\.canary\.tolerance={limit:g}") as caught:
+    with pytest.raises(WeightSyncError, match=rf"a difference above rollout\.canary\.tolerance={limit:g}") as caught:
         check(limit * 1.1, canary)
     assert ("the default for an actor in" in str(caught.value)) == (tolerance is None)
 

@@ -170,10 +170,10 @@ def test_a_request_that_kills_is_given_up() -> None:
         manager, clients = scripted(1, revive, max_attempts=2, max_restarts=5)
         clients[0].die_after = 0
         manager._client = lambda address: clients[0]  # type: ignore[method-assign,assignment,return-value]
-        with pytest.raises(RolloutError, match="'r0' is given up: 2 replicas died"):
+        with pytest.raises(RolloutError, match="'r0' failed: 2 replicas died"):
             await manager.generate(make_requests(1)[0])
         (given_up,) = await manager.generate_many(make_requests(1))
-        assert "given up: 2 replicas died" in str(given_up)
+        assert "failed: 2 replicas died" in str(given_up)
         with pytest.raises(RolloutError, match="max_restarts=5"):
             for _ in range(3):
                 try:
@@ -257,7 +257,7 @@ def test_health(caplog: pytest.LogCaptureFixture) -> None:
             await manager.check_health()
 
     asyncio.run(main())
-    assert "it is given up" in caplog.text
+    assert "it is lost" in caplog.text
 
 
 def test_kill_9_of_one_of_two_under_64_requests(start_replica: Callable[..., Any], model_folder: Path) -> None:

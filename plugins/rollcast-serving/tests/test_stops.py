@@ -33,7 +33,7 @@ def test_what_cannot_be_found_is_refused() -> None:
     stops = StopStrings("/no/such/model")
     stops.check("r", ())
     assert stops.matcher(()) is None
-    with pytest.raises(RequestError, match="request 'r': stop holds"):
+    with pytest.raises(RequestError, match="request 'r': stop is"):
         stops.check("r", ("",))
-    with pytest.raises(RequestError, match=r"tokenizer, and /no/such/model has none"):
+    with pytest.raises(RequestError, match=r"tokenizer, but that of /no/such/model cannot"):
         stops.check("r", ("a",))

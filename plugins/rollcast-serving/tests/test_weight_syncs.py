@@ -169,8 +169,8 @@ def test_a_report_of_something_else_is_refused(name: str) -> None:
         ({"version": 8}, "version 8"),
         ({"tensors": 6}, "6 tensors"),
         ({"bytes": 3}, "3 bytes"),
-        ({"checksums": {"0": "00000000"}}, "checksum 00000000 of bucket 0"),
-        ({"checksums": {}}, "checksum None of bucket 0"),
+        ({"checksums": {"0": "00000000"}}, "checksum 00000000 for bucket 0"),
+        ({"checksums": {}}, "checksum None for bucket 0"),
     ):
         target.lie = lie
         with pytest.raises(WeightSyncError, match=words):
@@ -563,11 +563,11 @@ def test_the_installed_torch_opens_memory_as_it_is_passed_on(monkeypatch: pytest
     assert (given["storage_device"], given["tensor_size"], given["tensor_offset"]) == (1, torch.Size([10]), 3)
     assert all(given[name] == values[name] for name in (*cuda_ipc._HANDLES, *cuda_ipc._NUMBERS))
     described["device"] = "GPU-1"
-    with pytest.raises(WeightSyncError, match="on device GPU-1, and this process sees GPU-7, GPU-8"):
+    with pytest.raises(WeightSyncError, match="on device GPU-1, but this process sees GPU-7, GPU-8"):
         cuda_ipc.open_tensor(described)
     monkeypatch.setattr(reductions, "reduce_tensor", lambda tensor: (lambda tensor_cls, other: None, (1, 2)))
     with pytest.raises(
-        WeightSyncError, match=r"does not know how torch .* \(tensor_cls, other\); choose shared_memory"
+        WeightSyncError, match=r"does not support how torch .* \(tensor_cls, other\); choose shared_memory"
     ):
         cuda_ipc.describe_tensor(flat)
 

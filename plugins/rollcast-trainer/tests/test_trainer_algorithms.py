@@ -93,7 +93,7 @@ def test_old_log_probs_may_be_the_rollouts(small_task: SmallTask, tmp_path: Path
 )
 def test_log_probs_of_a_cut_distribution_are_no_old_ones(small_task: SmallTask, tmp_path: Path, change: str) -> None:
     bypass = "algorithm.rollout_correction.bypass_mode=true"
-    with pytest.raises(ConfigError, match=rf"bypass_mode takes the rollout's .* rollout\.{change.partition('=')[0]}="):
+    with pytest.raises(ConfigError, match=rf"bypass_mode uses the rollout's .* rollout\.{change.partition('=')[0]}="):
         launch(small_task.ppo(tmp_path, *SHORT, bypass, f"rollout.{change}"))
 
 

@@ -60,7 +60,7 @@ from rollcast_trainer.run.task_runner import TaskRunner
             r"role 'jury'; roles: actor_rollout, .*critic, .*ref",
         ),
         (["placement.pools={apart: [0]}"], ConfigError, r"placement.pools.apart is \[0\]"),
-        (["placement.pools={apart: [1]}"], ConfigError, r"no role of placement.mapping lives in placement.pools.apart"),
+        (["placement.pools={apart: [1]}"], ConfigError, r"placement.mapping puts no role in placement.pools.apart"),
         (["placement.pools={global_pool: [1]}"], ConfigError, r"placement.pools names 'global_pool'"),
         (["critic.cliprange_value=0"], ConfigError, r"critic.cliprange_value must be above 0, got 0"),
         (["critic.ppo_epochs=0"], ConfigError, r"critic.ppo_epochs must be at least 1, got 0"),

@@ -121,7 +121,7 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         (["judge.model.path=null"], ConfigError, r"needs judge\.model\.path"),
         (["judge.rollout.name=null"], ConfigError, r"needs judge\.rollout\.name; rollouts: .*hf"),
         (["judge.rollout.name=hff"], PluginNotFoundError, r"'hff'[\s\S]*judge\.rollout\.name"),
-        (["+judge.rollout.weight_sync=disk"], ConfigError, r"judge\.rollout\.weight_sync is not read"),
+        (["+judge.rollout.weight_sync=disk"], ConfigError, r"judge\.rollout\.weight_sync is not used"),
         (["+judge.rollout.max_batchsize=1"], ConfigError, r"judge\.rollout\.max_batchsize[\s\S]*max_batch_size"),
         (["reward.reward_manager=prime"], ConfigError, r"reward\.reward_manager=prime has to await it, as naive"),
         (["placement.mapping={judge: benches}"], ConfigError, r"placement\.mapping\.judge is 'benches', no pool"),

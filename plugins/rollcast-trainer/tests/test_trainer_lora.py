@@ -116,8 +116,8 @@ def test_a_stopped_run_goes_on_and_its_critic_trains_whole(small_task: SmallTask
 @pytest.mark.parametrize(
     ("engine", "rollout", "words"),
     [
-        ({}, {"lora": True}, r"engine 'e' trains no adapters \(model\.lora_rank"),
-        ({"lora": True}, {}, r"rollout 'r' takes no adapters .*nothing else that is installed works"),
+        ({}, {"lora": True}, r"engine 'e' cannot train adapters \(model\.lora_rank"),
+        ({"lora": True}, {}, r"rollout 'r' does not support adapters .*no installed alternative works"),
         (
             {"lora": True, "in_process_module": True},
             {"in_process": True},

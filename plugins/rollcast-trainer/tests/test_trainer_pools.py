@@ -37,7 +37,7 @@ def test_a_pool_is_given_by_counts_or_by_options() -> None:
             r"no key 'placement\.pools\.other\.strateg'; did you mean 'placement\.pools\.other\.strategy'",
         ),
         ({"processes": [1], "strategy": "SPREAD"}, r"placement\.pools\.other: .*strategy is 'SPREAD'; valid"),
-        ({"processes": [0]}, r"placement\.pools\.other\.processes is \[0\]; give the processes on each node"),
+        ({"processes": [0]}, r"placement\.pools\.other\.processes is \[0\]; list the processes on each node"),
         ({"strategy": "PACK"}, r"placement\.pools\.other\.processes is \[\]"),
         ([], r"placement\.pools\.other is \[\]"),
         ({"processes": [1], "max_colocate_count": "many"}, r"placement\.pools\.other\.max_colocate_count must be"),

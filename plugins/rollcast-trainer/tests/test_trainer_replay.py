@@ -189,5 +189,5 @@ def test_a_run_without_a_record_and_a_damaged_one_are_refused(
 
 
 def test_a_run_without_rollouts_records_none(small_task: SmallTask, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"runtime\.record_trajectories records rollouts, and trainer=sft makes none"):
+    with pytest.raises(ConfigError, match=r"runtime\.record_trajectories records rollouts, but trainer=sft makes none"):
         launch(small_task.sft(tmp_path, RECORD))

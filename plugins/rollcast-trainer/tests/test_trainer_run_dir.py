@@ -315,10 +315,10 @@ def test_the_lock_of_a_killed_run_is_free_although_its_child_lives(tmp_path: Pat
     ("content", "says"),
     [
         ("[]", "has to be an object, this is a list"),
-        ("{}", r"step is None, but the folder is that of step 2"),
+        ("{}", r"step is None, but the folder belongs to step 2"),
         ('{"step": "2"}', "step has to be int, this is '2'"),
         ('{"step": true}', "step has to be int, this is True"),
-        ('{"step": 3}', "step is 3, but the folder is that of step 2"),
+        ('{"step": 3}', "step is 3, but the folder belongs to step 2"),
         ('{"step": 2, "data": []}', r"data has to be dict, this is \[\]"),
         ('{"step": 2, "data": {}, "best_accuracy": "high"}', "best_accuracy has to be float or int or null"),
         ('{"step": 2, "data": {}, "best_accuracy": null, "stages": 3}', "stages has to be dict, this is 3"),

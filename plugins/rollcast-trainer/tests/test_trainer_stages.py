@@ -60,9 +60,9 @@ def test_a_stage_takes_the_place_of_another() -> None:
     specs = {**A, "other": other, "weigh": late}
     assert names("learn", specs=specs) == ["other", "score", "weigh", "learn"]
     assert names("make", specs=specs) == ["other"]
-    with pytest.raises(ConfigError, match=r"'other' and 'third' both take the place of 'make'"):
+    with pytest.raises(ConfigError, match=r"'other' and 'third' both replace 'make'"):
         names("learn", specs={**specs, "third": other})
-    with pytest.raises(ConfigError, match=r"insert names 'make', which 'other' takes the place of"):
+    with pytest.raises(ConfigError, match=r"insert names 'make', which 'other' replaces"):
         names("learn", specs=specs, changes=Changes(insert=["make"]))
 
 

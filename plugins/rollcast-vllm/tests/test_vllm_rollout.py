@@ -116,7 +116,7 @@ def test_buckets_that_can_be_pickled_are_read_by_the_engine(
 
 def test_a_changed_tensor_is_found_in_the_engine(rollout: VllmRollout, models: list[Any], folders: list[Path]) -> None:
     name = "model.layers.1.mlp.down_proj.weight"
-    with pytest.raises(WeightSyncError, match="arrived with other bytes") as caught:
+    with pytest.raises(WeightSyncError, match="is corrupt") as caught:
         asyncio.run(rollout.update_weights(FolderBuckets(folders[1], spoil=name), 4))
     assert caught.value.tensor == name
     with pytest.raises(WeightSyncError, match=r"update .* version 4 failed.*nothing is generated"):
@@ -253,7 +253,7 @@ def test_release_on_a_cpu_is_honest(rollout: VllmRollout, models: list[Any]) -> 
     for _ in range(2):
         asyncio.run(rollout.resume())
     check_greedy(rollout, models[0])
-    with pytest.raises(CapabilityError, match="no memory named 'weigths'"):
+    with pytest.raises(CapabilityError, match="unknown memory tag 'weigths'"):
         asyncio.run(rollout.release(("weigths",)))
 
 

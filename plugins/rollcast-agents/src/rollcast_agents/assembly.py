@@ -1,4 +1,4 @@
-"""Trajectories to a batch: the one place where recorded tokens become columns."""
+"""Assembling trajectories into a batch: the only place where recorded tokens become columns."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ __all__ = ["assemble_trajectories"]
 
 
 def assemble_trajectories(trajectories: Sequence[Trajectory]) -> DataProto:
-    """Return a row for each trajectory.
+    """Return a batch with one row per trajectory.
 
     Args:
-        trajectories: in the order of the rows; those of one rollout need not be neighbours.
+        trajectories: in row order; those of one rollout need not be adjacent.
 
     Returns:
-        Jagged columns: ``prompts`` int32, the tokens before the first sampled one; and with the rows of the rest
-        ``responses`` int32, ``response_mask`` bool (the policy chose the token, so it is trained),
-        ``rollout_log_probs`` float32 (0 where it did not), ``turn_ids`` int32, and ``environment_scores`` float32:
-        rewards of turns at the last token of their reply, the rest of the rollout's reward at its last sampled token,
-        on the row that sampled it. Columns ``[B]``: ``finished`` bool (``end`` is ``done``), ``rollout_weight_version``
-        and ``rollout_weight_version_min`` int64 (-1 if nothing was sampled), ``rollout_index`` int64 (the same for rows
-        of one rollout), ``is_final`` bool (the row with the rollout's last reply), ``is_scored`` bool (the environment
-        or loop scored the rollout, so that no reward function has to), and the objects ``group_id``, ``rollout_id``,
-        ``end``.
+        Jagged columns: ``prompts`` int32, the tokens before the first sampled one; and for the remaining tokens
+            ``responses`` int32, ``response_mask`` bool (True if the policy chose the token, so it is trained),
+            ``rollout_log_probs`` float32 (0 where the policy did not choose), ``turn_ids`` int32, and
+            ``environment_scores`` float32: the reward of a turn at the last token of its reply; the rest of the
+            rollout's reward at its last sampled token, on the row that sampled it. Columns ``[B]``: ``finished`` bool
+            (``end`` is ``done``), ``rollout_weight_version`` and ``rollout_weight_version_min`` int64 (-1 if nothing
+            was sampled), ``rollout_index`` int64 (equal for rows of one rollout), ``is_final`` bool (True for the row
+            with the rollout's last reply), ``is_scored`` bool (True if the environment or loop scored the rollout, so
+            that no reward function is needed), and the objects ``group_id``, ``rollout_id``, ``end``.
     """
     rows = [_Row(trajectory) for trajectory in trajectories]
     final = _final(rows)
@@ -77,17 +77,17 @@ class _Row:
 
     @property
     def last_turn(self) -> int:
-        """Last turn that was sampled here; -1 for none."""
+        """Last turn that was sampled in this trajectory; -1 for none."""
         return max((each.turn for each in self.behind if each.sampled), default=-1)
 
     def place_of(self, turn: int) -> int:
-        """Return the place of the turn's last sampled token; -1 if it was sampled elsewhere."""
+        """Return the index of the turn's last sampled token; -1 if another trajectory sampled it."""
         found = np.flatnonzero(self.sampled & (self.turns == turn))
         return int(found[-1]) if len(found) else -1
 
 
 def _final(rows: Sequence[_Row]) -> np.ndarray[Any, np.dtype[np.bool_]]:
-    """Return the rows with the last reply of their rollout, the first of them where nothing was sampled."""
+    """Return a mask of the rows with the last reply of their rollout; without replies, the rollout's first row."""
     last: dict[str, int] = {}
     for number, row in enumerate(rows):
         name = row.trajectory.rollout_id
@@ -101,7 +101,7 @@ def _final(rows: Sequence[_Row]) -> np.ndarray[Any, np.dtype[np.bool_]]:
 def _scores(
     rows: Sequence[_Row], final: np.ndarray[Any, np.dtype[np.bool_]]
 ) -> list[np.ndarray[Any, np.dtype[np.float32]]]:
-    """Return each row's rewards by token. A rollout's whole reward stands on the row with its last reply."""
+    """Return each row's rewards by token; a rollout's overall reward is on the row with its last reply."""
     scores = [np.zeros(len(row.responses), np.float32) for row in rows]
     for number, (row, score) in enumerate(zip(rows, scores, strict=True)):
         rewards = row.trajectory.turn_rewards

@@ -46,7 +46,7 @@ def text_of(content: Any) -> str:
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, Sequence):
-        raise RendererError(f"a message's content is a {type(content).__name__}; it has to be text or a list of parts")
+        raise RendererError(f"a message's content is a {type(content).__name__}; it must be text or a list of parts")
     parts = []
     for part in content:
         if not isinstance(part, Mapping) or part.get("type") not in ("text", "input_text", "output_text", "refusal"):
@@ -60,7 +60,7 @@ def for_template(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
     """Return messages as chat templates expect them: content as text, arguments of tool calls as mappings.
 
     Raises:
-        RendererError: a message has no known role, or content that is not text; names its position.
+        RendererError: a message has no known role, or content that is not text; the message names its position.
     """
     return [_for_template(position, message) for position, message in enumerate(messages)]
 
@@ -93,9 +93,9 @@ def _function(call: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def key_of(message: ChatMessage) -> tuple[Any, ...]:
-    """Return a value that is equal for messages that mean the same, however a client writes them back.
+    """Return a value that is equal for messages with the same meaning, however a client serializes them.
 
-    Reasoning and call ids are left out, since clients drop the one and rename the other.
+    Reasoning and call ids are excluded, since clients drop reasoning and rename ids.
     """
     calls = tuple(
         (function.get("name"), json.dumps(function.get("arguments"), sort_keys=True, default=str))

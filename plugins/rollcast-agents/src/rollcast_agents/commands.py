@@ -20,7 +20,7 @@ __all__ = ["replay_app", "replay_trajectories", "validate_app", "validate_task"]
 replay_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 validate_app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 _SHOWN = 5
-"""Faulty rows that are printed."""
+"""Maximum number of faulty rows that are printed."""
 
 Settings = Annotated[
     list[str] | None,
@@ -36,14 +36,14 @@ def replay_trajectories(
     ],
     overrides: Settings = None,
     output: Annotated[
-        Path | None, typer.Option("--output", help="JSON Lines of the trajectories, scored anew.")
+        Path | None, typer.Option("--output", help="JSON Lines file for the rescored trajectories.")
     ] = None,
     config_dir: ConfigDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="The figures as a JSON object.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as a JSON object.")] = False,
 ) -> None:
     """Score saved trajectories again, without a model: with the run's reward, or with another one.
 
-    Rewards that an environment, a loop or a tool gave stay as they were recorded.
+    Rewards from an environment, a loop or a tool stay as recorded.
     """
     from rollcast_agents.records import find_records, save_records
     from rollcast_agents.rescoring import rescore
@@ -58,7 +58,7 @@ def replay_trajectories(
         return
     print_lines(*(f"{name:<24}{value:.6g}" for name, value in figures.items()))
     if output is not None:
-        print_lines(f"{len(scored)} trajectories are in {output}")
+        print_lines(f"{len(scored)} trajectories written to {output}")
 
 
 @validate_app.command("validate-task")
@@ -66,15 +66,15 @@ def validate_task(
     prompts: Annotated[Path, typer.Argument(metavar="PROMPTS", help="JSONL or Parquet, with prompts and answers.")],
     overrides: Settings = None,
     answer: Annotated[
-        str, typer.Option("--answer", help="A right reply, with {ground_truth} in place of the row's answer.")
+        str, typer.Option("--answer", help="A correct reply, with {ground_truth} in place of the row's answer.")
     ] = "{ground_truth}",
-    rows: Annotated[int, typer.Option("--rows", min=1, help="Rows to check, from the first on.")] = 100,
+    rows: Annotated[int, typer.Option("--rows", min=1, help="Number of rows to check, from the first.")] = 100,
     config_dir: ConfigDir = None,
 ) -> None:
-    """Check a task without a model: right answers are right, empty ones are not, and episodes begin the same twice.
+    """Check a task without a model: correct replies score, empty ones do not, and episodes start deterministically.
 
-    Checks `agent.environment` if one is set, else the reward. An environment that knows its solution is played with
-    it in place of --answer. Ends with code 1 if a row fails.
+    Checks `agent.environment` if one is set, else the reward. If an environment knows its solution, that is used
+    instead of --answer. Exits with code 1 if a row fails.
     """
     from rollcast_agents.validation import validate_rows
 
@@ -87,7 +87,7 @@ def validate_task(
         print_lines(f"and {len(report.faults) - _SHOWN} more")
     print_lines(f"{report.rows} rows checked with {report.judge}, {len(report.faults)} faults")
     if report.unknown:
-        print_lines(f"no right reply is known for {report.unknown} of them; give one with --answer")
+        print_lines(f"no correct reply is known for {report.unknown} of them; pass one with --answer")
     if report.faults:
         raise typer.Exit(1)
 
@@ -105,7 +105,7 @@ def _compose(overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
 
 
 def _compose_for_run(place: Path, overrides: Sequence[str], config_dir: Path | None) -> DictConfig:
-    """Return the config that ``overrides`` make; without any of the reward or model, theirs are those of the run."""
+    """Return the config of ``overrides``; reward and model default to those of the run."""
     from omegaconf import OmegaConf
 
     from rollcast import format_override

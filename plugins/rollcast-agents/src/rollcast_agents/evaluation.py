@@ -26,17 +26,17 @@ __all__ = ["AgentAnswers"]
 
 _ROLE = "agent_loop"
 _TASK = ("ground_truth", "data_source", "extra_info")
-#: Step of the file of trajectories: an evaluation has one.
+#: Step number in the file of trajectories: an evaluation has a single step.
 _STEP = 0
-#: Beginning of the ids of rollouts; the number of the prompt follows.
+#: Prefix of the ids of rollouts, before the number of the prompt.
 _NAME = "eval"
 
 
 class AgentAnswers(BaseGenerator):
-    """A rollout of ``agent.loop`` for each sample.
+    """Generator that runs ``agent.loop`` once per sample.
 
-    A sample's row in the file has the conversation as ``messages``, ``end``, ``failure`` and the rollout's numbers as
-    ``metrics``. With ``agent.save_trajectories`` the folder beside the samples is a run directory: it has the
+    A sample's row in the file has the conversation as ``messages``, ``end``, ``failure`` and the rollout's metrics as
+    ``metrics``. With ``agent.save_trajectories`` the folder beside the samples is a run directory with the
     configuration and one file of all trajectories (:mod:`rollcast_agents.records`).
     """
 
@@ -103,7 +103,7 @@ def _note(trajectory: Trajectory) -> dict[str, Any]:
     return {
         "messages": [dict(message) for message in trajectory.messages],
         "end": trajectory.end,
-        # Loops without tools do not count calls; the table shows these numbers for every loop.
+        # Loops without tools do not count calls, but the table shows these numbers for every loop.
         "metrics": {"tool_calls": 0.0, "tool_errors": 0.0, **trajectory.metrics},
         **said,
     }

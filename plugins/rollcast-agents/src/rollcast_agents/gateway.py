@@ -1,7 +1,7 @@
-"""One OpenAI-compatible endpoint for all programs of a run: each session has a secret of its own.
+"""One OpenAI-compatible endpoint for all programs of a run; each session has its own secret.
 
-A secret opens its session and nothing else. Requests sample through the session, so every token that a program's model
-writes is recorded as the engine returned it.
+A secret opens only its session. Requests sample through the session, so every token that a program's model writes is
+recorded as the engine returned it.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ __all__ = ["Access", "Gateway"]
 
 logger = logging.getLogger(__name__)
 
-#: Largest body of a request in bytes.
+#: Maximum size of a request's body in bytes.
 _MAX_BODY = 64 * 2**20
-#: Header by which OpenAI's clients count their retries.
+#: Header in which OpenAI's clients count their retries.
 _RETRY = "x-stainless-retry-count"
 
 
 @dataclass(frozen=True)
 class Access:
-    """What a program needs to reach its session.
+    """Connection data with which a program reaches its session.
 
     Attributes:
-        base_url: such as ``http://127.0.0.1:4711/v1``.
+        base_url: URL of the endpoint, such as ``http://127.0.0.1:4711/v1``.
         api_key: secret of the session.
         conversation: returns the session's last chat request with its reply; empty before the first one.
     """
@@ -66,7 +66,7 @@ class _Answer:
     """A request that is being answered, kept for retries.
 
     Attributes:
-        task: samples; goes on if the client leaves.
+        task: samples the answer; continues if the client disconnects.
         delivered: True once a client has read the answer.
     """
 
@@ -76,7 +76,7 @@ class _Answer:
 
 @dataclass(eq=False)
 class _Client:
-    """A session behind its secret."""
+    """A session and the state of its secret."""
 
     session: Session
     sampling: SamplingParams
@@ -85,12 +85,12 @@ class _Client:
 
 
 class Gateway:
-    """Serves sessions over HTTP on the event loop that started it.
+    """An HTTP server for sessions, on the event loop that started it.
 
     Args:
-        renderer: of the model; makes ids of a completion's text and text of its ids.
-        model: name that ``/v1/models`` tells.
-        sampling: parameters that a request does not name.
+        renderer: renderer of the model; encodes completion prompts and decodes ids.
+        model: name that ``/v1/models`` returns.
+        sampling: parameters that a request does not set.
     """
 
     def __init__(self, renderer: BaseRenderer, model: str, sampling: SamplingParams) -> None:
@@ -100,11 +100,11 @@ class Gateway:
         self._url = ""
 
     async def start(self, host: str = "127.0.0.1", port: int = 0) -> str:
-        """Listen; return the base URL.
+        """Listen, and return the base URL.
 
         Args:
             host: address to bind.
-            port: 0 for any that is free.
+            port: port to bind; 0 for any free one.
         """
         app = web.Application(client_max_size=_MAX_BODY, middlewares=[self._guard])
         app.router.add_get("/v1/models", self._models)
@@ -119,17 +119,17 @@ class Gateway:
         return self._url
 
     async def close(self) -> None:
-        """Stop listening; requests under way are broken off."""
+        """Stop listening; requests in flight are interrupted."""
         if self._runner is not None:
             await self._runner.cleanup()
 
     @contextlib.contextmanager
     def open(self, session: Session, sampling: SamplingParams | None = None) -> Iterator[Access]:
-        """Yield a secret for a session; it opens nothing any more at the end.
+        """Yield a secret for a session; it becomes invalid at the end of the block.
 
         Args:
-            session: answers the requests.
-            sampling: parameters that a request does not name; None for the gateway's.
+            session: session that answers the requests.
+            sampling: parameters that a request does not set; None for the gateway's.
         """
         secret = secrets.token_urlsafe(32)
         client = self._clients[secret] = _Client(session, sampling or self._sampling)
@@ -177,7 +177,7 @@ class Gateway:
         if client is None:
             raise RequestError("the session was closed")
         answer = self._answer(client, body, chat, _is_retry(request))
-        # The client may leave and come back; what was sampled waits for it.
+        # The client may disconnect and retry; the sampled answer waits for it.
         value = await asyncio.shield(answer.task)
         response = await send_answer(request, body, value, chat)
         answer.delivered = request.transport is not None and not request.transport.is_closing()
@@ -195,7 +195,7 @@ class Gateway:
     async def _sample_chat(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
         messages, tools = find_messages(body), body.get("tools") or []
         if not isinstance(tools, list) or not all(isinstance(tool, Mapping) and "function" in tool for tool in tools):
-            raise RequestError('tools has to be a list of {"type": "function", "function": {...}}')
+            raise RequestError('tools must be a list of {"type": "function", "function": {...}}')
         replies = await self._replies(client, messages, tools, body)
         client.conversation = [*messages, as_chat(replies[0].message)]
         return self._build(replies, body, chat=True)
@@ -203,7 +203,7 @@ class Gateway:
     async def _sample_text(self, client: _Client, body: Mapping[str, Any]) -> dict[str, Any]:
         prompt, *others = find_prompts(body)
         if others:
-            raise RequestError("prompt has to be one text or one list of token ids here")
+            raise RequestError("prompt must be one text or one list of token ids")
         ids = self._renderer.encode(prompt) if isinstance(prompt, str) else np.asarray(prompt, np.int32)
         replies = await self._replies(client, ids, (), body)
         return self._build(replies, body, chat=False)

@@ -1,4 +1,4 @@
-"""The agents of a process: renderer, tools, gateway and loop, and many rollouts at once in one event loop."""
+"""The agents of a process: renderer, tools, gateway and loop, with many concurrent rollouts in one event loop."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ _PROGRESS_S = 10.0
 
 @dataclass(frozen=True)
 class HostSetup:
-    """Arguments that a host is built from; they can be pickled.
+    """Picklable arguments that a host is built from.
 
     Attributes:
         config: section ``agent``.
         model_path: folder of the tokenizer.
-        max_total_tokens: tokens of a context; a smaller ``agent.max_total_tokens`` holds.
+        max_total_tokens: maximum tokens of a context; a smaller ``agent.max_total_tokens`` takes precedence.
     """
 
     config: AgentConfig
@@ -51,14 +51,14 @@ class HostSetup:
 
 @dataclass(frozen=True)
 class Rollout:
-    """A rollout to be made.
+    """A rollout to run.
 
     Attributes:
-        number: place among those of its call.
-        rollout_id: unique in the run.
+        number: index among the rollouts of its call.
+        rollout_id: id, unique in the run.
         group_id: prompt that it belongs to.
         task: row of the dataset.
-        seed: of its replies; None for the engine's stream.
+        seed: seed of its replies; None for the engine's stream.
     """
 
     number: int
@@ -73,10 +73,10 @@ Generate = Callable[[Rollout, RolloutRequest], Awaitable[RolloutOutput]]
 
 
 def check_names(config: AgentConfig) -> None:
-    """Refuse a loop, renderer, environment or tool that does not exist, before anything starts.
+    """Check that loop, renderer, environment and tools exist, before anything starts.
 
     Raises:
-        PluginError: names the key.
+        PluginError: one does not exist; the message names the key.
         ConfigError: a tool cannot be built.
     """
     agent_loops.get(str(config.loop), requested_by="agent.loop")
@@ -86,14 +86,14 @@ def check_names(config: AgentConfig) -> None:
     if config.environment is not None and config.interaction_config_path is not None:
         raise ConfigError(
             f"agent.environment={config.environment} and agent.interaction_config_path="
-            f"{config.interaction_config_path} are both set; a rollout has one world: leave one of them out"
+            f"{config.interaction_config_path} are both set, but a rollout has one environment: remove one of them"
         )
     _environment_of(config)
     _local_tools(config)
 
 
 def _environment_of(config: AgentConfig) -> Callable[[], BaseEnvironment] | None:
-    """Return what builds an environment for each rollout; None if the run has none."""
+    """Return a factory of environments, one per rollout; None if the run has none."""
     if config.interaction_config_path is not None:
         return functools.partial(VerlInteraction, load_interaction_config(config.interaction_config_path))
     if config.environment is not None:
@@ -102,10 +102,10 @@ def _environment_of(config: AgentConfig) -> Callable[[], BaseEnvironment] | None
 
 
 class AgentHost:
-    """Runs the config's agent loop for many rollouts; used from one event loop.
+    """Runner of the config's agent loop for many rollouts; used from one event loop.
 
     Args:
-        setup: of the host.
+        setup: setup of the host.
     """
 
     def __init__(self, setup: HostSetup) -> None:
@@ -115,7 +115,7 @@ class AgentHost:
             RendererSetup(setup.model_path, config.format, config.renderer_kwargs)
         )
         limits = [each for each in (config.max_total_tokens, setup.max_total_tokens) if each is not None]
-        # The runner ends a rollout that takes too long; a second clock would only blur where it hung.
+        # The runner ends a rollout that takes too long; a second timeout would hide where it hung.
         self._budget = replace(config, max_total_tokens=min(limits), timeout_s=None)
         self._servers: list[McpServer] = []
         self._box: ToolBox | None = None
@@ -124,10 +124,10 @@ class AgentHost:
         self._runner: RolloutRunner | None = None
 
     async def start(self) -> None:
-        """Build tools, gateway and loop; once, before the first :meth:`run`.
+        """Build tools, gateway and loop; call it once, before the first :meth:`run`.
 
         Raises:
-            ConfigError: one of them cannot be built, or an MCP server does not answer.
+            ConfigError: one of them cannot be built, or an MCP server does not respond.
         """
         config = self.setup.config
         tools = _local_tools(config)
@@ -154,13 +154,13 @@ class AgentHost:
         enter: Callable[[], None] = lambda: None,
         leave: Callable[[], None] = lambda: None,
     ) -> list[list[Trajectory]]:
-        """Run all rollouts; return the trajectories of each, at least one, in their order.
+        """Run all rollouts; return the trajectories of each, at least one, in the rollouts' order.
 
         Args:
-            rollouts: to run.
+            rollouts: rollouts to run.
             generate: sends a request to an engine.
-            sampling: parameters of a reply that names none.
-            enter: called for each rollout that may be under way at once, before any begins.
+            sampling: default sampling parameters of a reply.
+            enter: called for each concurrent slot before any rollout starts.
             leave: called for each of them when it has no rollout left.
         """
         if self._runner is None:
@@ -177,7 +177,7 @@ class AgentHost:
             for task in (watcher, *takers):
                 task.cancel()
             await asyncio.gather(watcher, *takers, return_exceptions=True)
-        # A rollout that had not begun when the stragglers were cancelled has no entry.
+        # A rollout that had not started when stragglers were cancelled has no entry.
         return [job.ended.get(each.number) or [_aborted(each.group_id, each.rollout_id)] for each in rollouts]
 
     def session(self, rollout: Rollout, generate: Generate, sampling: SamplingParams) -> RecordingSession:
@@ -193,19 +193,19 @@ class AgentHost:
         )
 
     async def close(self) -> None:
-        """Free what loop, tools, gateway and servers hold."""
+        """Release the resources of loop, tools, gateway and servers."""
         for part in (self._loop, self._gateway, self._box, *self._servers):
             if part is not None:
                 try:
                     await part.close()
-                except Exception:  # a stranger's code must not keep the others from their end
+                except Exception:  # a user's code must not prevent the others from closing
                     logger.warning("%s could not be closed", type(part).__name__, exc_info=True)
         self._runner = None
 
 
 @dataclass(eq=False)
 class _Job:
-    """A batch of rollouts on its way."""
+    """A batch of rollouts in flight."""
 
     host: AgentHost
     runner: RolloutRunner
@@ -217,7 +217,7 @@ class _Job:
     changed: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def take(self, leave: Callable[[], None]) -> None:
-        """Run one rollout after the other, until none is left."""
+        """Run one rollout after the other until none is left."""
         try:
             while self.waiting:
                 rollout = self.waiting.popleft()
@@ -228,7 +228,7 @@ class _Job:
 
     async def _run(self, rollout: Rollout) -> list[Trajectory]:
         session = self.host.session(rollout, self.generate, self.sampling)
-        # A task of its own, so that a straggler can be cancelled and leave what it has sampled.
+        # A separate task, so that a straggler can be cancelled while its samples are kept.
         task = asyncio.ensure_future(self.runner.run(rollout.task, session))
         self.running.add(task)
         try:

@@ -1,4 +1,4 @@
-"""Objects of the user's own that the config names by file or module."""
+"""Loading the user's objects that the config names by file or module."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ __all__ = ["load_named"]
 
 
 def load_named(path: str, key: str) -> Any:
-    """Return the object called ``file.py:name`` or ``module:name``.
+    """Return the object named ``file.py:name`` or ``module:name``.
 
     Args:
-        path: of the object; a file is relative to the working directory or absolute.
+        path: name of the object; the path of a file is absolute or relative to the working directory.
         key: config key, for messages.
 
     Raises:
-        ConfigError: there is no such object, or it cannot be called.
+        ConfigError: there is no such object, or it is not callable.
     """
     where, _, name = path.rpartition(":")
     if not where or not name:
-        raise ConfigError(f"{key}={path} names no object; write file.py:function or module:function")
+        raise ConfigError(f"{key}={path} is not the name of an object; write file.py:function or module:function")
     try:
         module = _import_file(Path(where).resolve()) if where.endswith(".py") else importlib.import_module(where)
         found = getattr(module, name)
@@ -46,7 +46,7 @@ def _import_file(file: Path) -> ModuleType:
     if spec is None or spec.loader is None:
         raise FileNotFoundError(file)
     module = importlib.util.module_from_spec(spec)
-    # Type hints of the module's functions are looked up there.
+    # Type hints of the module's functions are resolved through sys.modules.
     sys.modules[spec.name] = module
     spec.loader.exec_module(module)
     return module

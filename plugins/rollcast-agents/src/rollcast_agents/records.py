@@ -1,6 +1,6 @@
-"""Trajectories in files: JSON Lines, one trajectory a line, for reports and for scoring them again without a model.
+"""Trajectories in files: JSON Lines, one trajectory per line, for reports and for rescoring without a model.
 
-A run writes ``<run_dir>/trajectories/step_000012.jsonl``. A line is an object with these keys::
+A run writes ``<run_dir>/trajectories/step_000012.jsonl``. Each line is an object with these keys::
 
     version           1
     group_id, rollout_id, end, reward, turn_rewards, reward_components, messages, metrics, failure, extra
@@ -9,11 +9,11 @@ A run writes ``<run_dir>/trajectories/step_000012.jsonl``. A line is an object w
     segments          [{"turn", "sampled", "token_ids", "log_probs", "weight_versions", "text"}], in order; token_ids is
                       base64 of little-endian int32, log_probs of float32 (null for given tokens), weight_versions
                       [[version, tokens], ...]; text is decoded, or null
-    task              fields of the dataset's row that rewards read: ground_truth, data_source, extra_info
-    score             sum of the rewards that the rollout was trained with; null if nothing has scored it
+    task              fields of the dataset row that rewards read: ground_truth, data_source, extra_info
+    score             sum of the rewards that the rollout was trained with; null if it was not scored
 
-The arrays are exact: a loaded trajectory gives the same batch as the saved one. Values that JSON does not have are
-written as their text.
+The arrays are exact: a loaded trajectory yields the same batch as the saved one. Values that JSON does not support are
+written as text.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ _INTS, _FLOATS = np.dtype("<i4"), np.dtype("<f4")
 
 @dataclass(frozen=True, eq=False)
 class Record:
-    """A trajectory and what its file says beside it.
+    """A trajectory and the additional data in its file.
 
     Attributes:
-        trajectory: as it was sampled.
+        trajectory: the sampled trajectory.
         task: fields of the dataset's row: ``ground_truth``, ``data_source``, ``extra_info``.
-        score: sum of the rewards that its rollout was trained with; None if nothing has scored it.
+        score: sum of the rewards that its rollout was trained with; None if it was not scored.
         texts: decoded text of each segment; empty if unknown.
     """
 
@@ -82,7 +82,7 @@ def save_trajectories(path: Path, trajectories: Iterable[Trajectory]) -> None:
 
 
 def save_records(path: Path, records: Iterable[Record]) -> None:
-    """Write a file, complete or not at all; its folder is made."""
+    """Write a file atomically; its folder is created."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(path.name + ".part")
     with unfinished.open("w", encoding="utf-8") as file:
@@ -91,7 +91,7 @@ def save_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def append_records(path: Path, records: Iterable[Record]) -> None:
-    """Append to a file; the file and its folder are made if they are missing."""
+    """Append to a file; the file and its folder are created if they are missing."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(map(_line, records))
@@ -100,13 +100,15 @@ def append_records(path: Path, records: Iterable[Record]) -> None:
 
 
 def keep_groups(path: Path, groups: Collection[str]) -> None:
-    """Remove the trajectories of other groups, and a line that was cut off, from a file that may be missing."""
+    """Remove trajectories of other groups and an incomplete last line from a file; do nothing if the file is
+    missing.
+    """
     if not path.is_file():
         return
     unfinished = path.with_name(path.name + ".part")
     with path.open(encoding="utf-8") as before, unfinished.open("w", encoding="utf-8") as after:
         for line in before:
-            # Only an append that was interrupted leaves a line without an end.
+            # Only an interrupted append leaves a line without an end.
             if line.endswith("\n") and json.loads(line)["group_id"] in groups:
                 after.write(line)
     os.replace(unfinished, path)
@@ -124,10 +126,10 @@ def load_trajectories(path: Path) -> list[Trajectory]:
 
 
 def load_records(path: Path) -> Iterator[Record]:
-    """Yield the lines of a file.
+    """Yield the records of a file.
 
     Raises:
-        DataError: the file cannot be read, or a line is no trajectory; names file and line.
+        DataError: the file cannot be read, or a line is not a trajectory; the message names file and line.
     """
     try:
         with path.open(encoding="utf-8") as file:
@@ -197,7 +199,7 @@ def _unpacked(text: str, dtype: np.dtype[Any]) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what stands in the file for a value that JSON does not have."""
+    """Return a JSON value for a value that JSON does not support."""
     if isinstance(value, np.generic):
         return value.item()
     if isinstance(value, np.ndarray):
@@ -230,7 +232,7 @@ def _record(line: str, place: str) -> Record:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, DataError):
             raise
-        raise DataError(f"{place} is no saved trajectory: {type(error).__name__}: {error}") from error
+        raise DataError(f"{place} is not a saved trajectory: {type(error).__name__}: {error}") from error
 
 
 def _segment(data: Mapping[str, Any]) -> Segment:

@@ -1,4 +1,4 @@
-"""Scores of saved trajectories by a config's reward."""
+"""Scoring saved trajectories with a config's reward."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _TASK = ("ground_truth", "data_source", "extra_info")
 
 
 def rescore(records: Sequence[Record], config: DictConfig) -> tuple[list[Record], dict[str, float]]:
-    """Score saved trajectories by ``reward.*``; the tokenizer is that of ``model.path``.
+    """Score saved trajectories with ``reward.*``; the tokenizer is that of ``model.path``.
 
     Returns:
-        The records with new scores, and figures: ``rollouts``, ``accuracy``, mean ``score``, mean ``score_before``
-        and the number of rollouts whose score ``changed``.
+        The records with new scores, and figures: ``rollouts``, ``accuracy``, mean ``score``, mean ``score_before`` and
+            the number of rollouts whose score ``changed``.
 
     Raises:
-        RewardError: the reward failed on a trajectory, and the settings do not bear it.
+        RewardError: the reward failed on a trajectory, and the settings do not tolerate failures.
     """
     scored = _score(records, config)
     totals = scored.rollout_scores.tolist()
@@ -63,7 +63,7 @@ def _score(records: Sequence[Record], config: DictConfig) -> Scored:
     scorer = RewardScorer(RewardSetup.of(reward, data.max_response_length), tokenizer)
     if scorer.uses_judge:
         raise ConfigError(
-            f"reward.name={reward.name} asks a judge, which only a run serves; choose a reward without one"
+            f"reward.name={reward.name} needs a judge, which only a run serves; choose a reward without one"
         )
     try:
         return scorer.score(_batch(records))
@@ -72,7 +72,7 @@ def _score(records: Sequence[Record], config: DictConfig) -> Scored:
 
 
 def _batch(records: Sequence[Record]) -> DataProto:
-    """Return the rows of the records, as the stage of the rewards gets them."""
+    """Return the rows of the records, in the form that the reward stage receives."""
     trajectories = [record.trajectory for record in records]
     objects: dict[str, list[Any]] = {
         "messages": [list(each.messages) for each in trajectories],

@@ -1,4 +1,4 @@
-"""One rollout from task to trajectories: limits, the boundary of a failure, clean ends."""
+"""One rollout from task to trajectories: limits, attribution of failures, clean shutdown."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ProgramFailed(Exception):
-    """A program of the user's ended with an error."""
+    """A user's program ended with an error."""
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,9 @@ class Limits:
     """Limits of one rollout.
 
     Attributes:
-        rollout_s: duration of the loop in seconds; None for any.
-        environment_s: duration of one call of the environment in seconds.
-        close_s: duration of its end in seconds.
+        rollout_s: maximum seconds of the loop; None for no limit.
+        environment_s: maximum seconds of one call to the environment.
+        close_s: maximum seconds for closing the environment.
     """
 
     rollout_s: float | None = None
@@ -42,11 +42,11 @@ class Limits:
 
 
 class GuardedEnvironment(BaseEnvironment):
-    """An environment whose failures are its own: whatever it raises, or a call that takes too long, is named.
+    """An environment wrapper that attributes failures: exceptions and timeouts are raised as EnvironmentFailed.
 
     Args:
         inner: the environment.
-        limits: of its calls.
+        limits: limits of its calls.
     """
 
     def __init__(self, inner: BaseEnvironment, limits: Limits) -> None:
@@ -72,17 +72,17 @@ class GuardedEnvironment(BaseEnvironment):
             if limit.expired():
                 raise EnvironmentFailed(f"{name}.{what} did not answer within {seconds:g} s") from None
             raise EnvironmentFailed(f"{name}.{what} raised TimeoutError: {error}") from error
-        except Exception as error:  # a stranger's code
+        except Exception as error:  # a user's code
             raise EnvironmentFailed(f"{name}.{what} raised {type(error).__name__}: {error}") from error
 
 
 class RolloutRunner:
-    """Runs one loop for many rollouts; a failure is one rollout's, never the batch's.
+    """Runner of one loop for many rollouts; a failure ends only its own rollout, never the batch.
 
     Args:
-        loop: of the run.
+        loop: loop of the run.
         make_environment: returns a new environment; None if the run has none.
-        limits: of each rollout.
+        limits: limits of each rollout.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class RolloutRunner:
     async def run(self, task: Mapping[str, Any], session: RecordingSession) -> list[Trajectory]:
         """Run one rollout; return its trajectories, at least one if anything was sampled.
 
-        A cancelled rollout closes its environment and ends with ``aborted``, and the cancellation goes on.
+        A cancelled rollout closes its environment and ends with ``aborted``; the cancellation is re-raised.
         """
         failure: Failure | None = None
         try:
@@ -103,7 +103,7 @@ class RolloutRunner:
             raise
         session.close(outcome.end)
         if outcome.end in ("error", "timeout") or not outcome.messages:
-            # The loop did not come to its own outcome.
+            # The loop did not return an outcome of its own.
             outcome = replace(outcome, messages=outcome.messages or list(session.messages))
             outcome = replace(outcome, metrics={**session.metrics(), **outcome.metrics})
         trajectories = [_finished(each, outcome, session, failure) for each in session.trajectories()]
@@ -140,7 +140,7 @@ class RolloutRunner:
             return None
         try:
             return GuardedEnvironment(self._make_environment(), self._limits)
-        except Exception as error:  # a stranger's constructor
+        except Exception as error:  # a user's constructor may raise anything
             raise EnvironmentFailed(f"the environment could not be built: {type(error).__name__}: {error}") from error
 
 

@@ -1,4 +1,4 @@
-"""The recorder between agents and engines: every context of a rollout, token by token."""
+"""The recorder between agents and engines: it records every context of a rollout, token by token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SEEDS = 2**63
 
 @dataclass(eq=False)
 class _Leaf:
-    """A context that can be extended: its exact ids, and the conversation that they stand for."""
+    """A context that can be extended: its exact ids, and the conversation that they represent."""
 
     ids: Tokens
     segments: list[Segment]
@@ -40,7 +40,7 @@ class _Leaf:
 
 @dataclass(frozen=True, eq=False)
 class _Prompt:
-    """A call's context, with the conversation where it was given as messages."""
+    """A call's context, with its conversation if it was given as messages."""
 
     ids: Tokens
     keys: list[tuple[object, ...]]
@@ -48,17 +48,17 @@ class _Prompt:
 
 
 class RecordingSession(Session):
-    """Samples through one renderer and engine, and keeps what the engine returned.
+    """A session that samples through one renderer and engine, and records what the engine returned.
 
     Args:
         session_id: id of the rollout.
         group_id: prompt that the rollout belongs to.
         generate: sends a request to the engine.
-        renderer: of the model.
-        sampling: parameters of a reply that names none.
+        renderer: renderer of the model.
+        sampling: default sampling parameters of a reply.
         budget: limits of the rollout.
-        max_model_len: tokens that the engine takes in one context; None if unknown.
-        seed: of the rollout; each reply has one of its own, derived from it. None for the engine's stream.
+        max_model_len: maximum tokens of the engine's context; None if unknown.
+        seed: seed of the rollout, from which each reply's seed is derived; None for the engine's stream.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RecordingSession(Session):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Parameters of a reply that names none."""
+        """Default sampling parameters of a reply."""
         return self._sampling
 
     @property
@@ -114,7 +114,7 @@ class RecordingSession(Session):
 
     @property
     def forks(self) -> int:
-        """Number of contexts beside the first one."""
+        """Number of contexts besides the first one."""
         return self._forks
 
     @property
@@ -125,11 +125,11 @@ class RecordingSession(Session):
 
     @property
     def messages(self) -> Sequence[ChatMessage]:
-        """Conversation so far: that of the loop if it is followed, else of the last request."""
+        """Conversation so far: the loop's if the session follows it, else the last request's."""
         return self._messages
 
     def metrics(self) -> dict[str, float]:
-        """Return the loop's numbers so far; empty if it is not followed."""
+        """Return the loop's metrics so far; empty if the session does not follow it."""
         return {} if self._metrics is None else dict(self._metrics())
 
     def follow(self, messages: Sequence[ChatMessage], metrics: Callable[[], Mapping[str, float]]) -> None:
@@ -195,7 +195,7 @@ class RecordingSession(Session):
             raise SessionEnded(f"session {self._id} has ended: {self._end}", self._end or "aborted")
         limit = self._budget.max_assistant_turns
         if limit is not None and self._reserved >= limit:
-            # Not with the last reply: one that asks for nothing more has ended by itself.
+            # Not set at the last allowed reply: a loop that needs no further reply ends by itself.
             self._end = "max_turns"
             raise SessionEnded(f"session {self._id} has had its {limit} replies", "max_turns")
 
@@ -224,7 +224,7 @@ class RecordingSession(Session):
                 return await self._generate(request)
         except TimeoutError:
             if self.end != "timeout":
-                raise  # the engine's own
+                raise  # a timeout of the engine itself
             raise SessionEnded(f"session {self._id} passed its {self._budget.timeout_s:g} s", "timeout") from None
         finally:
             self._waiting -= 1
@@ -242,7 +242,7 @@ class RecordingSession(Session):
         return _Prompt(np.asarray(ids, np.int32), keys, tools)
 
     def _leaf_of(self, keys: list[tuple[object, ...]], tools: Sequence[ToolSchema]) -> _Leaf | None:
-        """Return the leaf with the longest conversation that these messages go on from."""
+        """Return the leaf with the longest conversation that these messages continue."""
         found = [
             leaf
             for leaf in self._leaves
@@ -253,7 +253,7 @@ class RecordingSession(Session):
     def _record(self, context: _Prompt, sequence: RolloutSequence) -> Reply:
         tokens = np.asarray(sequence.token_ids, np.int32)
         log_probs = np.asarray(sequence.log_probs, np.float32)
-        # Looked up only now: calls of one session may have ended in another order than they began.
+        # Looked up only now: calls of one session may end in another order than they began.
         leaf = next((each for each in self._leaves if _begins_with(context.ids, each.ids)), None)
         kept = 0 if leaf is None else len(leaf.ids)
         if leaf is None:

@@ -1,4 +1,4 @@
-"""Blocking functions beside the event loop, in threads that never keep a process from its end."""
+"""Running blocking functions in threads that never delay the end of the process."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ T = TypeVar("T")
 
 
 class DaemonExecutor(Executor):
-    """Starts a thread for each call that finds none idle, and uses it again.
+    """An executor that starts a thread for each call unless one is idle.
 
-    The standard pool has a few threads, and waits for them at the exit of the process: hundreds of tools that block
-    would wait for each other, and one that hangs would keep the process alive.
+    The standard pool has a limited number of threads, and waits for them at the exit of the process: hundreds of
+    blocking tools would wait for each other, and a hanging one would keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class DaemonExecutor(Executor):
             if future.set_running_or_notify_cancel():
                 try:
                     future.set_result(call())
-                except BaseException as error:  # noqa: BLE001  # it is raised where the result is awaited
+                except BaseException as error:  # noqa: BLE001  # raised where the result is awaited
                     future.set_exception(error)
             # An idle thread must not keep the last result alive.
             del future, call
@@ -56,9 +56,9 @@ _EXECUTOR = DaemonExecutor()
 
 
 async def in_thread(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
-    """Return what a blocking function returns, called in a thread of its own.
+    """Return the result of a blocking function, called in a separate thread.
 
-    A cancelled call is not waited for; its thread goes on to the end of the function.
+    A cancelled call is not awaited; its thread runs until the function ends.
     """
     call = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
     return await asyncio.get_running_loop().run_in_executor(_EXECUTOR, call)

@@ -1,4 +1,4 @@
-"""Formats in which models write tool calls: text to calls, malformed ones with an error for the model."""
+"""Formats of models' tool calls: parsing text to calls, with errors for the model if they are malformed."""
 # ruff: noqa: RUF001, RUF002  # DeepSeek's markers are full-width
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ class Parsed(NamedTuple):
     """A reply's text without its well-formed calls, and its calls.
 
     Attributes:
-        text: remaining text; the text of a malformed call stays in it.
-        calls: in order, numbered by ``call_id``.
+        text: remaining text, including that of malformed calls.
+        calls: calls in order, numbered by ``call_id``.
         reasoning: thinking, in formats that mark it.
     """
 
@@ -30,7 +30,7 @@ class Parsed(NamedTuple):
 
 
 class _Found(NamedTuple):
-    """A piece of text that stands for calls."""
+    """A piece of text that contains calls."""
 
     start: int
     stop: int
@@ -44,7 +44,7 @@ def tool_format(name: str) -> Parse:
     """Return the parser of a format.
 
     Raises:
-        RendererError: there is no such format; names those that exist.
+        RendererError: the format does not exist; the message names those that do.
     """
     if name not in FORMATS:
         raise RendererError(f"agent.tool_format={name} is unknown; valid: {', '.join(FORMATS)}")
@@ -55,7 +55,7 @@ def tool_format(name: str) -> Parse:
 
 
 def _joined(text: str, found: Iterator[_Found]) -> Parsed:
-    """Cut the well-formed pieces out of the text and number the calls."""
+    """Cut the well-formed calls out of the text and number all calls."""
     kept: list[str] = []
     calls: list[ToolCall] = []
     at = 0
@@ -99,14 +99,12 @@ def _with_arguments(name: str, arguments: Any, call_id: str = "") -> ToolCall:
         arguments = {}
     if not isinstance(arguments, Mapping):
         found = type(arguments).__name__
-        return ToolCall(
-            name, error=f"The arguments of {name} are a {found}; they have to be an object.", call_id=call_id
-        )
+        return ToolCall(name, error=f"The arguments of {name} are a {found}; they must be an object.", call_id=call_id)
     return ToolCall(name, dict(arguments), call_id)
 
 
 def _between(text: str, opening: str, closing: str) -> Iterator[tuple[int, int, str | None]]:
-    """Yield start, end and body of each piece between the markers; the body of an unclosed one is None."""
+    """Yield start, end and body of each piece between the markers; the body of an unclosed piece is None."""
     at = text.find(opening)
     while at >= 0:
         stop = text.find(closing, at + len(opening))
@@ -138,7 +136,7 @@ _PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>", re.DOTA
 def _qwen3_coder(text: str) -> Parsed:
     """Parse ``<tool_call><function=f><parameter=x>…</parameter></function></tool_call>`` (Qwen3-Coder).
 
-    Values are JSON where they parse as JSON, else text.
+    Values that parse as JSON are JSON; others are text.
     """
 
     def found() -> Iterator[_Found]:
@@ -164,7 +162,9 @@ def _json_or_text(value: str) -> Any:
 
 
 def _llama3_json(text: str) -> Parsed:
-    """Parse ``{"name": …, "parameters": …}``, perhaps behind ``<|python_tag|>``, several joined by ``;`` (Llama 3)."""
+    """Parse ``{"name": …, "parameters": …}``, optionally after ``<|python_tag|>``, several joined by ``;`` (Llama
+    3).
+    """
     body = text.strip().removeprefix("<|python_tag|>").strip()
     marked = "<|python_tag|>" in text
     if not (marked or body.startswith("{")):
@@ -192,19 +192,19 @@ def _llama3_pythonic(text: str) -> Parsed:
     try:
         tree = ast.parse(body, mode="eval").body
         if not isinstance(tree, ast.List):
-            raise ValueError("it is no list")  # answered below, like a syntax error
+            raise ValueError("it is not a list")  # handled below, like a syntax error
         calls = tuple(_from_python(call) for call in tree.elts)
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
-        calls = (ToolCall("", error=f"The tool calls are no list of Python calls: {error}"),)
+        calls = (ToolCall("", error=f"The tool calls are not a list of Python calls: {error}"),)
     return _joined(text, iter([_Found(0, len(text), calls)]))
 
 
 def _from_python(node: ast.expr) -> ToolCall:
     if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
-        raise ValueError("an element is no call of a function")
+        raise ValueError("an element is not a function call")
     name = ast.unparse(node.func)
     if node.args or any(keyword.arg is None for keyword in node.keywords):
-        return ToolCall(name, error=f"The arguments of {name} have to be given by name.")
+        return ToolCall(name, error=f"The arguments of {name} must be given by name.")
     return ToolCall(name, {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in node.keywords})
 
 
@@ -277,7 +277,7 @@ def _gpt_oss(text: str) -> Parsed:
     return Parsed("\n".join(kept).strip(), tuple(calls), "\n".join(thoughts).strip())
 
 
-#: Name → parser. The names are those of verl and vLLM where they have one.
+#: Parsers by format name; the names are those of verl and vLLM where they have one.
 FORMATS: Mapping[str, Parse] = {
     "hermes": _hermes,
     "qwen3_coder": _qwen3_coder,

@@ -1,4 +1,4 @@
-"""Checks of a task without a model: its environment, or its reward."""
+"""Checks of a task without a model, by its environment or its reward."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class TaskReport:
     """Result of a validation.
 
     Attributes:
-        judge: the environment or reward that was asked.
+        judge: name of the environment or reward that was checked.
         rows: number of rows checked.
-        faults: row of the file, from 1, and what is wrong with it.
-        unknown: number of rows without a known right reply.
+        faults: row number in the file, from 1, and the problem.
+        unknown: number of rows without a known correct reply.
     """
 
     judge: str
@@ -50,13 +50,13 @@ def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) ->
     Args:
         prompts: JSONL or Parquet file.
         config: sections ``agent``, ``data`` and ``reward``.
-        answer: right reply to a row, with ``{ground_truth}`` in place of its reference answer. An environment that
-            knows its solution is played with it.
+        answer: correct reply to a row, with ``{ground_truth}`` in place of its reference answer. If an environment
+            knows its solution, that is used instead.
         limit: number of rows to check.
 
     Raises:
         DataError: a row has no prompt, or a reward has no reference answer to check.
-        ConfigError: the environment or the reward does not take its options.
+        ConfigError: the environment or the reward does not accept its options.
     """
     agent: AgentConfig = build_section(AgentConfig, config.agent, "agent")
     data: DataConfig = build_section(DataConfig, config.data, "data")
@@ -68,9 +68,9 @@ def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) ->
     return TaskReport(judge, len(rows), faults, sum(not is_known for _, _, is_known in checked))
 
 
-#: What is wrong with a row, and True if a right reply was known.
+#: Problems of a row, and True if a correct reply was known.
 Checked = tuple[list[str], bool]
-#: Checks a task with a right reply, None if the row has none.
+#: Checks a task with a correct reply; None if the row has none.
 Check = Callable[[Mapping[str, Any], str | None], Checked]
 
 
@@ -87,7 +87,7 @@ def _ground_truth(row: Row, data: DataConfig) -> Any:
 
 
 def _task(row: Row, data: DataConfig, answer: str, needs_truth: bool) -> tuple[dict[str, Any], str | None]:
-    """Return a row as loops and environments see it, and the right reply to it."""
+    """Return a row in the form that loops and environments receive, and its correct reply."""
     has_truth = data.ground_truth_key is not None and row.find(data.ground_truth_key) is not None
     truth = _ground_truth(row, data) if needs_truth or has_truth else None
     prompt = row.get(data.prompt_key, "data.prompt_key")
@@ -121,7 +121,7 @@ def _check_reward(reward: BaseReward, task: Mapping[str, Any], answer: str) -> I
     for reply, expected in ((answer, True), ("", False)):
         try:
             result = _scored(reward, task, reply)
-        except Exception as error:  # noqa: BLE001  # a stranger's code; its fault is the row's
+        except Exception as error:  # noqa: BLE001  # a user's code may raise anything; the row gets the fault
             yield f"the reward raised {type(error).__name__} at {reply!r}: {error}"
             continue
         correct = result.score >= reward.max_score if result.correct is None else result.correct
@@ -154,7 +154,7 @@ async def _awaited(value: Any) -> Any:
 
 def _environment_check(agent: AgentConfig) -> tuple[Check, str]:
     build = functools.partial(build_environment, str(agent.environment), agent.environment_kwargs)
-    build()  # a wrong option is the config's fault, not a row's
+    build()  # a wrong option is a fault of the config, not of a row
     return functools.partial(_check_environment, build), f"environment {agent.environment}"
 
 
@@ -165,7 +165,7 @@ def _check_environment(build: Callable[[], BaseEnvironment], task: Mapping[str, 
         if replies is None and answer is not None:
             replies = [answer]
         _, right = asyncio.run(_play(build, task, replies or ()))
-    except Exception as error:  # noqa: BLE001  # a stranger's code; its fault is the row's
+    except Exception as error:  # noqa: BLE001  # a user's code may raise anything; the row gets the fault
         return [f"the environment raised {type(error).__name__}: {error}"], True
     faults = []
     if begun != again:
@@ -181,7 +181,7 @@ def _check_environment(build: Callable[[], BaseEnvironment], task: Mapping[str, 
 async def _begin(
     build: Callable[[], BaseEnvironment], task: Mapping[str, Any]
 ) -> tuple[list[Any], Sequence[str] | None]:
-    """Return the first messages of an episode, and the replies that win it, if they are known."""
+    """Return the first messages of an episode, and the replies that solve it, if known."""
     environment = build()
     try:
         begun = await environment.reset(task)

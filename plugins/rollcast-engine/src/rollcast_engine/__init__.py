@@ -1,1 +1,1 @@
-"""What rollcast's training engines share, and an author of another can build on."""
+"""Code shared by rollcast's training engines, and a base for further engines."""

@@ -1,7 +1,7 @@
-"""The rows of a batch on their way to the device: jagged ones, which are padded there, and padded ones.
+"""The rows of a batch on their way to the device. Jagged rows are padded there; padded rows are cut.
 
-Axes: ``B`` rows, ``P`` prompt and ``T`` response positions of the batch; a micro-batch of ``b``
-rows keeps ``p <= P`` and ``t <= T`` of them, without the columns that are padding in all its rows.
+Axes: ``B`` rows, ``P`` prompt and ``T`` response positions of the batch; a micro-batch of ``b`` rows keeps ``p <= P``
+and ``t <= T`` of them, without the columns that are padding in all its rows.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ class MicroBatch:
     """Some rows of a batch, padded to their longest prompt and response, on the engine's device.
 
     Attributes:
-        rows: int64 ``[b]``, their places in the batch.
+        rows: indices of the rows in the batch, int64 ``[b]``.
         model_inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, int64 ``[b, p + t]``.
-        responses: int64 ``[b, t]``.
-        response_mask: ``[b, t]``.
-        columns: all tensor columns of the batch but the mask, padded alike.
-        is_dummy: stands in for rows that this rank does not have; must not count.
-        tokens: int64 ``[n]`` on the device, places in ``[b * t]`` of the response tokens of a jagged batch; None for
-            a padded one.
-        targets: int64 ``[n]``, places of these tokens among all response tokens of the batch.
+        responses: response token ids, int64 ``[b, t]``.
+        response_mask: mask of the trained tokens, ``[b, t]``.
+        columns: all tensor columns of the batch except the mask, padded alike.
+        is_dummy: True for a placeholder on a rank that has run out of rows; it must not count.
+        tokens: int64 ``[n]`` on the device, positions in ``[b * t]`` of a jagged batch's response tokens; None for a
+            padded batch.
+        targets: int64 ``[n]``, positions of these tokens among all response tokens of the batch.
     """
 
     rows: Tensor
@@ -50,10 +50,12 @@ class MicroBatch:
     targets: Tensor | None = None
 
     def scatter(self, values: Tensor, output: Tensor) -> None:
-        """Write ``values`` ``[b, t]`` to their rows of an output of the batch, with zeros where the mask is zero.
+        """Write ``values`` ``[b, t]`` into an output of the batch at this micro-batch's rows, with zeros outside the
+        mask.
 
         Args:
-            output: float32 ``[N]`` of a jagged batch, ``[B, T]`` of a padded one.
+            values: float ``[b, t]``.
+            output: float32, ``[N]`` for a jagged batch, ``[B, T]`` for a padded one.
         """
         kept = values.detach().to(torch.float32).where(self.response_mask > 0, 0.0)
         if self.tokens is None or self.targets is None:
@@ -67,8 +69,8 @@ class Rows(ABC):
 
     Attributes:
         prompt_width, response_width: ``P`` and ``T``.
-        starts, ends: int64 ``[B]``; a row's tokens stand in positions ``starts .. ends - 1`` of ``[P + T]``, of which
-            at least one each side of ``P``.
+        starts, ends: int64 ``[B]``; a row's tokens occupy positions ``starts .. ends - 1`` of ``[P + T]``, with at
+            least one position on each side of ``P``.
         tokens: int64 ``[B]``, tokens of each row without padding.
     """
 
@@ -80,7 +82,7 @@ class Rows(ABC):
 
     @abstractmethod
     def counts(self) -> tuple[float, float]:
-        """Return the number of tokens under the response mask, and of rows with at least one."""
+        """Return the number of tokens under the response mask, and of rows with at least one such token."""
 
     @abstractmethod
     def cut(self, rows: Tensor, device: torch.device) -> MicroBatch:
@@ -88,18 +90,18 @@ class Rows(ABC):
 
     @abstractmethod
     def empty_outputs(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Return zeros for :meth:`MicroBatch.scatter` to write to, float32 in host memory."""
+        """Return zero tensors for :meth:`MicroBatch.scatter` to write to, float32 in host memory."""
 
     @abstractmethod
     def as_batch(self, outputs: Mapping[str, Tensor]) -> DataProto:
-        """Return outputs as columns of a batch in the layout of this one."""
+        """Return outputs as columns of a batch in the layout of these rows."""
 
 
 class PaddedRows(Rows):
     """Rows of a batch with ``input_ids``, ``attention_mask``, ``position_ids``, ``responses`` and ``response_mask``.
 
     Raises:
-        ConfigError: no prompt or no response position.
+        ConfigError: the batch has no prompt position or no response position.
     """
 
     def __init__(self, columns: Mapping[str, Tensor]) -> None:
@@ -152,7 +154,7 @@ class RaggedRows(Rows):
     """Rows of a batch with jagged ``prompts``, ``responses`` and ``response_mask``.
 
     Args:
-        dense: further tensor columns ``[B, ...]``.
+        dense: the other tensor columns, ``[B, ...]``.
         jagged: all jagged columns, flat.
 
     Raises:
@@ -200,7 +202,7 @@ class RaggedRows(Rows):
 
         prompts = padded(self._prompts, width, left=True).long()
         responses = padded(self._responses, response_width).long()
-        # Columns of response tokens share one pick where they share the responses' offsets.
+        # Columns with the offsets of the responses reuse their pick.
         columns = {
             name: padded(each, response_width if _same_rows(each, self._responses) else None)
             for name, each in self._others.items()
@@ -239,7 +241,7 @@ def _same_rows(column: Jagged, responses: Jagged) -> bool:
 
 @dataclass(frozen=True)
 class _Pick:
-    """Where the values of some rows of a jagged column lie, and where they go in ``[b, width]`` on the device."""
+    """Source positions of some rows of a jagged column, and their places in ``[b, width]`` on the device."""
 
     positions: Tensor
     places: Tensor

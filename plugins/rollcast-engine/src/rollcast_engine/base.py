@@ -1,4 +1,4 @@
-"""What training engines on torch do alike, whatever splits their model."""
+"""Behaviour that torch training engines share, independent of how they split the model."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ _Optimizer = TypeVar("_Optimizer")
 
 
 class TorchEngine(BaseEngine):
-    """Base of engines: the two modes, the schedule, and exports that fail on all ranks or on none.
+    """Base of engines: train and eval mode, the learning-rate schedule, and exports that fail on all ranks or on none.
 
-    A subclass implements :meth:`mode` and :meth:`write_export`, and what is left of :class:`BaseEngine`.
+    A subclass implements :meth:`mode`, :meth:`write_export` and the remaining methods of :class:`BaseEngine`.
 
     Attributes:
-        device: where the model computes; the CPU before :meth:`use_local_device`.
-        schedule_step: steps of the learning rate's schedule so far; part of a checkpoint.
+        device: device of the model; the CPU before :meth:`use_local_device`.
+        schedule_step: completed steps of the learning-rate schedule; saved in checkpoints.
 
     Raises:
-        ConfigError: on construction, for a key of ``optim`` with a value that is not valid.
+        ConfigError: a key of ``optim`` has an invalid value.
     """
 
     def __init__(self, setup: EngineSetup) -> None:
@@ -52,40 +52,40 @@ class TorchEngine(BaseEngine):
 
     @abstractmethod
     def mode(self, training: bool) -> AbstractContextManager[None]:
-        """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
+        """Enter train or eval mode with the weights on the device; gradients are left alone."""
 
     @contextmanager
     def train_mode(self) -> Iterator[None]:
-        """Dropout on, gradients on, weights on the device, for the calls inside."""
+        """Enable dropout and gradients and keep the weights on the device during the block."""
         with self.mode(training=True), torch.enable_grad():
             yield
 
     @contextmanager
     def eval_mode(self) -> Iterator[None]:
-        """Dropout off and no gradient, for the calls inside.
+        """Disable dropout and gradients during the block.
 
-        By ``no_grad``: weights gathered under ``inference_mode`` could not be trained afterwards.
+        This uses ``no_grad``: weights gathered under ``inference_mode`` could not be trained afterwards.
         """
         with self.mode(training=False), torch.no_grad():
             yield
 
     @property
     def optim(self) -> OptimConfig:
-        """The optimizer's keys.
+        """Optimizer settings.
 
         Raises:
-            TypeError: the engine was built to infer only.
+            TypeError: the engine was built for inference only.
         """
         if self.setup.optim is None:
-            raise TypeError("this engine was built without optim: it gives log-probs or values, and cannot train")
+            raise TypeError("this engine was built without optim: it computes log-probs or values, and cannot train")
         return self.setup.optim
 
     def require_optimizer(self, optimizer: _Optimizer | None) -> _Optimizer:
-        """The optimizer, which is there once the engine is initialized.
+        """Return the optimizer after checking that the engine is initialized.
 
         Raises:
-            TypeError: the engine was built to infer only.
-            RuntimeError: it is not initialized.
+            TypeError: the engine was built for inference only.
+            RuntimeError: the engine is not initialized.
         """
         name = self.optim.optimizer
         if optimizer is None:
@@ -93,29 +93,29 @@ class TorchEngine(BaseEngine):
         return optimizer
 
     def lr_scheduler_step(self) -> float:
-        """Advance the schedule by one; gives the learning rate from now on."""
+        """Advance the schedule by one step and return the new learning rate."""
         self.schedule_step += 1
         return self.current_lr()
 
     def current_lr(self) -> float:
-        """The learning rate that the next optimizer step uses."""
+        """Return the learning rate of the next optimizer step."""
         return learning_rate(self.optim, self.schedule_step)
 
     @abstractmethod
     def write_export(self, path: Path, is_writer: bool) -> None:
         """Write the live model as a Hugging Face folder.
 
-        All ranks go through it to its end, also when the writer fails: the others may wait in a collective.
+        All ranks must run to the end, even if the writer fails: the others may wait in a collective.
 
         Raises:
-            CheckpointError: on the writing rank, the folder cannot be written.
+            CheckpointError: the folder cannot be written; only the writing rank raises.
         """
 
     def export(self, path: Path) -> None:
-        """Write a Hugging Face folder from the live model; rank 0 writes, all ranks take part.
+        """Write a Hugging Face folder from the live model; rank 0 writes, all ranks must call.
 
         Raises:
-            CheckpointError: on every rank, if the folder cannot be written.
+            CheckpointError: the folder cannot be written; every rank raises.
         """
         context, problem = self.setup.context, ""
         try:

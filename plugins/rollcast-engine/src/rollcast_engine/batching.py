@@ -1,7 +1,7 @@
-"""Splitting a rank's rows into micro-batches, and putting their outputs back in order.
+"""Splitting a rank's rows into micro-batches, and restoring the order of their outputs.
 
-Axes: ``B`` rows, ``P`` prompt and ``T`` response positions of the batch; a micro-batch of ``b``
-rows keeps ``p <= P`` and ``t <= T`` of them, without the columns that are padding in all its rows.
+Axes: ``B`` rows, ``P`` prompt and ``T`` response positions of the batch; a micro-batch of ``b`` rows keeps ``p <= P``
+and ``t <= T`` of them, without the columns that are padding in all its rows.
 """
 
 from __future__ import annotations
@@ -33,14 +33,15 @@ __all__ = [
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """Which rows go into which micro-batch.
+    """Assignment of rows to micro-batches.
 
     Attributes:
         source: the rank's rows.
-        lengths: int64 ``[B]``, what a row counts for: with packing its tokens, else all from its first to its last.
-        groups: rows (int64) of each micro-batch, longest rows first.
-        longest: the largest of the lengths.
-        budget: tokens a micro-batch, where the plan is for packs; None where it is not.
+        lengths: int64 ``[B]``, budgeted length of each row: its tokens if packed, else its positions from the first to
+            the last token.
+        groups: row indices (int64) of each micro-batch, longest rows first.
+        longest: maximum of ``lengths``.
+        budget: tokens per micro-batch for packed rows; None without packing or budget.
     """
 
     source: Rows
@@ -53,36 +54,36 @@ class BatchPlan:
         return len(self.groups)
 
     def split_to(self, count: int) -> BatchPlan:
-        """The same rows in ``count`` micro-batches, if they are to be packed by a budget and there are fewer.
+        """Return a plan with ``count`` micro-batches if this plan packs by budget and has fewer, else this plan.
 
-        Ranks that share a model run the same number; rows spread over all of them need the least memory.
+        Ranks that share a model run the same number of micro-batches; spreading the rows over all of them needs the
+        least memory.
         """
         if self.budget is None or not 0 < len(self.groups) < count:
             return self
         return replace(self, groups=_balanced(self.lengths.tolist(), self.budget, count))
 
     def micro_batch(self, index: int, device: torch.device) -> MicroBatch:
-        """The micro-batch ``index`` on ``device``."""
+        """Return micro-batch ``index`` on ``device``."""
         return self.source.cut(self.groups[index], device)
 
 
 def plan_batch(data: DataProto, settings: ForwardSettings, packs: bool = False, sequence_ranks: int = 1) -> BatchPlan:
-    """Split the rows by their number or by token budget; the same for the same rows.
+    """Split the rows by number or by token budget; deterministic for the same rows.
 
-    Padded micro-batches get rows of about one length each, packed ones about as many tokens each as the others.
-
-    A row longer than the budget is not refused here (other ranks would wait for this one in vain)
-    but gets a micro-batch of its own; see :func:`check_budget`.
+    Padded micro-batches get rows of similar length; packed ones get similar numbers of tokens. A row longer than the
+    budget gets a micro-batch of its own instead of an error, because other ranks would wait for this one forever; see
+    :func:`check_budget`.
 
     Args:
         data: the rank's rows, jagged or padded.
         settings: size or budget of a micro-batch.
-        packs: rows go through the model without padding, which the budget then does not count.
+        packs: True if rows go through the model without padding, which then does not count in the budget.
         sequence_ranks: ranks that share each row; a micro-batch has the budget of all of them.
 
     Raises:
         ColumnError: a jagged batch lacks a column.
-        ConfigError: a micro-batch size below 1, or columns that do not fit together.
+        ConfigError: the micro-batch size is below 1, or columns do not fit together.
     """
     source = _read_rows(data)
     starts, ends = source.starts, source.ends
@@ -110,15 +111,15 @@ def _read_rows(data: DataProto) -> Rows:
 
 
 def check_budget(longest: int, settings: ForwardSettings, sequence_ranks: int = 1) -> None:
-    """Refuse a batch whose longest row, of all ranks' rows, does not fit the token budget.
+    """Check that the longest row of all ranks fits the token budget.
 
     Args:
-        longest: its tokens.
-        settings: hold the budget of one rank.
+        longest: tokens of the longest row.
+        settings: settings with the budget of one rank.
         sequence_ranks: ranks that share a row.
 
     Raises:
-        ConfigError: names the row's length, the budget and the key.
+        ConfigError: it does not fit; the message names the row's length, the budget and the key.
     """
     budget = settings.max_token_len_per_gpu
     if budget is not None and longest > budget * sequence_ranks:
@@ -130,10 +131,10 @@ def check_budget(longest: int, settings: ForwardSettings, sequence_ranks: int = 
 
 
 def dummy_micro_batch(device: torch.device) -> MicroBatch:
-    """One row of two tokens under no mask, for a rank that ran out of rows.
+    """Return a micro-batch of one row with two tokens and an all-zero mask, for a rank that ran out of rows.
 
-    Ranks that share a model gather its weights together in each forward and backward, so all of
-    them run the same number.
+    Ranks that share a model gather its weights together in each forward and backward pass, so all of them must run the
+    same number of passes.
     """
     inputs = {
         "input_ids": torch.zeros((1, 2), dtype=torch.int64, device=device),
@@ -151,7 +152,7 @@ def _by_rows(order: Tensor, size: int | None, packs: bool) -> list[Tensor]:
         return []
     if not packs:
         return list(torch.split(order, size or len(order)))
-    # Dealt out to and fro, so that each pack has long and short rows.
+    # Dealt in alternating direction, so that each pack gets long and short rows.
     count = -(-len(order) // (size or len(order)))
     turn = torch.arange(len(order))
     place = torch.where(turn // count % 2 == 0, turn % count, count - 1 - turn % count)
@@ -159,7 +160,7 @@ def _by_rows(order: Tensor, size: int | None, packs: bool) -> list[Tensor]:
 
 
 def _balanced(lengths: Sequence[int], budget: int, at_least: int = 1) -> list[Tensor]:
-    """Rows in parts of at most ``budget`` tokens, nearly equal ones where that can be, and as few as can be."""
+    """Return the rows in as few parts of at most ``budget`` tokens as possible, balanced where possible."""
     if not lengths:
         return []
     needed = _first_fit(lengths, budget)
@@ -183,7 +184,7 @@ def _as_rows(parts: Sequence[Sequence[int]]) -> list[Tensor]:
 
 
 def _first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
-    """Longest rows first, each into the first part that has room."""
+    """Put each row, longest first, into the first part with room."""
     parts: list[list[int]] = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda row: -lengths[row]):

@@ -1,4 +1,4 @@
-"""The files of a checkpoint beside the tensors: what it is, random states, and checksums of the shards."""
+"""The files of a checkpoint besides the tensors: its summary, random states, and checksums of the shards."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ FORMAT = 1
 SHARDS = "shards"
 _SUMMARY = "engine.json"
 _BLOCK = 8 << 20
-#: Files beside the shards that rank 0 writes: torch's index, and what megatron-core adds.
+#: Files beside the shards that rank 0 writes: torch's index, and those that megatron-core adds.
 _INDEX = (".metadata", "common.pt", "metadata.json")
-#: Types of the values that every engine's summary has.
+#: Types of the values that every engine's summary contains.
 _VALUES: Mapping[str, type] = {
     "model_type": str,
     "world_size": int,
@@ -48,17 +48,17 @@ _VALUES: Mapping[str, type] = {
 
 
 def rng_file(path: Path, rank: int) -> Path:
-    """Where rank ``rank`` of those that write keeps its random state."""
+    """Return the path of the random state of ``rank``."""
     return path / "rng" / f"rank_{rank}.pt"
 
 
 def make_folder(path: Path, rank: int, rng: dict[str, Any] | None = None) -> None:
-    """Make the folder, with this rank's random state in it.
+    """Create the checkpoint folder and write this rank's random state into it.
 
     Args:
-        path: of the checkpoint.
-        rank: this process's.
-        rng: its random state, of tensors and numbers; None for what :func:`capture_rng` gives.
+        path: folder of the checkpoint.
+        rank: rank of this process.
+        rng: random state of tensors and numbers; None calls :func:`capture_rng`.
 
     Raises:
         OSError, RuntimeError: it cannot be written.
@@ -69,27 +69,27 @@ def make_folder(path: Path, rank: int, rng: dict[str, Any] | None = None) -> Non
 
 
 def read_rng(file: Path) -> dict[str, Any]:
-    """A random state.
+    """Return a saved random state.
 
     Raises:
-        CheckpointError: it cannot be read; names the file.
+        CheckpointError: it cannot be read; the message names the file.
     """
     try:
         state = torch.load(file, weights_only=True)
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
-    except Exception as error:  # torch's unpickler raises whatever the bytes lead to
-        raise CheckpointError(f"{file} is no random state: {_first_line(error)}") from error
+    except Exception as error:  # torch's unpickler can raise any exception on damaged bytes
+        raise CheckpointError(f"{file} is not a random state: {_first_line(error)}") from error
     if not isinstance(state, dict):
-        raise CheckpointError(f"{file} is no random state: it holds a {type(state).__name__}")
+        raise CheckpointError(f"{file} is not a random state: it holds a {type(state).__name__}")
     return state
 
 
 def restore_saved_rng(path: Path, state: dict[str, Any], restore: Callable[[dict[str, Any]], None]) -> None:
-    """Put the process's random state back by ``restore``.
+    """Restore the process's random state by calling ``restore``.
 
     Raises:
-        CheckpointError: the state is not what was saved; names the checkpoint.
+        CheckpointError: the state cannot be restored; the message names the checkpoint.
     """
     try:
         restore(state)
@@ -103,7 +103,7 @@ def _first_line(error: BaseException) -> str:
 
 
 def write_sums(path: Path, rank: int) -> None:
-    """Write down sizes and checksums of what this rank has written: its shards, and for rank 0 the index."""
+    """Write sizes and checksums of the files that this rank has written: its shards, and the index on rank 0."""
     files = sorted((path / SHARDS).glob(f"__{rank}_*"))
     if rank == 0:
         files += [file for name in _INDEX if (file := path / SHARDS / name).is_file()]
@@ -112,16 +112,16 @@ def write_sums(path: Path, rank: int) -> None:
 
 
 def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
-    """Hold shards against what was written down of them; one process of ``parts`` looks at its share.
+    """Compare shards with their recorded sizes and checksums; each of ``parts`` processes checks its share.
 
     Args:
-        path: of the checkpoint.
-        ranks: that wrote it.
-        part: of this process.
+        path: folder of the checkpoint.
+        ranks: number of ranks that wrote the checkpoint.
+        part: index of this process among ``parts``.
         parts: processes that share the work.
 
     Raises:
-        CheckpointError: a shard or its checksum is missing, or the shard is not as it was written; names the file.
+        CheckpointError: a shard or its checksum is missing, or the shard has changed; the message names the file.
     """
     check_metadata(path / SHARDS / ".metadata")
     known: dict[str, Sequence[int]] = {}
@@ -142,7 +142,7 @@ def check_shards(path: Path, ranks: int, part: int, parts: int) -> None:
         if shard.stat().st_size != size:
             raise CheckpointError(f"{shard} has {shard.stat().st_size} bytes; {size} were written")
         if _checksum(shard) != checksum:
-            raise CheckpointError(f"{shard} is corrupt: its checksum is not that of what was written")
+            raise CheckpointError(f"{shard} is corrupt: its checksum differs from the recorded one")
 
 
 def _read_sums(path: Path, file: Path) -> dict[str, list[int]]:
@@ -154,21 +154,21 @@ def _read_sums(path: Path, file: Path) -> dict[str, list[int]]:
         isinstance(each, list) and len(each) == 2 and all(type(number) is int for number in each)
         for each in sums.values()
     ):
-        raise CheckpointError(f"{file} does not hold a size and a checksum of each shard")
+        raise CheckpointError(f"{file} does not contain a size and a checksum for each shard")
     return sums
 
 
 def write_summary(path: Path, engine: str, summary: dict[str, Any]) -> None:
-    """Write ``engine.json`` of an engine by its name, by which a checkpoint is complete."""
+    """Write ``engine.json`` with the engine's name. It is written last: a checkpoint without it is incomplete."""
     text = json.dumps({"format": FORMAT, "engine": engine, **summary}, indent=1)
     (path / _SUMMARY).write_text(text + "\n", encoding="utf-8")
 
 
 def read_summary(path: Path, engine: str) -> dict[str, Any]:
-    """What :func:`write_summary` wrote for that engine.
+    """Return the summary that :func:`write_summary` wrote for that engine.
 
     Raises:
-        CheckpointError: there is no checkpoint, it is incomplete, or of another engine or format.
+        CheckpointError: the checkpoint is missing, incomplete, or belongs to another engine or format.
     """
     if not path.is_dir():
         raise CheckpointError(f"there is no checkpoint folder {path}")
@@ -180,7 +180,7 @@ def read_summary(path: Path, engine: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from error
     if not isinstance(summary, dict) or summary.get("engine") != engine:
-        raise CheckpointError(f"{file} is not of the {engine} engine")
+        raise CheckpointError(f"{file} was not written by the {engine} engine")
     if summary.get("format") != FORMAT:
         raise CheckpointError(f"{file} has format {summary.get('format')}; this version reads format {FORMAT}")
     if not (path / SHARDS / ".metadata").is_file():
@@ -190,10 +190,10 @@ def read_summary(path: Path, engine: str) -> dict[str, Any]:
 
 
 def require_values(path: Path, summary: Mapping[str, Any], kinds: Mapping[str, type]) -> None:
-    """Refuse a summary without the values that an engine reads.
+    """Check that a summary has the values that an engine reads.
 
     Raises:
-        CheckpointError: one is missing or has another type; names it.
+        CheckpointError: a value is missing or has another type; the message names it.
     """
     for key, kind in kinds.items():
         if type(summary.get(key)) is not kind:
@@ -206,17 +206,17 @@ def require_values(path: Path, summary: Mapping[str, Any], kinds: Mapping[str, t
 def require_fit(
     path: Path, summary: dict[str, Any], ours: dict[str, Any], has_optimizer: bool, others: Sequence[str] = ()
 ) -> None:
-    """Refuse a checkpoint of another model.
+    """Check that a checkpoint belongs to the engine's model.
 
     Args:
-        path: of the checkpoint, for the message.
-        summary: what :func:`read_summary` gave.
-        ours: ``model_type``, and ``parameters``: name → ``[shape, dtype]``, of the engine that is to load it.
-        has_optimizer: whether that engine trains.
-        others: differences that the engine has found by itself.
+        path: folder of the checkpoint, for the message.
+        summary: summary from :func:`read_summary`.
+        ours: ``model_type`` and ``parameters`` (name → ``[shape, dtype]``) of the engine that loads the checkpoint.
+        has_optimizer: True if that engine trains.
+        others: differences that the engine itself has found.
 
     Raises:
-        CheckpointError: it does not fit; names the first differences.
+        CheckpointError: it does not fit; the message names the first differences.
     """
     differences: list[str] = []
     if summary["model_type"] != ours["model_type"]:
@@ -224,7 +224,7 @@ def require_fit(
     differences += others
     theirs, mine = summary["parameters"], ours["parameters"]
     differences += [
-        f"{name}: {_describe(theirs.get(name))} there, {_describe(mine.get(name))} here"
+        f"{name}: {_describe(theirs.get(name))} in the checkpoint, {_describe(mine.get(name))} here"
         for name in sorted(theirs.keys() | mine.keys())
         if theirs.get(name) != mine.get(name)
     ]
@@ -244,7 +244,7 @@ def _describe(parameter: Any) -> str:
 
 
 def describe_failure(error: BaseException) -> str:
-    """What went wrong, without the tracebacks that torch puts into its message."""
+    """Return the cause of a failure without the tracebacks that torch puts into its message."""
     if not isinstance(error, CheckpointException):
         return str(error)
     return "; ".join(f"{type(cause).__name__}: {cause}" for cause, _ in error.failures.values())

@@ -1,4 +1,4 @@
-"""Writing a Hugging Face folder from weights that come one at a time."""
+"""Writing a Hugging Face folder from weights that arrive one at a time."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ def write_folder(
     is_writer: bool = True,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write config, ``model*.safetensors`` and what else ``model.path`` holds (tokenizer, own code).
+    """Write config, ``model*.safetensors`` and the other files of ``model.path`` (tokenizer, custom code).
 
-    No more than one tensor is in memory, beside what ``tensors`` itself needs; of models whose names or
-    layout in files transformers converts, all of them.
+    At most one tensor is held in memory, besides what ``tensors`` itself needs. For models whose names or file layout
+    transformers converts, all tensors are held.
 
     Args:
-        path: the folder to make.
-        model: where the weights were first loaded from.
+        path: folder to create.
+        model: model that the weights were first loaded from.
         model_type: a value model is written as ``...ForTokenClassification`` with one label.
-        tensors: all parameters by name, whole, in any order; tied ones once. Gone through to its end on every
-            rank, whatever happens, for the others may wait in it.
-        is_writer: this rank writes; the others only go through ``tensors``.
-        shard_bytes: largest file of weights.
+        tensors: all parameters by name, whole, in any order; tied ones once. Consumed to the end on every rank, even
+            after an error, because other ranks may wait in it.
+        is_writer: True on the rank that writes; the others only consume ``tensors``.
+        shard_bytes: maximum size of a weights file in bytes.
 
     Raises:
-        CheckpointError: on the writing rank: the tensors are not those of ``model``, or the folder cannot be written.
+        CheckpointError: the tensors are not those of ``model``, or the folder cannot be written; only the writing rank
+            raises.
     """
     arriving = iter(tensors)
     try:
@@ -67,7 +68,7 @@ def _write(
         raise CheckpointError(f"{path} cannot be written: there are no weights")
     dtype = first[1].dtype
     tensors = itertools.chain([first], tensors)
-    del first  # the tensor is to live no longer than any other
+    del first  # drop the reference, so that the first tensor is freed as early as the others
     skeleton = build_skeleton(model, model_type, dtype)
     try:
         path.mkdir(parents=True, exist_ok=True)
@@ -83,7 +84,7 @@ def _write(
 
 
 def build_skeleton(model: ModelConfig, model_type: ModelType, dtype: torch.dtype) -> Any:
-    """The model on the meta device: its names, shapes and ties, without memory for its weights."""
+    """Return the model on the meta device: names, shapes and ties without memory for its weights."""
     from transformers import AutoModel, AutoModelForCausalLM
 
     config = load_hf_config(model)
@@ -132,7 +133,7 @@ def _write_config(path: Path, skeleton: Any, dtype: torch.dtype) -> None:
 
 
 def _remove_weights(path: Path) -> None:
-    """What an earlier export left would be loaded along with this one."""
+    """Delete the weights of an earlier export, which would otherwise be loaded along with the new ones."""
     for pattern in WEIGHT_PATTERNS:
         for file in path.glob(pattern):
             file.unlink()

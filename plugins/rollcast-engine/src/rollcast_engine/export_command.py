@@ -1,4 +1,4 @@
-"""``rollcast export``: a checkpoint into a Hugging Face folder."""
+"""``rollcast export``: write a checkpoint as a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def export(
     checkpoint: Annotated[
-        Path, typer.Argument(metavar="CHECKPOINT", help="The checkpoint's folder, RUN_DIR/checkpoints/step_N.")
+        Path, typer.Argument(metavar="CHECKPOINT", help="Folder of the checkpoint, RUN_DIR/checkpoints/step_N.")
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to make.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Folder to create.")],
     config: Annotated[
         Path | None,
         typer.Option("--config", metavar="FILE", help="The run's resolved config; RUN_DIR/config.yaml by default."),
@@ -38,14 +38,14 @@ def export(
 
     _check_checkpoint(checkpoint)
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
-        raise CheckpointError(f"{output} exists and is not an empty folder; give another one to write into")
+        raise CheckpointError(f"{output} exists and is not an empty folder; choose another OUTPUT")
     run_dir = checkpoint.resolve().parent.parent
     file = config or run_dir / "config.yaml"
     settings = _read_config(file)
     engine = _engine_name(settings)
     if engine is None or settings.get("model") is None:
         missing = "actor.engine.name" if engine is None else "model"
-        raise ConfigError(f"{file} has no {missing}, which says what the checkpoint is of; is it a run's config.yaml?")
+        raise ConfigError(f"{file} has no {missing}, which identifies the model; is it a run's config.yaml?")
     engine_class = engines.get(engine, requested_by=f"actor.engine.name ({file})")
     model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
     model = replace(model, path=_find_model(model.path, str(settings.get("run_dir", "")), run_dir))
@@ -55,17 +55,17 @@ def export(
 
 
 def _check_checkpoint(checkpoint: Path) -> None:
-    """Refuse what is no checkpoint.
+    """Check that ``checkpoint`` is the folder of a checkpoint.
 
     Raises:
-        CheckpointError: names the checkpoint that may have been meant.
+        CheckpointError: it is not; the message suggests the checkpoint that may have been meant.
     """
     from rollcast.errors import CheckpointError
 
     if (checkpoint / "actor").is_dir():
         return
     near = find_newest_checkpoint(checkpoint) or find_newest_checkpoint(checkpoint.parent.parent)
-    what = "has no actor/, so it is no checkpoint" if checkpoint.is_dir() else "does not exist"
+    what = "has no actor/, so it is not a checkpoint" if checkpoint.is_dir() else "does not exist"
     hint = f"; did you mean {near}?" if near else "; a checkpoint is a folder RUN_DIR/checkpoints/step_N"
     raise CheckpointError(f"{checkpoint} {what}{hint}")
 
@@ -80,9 +80,9 @@ def _read_config(file: Path) -> DictConfig:
         settings = OmegaConf.load(file)
     except (OSError, YAMLError) as error:
         reason = getattr(error, "strerror", None) or " ".join(str(error).split())
-        raise ConfigError(f"{file} cannot be read: {reason}; give the run's resolved config with --config") from error
+        raise ConfigError(f"{file} cannot be read: {reason}; pass the run's resolved config with --config") from error
     if not isinstance(settings, DictConfig):
-        raise ConfigError(f"{file} holds no mapping; give the run's resolved config with --config")
+        raise ConfigError(f"{file} is not a mapping; pass the run's resolved config with --config")
     return settings
 
 
@@ -94,7 +94,7 @@ def _engine_name(settings: DictConfig) -> str | None:
 
 
 def _find_model(path: str, old_run_dir: str, run_dir: Path) -> str:
-    """The model's folder, although the run may have been moved or started from another folder."""
+    """Return the model's folder, even if the run has been moved since."""
     if old_run_dir and not Path(path).exists() and Path(path).is_relative_to(old_run_dir):
         return str(run_dir / Path(path).relative_to(old_run_dir))
     return path

@@ -1,4 +1,4 @@
-"""Hugging Face folders and their models, as far as every engine has to know them."""
+"""Hugging Face folders and their models, as far as all engines need them."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ WEIGHT_PATTERNS = ("*.safetensors", "*.safetensors.index.json", "pytorch_model*.
 
 
 class ValueModel(nn.Module):
-    """A body and a linear head that starts at zero: one value a position.
+    """A transformer body with a linear head that starts at zero: one value per position.
 
-    Parameters are named as in transformers' ``...ForTokenClassification`` with one label
-    (``model.*``, ``score.*``), so an export opens with that class where the architecture has one.
+    Parameters are named as in transformers' ``...ForTokenClassification`` with one label (``model.*``, ``score.*``), so
+    that class can load an export if the architecture has one.
     """
 
     def __init__(self, body: Any) -> None:
@@ -53,11 +53,11 @@ class ValueModel(nn.Module):
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None, position_ids: Tensor, **for_attention: Any
     ) -> Tensor:
-        """Values ``[B, S, 1]`` of the states after each of ``S`` positions.
+        """Return the values ``[B, S, 1]`` of the states after each of ``S`` positions.
 
         Args:
             input_ids, attention_mask, position_ids: int64 ``[B, S]``.
-            for_attention: what the body hands on to its attention.
+            for_attention: arguments that the body passes to its attention.
         """
         hidden = self.body(
             input_ids=input_ids,
@@ -66,24 +66,24 @@ class ValueModel(nn.Module):
             use_cache=False,
             **for_attention,
         ).last_hidden_state
-        # FSDP2 hangs a hook on what the model gives, and warns of a view.
+        # FSDP2 registers a hook on the model's output, and warns if the output is a view.
         values: Tensor = self.score(hidden).clone()
         return values
 
 
 def load_hf_config(model: ModelConfig) -> Any:
-    """The folder's ``config.json`` as a transformers config.
+    """Return the folder's ``config.json`` as a transformers config.
 
     Raises:
-        ConfigError: there is no such folder or file, or its architecture is unknown.
+        ConfigError: the folder or file does not exist, or its architecture is unknown.
     """
     from transformers import AutoConfig
 
     folder = Path(model.path)
     if not folder.is_dir():
-        raise ConfigError(f"model.path is {model.path!r}, which is not a folder; give a Hugging Face model folder")
+        raise ConfigError(f"model.path is {model.path!r}, which is not a folder; set it to a Hugging Face model folder")
     if not (folder / "config.json").is_file():
-        raise ConfigError(f"model.path {folder} has no config.json; give a Hugging Face model folder")
+        raise ConfigError(f"model.path {folder} has no config.json; set it to a Hugging Face model folder")
     try:
         return AutoConfig.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError) as error:
@@ -91,7 +91,7 @@ def load_hf_config(model: ModelConfig) -> Any:
 
 
 def parameters_by_name(module: nn.Module) -> dict[str, Tensor]:
-    """Parameters and saved buffers by their state-dict names; a tied one once, by its first name."""
+    """Return parameters and persistent buffers by state-dict name; tied tensors appear once, under their first name."""
     found: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -102,12 +102,12 @@ def parameters_by_name(module: nn.Module) -> dict[str, Tensor]:
 
 
 def transformer(module: nn.Module) -> Any:
-    """The model of transformers in ``module``: itself, or a value model's body."""
+    """Return the transformers model in ``module``: the module itself, or a value model's body."""
     return module.body if isinstance(module, ValueModel) else module
 
 
 def is_converted(module: nn.Module) -> bool:
-    """Whether transformers renames or rearranges what this model's files hold, on the way in and out."""
+    """Return True if transformers renames or reshapes this model's tensors when it loads and saves files."""
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
     except ImportError:  # before transformers 5

@@ -1,4 +1,4 @@
-"""Errors about an engine's keys, named by the section of the role that the engine serves."""
+"""Errors about an engine's keys, named by the config section of the role that the engine serves."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["EngineKeyError", "naming_keys"]
 class EngineKeyError(ConfigError):
     """A key of an engine asks for something that the model or the machine cannot do.
 
-    Raised where the role is not known; :func:`naming_keys` puts the section before the key.
+    Code that does not know the role raises it; :func:`naming_keys` puts the section before the key.
 
     Args:
-        key: Name of the key within the engine's section.
-        problem: Rest of the message, which completes "<key> …".
+        key: name of the key within the engine's section.
+        problem: rest of the message, which completes "<key> …".
     """
 
     def __init__(self, key: str, problem: str) -> None:
@@ -31,13 +31,13 @@ class EngineKeyError(ConfigError):
 
 @contextmanager
 def naming_keys(section: str) -> Iterator[None]:
-    """Raise every :class:`EngineKeyError` of the block with the full path of its key.
+    """Re-raise every :class:`EngineKeyError` of the block with the full path of its key.
 
     Args:
-        section: Config section of the role, such as ``critic``.
+        section: config section of the role, such as ``critic``.
 
     Raises:
-        ConfigError: A key was refused; the message begins with ``<section>.engine.<key>``.
+        ConfigError: a key was refused; the message begins with ``<section>.engine.<key>``.
     """
     try:
         yield

@@ -1,4 +1,4 @@
-"""From a micro-batch's per-token quantities to its share of the loss."""
+"""Computing a micro-batch's share of the loss from per-token quantities."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ __all__ = ["loss_share", "quantity_names", "zero_loss"]
 
 
 def quantity_names(settings: ForwardSettings, is_value_model: bool) -> list[str]:
-    """What a batch's output holds."""
+    """Return the names of the outputs of a batch."""
     if is_value_model:
         return ["values"]
     asked = {
@@ -40,13 +40,17 @@ def loss_share(
     loss_function: LossFunction,
     sums: MetricSums,
 ) -> Tensor:
-    """The loss function's share for this micro-batch, a scalar; its metrics are counted in.
+    """Return the loss function's share for this micro-batch, a scalar, and add its metrics to ``sums``.
 
-    A dummy's share is zero, but hangs on the model's output: its backward meets the other ranks'.
+    The share of a dummy is zero, but depends on the model's output, so that its backward pass takes part in the
+    collectives.
 
     Args:
-        given: ``log_probs`` and what else was asked for, or ``values``, each ``[b, t]``.
-        sums: takes the metrics.
+        given: ``log_probs`` and other requested quantities, or ``values``, each ``[b, t]``.
+        micro: the micro-batch.
+        denominators: counts that losses divide by.
+        loss_function: loss to evaluate.
+        sums: accumulator of the metrics.
     """
     if micro.is_dummy:
         return zero_loss(given)
@@ -68,5 +72,5 @@ def loss_share(
 
 
 def zero_loss(given: Mapping[str, Tensor]) -> Tensor:
-    """Zero, with a gradient of zeros for all that the quantities came from."""
+    """Return zero with a zero gradient for everything that the quantities depend on."""
     return torch.stack([quantity.sum() for quantity in given.values()]).sum() * 0.0

@@ -1,4 +1,4 @@
-"""The index of a torch checkpoint, ``.metadata``: a pickle, read here without running code that it names."""
+"""Safe reading of a torch checkpoint's index: ``.metadata`` is a pickle, and no code that it names is run."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from rollcast.errors import CheckpointError
 
 __all__ = ["check_metadata"]
 
-#: Module whose classes and enums an index is made of.
+#: Module of the classes and enums in an index.
 _MODULE = "torch.distributed.checkpoint.metadata"
-#: What else torch and megatron-core name in an index; none of it has effects.
+#: Further names that torch and megatron-core use in an index; none of them has side effects.
 _NAMES = {
     ("builtins", "set"),
     ("builtins", "frozenset"),
@@ -29,7 +29,7 @@ _NAMES = {
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Finds the classes of an index, dtypes, and nothing else."""
+    """Unpickler that resolves only dtypes and the classes of an index."""
 
     def find_class(self, module: str, name: str) -> Any:
         import torch
@@ -41,11 +41,11 @@ class _PlainUnpickler(pickle.Unpickler):
             found = super().find_class(module, name)
             if isinstance(found, type) and found.__module__ == _MODULE:
                 return found
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which is no part of an index")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which does not belong in an index")
 
 
 def check_metadata(file: Path) -> None:
-    """Read the index of a checkpoint, so that torch, which unpickles anything, meets only what is plain data.
+    """Check that the index of a checkpoint is plain data before torch, which unpickles anything, reads it.
 
     Raises:
         CheckpointError: the file cannot be read, is damaged, or names code.
@@ -54,7 +54,7 @@ def check_metadata(file: Path) -> None:
 
     try:
         content = _PlainUnpickler(io.BytesIO(file.read_bytes())).load()
-    except Exception as error:  # damaged bytes lead an unpickler anywhere
-        raise CheckpointError(f"{file} is no index of a checkpoint: {type(error).__name__}: {error}") from error
+    except Exception as error:  # an unpickler can raise any exception on damaged bytes
+        raise CheckpointError(f"{file} is not an index of a checkpoint: {type(error).__name__}: {error}") from error
     if not isinstance(content, Metadata) or not isinstance(content.state_dict_metadata, dict):
-        raise CheckpointError(f"{file} is no index of a checkpoint: it holds a {type(content).__name__}")
+        raise CheckpointError(f"{file} is not an index of a checkpoint: it contains a {type(content).__name__}")

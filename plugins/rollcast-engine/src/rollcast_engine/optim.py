@@ -1,6 +1,6 @@
-"""The registry of optimizers, those of this distribution, and the optimizer of an engine.
+"""The registry of optimizers, and the optimizers of this distribution.
 
-Example of an optimizer, to be announced in ``rollcast.optimizers``::
+Example of an optimizer, to be registered in the entry-point group ``rollcast.optimizers``::
 
     def rmsprop(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
         return torch.optim.RMSprop(parameters, lr=lr, weight_decay=optim.weight_decay, **optim.optimizer_kwargs)
@@ -46,7 +46,7 @@ class OptimizerFactory(Protocol):
     """
 
     def __call__(self, parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
-        """Return the optimizer, whose first step uses ``lr``.
+        """Return the optimizer; its first step uses ``lr``.
 
         Raises:
             TypeError: ``optim.optimizer_kwargs`` has an unknown option.
@@ -60,25 +60,25 @@ optimizers: Registry[OptimizerFactory] = Registry(
 
 
 def check_optim(optim: OptimConfig, path: str = "actor.optim") -> None:
-    """Refuse values that make no optimizer or no schedule.
+    """Check the settings of optimizer and schedule.
 
     Args:
-        optim: The section.
-        path: Its dotted path, for messages.
+        optim: the config section.
+        path: dotted path of the section, for messages.
 
     Raises:
-        ConfigError: The key, its value and what is valid.
-        PluginError: There is no such optimizer.
+        ConfigError: a value is invalid; the message names the key, its value and valid ones.
+        PluginError: the optimizer does not exist.
     """
     optimizers.get(optim.optimizer, requested_by=f"{path}.optimizer")
     check_schedule(optim, path)
 
 
 def build_optimizer(parameters: Iterable[Parameter], optim: OptimConfig) -> Optimizer:
-    """The optimizer that ``optim`` names, over those parameters that are trained, at the schedule's first rate.
+    """Return the optimizer that ``optim`` names over the trainable parameters, at the schedule's first learning rate.
 
     Raises:
-        ConfigError: it does not take ``optim.optimizer_kwargs``, or nothing is to be trained.
+        ConfigError: the optimizer rejects ``optim.optimizer_kwargs``, or no parameter is trainable.
     """
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     if not trained:
@@ -91,10 +91,10 @@ def build_optimizer(parameters: Iterable[Parameter], optim: OptimConfig) -> Opti
 
 
 def adamw(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
-    """AdamW, fused where the device has it, with its state already in place.
+    """Return AdamW, fused if the device supports it, with its state already allocated.
 
-    Torch makes the state at the first step; made here, a checkpoint has the same entries before
-    and after it, and loading needs no step to make room.
+    Torch creates the state at the first step. Created here, checkpoints have the same entries before and after that
+    step, and loading needs no extra step to allocate them.
     """
     parameters = list(parameters)
     beta1, beta2 = optim.betas
@@ -114,18 +114,18 @@ def adamw(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Opt
 
 
 def sgd(parameters: Iterable[Parameter], optim: OptimConfig, lr: float) -> Optimizer:
-    """Stochastic gradient descent; ``momentum`` and ``nesterov`` come by ``optim.optimizer_kwargs``."""
+    """Stochastic gradient descent; ``momentum`` and ``nesterov`` are set by ``optim.optimizer_kwargs``."""
     return torch.optim.SGD(parameters, lr=lr, weight_decay=optim.weight_decay, **optim.optimizer_kwargs)
 
 
 def prime_optimizer(optimizer: Optimizer) -> None:
-    """Give an optimizer that makes its state at the first step the entries to load a checkpoint into.
+    """Create the state of an optimizer that creates it lazily, so that a checkpoint can be loaded into it.
 
-    By a step of size zero on gradients of zero, which leaves the parameters as they are. Nothing
-    happens if there is state already.
+    This takes a step with learning rate zero on zero gradients, which leaves the parameters unchanged. Does nothing if
+    there is state already.
 
     Raises:
-        RuntimeError: there are gradients, with which a step would mean something.
+        RuntimeError: there are gradients, which the step would apply and drop.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if any(optimizer.state.get(parameter) for parameter in parameters):

@@ -1,4 +1,4 @@
-"""Meeting the other ranks of a worker group."""
+"""Joining the process group of a worker group."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 
 __all__ = ["agree", "join_process_group"]
 
-#: As long as torch's own rendezvous waits for a rank.
+#: Equal to the timeout of torch's own rendezvous.
 _STORE_TIMEOUT = timedelta(minutes=30)
 
 
 def join_process_group(context: WorkerContext) -> None:
-    """Meet the other ranks of the group, unless another engine of this process did so already.
+    """Join the other ranks of the group, unless another engine of this process has done so.
 
     Raises:
-        ConfigError: this process belongs to a group of another size, or there is no port to meet at.
+        ConfigError: this process belongs to a group of another size, or the group has no ``master_port``.
     """
     if dist.is_initialized():
         if dist.get_world_size() != context.world_size:
@@ -45,7 +45,7 @@ def join_process_group(context: WorkerContext) -> None:
 
 
 def _meet(context: WorkerContext) -> Any:
-    """Return the store of the group, which rank 0 serves on its own address only."""
+    """Return the store of the group; rank 0 serves it, on its own address only."""
     if context.rank == 0:
         return serve_store(context.master_addr, context.master_port, _STORE_TIMEOUT, context.world_size)
     stores: Any = dist  # the stubs lack the stores
@@ -55,16 +55,16 @@ def _meet(context: WorkerContext) -> Any:
 
 
 def agree(problem: str, what: str, ranks: int, group: dist.ProcessGroup | None = None) -> None:
-    """Fail on every rank if one did, and on none before all have come this far.
+    """Raise on every rank if one rank has a problem; waits for all ranks.
 
     Args:
-        problem: this rank's; empty for none.
-        what: goes before it in the message; may be empty.
-        ranks: how many there are; 1 asks nobody.
-        group: of all of them; None for the process group of the training.
+        problem: problem of this rank; empty for none.
+        what: prefix of the message; may be empty.
+        ranks: number of ranks; 1 skips the collective.
+        group: process group of these ranks; None for the default group.
 
     Raises:
-        CheckpointError: the first rank's problem.
+        CheckpointError: a rank has a problem; the message is the first rank's.
     """
     problems: list[Any] = [problem]
     if ranks > 1:

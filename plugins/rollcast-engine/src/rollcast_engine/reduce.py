@@ -1,4 +1,4 @@
-"""What the data-parallel ranks have to agree on: counts before, metrics after a mini-batch."""
+"""Reductions over data-parallel ranks: counts before a mini-batch and metrics after it."""
 
 from __future__ import annotations
 
@@ -22,8 +22,12 @@ __all__ = ["AgreedCounts", "MetricSums", "agree_on_counts"]
 
 @dataclass(frozen=True)
 class AgreedCounts:
-    """Counts over all ranks: how many micro-batches each runs, what losses divide by, and the
-    longest row's tokens.
+    """Counts over all ranks.
+
+    Attributes:
+        micro_batches: micro-batches that each rank runs.
+        denominators: counts that losses divide by.
+        longest: tokens of the longest row.
     """
 
     micro_batches: int
@@ -32,10 +36,16 @@ class AgreedCounts:
 
 
 def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, device: torch.device) -> AgreedCounts:
-    """Exchange counts, in one collective; ``group`` None stands for a single rank.
+    """Exchange counts in one collective.
 
-    Denominators that the caller gave stand. Counted ones are at least 1, so that a mini-batch without a single token
-    under the mask has the loss 0 rather than 0/0.
+    Denominators from the caller are kept. Counted ones are at least 1, so that a mini-batch without any masked-in token
+    has loss 0 rather than 0/0.
+
+    Args:
+        plan: micro-batches of this rank.
+        settings: settings of the pass, which may hold denominators.
+        group: process group of the data-parallel ranks; None for a single rank.
+        device: device of the collective.
     """
     tokens, sequences = plan.source.counts()
     mine = torch.tensor(
@@ -57,13 +67,13 @@ def agree_on_counts(plan: BatchPlan, settings: ForwardSettings, group: Any, devi
 
 @dataclass
 class MetricSums:
-    """Metrics of the micro-batches so far; on the device until :meth:`reduce` asks for numbers."""
+    """Sums and maxima of metrics over micro-batches; kept on the device until :meth:`reduce`."""
 
     sums: dict[str, Tensor] = field(default_factory=dict)
     maxima: dict[str, Tensor] = field(default_factory=dict)
 
     def add(self, metrics: Mapping[str, Any], maxima: Mapping[str, Any]) -> None:
-        """Count in one micro-batch's share: scalars, as tensors or numbers."""
+        """Add one micro-batch's share: scalars, as tensors or numbers."""
         for name, value in metrics.items():
             number = torch.as_tensor(value).detach().double()
             self.sums[name] = self.sums[name] + number if name in self.sums else number
@@ -72,7 +82,10 @@ class MetricSums:
             self.maxima[name] = torch.maximum(self.maxima[name], number) if name in self.maxima else number
 
     def reduce(self, group: Any) -> dict[str, float]:
-        """The same numbers on every rank; a rank that saw no rows may lack some names."""
+        """Return the metrics over all ranks, equal on every rank.
+
+        A rank that saw no rows may lack some names before the reduction.
+        """
         mine = (
             {name: float(value) for name, value in self.sums.items()},
             {name: float(value) for name, value in self.maxima.items()},

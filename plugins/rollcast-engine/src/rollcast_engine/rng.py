@@ -1,4 +1,4 @@
-"""A process's random state as plain tensors and numbers, so that reading it back runs no code."""
+"""A process's random state as plain tensors and numbers, so that loading it runs no code."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["capture_rng", "derive_rng", "restore_rng"]
 
 
 def capture_rng() -> dict[str, Any]:
-    """The state of torch (host and current accelerator), Python and numpy in this process."""
+    """Return the random state of torch (host and current accelerator), Python and numpy in this process."""
     version, numbers, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     state: dict[str, Any] = {
@@ -32,7 +32,7 @@ def capture_rng() -> dict[str, Any]:
 
 
 def restore_rng(state: dict[str, Any]) -> None:
-    """Put this process where :func:`capture_rng` found the other."""
+    """Restore a random state that :func:`capture_rng` returned."""
     torch.set_rng_state(state["torch"])
     python = state["python"]
     random.setstate((python["version"], tuple(python["numbers"]), python["gauss"]))
@@ -44,7 +44,7 @@ def restore_rng(state: dict[str, Any]) -> None:
 
 
 def derive_rng(rank: int) -> None:
-    """Start a stream of this rank's own from the state that is in place."""
+    """Seed a stream of this rank's own from the current state."""
     seed = int(torch.randint(2**31, ())) + rank
     torch.manual_seed(seed)
     random.seed(seed)

@@ -1,7 +1,7 @@
-"""Writing safetensors files tensor by tensor, in any order, with no more than one tensor in memory.
+"""Writing safetensors files tensor by tensor, in any order, with at most one tensor in memory.
 
-The format keeps names, shapes and places of all tensors at the beginning of a file, so these have to be known before
-the first tensor comes: https://github.com/huggingface/safetensors#format
+The format stores names, shapes and offsets of all tensors at the start of a file, so these must be known before the
+first tensor is written: https://github.com/huggingface/safetensors#format
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["SHARD_BYTES", "SafetensorsWriter"]
 
-#: Largest file of weights, unless one tensor is larger.
+#: Maximum size of a weights file in bytes, unless one tensor is larger.
 SHARD_BYTES = 5 << 30
 
 _CODES = {
@@ -44,7 +44,7 @@ _CODES = {
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a tensor goes: its file, the offset there, and what it has to be."""
+    """Position of a tensor: its file, the offset in bytes, and the expected shape and dtype."""
 
     file: Path
     offset: int
@@ -53,15 +53,15 @@ class _Place:
 
 
 class SafetensorsWriter:
-    """``model.safetensors``, or several files and their index if there is more than fits into one.
+    """Writer of ``model.safetensors``, or of several files and their index if the tensors exceed one file.
 
     Args:
-        folder: that exists.
+        folder: existing folder to write into.
         layout: shape and dtype of each tensor by name.
-        shard_bytes: largest file, unless one tensor is larger.
+        shard_bytes: maximum size of a file in bytes, unless one tensor is larger.
 
     Raises:
-        OSError: a file cannot be made.
+        OSError: a file cannot be created.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class SafetensorsWriter:
         header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         end = 0
         offsets: dict[str, int] = {}
-        # Larger numbers first: then each tensor begins at a multiple of its own.
+        # Larger dtypes first, so that each tensor is aligned to its item size.
         for name, (shape, dtype) in sorted(layout.items(), key=lambda item: -item[1][1].itemsize):
             offsets[name], end = end, end + math.prod(shape) * dtype.itemsize
             places = [offsets[name], end]
@@ -97,10 +97,10 @@ class SafetensorsWriter:
             self._places[name] = _Place(file, 8 + len(text) + offsets[name], tuple(shape), dtype)
 
     def write(self, name: str, tensor: Tensor) -> None:
-        """Put a tensor in its place, converted to the dtype that the layout has for it.
+        """Write a tensor at its position, converted to the dtype of the layout.
 
         Raises:
-            ValueError: the layout has none of this name and shape, or it came before.
+            ValueError: the layout has no tensor of this name and shape, or it was already written.
             OSError: it cannot be written.
         """
         place = self._places.get(name)
@@ -109,7 +109,7 @@ class SafetensorsWriter:
         if place.shape != tuple(tensor.shape):
             raise ValueError(f"tensor {name} has shape {tuple(tensor.shape)}; the model's has {place.shape}")
         if name not in self._missing:
-            raise ValueError(f"tensor {name} came twice")
+            raise ValueError(f"tensor {name} was written twice")
         plain = tensor.detach().to("cpu", place.dtype).contiguous()
         if plain.numel():
             data = plain.reshape(-1).view(torch.uint8).numpy().data
@@ -120,27 +120,27 @@ class SafetensorsWriter:
         """Close the files, and write the index if there are several.
 
         Raises:
-            ValueError: a tensor did not come.
+            ValueError: a tensor was not written.
             OSError: a file cannot be written.
         """
         self.close()
         if self._missing:
             names = sorted(self._missing)
             more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-            raise ValueError(f"there came no tensor {', '.join(names[:3])}{more}")
+            raise ValueError(f"these tensors were not written: {', '.join(names[:3])}{more}")
         files = {name: place.file.name for name, place in self._places.items()}
         if len(set(files.values())) > 1:
             index = {"metadata": {"total_size": self._bytes}, "weight_map": files}
             (self._folder / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
     def close(self) -> None:
-        """Close the files as they are."""
+        """Close the files without checking that they are complete."""
         while self._handles:
             os.close(self._handles.popitem()[1])
 
 
 def _write(handle: int, data: memoryview, offset: int) -> None:
-    """All of ``data``: the system may take less than it is given at once."""
+    """Write all of ``data``; the system may write less per call than it is asked to."""
     while data.nbytes:
         count = os.pwrite(handle, data, offset)
         data, offset = data[count:], offset + count

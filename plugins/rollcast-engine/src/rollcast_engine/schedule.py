@@ -1,4 +1,4 @@
-"""Learning-rate schedules: a warm-up, and then a constant, a decay, or a plateau with a decay at its end."""
+"""Learning-rate schedules: a warm-up, then a constant, a decay, or a plateau with a final decay."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check_schedule", "learning_rate", "warmup_steps"]
 
-#: What is left of the way from the floor to the peak, at a share of the decay from 0 to 1. The last is that of
-#: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations (2024), ``1 - sqrt``.
+#: Remaining share of the range from floor to peak, as a function of the decay's progress from 0 to 1. ``minus_sqrt`` is
+#: ``1 - sqrt`` of Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations (2024).
 _DECAYS = MappingProxyType[str, Callable[[float], float]](
     {
         "linear": lambda progress: 1.0 - progress,
@@ -26,21 +26,21 @@ _DECAYS = MappingProxyType[str, Callable[[float], float]](
 
 
 def check_schedule(optim: OptimConfig, path: str = "actor.optim") -> None:
-    """Refuse values that make no schedule.
+    """Check the settings of the schedule.
 
     Args:
-        optim: The section.
-        path: Its dotted path, for messages.
+        optim: the config section.
+        path: dotted path of the section, for messages.
 
     Raises:
-        ConfigError: The key, its value and what is valid.
+        ConfigError: a value is invalid; the message names the key, its value and valid ones.
     """
     kind, total = optim.lr_scheduler_type, optim.total_training_steps
     by_ratio = optim.lr_warmup_steps < 0 and optim.lr_warmup_steps_ratio > 0
     if total < 1 and (kind != "constant" or by_ratio):
         why = f"lr_warmup_steps_ratio={optim.lr_warmup_steps_ratio}" if by_ratio else f"lr_scheduler_type={kind}"
         raise ConfigError(
-            f"{path}.{why} needs {path}.total_training_steps, which is {total}; the trainer usually fills it in"
+            f"{path}.{why} needs {path}.total_training_steps, which is {total}; the trainer usually sets it"
         )
     if kind == "wsd":
         _check_wsd(optim, path)
@@ -56,14 +56,14 @@ def _check_wsd(optim: OptimConfig, path: str) -> None:
 
 
 def warmup_steps(optim: OptimConfig) -> int:
-    """Scheduler steps of the warm-up."""
+    """Return the number of scheduler steps of the warm-up."""
     if optim.lr_warmup_steps >= 0:
         return optim.lr_warmup_steps
     return int(optim.lr_warmup_steps_ratio * max(optim.total_training_steps, 0))
 
 
 def learning_rate(optim: OptimConfig, step: int) -> float:
-    """The learning rate after ``step`` scheduler steps."""
+    """Return the learning rate after ``step`` scheduler steps."""
     warmup = warmup_steps(optim)
     if step < warmup:
         return optim.lr * (step + 1) / warmup

@@ -1,4 +1,4 @@
-"""Reading the safetensors of a Hugging Face folder: whole tensors or parts of them, never a file at once."""
+"""Reading tensors or parts of tensors from the safetensors of a Hugging Face folder, never a whole file at once."""
 
 from __future__ import annotations
 
@@ -28,20 +28,20 @@ Region = Sequence[slice]
 class WeightFolder:
     """The tensors of a folder's safetensors files by name.
 
-    Files are mapped into memory; what is read of them is what is asked for. Their headers are read
-    when the object is made.
+    Files are memory-mapped, and only requested parts are read. Their headers are read at construction.
 
     Attributes:
-        folder: of the files.
-        shapes: of each tensor.
-        bytes_read: so far.
+        folder: folder of the files.
+        shapes: shape of each tensor by name.
+        bytes_read: bytes of the tensors read so far.
 
     Args:
-        folder: with ``model.safetensors.index.json`` and what it names, or with files ``*.safetensors``.
-        files: names of the files to read instead.
+        folder: folder with ``model.safetensors.index.json`` and the files that it names, or with ``*.safetensors``.
+        files: names of the files to read; None finds them in the folder.
 
     Raises:
-        ConfigError: there are none, or one is missing, cut off or no safetensors file; names it.
+        ConfigError: there are no files, or a file is missing, truncated or not a safetensors file; the message names
+            it.
     """
 
     def __init__(self, folder: Path, files: Iterable[str] | None = None) -> None:
@@ -81,11 +81,11 @@ class WeightFolder:
         return name in self._files
 
     def read(self, name: str, region: Region | None = None) -> Tensor:
-        """A tensor, or the part of it that ``region`` (a slice a dimension) says; it may lie in the file's pages.
+        """Return a tensor, or its part ``region`` (one slice per dimension); it may share memory with the mapped file.
 
         Raises:
             KeyError: there is no such tensor.
-            ConfigError: it cannot be read; names tensor and file.
+            ConfigError: it cannot be read; the message names tensor and file.
         """
         file = self._files[name]
         try:
@@ -100,7 +100,7 @@ class WeightFolder:
         return tensor
 
     def fingerprint(self) -> str:
-        """A digest of names, shapes and the first entry of each tensor along its first dimension."""
+        """Return a digest of names, shapes and the first slice of each tensor along its first dimension."""
         digest = hashlib.sha256()
         for name in sorted(self.shapes):
             shape = self.shapes[name]
@@ -111,7 +111,7 @@ class WeightFolder:
         return digest.hexdigest()
 
     def close(self) -> None:
-        """Close the files; tensors that were read stay."""
+        """Close the files; tensors that were read stay valid."""
         self._open.clear()
 
 
@@ -124,14 +124,14 @@ def _find_files(folder: Path, files: Iterable[str] | None, index: Mapping[str, s
         return [folder / name for name in names]
     found = sorted(folder.glob("*.safetensors"))
     if not found:
-        raise ConfigError(f"{folder} holds no *.safetensors")
+        raise ConfigError(f"{folder} contains no *.safetensors")
     single = folder / "model.safetensors"
     return [single] if single in found else found
 
 
 def describe_differences(missing: Sequence[str], unexpected: Sequence[str], wrong: Sequence[str]) -> str:
-    """What of a model's tensors does not fit, in one line with the first names of each kind; empty for nothing."""
-    kinds = (("lacks", missing), ("has the wrong shape for", wrong), ("also holds", unexpected))
+    """Return a one-line summary of missing, mis-shaped and unexpected tensors; empty if there are none."""
+    kinds = (("lacks", missing), ("has the wrong shape for", wrong), ("also contains", unexpected))
     return "; ".join(f"{what} {_first(names)}" for what, names in kinds if names)
 
 

@@ -1,1 +1,1 @@
-"""The FSDP2 training engine of rollcast; :class:`rollcast_fsdp.engine.FsdpEngine` is the part."""
+"""The FSDP2 training engine of rollcast; :class:`rollcast_fsdp.engine.FsdpEngine` is the plugin."""

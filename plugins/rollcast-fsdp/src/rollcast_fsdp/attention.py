@@ -1,4 +1,4 @@
-"""Attention over rows packed into one sequence, as one of transformers' attention implementations.
+"""Attention over rows packed into one sequence, registered as an attention implementation of transformers.
 
 Axes: ``H`` query heads, ``K`` key and value heads, ``N`` packed tokens, ``D`` dimensions of a head.
 """
@@ -23,19 +23,19 @@ if TYPE_CHECKING:
 
 __all__ = ["PACKED", "PackedRows", "packed_attention", "plain_attention", "use_packed_attention"]
 
-#: The implementation's name in transformers' registry, and so in a module's config.
+#: Name of the implementation in transformers' registry, and therefore in a module's config.
 PACKED = "rollcast_packed"
 _PACKABLE = ("sdpa", "flash_attention_2", "flash_attention_3")
 
 
 @dataclass(frozen=True)
 class PackedRows:
-    """How the rows stand in the pack; goes to every layer's attention as ``packed_rows``.
+    """Layout of the rows in a pack; passed to every layer's attention as ``packed_rows``.
 
     Attributes:
         lengths: tokens of each row, in order; their sum is ``N``.
-        bounds: int32 ``[rows + 1]``, where each row begins, and the end.
-        group: ranks that hold a part of the tokens each (Ulysses); None where one holds them all.
+        bounds: int32 ``[rows + 1]``, start of each row, and the end.
+        group: ranks that hold a part of the tokens each (Ulysses); None if one rank holds them all.
     """
 
     lengths: tuple[int, ...]
@@ -44,10 +44,10 @@ class PackedRows:
 
 
 def use_packed_attention(module: Any, attention: str) -> None:
-    """Have ``module``, a model of transformers, attend by :func:`packed_attention` from now on.
+    """Make ``module``, a transformers model, use :func:`packed_attention` from now on.
 
     Raises:
-        EngineKeyError: its attention is no function of transformers' registry, or ``attention`` knows no packs.
+        EngineKeyError: the model bypasses transformers' attention registry, or ``attention`` does not support packs.
     """
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -68,7 +68,7 @@ def use_packed_attention(module: Any, attention: str) -> None:
 
 @contextmanager
 def plain_attention(module: Any, attention: str) -> Iterator[None]:
-    """Padded rows and caches for the time being, for a module that may use packed attention otherwise."""
+    """Switch a module from packed to plain attention during the block, for padded rows and KV caches."""
     if module.config.get_text_config()._attn_implementation != PACKED:
         yield
         return
@@ -91,21 +91,23 @@ def packed_attention(
     packed_rows: PackedRows | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention of each token within its row: torch's varlen kernel on CUDA in half precision, else row by row.
+    """Compute causal attention of each token within its row.
+
+    This uses torch's varlen kernel on CUDA in half precision, and otherwise one call per row.
 
     Args:
         module: the model's attention layer.
-        query: ``[1, H, N, D]``; of this rank's tokens only where the rows have a ``group``.
-        key, value: ``[1, K, N, D]``, ``K`` divides ``H``.
-        attention_mask: not used: who may see whom follows from the rows.
-        packed_rows: what the engine has sent along.
-        options: of other attentions.
+        query: ``[1, H, N, D]``; if the rows have a ``group``, only this rank's tokens.
+        key, value: ``[1, K, N, D]``, where ``K`` divides ``H``.
+        attention_mask: ignored; the rows determine which tokens attend to each other.
+        packed_rows: row layout that the engine passes to the model.
+        options: keyword arguments of other attention implementations.
 
     Returns:
-        ``[1, N, H, D]``, and no weights.
+        The output ``[1, N, H, D]``, and None for the attention weights.
 
     Raises:
-        EngineKeyError: the model does not hand ``packed_rows`` on, or its attention has what this one lacks.
+        EngineKeyError: the model does not pass ``packed_rows`` on, or needs an option that is not supported.
     """
     if packed_rows is None:
         raise EngineKeyError(
@@ -117,7 +119,7 @@ def packed_attention(
         if options.get(name) is not None:
             raise EngineKeyError(
                 "use_remove_padding",
-                f"is true, but {type(module).__name__} attends with {name}, which packed rows cannot; set it to false",
+                f"is true, but {type(module).__name__} needs {name}, which packed rows do not support; set it to false",
             )
     group = packed_rows.group
     if group is not None:
@@ -140,7 +142,7 @@ def _row_by_row(
     dropout: float,
     window: int | None,
 ) -> Tensor:
-    """One call a row: no work is done for pairs of tokens of different rows, and no mask is needed."""
+    """Attend with one call per row, which avoids both a mask and work on pairs of tokens of different rows."""
     grouped = query.size(1) != key.size(1)
     parts = (torch.split(tensor, list(rows.lengths), dim=2) for tensor in (query, key, value))
     outputs = []

@@ -1,13 +1,13 @@
-"""Checkpoints: sharded tensors by torch.distributed.checkpoint, numbers in JSON, RNG a file a rank.
+"""Checkpoints: sharded tensors by torch.distributed.checkpoint, metadata in JSON, one RNG file per rank.
 
 The folder::
 
-    engine.json          what this is: engine, model type, parameters, schedule; written last
+    engine.json          summary: engine, model type, parameters, schedule; written last
     rng/rank_<r>.pt      random state of rank r (tensors and numbers only)
     shards/              torch.distributed.checkpoint: model.<name>, optim.<name>.<entry>
     sums/rank_<r>.json   sizes and checksums of the shards that rank r wrote
 
-Of a model with an adapter the tensors are those that train. The number of ranks that load may be another.
+With an adapter only the trained tensors are saved. A checkpoint may be loaded on another number of ranks.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ _WRITE_ERRORS = (CheckpointException, OSError, RuntimeError)  # RuntimeError: to
 
 @dataclass(frozen=True)
 class EngineState:
-    """What is saved of an engine; loading writes into the same tensors.
+    """State of an engine to save; loading writes into the same tensors.
 
     Attributes:
         model_type, rank, world_size, schedule_step: as in the engine.
-        distributed: the tensors are sharded over the ranks' process group.
-        tensors: parameters and buffers by name, each once; with an adapter those that train.
-        optimizer: None for an engine that does not train.
-        adapter: that is inside the model.
+        distributed: True if the tensors are sharded over the ranks' process group.
+        tensors: parameters and buffers by name, each once; with an adapter only the trained ones.
+        optimizer: the optimizer; None for an engine that does not train.
+        adapter: adapter inside the model; None without one.
     """
 
     model_type: ModelType
@@ -83,13 +83,13 @@ class EngineState:
     adapter: Adapter | None = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Nested dicts of nothing but tensors, which are the engine's own."""
+        """Return nested dicts with the engine's own tensors only."""
         state: dict[str, Any] = {"model": {name: tensor.detach() for name, tensor in self.tensors.items()}}
         moments = self.moments()
         return {**state, "optim": moments} if moments else state
 
     def moments(self) -> dict[str, dict[str, Tensor]]:
-        """The optimizer's state by parameter; empty as long as it has none."""
+        """Return the optimizer's state by parameter; empty before it has state."""
         states = {} if self.optimizer is None else self.optimizer.state
         found = {
             name: {key: value for key, value in states[tensor].items() if isinstance(value, torch.Tensor)}
@@ -99,15 +99,15 @@ class EngineState:
         return {name: moments for name, moments in found.items() if moments}
 
     def entries(self) -> list[str]:
-        """Names of the tensors that the optimizer keeps of a parameter."""
+        """Return the names of the tensors that the optimizer keeps for a parameter."""
         return sorted({key for moments in self.moments().values() for key in moments})
 
     def parameters(self) -> dict[str, list[Any]]:
-        """Shape and dtype of each tensor, as JSON knows them."""
+        """Return shape and dtype of each tensor, as JSON values."""
         return {name: [list(t.shape), str(t.dtype).removeprefix("torch.")] for name, t in self.tensors.items()}
 
     def summary(self) -> dict[str, Any]:
-        """What ``engine.json`` says of it."""
+        """Return the content of ``engine.json``."""
         adapter = None
         if self.adapter is not None:
             pairs = {name: [pair.a, pair.b, pair.scaling] for name, pair in self.adapter.pairs.items()}
@@ -124,14 +124,14 @@ class EngineState:
 
 
 class PendingSave:
-    """A checkpoint that is being written."""
+    """A checkpoint in flight."""
 
     def __init__(self, path: Path, written: Future[None]) -> None:
         self._path = path
         self._written = written
 
     def finish(self, wait: bool) -> bool:
-        """Whether all of it is on the disk.
+        """Return True if the checkpoint is completely on disk.
 
         Raises:
             CheckpointError: it could not be written.
@@ -148,10 +148,10 @@ class PendingSave:
 
 
 def save(path: Path, state: EngineState) -> None:
-    """Write the folder; every rank calls this.
+    """Write the folder; every rank must call.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write its part.
+        CheckpointError: a rank could not write its part; every rank raises.
     """
     _begin(path, state)
     problem = ""
@@ -173,15 +173,15 @@ def save(path: Path, state: EngineState) -> None:
 
 
 def start_save(path: Path, state: EngineState, group: dist.ProcessGroup | None) -> PendingSave:
-    """Copy the state to host memory, and write the folder from there in a thread; every rank calls this.
+    """Copy the state to host memory, and write the folder from there in a thread; every rank must call.
 
     Args:
-        path: of the folder.
-        state: may change again once this returns.
-        group: of all ranks on CPU, which nothing else uses meanwhile; None for one rank.
+        path: folder of the checkpoint.
+        state: state to save; it may change again once this returns.
+        group: process group of all ranks on CPU, not used by anything else meanwhile; None for a single rank.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not begin.
+        CheckpointError: a rank could not start writing; every rank raises.
     """
     _begin(path, state)
     summary, rank, no_dist = state.summary(), state.rank, not state.distributed
@@ -217,12 +217,12 @@ def _begin(path: Path, state: EngineState) -> None:
 
 
 def load(path: Path, state: EngineState) -> int:
-    """Read the folder into the engine's tensors and this process's RNG; gives the schedule's step.
+    """Load the folder into the engine's tensors and this process's RNG, and return the step of the schedule.
 
-    Nothing is changed unless the folder is complete, as it was written, and fits.
+    Nothing is changed unless the folder is complete, intact, and fits the engine.
 
     Raises:
-        CheckpointError: on every rank; names the folder and what is missing, different or corrupt.
+        CheckpointError: it is not; every rank raises, and the message names what is missing, different or corrupt.
     """
     rng: dict[str, Any] = {}
     summary: dict[str, Any] = {}
@@ -240,8 +240,8 @@ def load(path: Path, state: EngineState) -> int:
         prime_optimizer(state.optimizer)
         if state.entries() != summary["optimizer_state"]:
             raise CheckpointError(
-                f"checkpoint {path} is of another optimizer: it has {', '.join(summary['optimizer_state'])} of each "
-                f"parameter, and optim.optimizer here {', '.join(state.entries()) or 'nothing'}"
+                f"checkpoint {path} has another optimizer: it has {', '.join(summary['optimizer_state'])} for each "
+                f"parameter, but optim.optimizer needs {', '.join(state.entries()) or 'nothing'}"
             )
     try:
         with _quiet():
@@ -253,7 +253,7 @@ def load(path: Path, state: EngineState) -> int:
     restore_saved_rng(path, rng, restore_rng)
     if summary["world_size"] != state.world_size:
         log.warning(
-            "checkpoint %s was written by %d ranks and is read by %d: random numbers are seeded anew from rank 0's",
+            "checkpoint %s was written by %d ranks and is read by %d: random numbers are re-seeded from rank 0's state",
             path,
             summary["world_size"],
             state.world_size,
@@ -272,11 +272,11 @@ def _find_rng(path: Path, summary: Mapping[str, Any], state: EngineState) -> dic
 
 
 def read_tensors(path: Path, names: Mapping[str, tuple[Any, str]]) -> dict[str, Tensor]:
-    """Some of the model's tensors, whole and in host memory, read in one process.
+    """Return some of the model's tensors, whole and in host memory, read in one process.
 
     Args:
-        path: of the checkpoint.
-        names: with shape and dtype, as its summary has them under ``parameters``.
+        path: folder of the checkpoint.
+        names: tensor names with shape and dtype, as under ``parameters`` in the checkpoint's summary.
 
     Raises:
         CheckpointError: they cannot be read.
@@ -299,9 +299,9 @@ def _compare(path: Path, summary: dict[str, Any], state: EngineState) -> None:
     if (theirs_adapter is None) != (ours_adapter is None):
         whole, part = "the whole model", "a LoRA adapter"
         there, here = (part, whole) if ours_adapter is None else (whole, part)
-        differences.append(f"it holds {there}, the engine trains {here} (model.lora_rank)")
+        differences.append(f"it contains {there}, but the engine trains {here} (model.lora_rank)")
     elif theirs_adapter is not None and _differ(theirs_adapter["base"], ours_adapter["base"]):
-        differences.append("its adapter was trained beside other weights than those in model.path")
+        differences.append("its adapter was trained on other base weights than those in model.path")
     ours = {"model_type": state.model_type, "parameters": state.parameters()}
     require_fit(path, summary, ours, state.optimizer is not None, differences)
 
@@ -312,7 +312,7 @@ def _differ(theirs: str | None, ours: str | None) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about its own use of deprecated storage, and about one process."""
+    """Suppress torch's warnings about its own deprecated storage and about saving from a single process."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*TypedStorage is deprecated.*")
         warnings.filterwarnings("ignore", message=".*single process.*")

@@ -1,4 +1,4 @@
-"""The engine: forward, backward and optimizer steps over a Hugging Face model, alone or sharded by FSDP2."""
+"""The FSDP engine: forward, backward and optimizer steps of a Hugging Face model on one rank or sharded by FSDP2."""
 
 from __future__ import annotations
 
@@ -49,12 +49,12 @@ log = logging.getLogger(__name__)
 
 
 class FsdpEngine(TorchEngine):
-    """Any causal LM of transformers; one rank holds it whole, several shard it with FSDP2.
+    """An engine for any causal LM of transformers; one rank holds it whole, several shard it with FSDP2.
 
     The gradient is that of the sum of the loss function's shares over all micro-batches and ranks.
 
     Raises:
-        ConfigError: on construction, for an engine or optimizer key with a value that is not valid.
+        ConfigError: a key of the engine or optimizer has an invalid value.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
@@ -72,7 +72,7 @@ class FsdpEngine(TorchEngine):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         if not isinstance(setup.engine, FsdpConfig):
-            raise ConfigError(f"the fsdp engine is configured by FsdpConfig, not {type(setup.engine).__name__}")
+            raise ConfigError(f"the fsdp engine needs a FsdpConfig, not a {type(setup.engine).__name__}")
         self.config: FsdpConfig = setup.engine
         self.config.check(setup.context.world_size, f"{setup.section}.engine")
         self.module: nn.Module
@@ -90,10 +90,10 @@ class FsdpEngine(TorchEngine):
         return str(DTYPES[config.param_dtype or config.model_dtype]).removeprefix("torch.")
 
     def initialize(self) -> None:
-        """Load the model on this rank, shard it if there are more, and build the optimizer.
+        """Load the model on this rank, shard it if there are several ranks, and build the optimizer.
 
         Raises:
-            ConfigError: the model folder cannot be used; says why.
+            ConfigError: the model folder cannot be used; the message says why.
         """
         context = self.setup.context
         hf_config = load_hf_config(self.setup.model)
@@ -127,7 +127,7 @@ class FsdpEngine(TorchEngine):
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
-        """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
+        """Enter train or eval mode with the weights on the device; gradients are left alone."""
         was_training = self.module.training
         if self.config.param_offload:
             self.to(self.device.type, optimizer=False, grad=False)
@@ -139,14 +139,14 @@ class FsdpEngine(TorchEngine):
             self._offload()
 
     def optimizer_zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self._passes().drop_unreduced_gradients()
         self.require_optimizer(self.optimizer).zero_grad(set_to_none=True)
 
     def optimizer_step(self) -> tuple[float, bool]:
-        """Clip to ``optim.clip_grad`` and step; gives the norm before clipping, and whether skipped.
+        """Clip gradients to ``optim.clip_grad`` and step; return the norm before clipping, and True if skipped.
 
-        With a norm that is not finite nothing changes but the gradients, which are dropped.
+        If the norm is not finite, the step is skipped and the gradients are dropped.
         """
         optimizer = self.require_optimizer(self.optimizer)
         norm = self._clip()
@@ -176,10 +176,10 @@ class FsdpEngine(TorchEngine):
         settings: ForwardSettings,
         forward_only: bool = False,
     ) -> tuple[DataProto | None, dict[str, float]]:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.forward_backward_batch`.
+        """Run the micro-batches; see :meth:`rollcast.contracts.engine.BaseEngine.forward_backward_batch`.
 
         Raises:
-            ConfigError: on every rank, if a row of any rank does not fit the token budget.
+            ConfigError: a row of any rank does not fit the token budget; every rank raises.
             TypeError: training without a loss function.
         """
         if not forward_only and loss_function is None:
@@ -201,21 +201,22 @@ class FsdpEngine(TorchEngine):
         if settings.vocabulary_kl is None:
             return None
         if self._reference is None or self._is_value_model():
-            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} was asked of an engine without a reference")
+            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} needs a reference, and this engine has none")
         return self._reference
 
     def set_reference(self, reference: BaseEngine) -> None:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
+        """Set the reference; see :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
-            CapabilityError: it is not a FsdpEngine on as many ranks, or this very one, but without an adapter.
+            CapabilityError: it is not a FsdpEngine on the same number of ranks, or it is this engine without an
+                adapter.
         """
         ranks = self.setup.context.world_size
         if reference is self:
             self._reference = BaseModelReference(self.forward, require_adapter(self.adapter))
             return
         if not isinstance(reference, FsdpEngine) or reference.setup.context.world_size != ranks:
-            raise CapabilityError(f"the reference of a FsdpEngine on {ranks} ranks must be another on the same ranks")
+            raise CapabilityError(f"the reference of a FsdpEngine on {ranks} ranks must be one on the same ranks")
         if reference.forward.layout() != self.forward.layout():
             raise CapabilityError(
                 "the exact KL compares two engines position by position: use_remove_padding, use_fused_kernels and "
@@ -226,23 +227,23 @@ class FsdpEngine(TorchEngine):
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.
 
-        All ranks have to iterate to the end together.
+        All ranks must iterate to the end together.
         """
         yield from self._tensors().gather()
 
     def get_adapter(self) -> AdapterWeights | None:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
+        """Return the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.get_adapter`."""
         return self._tensors().gather_adapter()
 
     def disable_adapter(self) -> AbstractContextManager[None]:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
+        """Disable the adapter; see :meth:`rollcast.contracts.engine.BaseEngine.disable_adapter`."""
         return require_adapter(self.adapter).disabled()
 
     @contextmanager
     def in_process_module(self) -> Iterator[nn.Module]:
-        """The module in evaluation mode without gradient, whole on this rank.
+        """Yield the module in eval mode without gradients, whole on this rank.
 
-        All ranks enter and leave together; between, each may run it as often as it likes.
+        All ranks enter and leave together; in between, each may run the module any number of times.
         """
         whole = nullcontext() if self.sharding is None else self.sharding.unsharded()
         padded = plain_attention(transformer(self.module), self.setup.model.attn_implementation)
@@ -251,10 +252,10 @@ class FsdpEngine(TorchEngine):
             yield self.module
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the named state to ``device``: ``cpu``, or the accelerator by any other name.
+        """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator.
 
-        Gradients follow their parameters: they move with ``model``, or by ``grad`` alone to the
-        parameters' own device.
+        Gradients follow their parameters: they move with ``model``; with ``grad`` alone they move to the device of
+        their parameters.
         """
         target = torch.device("cpu") if device == "cpu" else self.device
         if model:
@@ -283,16 +284,16 @@ class FsdpEngine(TorchEngine):
         """Copy the state to host memory, and write it from there while training goes on.
 
         Raises:
-            CheckpointError: the folder cannot be written, or the checkpoint begun before could not be.
+            CheckpointError: the folder cannot be written, or the previous checkpoint could not be.
         """
         self.finish_checkpoint(wait=True)
         if self.sharding is not None and self._checkpoint_group is None:
-            # Of its own, because collectives of the writing thread would mix with those of training.
+            # A separate group: collectives of the writing thread must not interleave with those of training.
             self._checkpoint_group = torch.distributed.new_group(backend="gloo")
         self._pending_save = checkpoints.start_save(path, self._state(), self._checkpoint_group)
 
     def finish_checkpoint(self, wait: bool) -> bool:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
+        """Complete a checkpoint in flight; see :meth:`rollcast.contracts.engine.BaseEngine.finish_checkpoint`."""
         pending, self._pending_save = self._pending_save, None
         if pending is None or pending.finish(wait):
             return True
@@ -300,10 +301,10 @@ class FsdpEngine(TorchEngine):
         return False
 
     def load_checkpoint(self, path: Path) -> None:
-        """Load what :meth:`save_checkpoint` wrote, on as many ranks or on another number.
+        """Load a checkpoint of :meth:`save_checkpoint`, on the same or another number of ranks.
 
         Raises:
-            CheckpointError: the folder is incomplete, or of another model; names what differs.
+            CheckpointError: the folder is incomplete or belongs to another model; the message names the differences.
         """
         self.schedule_step = checkpoints.load(path, self._state())
 
@@ -320,32 +321,32 @@ class FsdpEngine(TorchEngine):
         )
 
     def write_export(self, path: Path, is_writer: bool) -> None:
-        """See :meth:`rollcast_engine.base.TorchEngine.write_export`."""
+        """Write the model; see :meth:`rollcast_engine.base.TorchEngine.write_export`."""
         export_live(path, self.setup.model, self.setup.model_type, self._tensors(), is_writer)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
-        """Turn a checkpoint into a Hugging Face folder, in one process without process group.
+        """Convert a checkpoint to a Hugging Face folder, in one process without a process group.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, or of another engine or model.
+            CheckpointError: the checkpoint is incomplete, or belongs to another engine or model.
         """
         export_checkpoint(checkpoint, model, output)
 
     def get_data_parallel_rank(self) -> int:
-        """Ranks that share each sequence have one number; else it is the rank."""
+        """Return the data-parallel rank; ranks that share each sequence have the same one."""
         return self.setup.context.rank // self.config.ulysses_sequence_parallel_size
 
     def get_data_parallel_size(self) -> int:
-        """The number of ranks, or of groups of ranks that share each sequence."""
+        """Return the number of ranks, or of groups of ranks that share each sequence."""
         return self.setup.context.world_size // self.config.ulysses_sequence_parallel_size
 
     def get_data_parallel_group(self) -> Any:
-        """The torch process group of the ranks with other rows; None for one rank that is not sharded."""
+        """Return the torch process group of the ranks with other rows; None for a single rank without sharding."""
         return None if self.sharding is None else self.sharding.data_group
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """Whether this is the first of the ranks that share each sequence; all of them have the outputs."""
+        """Return True on the first of the ranks that share each sequence; all of them have the outputs."""
         return self.setup.context.rank % self.config.ulysses_sequence_parallel_size == 0
 
     def _is_value_model(self) -> bool:

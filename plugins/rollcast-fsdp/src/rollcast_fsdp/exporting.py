@@ -1,4 +1,4 @@
-"""Hugging Face folders from a live engine or from its checkpoints, one tensor at a time."""
+"""Writing Hugging Face folders from a live engine or from its checkpoints, one tensor at a time."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ if TYPE_CHECKING:
 
 __all__ = ["ADAPTER_FOLDER", "export_checkpoint", "export_live"]
 
-#: Where in an exported folder the adapter lies by itself, beside the merged weights.
+#: Subfolder of an export that holds the adapter, beside the merged weights.
 ADAPTER_FOLDER = "adapter"
-#: Of a checkpoint, what is read at a time.
+#: Bytes of a checkpoint that are read at a time, counted as float32.
 _BUCKET = 64 << 20
 
 
 def export_live(path: Path, model: ModelConfig, model_type: ModelType, tensors: ModelTensors, is_writer: bool) -> None:
-    """Write the model as it is now, an adapter merged and by itself; all ranks take part.
+    """Write the live model with its adapter merged, and the adapter separately; all ranks must call.
 
     Raises:
-        CheckpointError: on the writing rank, the folder cannot be written.
+        CheckpointError: the folder cannot be written; only the writing rank raises.
     """
     try:
         write_folder(path, model, model_type, tensors.gather_merged(), is_writer)
@@ -50,8 +50,8 @@ def export_checkpoint(checkpoint: Path, model: ModelConfig, output: Path) -> Non
     """Write a checkpoint's model in one process.
 
     Raises:
-        CheckpointError: the checkpoint is incomplete, corrupt, or of another engine or model, or the folder cannot
-            be written.
+        CheckpointError: the checkpoint is incomplete, corrupt, or belongs to another engine or model, or the folder
+            cannot be written.
     """
     summary = read_summary(checkpoint, "fsdp")
     check_shards(checkpoint, int(summary["world_size"]), 0, 1)
@@ -105,19 +105,19 @@ def _merge(
     described: Mapping[str, Any],
     trained: Mapping[str, Tensor],
 ) -> Iterator[tuple[str, Tensor]]:
-    """The base model of ``model.path`` with what the checkpoint has trained beside or in place of it."""
+    """Yield the tensors of ``model.path`` merged with, or replaced by, those that the checkpoint trained."""
     try:
         source = WeightFolder(Path(model.path))
         if described["base"] not in (None, source.fingerprint()):
             raise CheckpointError(
-                f"the adapter in {checkpoint} was trained beside other weights than those in {model.path}"
+                f"the adapter in {checkpoint} was trained on other base weights than those in {model.path}"
             )
         dtype = source.read(next(iter(source.shapes))).dtype
         skeleton = build_skeleton(model, model_type, dtype)
         names = match_names(skeleton, source, VALUE_HEAD)
     except ConfigError as error:
         raise CheckpointError(
-            f"checkpoint {checkpoint} holds an adapter, and its base model is missing: {error}"
+            f"checkpoint {checkpoint} contains an adapter, but its base model cannot be read: {error}"
         ) from error
     for name in parameters_by_name(skeleton):
         if name in trained:

@@ -1,7 +1,7 @@
-"""Log-probs, entropy and Σp² straight from hidden states and the vocabulary head, without full logits.
+"""Log-probs, entropy and Σp² computed from hidden states and the vocabulary head, without full logits.
 
-Forward and backward go through the vocabulary a block at a time; the backward computes the logits of a block
-anew. Axes: ``M`` positions, ``H`` hidden size, ``V`` vocabulary, ``v`` words of a block.
+Forward and backward process the vocabulary in blocks; the backward pass recomputes the logits of each block. Axes:
+``M`` positions, ``H`` hidden size, ``V`` vocabulary, ``v`` words of a block.
 """
 
 from __future__ import annotations
@@ -18,13 +18,15 @@ if TYPE_CHECKING:
 
 __all__ = ["VocabularyStats", "linear_stats"]
 
-#: Logits of one block, at most; in float32 these are 16 MiB.
+#: Maximum number of logits in a block; in float32 these are 16 MiB.
 _BLOCK_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class VocabularyStats:
-    """Of the distributions over the vocabulary at ``M`` positions, float32 ``[M]`` each; zero if not asked for."""
+    """Statistics of the distributions over the vocabulary at ``M`` positions, float32 ``[M]`` each; zero if not
+    requested.
+    """
 
     log_probs: Tensor
     entropy: Tensor
@@ -41,18 +43,18 @@ def linear_stats(
     sum_pi_squared: bool = True,
     block_elements: int = _BLOCK_ELEMENTS,
 ) -> VocabularyStats:
-    """Statistics of ``softmax((hidden @ weight.T + bias) / temperature)``, each with its gradient.
+    """Return statistics of ``softmax((hidden @ weight.T + bias) / temperature)``, all differentiable.
 
-    Beside inputs and gradients, at most a few blocks of logits are in memory at a time.
+    Besides inputs and gradients, at most a few blocks of logits are in memory at a time.
 
     Args:
-        hidden: ``[M, H]``.
-        weight: ``[V, H]`` of the same dtype, in which logits are computed before they become float32.
+        hidden: hidden states, ``[M, H]``.
+        weight: ``[V, H]`` of the same dtype, in which logits are computed before the conversion to float32.
         bias: ``[V]``, or None.
-        tokens: int64 ``[M]``, whose log-probs are asked for.
-        temperature: above 0.
-        entropy, sum_pi_squared: what to give beside log-probs.
-        block_elements: logits of a block, at most (but always a word).
+        tokens: tokens whose log-probs are computed, int64 ``[M]``.
+        temperature: sampling temperature, above 0.
+        entropy, sum_pi_squared: True to compute them in addition to log-probs.
+        block_elements: maximum number of logits in a block; a block has at least one word.
     """
     result: Any = _LinearStats.apply(  # type: ignore[no-untyped-call]
         hidden, weight, bias, tokens, _Options(temperature, entropy, sum_pi_squared, block_elements)
@@ -84,12 +86,12 @@ class _LinearStats(torch.autograd.Function):
     def forward(
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, tokens: Tensor, options: _Options
     ) -> tuple[Tensor, Tensor, Tensor]:
-        # What goes through all blocks is summed in double precision: it is a number a position.
+        # Sums over all blocks are kept in double precision: it is only one number per position.
         chosen = torch.zeros(len(hidden), dtype=torch.float64, device=hidden.device)
-        total = torch.full_like(chosen, -torch.inf)  # logsumexp of the blocks so far, below of doubled logits
+        total = torch.full_like(chosen, -torch.inf)  # logsumexp of the blocks so far; below, that of doubled logits
         doubled = torch.full_like(chosen, -torch.inf)
-        mean = torch.zeros_like(chosen)  # of the logits under the distribution so far
-        # All logits are less a number of their row's, so that entropy is no small difference of large numbers.
+        mean = torch.zeros_like(chosen)  # mean of the logits under the distribution so far
+        # A constant per row is subtracted from the logits, so that entropy is not a small difference of large numbers.
         shift: Tensor | None = None
         for block in _blocks(len(hidden), len(weight), options.block_elements):
             logits = _logits(hidden, weight, bias, options.temperature, block)
@@ -126,7 +128,8 @@ class _LinearStats(torch.autograd.Function):
             logits = _logits(hidden, weight, bias, options.temperature, block)
             logits.sub_(shift.unsqueeze(1))
             probs = (logits - total.unsqueeze(1)).exp_()
-            # With p of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p - Σp²).
+            # With p the probability of a word: d log p_y = [word is y] - p;  d entropy = -p (z - mean);  d Σp² = 2 p (p
+            # - Σp²).
             slope = -of_log_probs
             if options.entropy:
                 slope = logits.sub_(mean.unsqueeze(1)).mul_(-of_entropy).add_(slope)

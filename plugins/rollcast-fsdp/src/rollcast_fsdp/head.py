@@ -1,4 +1,4 @@
-"""The vocabulary head, made to pass hidden states through."""
+"""The vocabulary head of a model, with a switch that passes hidden states through."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["VocabularyHead"]
 
 
 class VocabularyHead:
-    """A causal LM's last layer; inside :meth:`held_back` the model gives hidden states in place of logits.
+    """The last layer of a causal LM; inside :meth:`held_back` the model returns hidden states instead of logits.
 
     Raises:
         EngineKeyError: the module has no linear head.
@@ -25,7 +25,7 @@ class VocabularyHead:
 
     def __init__(self, module: Any) -> None:
         head = module.get_output_embeddings()
-        # A subclass may compute something else.
+        # Exact type: a subclass may compute something else.
         if type(head) is not nn.Linear:
             raise EngineKeyError(
                 "use_fused_kernels",
@@ -38,17 +38,17 @@ class VocabularyHead:
 
     @property
     def weight(self) -> Tensor:
-        """``[V, H]``; of a sharded model the whole, between its forward and its backward."""
+        """Weight ``[V, H]``; for a sharded model it is whole only between its forward and its backward."""
         return self._linear.weight
 
     @property
     def bias(self) -> Tensor | None:
-        """``[V]``, or None."""
+        """Bias ``[V]``, or None."""
         return self._linear.bias
 
     @contextmanager
     def held_back(self) -> Iterator[None]:
-        """The model's logits are the states that the head would have got, for the calls inside."""
+        """Make the model return the head's input states as its logits during the block."""
         self._linear.forward = self._pass_through  # type: ignore[method-assign, assignment]
         try:
             yield
@@ -57,7 +57,10 @@ class VocabularyHead:
             self._seen = None
 
     def states(self, logits: Tensor) -> Tensor:
-        """``logits`` as the model gave them inside :meth:`held_back`, ``[..., H]``.
+        """Return ``logits`` as hidden states ``[..., H]`` after checking that the model left them unchanged.
+
+        Args:
+            logits: output of the model inside :meth:`held_back`.
 
         Raises:
             EngineKeyError: the model changes its logits after the head.
@@ -71,6 +74,6 @@ class VocabularyHead:
         return logits
 
     def _pass_through(self, states: Tensor) -> Tensor:
-        # FSDP2 hangs a hook on what the model gives, and warns of a view.
+        # FSDP2 registers a hook on the model's output, and warns if the output is a view.
         self._seen = states.clone()
         return self._seen

@@ -1,4 +1,4 @@
-"""Faster kernels for the model's layers: torch.compile, and Liger's for Triton."""
+"""Faster kernels for the model's layers: torch.compile, and Liger's Triton kernels."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ __all__ = ["apply_liger", "compile_layers", "without_compile"]
 
 
 def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
-    """Have torch compile each layer at its first call, for sequences of any length.
+    """Set up torch to compile each layer at its first call, for sequences of any length.
 
     Raises:
-        EngineKeyError: the compiler that torch generates code with is missing; names it.
+        EngineKeyError: the compiler that torch needs on this device is missing; the message names it.
     """
     if device.type == "cpu":
         if not any(shutil.which(name) for name in ("g++", "clang++", "c++")):
@@ -45,19 +45,19 @@ def compile_layers(layers: Iterable[nn.Module], device: torch.device) -> None:
 
 
 def without_compile() -> AbstractContextManager[Any]:
-    """Run compiled layers as they were written, for the calls inside: generation grows by a token a call."""
+    """Run compiled layers uncompiled during the block: in generation the length grows with each call."""
     stance: Any = torch.compiler.set_stance
     context: AbstractContextManager[Any] = stance("force_eager")
     return context
 
 
 def apply_liger(module: nn.Module, device: torch.device) -> None:
-    """Put Liger's norms, rotary embedding and feed-forward in the place of the model's own.
+    """Replace the model's norms, rotary embedding and feed-forward by Liger's.
 
-    Its loss is left out: the engine computes log-probs by itself.
+    Liger's loss is not used: the engine computes log-probs itself.
 
     Raises:
-        ConfigError: there is no CUDA device, Liger is not installed, or it has nothing for the model.
+        ConfigError: there is no CUDA device, Liger is not installed, or it has no kernels for the model.
     """
     if device.type != "cuda":
         raise ConfigError(f"model.use_liger is true, but Liger's kernels need a CUDA device, and this is {device.type}")

@@ -1,4 +1,4 @@
-"""Weights into a module that was built, and maybe sharded, without memory for them."""
+"""Loading weights into a module on the meta device, sharded or not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-# There is no public name for the place of a shard in its tensor.
+# torch has no public function for the region of a shard in its tensor.
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from rollcast.errors import ConfigError
@@ -28,14 +28,14 @@ __all__ = ["VALUE_HEAD", "Read", "fill_module", "local_region", "match_names", "
 
 log = logging.getLogger(__name__)
 
-#: What of a value model a folder need not hold: it starts at zero.
+#: Tensors of a value model that a folder may lack: the head starts at zero.
 VALUE_HEAD = ("score.weight", "score.bias")
-#: From a name in the module's state dict and a slice a dimension to that part of the tensor.
+#: Function that reads the region (one slice per dimension) of a tensor, named as in the module's state dict.
 Read = Callable[[str, Sequence[slice]], "Tensor"]
 
 
 def local_region(tensor: Tensor) -> tuple[slice, ...]:
-    """Which part of a tensor this rank holds: all of it, unless it is sharded."""
+    """Return the region of a tensor that this rank holds: all of it, unless it is sharded."""
     if not isinstance(tensor, DTensor):
         return tuple(slice(0, size) for size in tensor.shape)
     shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
@@ -43,9 +43,9 @@ def local_region(tensor: Tensor) -> tuple[slice, ...]:
 
 
 def fill_module(module: nn.Module, read: Read, device: torch.device) -> None:
-    """Give a module on the meta device memory on ``device``, and this rank's part of every tensor.
+    """Allocate a meta-device module on ``device``, and fill this rank's region of every tensor.
 
-    One tensor is read at a time; what is read of it is this rank's part. Tied weights stay tied.
+    Tensors are read one at a time, and only this rank's region. Tied weights stay tied.
     """
     filled: dict[int, Tensor] = {}
     state: dict[str, Tensor] = {}
@@ -58,7 +58,7 @@ def fill_module(module: nn.Module, read: Read, device: torch.device) -> None:
 
 def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor:
     region = local_region(tensor)
-    # A copy in any case: what was read may lie in the pages of a file.
+    # Always a copy: a read tensor may share memory with a mapped file.
     local = torch.empty([each.stop - each.start for each in region], dtype=tensor.dtype, device=device)
     if local.numel():
         local.copy_(read(name, region))
@@ -71,7 +71,7 @@ def _fill(tensor: Tensor, name: str, read: Read, device: torch.device) -> Tensor
 
 
 def names_by_tensor(module: nn.Module) -> dict[str, list[str]]:
-    """Names of each parameter and saved buffer: under its first name all that it is tied to."""
+    """Return for the first name of each parameter and persistent buffer all names that are tied to it."""
     firsts: dict[int, str] = {}
     found: dict[str, list[str]] = {}
     for name, tensor in module.state_dict(keep_vars=True).items():
@@ -80,13 +80,13 @@ def names_by_tensor(module: nn.Module) -> dict[str, list[str]]:
 
 
 def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str] = ()) -> dict[str, str]:
-    """For each name in the module's state dict the name of its tensor in the folder.
+    """Return for each name in the module's state dict the name of its tensor in the folder.
 
-    A folder of a model without its head has names without the body's prefix, and may hold a tied weight
-    by any of its names. What ``optional`` names may be absent, or of another shape, and is then left out.
+    The folder of a model without its head has names without the body's prefix, and may store a tied weight under any of
+    its names. Tensors named in ``optional`` are left out if they are absent or have another shape.
 
     Raises:
-        ConfigError: names tensors that the folder lacks, or has with another shape.
+        ConfigError: the folder lacks tensors or has them in another shape; the message names them.
     """
     body: Any = module.body if isinstance(module, ValueModel) else module
     prefix = f"{body.base_model_prefix}." if body.base_model_prefix else ""
@@ -112,15 +112,15 @@ def match_names(module: nn.Module, folder: WeightFolder, optional: Sequence[str]
             f"{describe_differences(missing, unexpected, shapes)}"
         )
     if unexpected and not isinstance(module, ValueModel):
-        log.warning("%s holds tensors that the model has no use for: %s", folder.folder, ", ".join(unexpected[:5]))
+        log.warning("%s contains tensors that the model does not use: %s", folder.folder, ", ".join(unexpected[:5]))
     return matched
 
 
 def remake_buffers(module: nn.Module, folder: Path) -> bool:
-    """Compute the buffers that no file holds, such as the rotary embedding's frequencies, in host memory.
+    """Recompute non-persistent buffers, such as the rotary embedding's frequencies, in host memory.
 
     Returns:
-        Whether that was possible: their owners may not know how to.
+        False if the modules that own them cannot compute them.
     """
     body: Any = module.body if isinstance(module, ValueModel) else module
     saved = set(module.state_dict(keep_vars=True))
@@ -135,12 +135,12 @@ def remake_buffers(module: nn.Module, folder: Path) -> bool:
         for name in names:
             buffer = part.get_buffer(name)
             if not buffer.is_floating_point():
-                log.info("%s: buffer %s.%s cannot be computed anew", folder, prefix, name)
+                log.info("%s: buffer %s.%s cannot be recomputed", folder, prefix, name)
                 return False
             setattr(part, name, torch.full(buffer.shape, float("nan"), dtype=buffer.dtype))
         with torch.no_grad():
             body._init_weights(part)
         if any(bool(part.get_buffer(name).isnan().any()) for name in names):
-            log.info("%s: buffers of %s cannot be computed anew", folder, prefix)
+            log.info("%s: buffers of %s cannot be recomputed", folder, prefix)
             return False
     return True

@@ -1,7 +1,7 @@
 """Per-token quantities of the responses: log-probs, entropy, values.
 
-Axes: ``B`` rows, ``P`` prompt and ``T`` response positions, ``V`` vocabulary. The logits at
-position ``P - 1 + t`` predict response token ``t``.
+Axes: ``B`` rows, ``P`` prompt and ``T`` response positions, ``V`` vocabulary. The logits at position ``P - 1 + t``
+predict response token ``t``.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = [
 
 
 def token_log_probs(logits: Tensor, tokens: Tensor) -> Tensor:
-    """Log-probs of ``tokens`` int64 ``[..., T]`` under ``logits`` float ``[..., T, V]``, as ``[..., T]``.
+    """Return the log-probs ``[..., T]`` of ``tokens``, int64 ``[..., T]``, under ``logits``, float ``[..., T, V]``.
 
-    By gather and logsumexp, so that no second ``[..., T, V]`` of log-probs is kept for the backward.
+    This uses gather and logsumexp, so that no second ``[..., T, V]`` of log-probs is kept for the backward pass.
     """
     chosen = logits.gather(-1, tokens.unsqueeze(-1)).squeeze(-1)
     return chosen - torch.logsumexp(logits, dim=-1)
 
 
 def token_entropy(logits: Tensor) -> Tensor:
-    """Entropy in nats of the distributions ``logits`` float ``[..., V]``, as ``[...]``."""
+    """Return the entropy in nats, ``[...]``, of the distributions ``logits``, float ``[..., V]``."""
     mean_logit = (torch.softmax(logits, dim=-1) * logits).sum(-1)
     return torch.logsumexp(logits, dim=-1) - mean_logit
 
 
 def sum_pi_squared(logits: Tensor) -> Tensor:
-    """``Σ_v p_v²`` of the distributions ``logits`` float ``[..., V]``, as ``[...]``."""
+    """Return ``Σ_v p_v²``, ``[...]``, of the distributions ``logits``, float ``[..., V]``."""
     return (torch.logsumexp(2 * logits, dim=-1) - 2 * torch.logsumexp(logits, dim=-1)).exp()
 
 
@@ -54,9 +54,13 @@ def response_logits(
     temperature: float,
     share_prompts: bool = False,
 ) -> Tensor:
-    """Logits that predict the response tokens, divided by the temperature, float32 ``[B, T, V]``.
+    """Return the logits that predict the response tokens, divided by the temperature, float32 ``[B, T, V]``.
 
     Args:
+        module: a causal LM.
+        model_inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, int64 ``[B, P + T]``.
+        response_length: ``T``.
+        temperature: sampling temperature, above 0.
         share_prompts: compute each distinct prompt once; see :func:`shared_prompt_logits`.
     """
     logits: Tensor | None = None
@@ -69,9 +73,9 @@ def response_logits(
 
 
 def response_states(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
-    """What the model gives as logits; at its end are the ``T`` positions that predict the response tokens.
+    """Return the model's logits; the last ``T`` positions predict the response tokens.
 
-    Only those go through the vocabulary head where the model lets us ask.
+    Only those go through the vocabulary head if the model supports that.
     """
     kept = keep_logits(module, response_length)
     logits: Tensor = module(**_without_last(model_inputs), use_cache=False, **kept).logits
@@ -79,16 +83,18 @@ def response_states(module: nn.Module, model_inputs: dict[str, Tensor], response
 
 
 def response_values(module: nn.Module, model_inputs: dict[str, Tensor], response_length: int) -> Tensor:
-    """Values of the states in which the response tokens were chosen, float32 ``[B, T]``."""
+    """Return the values of the states before the response tokens, float32 ``[B, T]``."""
     values: Tensor = module(**_without_last(model_inputs))
     return values[:, -response_length:, 0].float()
 
 
 def keep_logits(module: nn.Module, kept: int | Tensor) -> dict[str, int | Tensor]:
-    """The argument for logits of the last ``kept`` positions only, or of these; empty if the model takes none."""
+    """Return the keyword argument that limits logits to the last ``kept`` positions or to the positions ``kept``;
+    empty if the model does not support it.
+    """
     return {"logits_to_keep": kept} if "logits_to_keep" in inspect.signature(module.forward).parameters else {}
 
 
 def _without_last(model_inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    # Nothing is predicted from the last token.
+    # The last token predicts nothing.
     return {name: column[:, :-1] for name, column in model_inputs.items()}

@@ -1,8 +1,7 @@
-"""A LoRA adapter by PEFT inside the module that the engine trains.
+"""LoRA adapters by PEFT inside the module that the engine trains.
 
-PEFT puts a layer of its own in the place of each target: the base weights go on as
-``<target>.base_layer.weight``, and ``<target>.lora_A.default.weight`` ``[r, in]`` and
-``<target>.lora_B.default.weight`` ``[out, r]`` come beside them.
+PEFT replaces each target layer: the base weight is renamed to ``<target>.base_layer.weight``, and
+``<target>.lora_A.default.weight`` ``[r, in]`` and ``<target>.lora_B.default.weight`` ``[out, r]`` are added.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ __all__ = ["Adapter", "LoraPair", "attach_adapter", "merge_pair", "require_adapt
 _NAME = "default"
 _PEFT_PREFIX = "base_model.model."
 _CONFIG_FILE, _WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
-#: Keys of PEFT's config that ask for more than A and B of matrices, and the values at which they do not.
+#: Keys of PEFT's config that need more than the matrices A and B, and the values at which they do not.
 _PLAIN: Mapping[str, tuple[Any, ...]] = {
     "use_dora": (None, False),
     "lora_bias": (None, False),
@@ -51,7 +50,7 @@ _PLAIN: Mapping[str, tuple[Any, ...]] = {
 
 @dataclass(frozen=True)
 class LoraPair:
-    """The two matrices beside a base weight, by their names in the module: ``weight + scaling * B @ A``."""
+    """The names of the two matrices added to a base weight: ``weight + scaling * B @ A``."""
 
     a: str
     b: str
@@ -59,25 +58,25 @@ class LoraPair:
 
 
 def merge_pair(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """``weight + scaling * b @ a`` in the weight's dtype, computed in float32."""
+    """Return ``weight + scaling * b @ a`` in the weight's dtype, computed in float32."""
     return torch.addmm(weight.float(), b.float(), a.float(), alpha=scaling).to(weight.dtype)
 
 
 class Adapter:
-    """What there is to know about a module's adapter.
+    """The adapter of a module.
 
     Attributes:
         config: PEFT's ``adapter_config.json``.
-        pairs: by the Hugging Face name of the weight beside which they stand.
+        pairs: matrices by the Hugging Face name of their base weight.
 
     Args:
-        module: with PEFT's layers in it.
-        config: PEFT's.
-        seed: of A's initial values; the same on all ranks.
-        source: a folder whose values are taken instead.
+        module: module with PEFT's layers.
+        config: PEFT's config.
+        seed: seed of A's initial values; the same on all ranks.
+        source: folder with initial values; None draws them from the seed.
     """
 
-    #: Tells apart the weights that the adapter stands beside; None where they are not from safetensors.
+    #: Fingerprint of the base weights; None if they are not from safetensors.
     base_fingerprint: str | None = None
 
     def __init__(self, module: nn.Module, config: Mapping[str, Any], seed: int, source: WeightFolder | None) -> None:
@@ -95,27 +94,27 @@ class Adapter:
 
     @property
     def names(self) -> list[str]:
-        """Of the adapter's tensors in the module."""
+        """Names of the adapter's tensors in the module."""
         return list(self._own)
 
     def owns(self, name: str) -> bool:
-        """Whether a tensor of the module is the adapter's."""
+        """Return True if a tensor of the module belongs to the adapter."""
         return name in self._own
 
     @staticmethod
     def base_name(name: str) -> str:
-        """The Hugging Face name of one of the module's other tensors."""
+        """Return the Hugging Face name of a base tensor of the module."""
         return name.replace(".base_layer.", ".")
 
     @staticmethod
     def peft_name(name: str) -> str:
-        """The name of one of the adapter's tensors in PEFT's files."""
+        """Return the name of an adapter tensor in PEFT's files."""
         return _PEFT_PREFIX + name.replace(f".{_NAME}.", ".")
 
     def initial(self, name: str, shape: Sequence[int]) -> Tensor:
-        """What a tensor of the adapter is before training, whole, float32: from the folder, or drawn anew.
+        """Return the initial value of an adapter tensor, whole, float32: read from the folder, or drawn from the seed.
 
-        B is zero, and A uniform within ``1 / sqrt(in)``, as PEFT and ``nn.Linear`` have it.
+        B is zero, and A is uniform within ``1 / sqrt(in)``, as in PEFT and ``nn.Linear``.
         """
         if self._source is not None:
             return self._source.read(self.peft_name(name)).float()
@@ -127,8 +126,8 @@ class Adapter:
 
     @contextmanager
     def disabled(self) -> Iterator[None]:
-        """The base model alone, for forward passes inside."""
-        # The property of PEFT's layers also turns gradients off; what is trained must stay the same.
+        """Use only the base model in forward passes during the block."""
+        # PEFT's own property would also change requires_grad; the set of trained tensors must not change.
         before = [layer._disable_adapters for layer in self._layers]
         for layer in self._layers:
             layer._disable_adapters = True
@@ -140,14 +139,14 @@ class Adapter:
 
 
 def attach_adapter(module: nn.Module, model: ModelConfig, seed: int) -> Adapter:
-    """Put a LoRA adapter into ``module`` and freeze everything else but a value head.
+    """Add a LoRA adapter to ``module`` and freeze everything else except a value head.
 
-    The adapter's matrices are float32 whatever the model's dtype, on the module's device; they get their
-    values by :meth:`Adapter.initial`.
+    The adapter's matrices are float32 regardless of the model's dtype, on the module's device; :meth:`Adapter.initial`
+    provides their values.
 
     Raises:
         ConfigError: PEFT is not installed, ``model.target_modules`` names no linear layer, or the folder
-            ``model.lora_adapter_path`` holds no adapter of this model.
+            ``model.lora_adapter_path`` has no adapter of this model.
     """
     peft = _import_peft()
     source: WeightFolder | None = None
@@ -194,12 +193,12 @@ def _targets(value: Any) -> Any:
     if isinstance(value, Sequence) and value and all(isinstance(name, str) for name in value):
         return list(value)
     raise ConfigError(
-        f"model.target_modules is {value!r}; give names of linear layers, a regular expression, or all-linear"
+        f"model.target_modules is {value!r}; allowed are names of linear layers, a regular expression, or all-linear"
     )
 
 
 def _plain_config(config: Any, model: ModelConfig) -> dict[str, Any]:
-    """PEFT's config as JSON; ``all-linear`` has become paths of single layers, of which the last names say all."""
+    """Return PEFT's config as JSON values; target paths of single layers are shortened to their last names."""
     plain: dict[str, Any] = config.to_dict()
     targets = plain["target_modules"]
     if not isinstance(targets, str):
@@ -216,17 +215,17 @@ def _check_layers(module: nn.Module, model: ModelConfig) -> None:
     head = None if isinstance(module, ValueModel) else module.get_output_embeddings()  # type: ignore[operator]
     for name, layer in module.named_modules():
         if isinstance(layer, LoraLayer):
-            problem = "" if isinstance(layer, Linear) else "which is no linear layer"
+            problem = "" if isinstance(layer, Linear) else "which is not a linear layer"
             problem = "the vocabulary head" if layer is head else problem
             if problem:
                 raise ConfigError(
-                    f"model.target_modules={model.target_modules} chooses {name}, {problem}; an adapter can stand "
-                    "beside the linear layers of the transformer"
+                    f"model.target_modules={model.target_modules} selects {name}, {problem}; an adapter can only "
+                    "extend linear layers of the transformer"
                 )
 
 
 def _make_float(module: nn.Module, adapter: Adapter) -> None:
-    """Float32 for the adapter: small, and its updates would drown in the rounding of bf16."""
+    """Convert the adapter to float32: it is small, and its updates would be lost in the rounding of bf16."""
     device = next(parameter.device for name, parameter in module.named_parameters() if not adapter.owns(name))
     for name in adapter.names:
         place = module.get_submodule(name.removesuffix(".weight"))
@@ -237,14 +236,14 @@ def _make_float(module: nn.Module, adapter: Adapter) -> None:
 def _read_adapter(peft: Any, folder: Path) -> tuple[Any, WeightFolder]:
     for name in (_CONFIG_FILE, _WEIGHTS_FILE):
         if not (folder / name).is_file():
-            raise ConfigError(f"model.lora_adapter_path {folder} has no {name}; give a folder that PEFT wrote")
+            raise ConfigError(f"model.lora_adapter_path {folder} has no {name}; set it to a folder that PEFT wrote")
     file = folder / _CONFIG_FILE
     try:
         text = dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:
         raise ConfigError(f"{file} cannot be read: {error}") from error
     if text.get("peft_type") != "LORA":
-        raise ConfigError(f"{file} is of an adapter of type {text.get('peft_type')}; only LORA can be trained")
+        raise ConfigError(f"{file} describes an adapter of type {text.get('peft_type')}; only LORA can be trained")
     for key, values in _PLAIN.items():
         if text.get(key) not in values:
             raise ConfigError(f"{file} has {key}={text[key]!r}, which is not supported; supported: {values[-1]!r}")
@@ -264,15 +263,15 @@ def _check_source(module: nn.Module, adapter: Adapter, source: WeightFolder) -> 
     wrong = [name for name, shape in expected.items() if source.shapes.get(name, shape) != shape]
     problem = describe_differences(missing, unexpected, wrong)
     if problem:
-        raise ConfigError(f"model.lora_adapter_path: the adapter in {source.folder} is not of this model: it {problem}")
+        raise ConfigError(f"model.lora_adapter_path: {source.folder} does not fit this model: it {problem}")
 
 
 def require_adapter(adapter: Adapter | None) -> Adapter:
-    """The adapter.
+    """Return the adapter after checking that there is one.
 
     Raises:
         CapabilityError: there is none.
     """
     if adapter is None:
-        raise CapabilityError("the engine trains the model itself and holds no adapter; set model.lora_rank")
+        raise CapabilityError("the engine trains the whole model and has no adapter; set model.lora_rank")
     return adapter

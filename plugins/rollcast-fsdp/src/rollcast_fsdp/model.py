@@ -30,14 +30,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ModelPlan:
-    """A module, and how it comes by its weights.
+    """A module, and the source of its weights.
 
     Attributes:
-        module: on the meta device until :meth:`fill`, if its weights are to be read from ``source``; else
-            complete, in host memory.
-        source: the folder's safetensors.
-        names: of each tensor of the module, without its adapter, the name in ``source``.
-        adapter: inside the module; None without LoRA.
+        module: on the meta device until :meth:`fill` if ``source`` is set; otherwise complete, in host memory.
+        source: safetensors of the folder; None if the module is complete.
+        names: for each tensor of the module, without its adapter, the name in ``source``.
+        adapter: adapter inside the module; None without LoRA.
     """
 
     module: nn.Module
@@ -46,17 +45,17 @@ class ModelPlan:
     adapter: Adapter | None = None
 
     def fill(self, device: torch.device) -> None:
-        """Read this rank's part of each weight to ``device``, once the module is sharded.
+        """Read this rank's region of each weight to ``device``; call it after sharding.
 
         Raises:
-            ConfigError: a weight cannot be read; names it and its file.
+            ConfigError: a weight cannot be read; the message names the weight and its file.
         """
         if self.source is None:
             self.module.to(device)
             return
         shapes = {name: tuple(tensor.shape) for name, tensor in self.module.state_dict(keep_vars=True).items()}
         fill_module(self.module, lambda name, region: self._read(name, region, shapes[name]), device)
-        self.module.to(device)  # the buffers that no file holds
+        self.module.to(device)  # non-persistent buffers
         log.info("%.1f MB of weights read from %s", self.source.bytes_read / 1e6, self.source.folder)
         self.source.close()
 
@@ -67,20 +66,19 @@ class ModelPlan:
             name = self.adapter.base_name(name)
         theirs = (self.names or {}).get(name)
         if theirs is None or self.source is None:
-            return torch.zeros([each.stop - each.start for each in region])  # a value head that starts at zero
+            return torch.zeros([each.stop - each.start for each in region])  # a value head starts at zero
         return self.source.read(theirs, region)
 
 
 def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
-    """The module that the engine trains; the caller's RNG is left as it was.
+    """Return the module that the engine trains; the caller's RNG state is unchanged.
 
-    Weights in safetensors are read after the module is sharded, so that no rank ever holds all of them.
-    Random ones, other formats, and models whose files transformers has to convert are loaded whole on
-    every rank first.
+    Weights in safetensors are read after the module is sharded, so that no rank ever holds all of them. Random weights,
+    other formats, and models whose files transformers has to convert are first loaded whole on every rank.
 
     Raises:
-        ConfigError: the folder is missing or incomplete, its architecture is no causal LM, or the adapter
-            that is asked for cannot be made.
+        ConfigError: the folder is missing or incomplete, its architecture is not a causal LM, or the requested adapter
+            cannot be built.
     """
     model = setup.model
     config = load_hf_config(model)
@@ -100,7 +98,7 @@ def build_module(setup: EngineSetup, dtype: torch.dtype) -> ModelPlan:
 
 
 def enable_checkpointing(module: nn.Module) -> None:
-    """Have the layers recompute their activations in the backward pass."""
+    """Make the layers recompute their activations in the backward pass."""
     body: Any = module.body if isinstance(module, ValueModel) else module
     options = {"use_reentrant": False}
     if hasattr(body, "activation_checkpointing_enable"):  # the name in newer versions of transformers
@@ -113,13 +111,13 @@ def _check_weights(model: ModelConfig) -> None:
     folder = Path(model.path)
     if not model.random_init and not any(any(folder.glob(pattern)) for pattern in WEIGHT_PATTERNS):
         raise ConfigError(
-            f"model.path {folder} holds no weights (*.safetensors or pytorch_model*.bin); "
+            f"model.path {folder} contains no weights (*.safetensors or pytorch_model*.bin); "
             "set model.random_init=true to start from random ones"
         )
 
 
 def _plan_reading(setup: EngineSetup, config: Any, dtype: torch.dtype) -> ModelPlan | None:
-    """A plan to read the folder's safetensors tensor by tensor; None where that cannot work."""
+    """Return a plan to read the folder's safetensors tensor by tensor; None if the model does not support that."""
     folder = Path(setup.model.path)
     if not any(folder.glob("*.safetensors*")) or getattr(config, "quantization_config", None) is not None:
         return None
@@ -167,7 +165,7 @@ def _from_config(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modu
 
 
 def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Module:
-    """The module with all its weights in host memory, random or as transformers loads them."""
+    """Return the module with all weights in host memory: random, or loaded by transformers."""
     if setup.model.random_init:
         return _from_config(setup, config, dtype)
     import transformers
@@ -182,7 +180,7 @@ def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modul
         raise ConfigError(f"model.path {folder} does not load with {auto_class}: {error}") from error
     missing = sorted(info["missing_keys"])
     if missing:
-        # transformers would go on with random numbers in their place.
+        # transformers would continue with random values in their place.
         raise ConfigError(f"the weights in {folder} lack {len(missing)} parameters, such as {', '.join(missing[:3])}")
     if setup.model_type == "language_model":
         whole: nn.Module = module
@@ -193,7 +191,7 @@ def _load_whole(setup: EngineSetup, config: Any, dtype: torch.dtype) -> nn.Modul
 
 
 def _load_value_head(module: ValueModel, folder: Path) -> None:
-    """Take ``score.*`` from the folder if it is an exported value model; else it stays zero."""
+    """Load ``score.*`` if the folder is an exported value model; otherwise the head stays zero."""
     if not any(folder.glob("*.safetensors")):
         return
     source = WeightFolder(folder)

@@ -1,4 +1,4 @@
-"""What a forward keeps for its backward, in host memory meanwhile."""
+"""Offload of activations to host memory between forward and backward."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ if TYPE_CHECKING:
 
 __all__ = ["ActivationOffload"]
 
-#: Smaller tensors stay where they are: a copy of them takes longer than it saves.
+#: Smaller tensors are not offloaded: copying them takes longer than it saves.
 _LEAST_BYTES = 1 << 16
 
 
 class ActivationOffload(torch.autograd.graph.saved_tensors_hooks):
-    """A context in which tensors that a forward saves on ``device`` go to host memory until they are needed.
+    """A context that offloads tensors saved by a forward on ``device`` to host memory until the backward needs them.
 
-    Weights stay: they are on the device anyway, or FSDP2 gathers them again. Copies to pinned memory are
-    asynchronous; they are in the stream of the computation, so that no value is read before it is there.
+    Weights are not offloaded: they stay on the device anyway, or FSDP2 gathers them again. Copies to pinned memory are
+    asynchronous but run in the stream of the computation, so no value is read before it has arrived.
 
     Args:
-        device: tensors on others stay as well.
-        least_bytes: size of the smallest that goes.
+        device: device whose tensors are offloaded.
+        least_bytes: size in bytes of the smallest tensor to offload.
     """
 
     def __init__(self, device: torch.device, least_bytes: int = _LEAST_BYTES) -> None:

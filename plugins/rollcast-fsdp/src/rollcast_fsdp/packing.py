@@ -1,7 +1,7 @@
-"""A micro-batch without padding: its rows one after the other in a single sequence.
+"""Micro-batches without padding: the rows are concatenated to one sequence.
 
-Axes: ``b`` rows of ``p`` prompt and ``t`` response positions, ``N`` tokens in the pack, ``n`` of them on this
-rank, ``M`` positions that predict a token under the mask.
+Axes: ``b`` rows of ``p`` prompt and ``t`` response positions, ``N`` tokens in the pack, ``n`` of them on this rank,
+``M`` positions that predict a token under the mask.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ __all__ = ["Pack", "pack_rows"]
 
 @dataclass(frozen=True)
 class Pack:
-    """What of a micro-batch goes through the model on this rank, and where its outputs belong.
+    """This rank's part of a packed micro-batch, and the positions of its outputs.
 
     Attributes:
-        input_ids, position_ids: int64 ``[1, n]``; positions begin anew with each row.
-        rows: for attention.
-        places: int64 ``[M]``, positions within ``n`` whose outputs are wanted.
-        tokens: int64 ``[M]``, the tokens that come after those.
-        targets: int64 ``[M]``, where these stand in the responses ``[b * t]``.
+        input_ids, position_ids: int64 ``[1, n]``; positions restart with each row.
+        rows: row layout for attention.
+        places: int64 ``[M]``, positions within ``n`` whose outputs are used.
+        tokens: int64 ``[M]``, the tokens after those positions.
+        targets: int64 ``[M]``, positions of these tokens in the responses ``[b * t]``.
     """
 
     input_ids: Tensor
@@ -43,11 +43,11 @@ class Pack:
 
 
 def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
-    """Leave out what is padding, and each row's last token, from which nothing is predicted.
+    """Pack a micro-batch without padding and without each row's last token, which predicts nothing.
 
     Args:
-        micro: of tokens under the response mask each has a token before it.
-        group: ranks that take equal parts of the tokens; None for this one alone.
+        micro: micro-batch in which every token under the response mask has a token before it.
+        group: ranks that take equal parts of the tokens; None for a single rank.
     """
     inputs = micro.model_inputs
     present = inputs["attention_mask"] > 0
@@ -56,7 +56,7 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     lengths = [length for length in kept.sum(1).tolist() if length]
     count = sum(lengths)
     ranks = 1 if group is None else dist.get_world_size(group)
-    # A sequence of at least one token a rank; those that fill up are a row of their own.
+    # Every rank needs at least one token; padding tokens form a row of their own.
     filler = max(-count % ranks, ranks - count if count < ranks else 0)
     if filler:
         lengths.append(filler)
@@ -65,7 +65,7 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     bounds = torch.tensor([0, *lengths], device=ids.device).cumsum(0).to(torch.int32)
     width = micro.responses.size(1)
     chosen = (micro.response_mask > 0).flatten()
-    # Where in the pack the token before each response token stands.
+    # Position in the pack of the token before each response token.
     before = (kept.flatten().cumsum(0) - 1).view_as(kept)[:, -width - 1 : -1].flatten()[chosen]
     size = len(ids) // ranks
     start = 0 if group is None else dist.get_rank(group) * size

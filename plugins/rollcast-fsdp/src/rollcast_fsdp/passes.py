@@ -1,4 +1,4 @@
-"""A mini-batch's passes: each micro-batch forward, and backward if gradients are on."""
+"""The passes of a mini-batch: each micro-batch forward, and backward if gradients are enabled."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _KL_KEY = "actor.kl_loss_type"
 
 
 class Passes:
-    """Runs micro-batches through one module; ranks that share it run the same number."""
+    """Runner of micro-batches through one module; ranks that share it run the same number."""
 
     def __init__(
         self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, device: torch.device
@@ -38,7 +38,7 @@ class Passes:
         self.forward = forward
         self._sharding = sharding
         self._device = device
-        # Where there is no other device the host is where activations are.
+        # On a CPU, activations are in host memory anyway.
         self._offloads = config.enable_activation_offload and device.type != "cpu"
         self._has_unreduced_gradients = False
 
@@ -50,16 +50,21 @@ class Passes:
         settings: ForwardSettings,
         reference: Score | None,
     ) -> tuple[dict[str, Tensor], MetricSums]:
-        """Forward, and backward if gradients are on; returns the outputs of ``plan.source`` if they are off.
+        """Run forward, and backward if gradients are enabled; without gradients return the outputs of ``plan.source``.
 
         Args:
-            reference: of what ``settings.vocabulary_kl`` is measured against, in place; None if it is not asked for.
+            plan: micro-batches of this rank.
+            agreed: counts over all ranks.
+            loss_function: loss to compute; None for none.
+            settings: settings of the passes.
+            reference: forward of the model that ``settings.vocabulary_kl`` is measured against; None if it is not
+                requested.
         """
         training = torch.is_grad_enabled()
         names = [] if training else quantity_names(settings, self.forward.is_value_model)
         outputs = plan.source.empty_outputs(names)
         sums = MetricSums()
-        # FSDP2 averages gradients over the ranks; the shares have to be added up.
+        # FSDP2 averages gradients over the ranks, but the shares must be summed.
         scale = 1.0 if self._sharding is None else float(self._sharding.mesh.size())
         penalty = None if settings.vocabulary_kl is None else kl_penalties.get(settings.vocabulary_kl, _KL_KEY)
         finished = False
@@ -83,9 +88,9 @@ class Passes:
         return outputs, sums
 
     def drop_unreduced_gradients(self) -> None:
-        """Get rid of what an interrupted backward left in FSDP2; gradients are to be dropped after this."""
+        """Clear gradients that an interrupted backward left inside FSDP2; drop the module's gradients afterwards."""
         if self._has_unreduced_gradients:
-            # FSDP2 keeps what was accumulated but not reduced out of reach: reduce it, then drop it.
+            # FSDP2 hides gradients that are accumulated but not reduced, so reduce them to make them droppable.
             with torch.enable_grad():
                 given = self.forward.quantities(dummy_micro_batch(self._device), ForwardSettings(), None, None)
                 torch.autograd.backward(zero_loss(given))

@@ -1,4 +1,4 @@
-"""One pass over each distinct prompt, for batches with several responses to each.
+"""One pass over each distinct prompt, for batches with several responses per prompt.
 
 Axes: ``B`` rows, ``U`` distinct prompts, ``P`` prompt and ``T`` response positions, ``V`` vocabulary.
 """
@@ -20,18 +20,19 @@ __all__ = ["shared_prompt_logits"]
 def shared_prompt_logits(
     module: nn.Module, model_inputs: dict[str, Tensor], response_length: int, extra: dict[str, Any]
 ) -> Tensor | None:
-    """Logits that predict the response tokens, ``[B, T, V]``; None if every row has its own prompt.
+    """Return the logits that predict the response tokens, ``[B, T, V]``; None if every row has its own prompt.
 
-    The responses go on from the keys and values of their prompt, through which the gradient flows
-    back: it is that of a pass over whole rows, up to rounding.
+    The responses continue from the keys and values of their prompt. The gradient flows back through them and equals
+    that of a pass over whole rows, up to rounding.
 
     Args:
-        module: a causal LM of transformers with a KV cache, which gradient checkpointing turns off.
+        module: a causal LM of transformers with a KV cache, which gradient checkpointing disables.
         model_inputs: ``input_ids``, ``attention_mask`` and ``position_ids``, int64 ``[B, P + T]``.
-        extra: ``logits_to_keep=1``, if the module takes it.
+        response_length: ``T``.
+        extra: ``logits_to_keep=1``, if the module supports it.
 
     Raises:
-        EngineKeyError: the model keeps no cache.
+        EngineKeyError: the model returns no cache.
     """
     width = model_inputs["input_ids"].size(1) - response_length
     prompts = torch.cat([column[:, :width] for column in model_inputs.values()], 1)
@@ -45,10 +46,10 @@ def shared_prompt_logits(
         return first
     cache = output.past_key_values
     if cache is None:
-        problem = f"is true, but {type(module).__name__} keeps no KV cache; set it to false"
+        problem = f"is true, but {type(module).__name__} returns no KV cache; set it to false"
         raise EngineKeyError("share_prompts", problem)
     cache.reorder_cache(source)
-    # Nothing is predicted from the last token.
+    # The last token predicts nothing.
     rest: Any = module(
         input_ids=model_inputs["input_ids"][:, width:-1],
         attention_mask=model_inputs["attention_mask"][:, :-1],

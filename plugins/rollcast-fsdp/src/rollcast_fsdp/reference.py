@@ -1,4 +1,4 @@
-"""A second model beside the one in training, for what is measured between their whole distributions."""
+"""A reference model beside the one in training, to compare their full distributions."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ class Reference:
     """The model of another engine of this process; all ranks use it together.
 
     Args:
-        forward: that engine's.
-        mode: puts its model in place, in training mode or not.
-        sharding: of its model, if there is more than one rank.
+        forward: forward of that engine.
+        mode: context manager that enters its train or eval mode.
+        sharding: sharding of its model; None on a single rank.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class Reference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Weights on the device and dropout off, for the calls inside; gradients stay as they are."""
+        """Keep the weights on the device and dropout off during the block; gradients are left alone."""
         with self._mode(False):
             try:
                 yield
@@ -44,7 +44,7 @@ class Reference:
                     self._sharding.reshard()
 
     def score(self, micro: MicroBatch, temperature: float) -> Scored:
-        """One forward without gradient, to be called in place."""
+        """Run one forward without gradients; call it inside :meth:`in_place`."""
         with torch.no_grad():
             return self._forward.score(micro, temperature)
 
@@ -58,11 +58,11 @@ class BaseModelReference:
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Nothing: the model is in place, for it is in training."""
+        """Do nothing: the model in training is on the device already."""
         yield
 
     def score(self, micro: MicroBatch, temperature: float) -> Scored:
-        """One forward without gradient and dropout."""
+        """Run one forward without gradients and dropout."""
         module = self._forward.module
         was_training = module.training
         module.eval()

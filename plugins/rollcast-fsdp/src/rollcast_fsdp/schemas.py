@@ -19,17 +19,19 @@ class FsdpConfig:
     name: str = "fsdp"
     """Registry name of the engine."""
     fsdp_size: int = -1
-    """Ranks over which one copy of the model is sharded; -1 for all ranks of the group. A divisor of their number
-    makes a hybrid: groups of so many ranks hold a copy each (HSDP)."""
+    """Ranks that shard one copy of the model; -1 for all ranks of the group. A proper divisor of the group's size
+    gives a hybrid (HSDP): each group of that many ranks holds one copy.
+    """
     ulysses_sequence_parallel_size: Positive = 1
-    """Ranks that share each sequence, and the heads of its attention; needs `use_remove_padding`."""
+    """Ranks that share each sequence and split its attention heads; needs `use_remove_padding`."""
     model_dtype: Dtype = "fp32"
     """Dtype of stored weights, gradients and optimizer state."""
     param_dtype: Dtype | None = None
     """Dtype of forward and backward; null for `model_dtype`."""
     reduce_dtype: Dtype | None = None
-    """Dtype of the gradients' reduction over the ranks; null for `fp32` where `param_dtype` is set, else
-    `model_dtype`."""
+    """Dtype in which gradients are reduced over the ranks; null for `fp32` if `param_dtype` is set, otherwise for
+    `model_dtype`.
+    """
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
@@ -39,8 +41,9 @@ class FsdpConfig:
     enable_activation_offload: bool = False
     """Keep the forward's activations in host memory until the backward pass."""
     reshard_after_forward: bool = True
-    """Free a layer's gathered weights after its forward; false trades memory for one gather less in the backward
-    pass."""
+    """Free a layer's gathered weights after its forward; false saves one gather in the backward pass at the cost of
+    memory.
+    """
     forward_prefetch: bool = False
     """Gather the next layer's weights while a layer computes."""
     use_remove_padding: bool = False
@@ -49,20 +52,21 @@ class FsdpConfig:
     """Compute log-probs block by block over the vocabulary, without full logits; the backward pass recomputes each
     block."""
     share_prompts: bool = False
-    """Compute a prompt that several rows of a micro-batch share once, and continue from its keys and values: the same
-    gradient for less work. Needs a model with a KV cache; without effect on a sharded model."""
+    """Compute a prompt that several rows of a micro-batch share only once, and continue from its keys and values:
+    the same gradient for less work. Needs a model with a KV cache; no effect on a sharded model.
+    """
     use_torch_compile: bool = False
     """Compile the decoder layers at their first pass with torch. Generation in this process runs them uncompiled."""
 
     def check(self, world_size: int, path: str = "actor.engine") -> None:
-        """Refuse sizes that do not fit the ranks, and keys that exclude each other.
+        """Check that sizes fit the ranks, and that no keys exclude each other.
 
         Args:
-            world_size: Ranks of the group.
-            path: The section, for messages.
+            world_size: ranks of the group.
+            path: dotted path of the section, for messages.
 
         Raises:
-            ConfigError: The key, its value and the valid ones.
+            ConfigError: a key is invalid; the message names its value and the valid ones.
         """
         sizes = ", ".join(str(size) for size in range(1, world_size + 1) if world_size % size == 0)
         if self.fsdp_size != -1 and not _divides(self.fsdp_size, world_size):
@@ -85,10 +89,10 @@ class FsdpConfig:
 
     def _check_shared_prompts(self, path: str) -> None:
         reasons = {
-            "enable_gradient_checkpointing": "which turns the KV cache off",
-            "use_remove_padding": "which keeps none",
-            "use_fused_kernels": "which sees hidden states only",
-            "use_torch_compile": "for which caches of many shapes are many programs",
+            "enable_gradient_checkpointing": "which disables the KV cache",
+            "use_remove_padding": "which has no KV cache",
+            "use_fused_kernels": "which needs hidden states instead of logits",
+            "use_torch_compile": "which would compile one program per cache shape",
         }
         for key, reason in reasons.items():
             if self.share_prompts and getattr(self, key):
@@ -97,7 +101,7 @@ class FsdpConfig:
                 )
 
     def shard_size(self, world_size: int) -> int:
-        """Return the number of ranks that hold one copy of the model together."""
+        """Return the number of ranks that together hold one copy of the model."""
         return world_size if self.fsdp_size == -1 else self.fsdp_size
 
     @property

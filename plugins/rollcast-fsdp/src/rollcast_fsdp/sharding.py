@@ -1,4 +1,4 @@
-"""Everything that knows how FSDP2 shards a module over ranks."""
+"""Sharding of a module over ranks with FSDP2."""
 
 from __future__ import annotations
 
@@ -31,19 +31,20 @@ __all__ = ["Sharding", "check_heads", "decoder_layers", "full_tensor", "full_ten
 log = logging.getLogger(__name__)
 
 _MANAGED_MARK = "_is_fsdp_managed_module"
-#: Bytes that ranks gather in one collective, at most; a larger tensor is gathered alone.
+#: Maximum bytes that ranks gather in one collective; a larger tensor is gathered alone.
 _GATHERED_BYTES = 64 << 20
 
 
 @dataclass(frozen=True)
 class Sharding:
-    """A sharded module's mesh, and what FSDP2 does with it.
+    """The mesh of a sharded module, and operations on its FSDP2 state.
 
     Attributes:
-        mesh: ``[ranks]``, or ``[copies, ranks of a copy]`` (HSDP); over both, FSDP2 averages gradients.
-        reshard_after_forward: the key.
-        data_group: ranks with other rows than this one, and this one.
-        sequence_group: ranks with other parts of the same rows; None where each has whole rows.
+        module: the sharded module.
+        mesh: ``[ranks]``, or ``[copies, ranks of a copy]`` (HSDP); FSDP2 averages gradients over both dimensions.
+        reshard_after_forward: config key of this name.
+        data_group: process group of the ranks with different rows, this one included.
+        sequence_group: process group of the ranks with other parts of the same rows; None if each has whole rows.
     """
 
     module: nn.Module
@@ -56,9 +57,9 @@ class Sharding:
         return [module for module in self.module.modules() if isinstance(module, FSDPModule)]
 
     def set_gradient_sync(self, enabled: bool) -> None:
-        """Whether the next backward adds gradients up over the copies of the model, too.
+        """Set whether the next backward also reduces gradients over the copies of the model.
 
-        Over the ranks of a copy each backward does, so that no rank ever holds gradients of the whole model.
+        Over the ranks of a copy every backward reduces, so that no rank ever holds gradients of the whole model.
         """
         if self.mesh.ndim == 1:
             return
@@ -66,23 +67,23 @@ class Sharding:
             module.set_requires_all_reduce(enabled, recurse=False)
 
     def reshard(self) -> None:
-        """Give up gathered weights, so that ``parameters()`` are the shards the optimizer knows."""
+        """Free gathered weights, so that ``parameters()`` are the shards that the optimizer knows."""
         for module in self._fsdp_modules():
             module.reshard()
 
     def reset(self) -> None:
-        """Forget a forward or backward that an exception broke off."""
+        """Reset FSDP2's state after an exception interrupted a forward or backward."""
         if isinstance(self.module, FSDPModule) and hasattr(self.module, "reset_iter_state"):
             self.module.reset_iter_state()
 
     @contextmanager
     def unsharded(self) -> Iterator[None]:
-        """Full weights on every rank for the time being, so that forwards need no collective."""
+        """Keep full weights on every rank during the block, so that forwards need no collective."""
         modules = self._fsdp_modules()
         for module in modules:
             module.unshard()
             module.set_reshard_after_forward(False, recurse=False)
-        # By this mark, transformers' generate() would keep ranks in step with a collective a token.
+        # With this mark set, transformers' generate() would run a collective per token to keep ranks in step.
         setattr(self.module, _MANAGED_MARK, False)
         try:
             yield
@@ -90,7 +91,7 @@ class Sharding:
             setattr(self.module, _MANAGED_MARK, True)
             for module in modules:
                 module.reshard()
-                # FSDP2 keeps the root's weights between forward and backward in any case.
+                # FSDP2 keeps the root's weights between forward and backward in any case, so reset layers only.
                 is_layer = id(module) != id(self.module)
                 module.set_reshard_after_forward(is_layer and self.reshard_after_forward, recurse=False)
 
@@ -113,15 +114,15 @@ def shard_module(module: nn.Module, config: FsdpConfig, context: WorkerContext, 
 
 
 def check_heads(config: Any, parts: int, world_size: int) -> None:
-    """Refuse a number of ranks a sequence that does not divide the model's attention heads.
+    """Check that the ranks per sequence divide the model's attention heads.
 
     Args:
-        config: transformers' of the model.
+        config: transformers config of the model.
         parts: ``ulysses_sequence_parallel_size``.
-        world_size: of the group.
+        world_size: ranks of the group.
 
     Raises:
-        EngineKeyError: says which numbers would do.
+        EngineKeyError: they do not; the message names valid numbers.
     """
     heads = int(config.get_text_config().num_attention_heads)
     if heads % parts:
@@ -142,7 +143,7 @@ def _shard(module: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
         )
     layers = decoder_layers(module)
     if not layers:
-        log.warning("%s names no layers to shard by; it is sharded, and gathered, as one piece", type(module).__name__)
+        log.warning("%s declares no layers to shard; it is sharded and gathered as one unit", type(module).__name__)
     sharded = [fully_shard(layer, reshard_after_forward=config.reshard_after_forward, **options) for layer in layers]
     fully_shard(module, reshard_after_forward=False, **options)
     if config.forward_prefetch:
@@ -151,7 +152,7 @@ def _shard(module: nn.Module, config: FsdpConfig, mesh: DeviceMesh) -> None:
 
 
 def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """The whole tensor on ``device`` without gradient; gathered over the ranks if it is sharded."""
+    """Return the whole tensor on ``device`` without gradient; gathered over the ranks if it is sharded."""
     tensor = tensor.detach().to(device)
     if isinstance(tensor, DTensor):
         whole: Tensor = tensor.full_tensor()
@@ -162,15 +163,15 @@ def full_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 def full_tensors(
     named: Iterable[tuple[str, Tensor]], device: torch.device, limit: int = _GATHERED_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield whole tensors on ``device`` without gradient, in their order; all ranks iterate to the end together.
+    """Yield whole tensors on ``device`` without gradient, in order; all ranks must iterate to the end together.
 
-    Shards that follow one another are gathered in one collective: a model has hundreds of small tensors, and each
-    collective waits for every rank.
+    Consecutive shards are gathered in one collective: a model has hundreds of small tensors, and each collective waits
+    for every rank.
 
     Args:
         named: names and tensors, sharded or not.
         device: device of the whole tensors.
-        limit: bytes of the whole tensors of one collective; a larger tensor goes alone.
+        limit: bytes of the whole tensors in one collective; a larger tensor is gathered alone.
     """
     waiting: list[tuple[str, DTensor]] = []
     held = 0
@@ -189,7 +190,7 @@ def full_tensors(
 
 
 def _travels_with(tensor: Tensor, first: DTensor) -> bool:
-    """Return True if a tensor's rows are sharded over the same ranks as those of ``first``, in the same dtype."""
+    """Return True if a tensor's rows are sharded over the ranks of ``first``, with the same dtype."""
     if not isinstance(tensor, DTensor) or tensor.device_mesh != first.device_mesh or tensor.dtype != first.dtype:
         return False
     *copies, rows = tensor.placements
@@ -199,14 +200,14 @@ def _travels_with(tensor: Tensor, first: DTensor) -> bool:
 def _gather(named: list[tuple[str, DTensor]], device: torch.device) -> Iterator[tuple[str, Tensor]]:
     mesh = named[0][1].device_mesh
     ranks = mesh.size(mesh.ndim - 1)
-    # Each rank has as many rows as the first one, but the last ranks, whose parts are filled up.
+    # All ranks contribute as many rows as the first; the last ones are padded.
     lengths = [-(-tensor.shape[0] // ranks) * math.prod(tensor.shape[1:]) for _, tensor in named]
     part = torch.empty(sum(lengths), dtype=named[0][1].dtype, device=device)
     for (_, tensor), room in zip(named, part.split(lengths), strict=True):  # type: ignore[no-untyped-call]
         local = tensor.to_local().detach().reshape(-1)
         room[: len(local)].copy_(local)
     whole = part.new_empty(ranks * len(part))
-    # Its name from torch 2.13 on; the old one warns there.
+    # The name since torch 2.13; the old name warns there.
     gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
     gather(whole, part, group=mesh.get_group(mesh.ndim - 1))
     parts = whole.view(ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
@@ -215,7 +216,7 @@ def _gather(named: list[tuple[str, DTensor]], device: torch.device) -> Iterator[
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
-    """Decoder layers, by the class names that transformers' models say must not be split."""
+    """Return the decoder layers: modules of the classes in transformers' ``_no_split_modules``."""
     names: set[str] = set()
     for part in module.modules():
         names.update(getattr(part, "_no_split_modules", None) or ())

@@ -1,7 +1,7 @@
-"""One micro-batch's forward: from its tokens to per-token quantities.
+"""The forward of one micro-batch: from its tokens to per-token quantities.
 
-Axes: ``b`` rows, ``t`` response positions, ``V`` vocabulary, ``M`` positions that are scored, which are
-all ``b * t`` or only those under the mask.
+Axes: ``b`` rows, ``t`` response positions, ``V`` vocabulary, ``M`` scored positions, which are all ``b * t`` or only
+those under the mask.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ if TYPE_CHECKING:
 
 __all__ = ["Score", "Scored", "TokenForward"]
 
-#: Positions times words whose logits of two models are compared at a time, if they are not held anyway.
+#: Maximum number of logits (positions times words) for which two models are compared at a time, if logits are not kept.
 _COMPARED_ELEMENTS = 1 << 22
 
 
 @dataclass(frozen=True)
 class Scored:
-    """Outputs of a forward at the positions that are scored.
+    """Outputs of a forward at the scored positions.
 
     Attributes:
-        tokens: int64 ``[M]``, what came after each.
-        targets: int64 ``[M]``, where that stands in the responses ``[b * t]``; None if it is all of them in order.
-        logits: float32 ``[M, V]`` over the temperature; None if there is a head to compute them with.
-        states: ``[M, H]``, what the head would have got.
-        head: of the model.
+        tokens: int64 ``[M]``, the token after each position.
+        targets: int64 ``[M]``, positions of these tokens in the responses ``[b * t]``; None if they are all of them in
+            order.
+        logits: float32 ``[M, V]``, divided by the temperature; None if ``head`` is set.
+        states: input of the vocabulary head, ``[M, H]``; None if ``logits`` is set.
+        head: vocabulary head to compute logits with; None if ``logits`` is set.
     """
 
     tokens: Tensor
@@ -63,15 +64,15 @@ class Scored:
     head: VocabularyHead | None = None
 
 
-#: A forward of a language model at a temperature; :meth:`TokenForward.score` is one.
+#: Function that runs a language model's forward at a temperature, such as :meth:`TokenForward.score`.
 Score: TypeAlias = "Callable[[MicroBatch, float], Scored]"
 
 
 class TokenForward:
-    """How one module turns micro-batches into per-token quantities, by the engine's keys.
+    """Forward of one module from micro-batches to per-token quantities, configured by the engine's keys.
 
     Raises:
-        ConfigError: the keys ask for what the module cannot do.
+        ConfigError: the module does not support a key's value.
     """
 
     def __init__(self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None) -> None:
@@ -84,17 +85,21 @@ class TokenForward:
         self._head = VocabularyHead(module) if fused else None
 
     def layout(self) -> tuple[bool, bool, int]:
-        """What two forwards must have in common to be compared position by position."""
+        """Return the properties that two forwards must share to be compared position by position."""
         parts = 1 if self._group is None else torch.distributed.get_world_size(self._group)
         return self.packs, self._head is not None, parts
 
     def quantities(
         self, micro: MicroBatch, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
     ) -> dict[str, Tensor]:
-        """``values``, or ``log_probs`` and what else the settings ask for: float32 ``[b, t]``, zero under the mask.
+        """Return ``values``, or ``log_probs`` and the other requested quantities: float32 ``[b, t]``, zero outside the
+        mask.
 
         Args:
-            reference: of what ``vocabulary_kl`` is measured against by ``penalty``; its layout is this one's.
+            micro: the micro-batch.
+            settings: settings of the pass.
+            reference: forward of the model that ``vocabulary_kl`` is measured against; its layout equals this one's.
+            penalty: KL penalty that measures ``vocabulary_kl``.
         """
         if self.is_value_model:
             return {"values": self._values(micro)}
@@ -106,7 +111,7 @@ class TokenForward:
         return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
 
     def score(self, micro: MicroBatch, temperature: float) -> Scored:
-        """One forward of a language model."""
+        """Run one forward of a language model."""
         if self.packs:
             return self._score_pack(micro, temperature)
         length = micro.responses.size(1)
@@ -148,7 +153,7 @@ class TokenForward:
         return self._place(whole[0, pack.places, 0].float(), pack.targets, micro)
 
     def _place(self, values: Tensor, targets: Tensor | None, micro: MicroBatch) -> Tensor:
-        """``[M]`` where they belong in ``[b, t]``; of all ranks that share the rows."""
+        """Return values ``[M]`` at their positions in ``[b, t]``, summed over the ranks that share the rows."""
         chosen = micro.response_mask > 0
         if targets is None:
             return values.view(chosen.shape).where(chosen, 0.0)
@@ -157,7 +162,7 @@ class TokenForward:
 
 
 def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
-    """Log-probs, and entropy and Σp² if they are asked for, ``[M]``."""
+    """Return log-probs, and entropy and Σp² if requested, ``[M]``."""
     if scored.head is not None and scored.states is not None:
         stats = linear_stats(
             scored.states,
@@ -184,7 +189,7 @@ def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
 
 
 def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenalty) -> Tensor:
-    """The penalty between two models' distributions, ``[M]``."""
+    """Return the penalty between two models' distributions, ``[M]``."""
     head, other_head = scored.head, other.head
     if head is None or other_head is None:
         return _penalty(penalty, _required(scored.logits), _required(other.logits))
@@ -211,5 +216,5 @@ def _penalty(penalty: KlPenalty, ours: Tensor, theirs: Tensor) -> Tensor:
 
 def _required(tensor: Tensor | None) -> Tensor:
     if tensor is None:
-        raise TypeError("two models were to be compared, of which one gave logits and one hidden states")
+        raise TypeError("cannot compare two models if one returns logits and the other hidden states")
     return tensor

@@ -1,4 +1,4 @@
-"""The model's tensors by their names elsewhere: in Hugging Face folders, in checkpoints, in PEFT's adapters."""
+"""The model's tensors under their external names: in Hugging Face folders, in checkpoints, in PEFT adapters."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ __all__ = ["ModelTensors"]
 
 @dataclass(frozen=True)
 class ModelTensors:
-    """A module's parameters and saved buffers; what gathers them is called by all ranks together."""
+    """A module's parameters and persistent buffers; all ranks must call the gathering methods together."""
 
     module: nn.Module
     sharding: Sharding | None
@@ -36,14 +36,14 @@ class ModelTensors:
         return parameters_by_name(self.module)
 
     def base(self) -> dict[str, Tensor]:
-        """The model without its adapter by Hugging Face names, as this rank has it."""
+        """Return this rank's tensors of the model without its adapter, by Hugging Face name."""
         adapter = self.adapter
         if adapter is None:
             return self._all()
         return {adapter.base_name(name): tensor for name, tensor in self._all().items() if not adapter.owns(name)}
 
     def saved(self) -> dict[str, Tensor]:
-        """What a checkpoint keeps: everything, or of a model with an adapter only what is trained."""
+        """Return the tensors that a checkpoint saves: all of them, or with an adapter only the trained ones."""
         if self.adapter is None:
             return self._all()
         return {name: tensor for name, tensor in self._all().items() if tensor.requires_grad}
@@ -53,7 +53,7 @@ class ModelTensors:
         yield from full_tensors(self.base().items(), self.device)
 
     def gather_merged(self) -> Iterator[tuple[str, Tensor]]:
-        """The same with the adapter added to the weights."""
+        """Yield whole tensors of the model with the adapter merged into the weights."""
         if self.adapter is None:
             yield from self.gather()
             return
@@ -69,7 +69,7 @@ class ModelTensors:
         return merge_pair(whole, a, b, pair.scaling)
 
     def gather_adapter(self) -> AdapterWeights | None:
-        """The adapter, whole, by PEFT's names; None without one."""
+        """Return the whole adapter by PEFT's names; None without one."""
         if self.adapter is None:
             return None
         tensors = {

@@ -1,8 +1,8 @@
-"""Sequence parallelism: each rank holds a part of the tokens, and in attention a part of the heads.
+"""Sequence parallelism: each rank holds a part of the tokens, and during attention a part of the heads.
 
-The scheme of "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence
-Transformer Models" (Jacobs et al., 2023): around attention, an all-to-all trades parts of the sequence for
-heads. Axes: ``H`` heads, ``N`` tokens of all ranks together, ``n = N / ranks`` of one, ``D`` dimensions of a head.
+The scheme of "DeepSpeed Ulysses: System Optimizations for Enabling Training of Extreme Long Sequence Transformer
+Models" (Jacobs et al., 2023): around attention, an all-to-all exchanges parts of the sequence for heads. Axes: ``H``
+heads, ``N`` tokens of all ranks together, ``n = N / ranks`` of one rank, ``D`` dimensions of a head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ __all__ = ["all_heads", "all_tokens", "repeat_heads", "sum_over"]
 
 
 class _AllToAll(torch.autograd.Function):
-    """Part ``i`` along the first dimension goes to rank ``i``; its own inverse, and so its own gradient."""
+    """All-to-all that sends part ``i`` of the first dimension to rank ``i``. It is its own inverse and gradient."""
 
     @staticmethod
     def forward(ctx: Any, parts: Tensor, group: Any) -> Tensor:
@@ -40,9 +40,10 @@ def _exchange(parts: Tensor, group: Any) -> Tensor:
 
 
 class _SumOver(torch.autograd.Function):
-    """A sum over the ranks, of which each goes on with the whole.
+    """Sum over the ranks that every rank receives.
 
-    All ranks compute the same loss from the sum, so each one's gradient is already that of its own summand.
+    All ranks compute the same loss from the sum, so the gradient of the sum is already the gradient of each rank's
+    summand.
     """
 
     @staticmethod
@@ -57,7 +58,7 @@ class _SumOver(torch.autograd.Function):
 
 
 def all_tokens(heads: Tensor, group: Any) -> Tensor:
-    """From ``[1, H, n, D]``, all heads of this rank's tokens, to ``[1, H / ranks, N, D]``."""
+    """Exchange ``[1, H, n, D]``, all heads of this rank's tokens, for ``[1, H / ranks, N, D]``."""
     ranks = dist.get_world_size(group)
     _, count, length, dimension = heads.shape
     parts: Any = _AllToAll.apply(  # type: ignore[no-untyped-call]
@@ -68,7 +69,7 @@ def all_tokens(heads: Tensor, group: Any) -> Tensor:
 
 
 def all_heads(tokens: Tensor, group: Any) -> Tensor:
-    """From ``[1, N, H / ranks, D]``, all tokens of this rank's heads, to ``[1, n, H, D]``."""
+    """Exchange ``[1, N, H / ranks, D]``, all tokens of this rank's heads, for ``[1, n, H, D]``."""
     ranks = dist.get_world_size(group)
     _, length, count, dimension = tokens.shape
     parts: Any = _AllToAll.apply(  # type: ignore[no-untyped-call]
@@ -79,13 +80,13 @@ def all_heads(tokens: Tensor, group: Any) -> Tensor:
 
 
 def repeat_heads(heads: Tensor, ranks: int) -> Tensor:
-    """Key or value heads ``[1, H, n, D]``, each as often as it takes for ``ranks`` to divide their number."""
+    """Repeat key or value heads ``[1, H, n, D]`` as often as needed for ``ranks`` to divide their number."""
     times = ranks // math.gcd(heads.size(1), ranks)
     return heads if times == 1 else heads.repeat_interleave(times, dim=1)
 
 
 def sum_over(values: Tensor, group: Any) -> Tensor:
-    """The sum of the ranks' ``values``; the gradient of each rank's are those of the sum, not added up."""
+    """Return the sum of the ranks' ``values``; the gradient of the sum is passed to each rank without another sum."""
     total: Any = _SumOver.apply(values, group)  # type: ignore[no-untyped-call]
     result: Tensor = total
     return result

@@ -1,4 +1,4 @@
-"""A LoRA adapter beside the linear layers of the rollout's own module."""
+"""LoRA adapters on the linear layers of the rollout's own module."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
 
 
 class AdapterHooks:
-    """Adds ``scaling * B @ A @ x`` to the output of each layer that an adapter has matrices for.
+    """Forward hooks that add ``scaling * B @ A @ x`` to the output of each adapted layer.
 
-    By hooks, so that the base weights stay as they are for the next adapter.
+    Hooks leave the base weights unchanged for the next adapter.
     """
 
     def __init__(self) -> None:
         self._handles: list[Any] = []
 
     def attach(self, module: nn.Module, adapter: AdapterWeights) -> None:
-        """Put an adapter, which fits the module, in the place of the one before."""
+        """Attach an adapter that fits the module, replacing the previous one."""
         self.remove()
         scaling = float(adapter.config["lora_alpha"]) / int(adapter.config["r"])
         for name, first in adapter.tensors.items():
@@ -39,7 +39,7 @@ class AdapterHooks:
                 self._handles.append(layer.register_forward_hook(_adding(a, b)))
 
     def remove(self) -> None:
-        """Leave the base model by itself."""
+        """Detach the adapter."""
         while self._handles:
             self._handles.pop().remove()
 

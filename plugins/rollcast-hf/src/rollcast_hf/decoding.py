@@ -1,7 +1,7 @@
-"""One batch of rows through a transformers causal LM with a KV cache, token by token.
+"""Decoding one batch of rows with a transformers causal LM and a KV cache, token by token.
 
-Axes: ``B`` rows, ``U`` distinct prompts, ``P`` prompt positions (left-padded), ``T`` new tokens,
-``V`` vocabulary, ``S`` stop ids of a row.
+Axes: ``B`` rows, ``U`` distinct prompts, ``P`` prompt positions (left-padded), ``T`` new tokens, ``V`` vocabulary,
+``S`` stop ids of a row.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Reason = Literal["stop", "length", "abort"]
 
 @dataclass(frozen=True, slots=True)
 class DecodeRow:
-    """One sequence to generate: the prompt (int32 ids), how to sample, and what ends it."""
+    """One sequence to generate: the prompt (int32 ids), its sampling parameters, and its stops."""
 
     prompt: array[int]
     sampling: SamplingParams
@@ -36,12 +36,12 @@ class DecodeRow:
 
 @dataclass(frozen=True, slots=True)
 class DecodedRow:
-    """One generated sequence; the three arrays are equally long.
+    """One generated sequence; the three arrays have the same length.
 
     Attributes:
         token_ids, log_probs, versions: int32, float32 and int64.
         finish_reason: as in :class:`~rollcast.contracts.rollout.RolloutSequence`.
-        broken: place of the first token whose logits are not finite; None if all are.
+        broken: index of the first token with non-finite logits; None if all are finite.
     """
 
     token_ids: array[int]
@@ -54,12 +54,12 @@ class DecodedRow:
 class Decoding:
     """The state of a batch between two steps.
 
-    Each :meth:`step` is one forward pass and one new token for every row that is not done, so
-    that a caller can do other things, or end rows, between steps. Run it without gradient.
+    Each :meth:`step` is one forward pass and adds one token to every unfinished row, so that a caller can do other
+    work, or end rows, between steps. Run it without gradients.
 
     Args:
-        rows: at least one.
-        device: of the module.
+        rows: at least one row.
+        device: device of the module.
         vocab_size: ``V`` of the module's logits.
         streams: random streams of the rows, int64 ``[B]`` on ``device``.
     """
@@ -72,7 +72,7 @@ class Decoding:
         self._prompt_width = ids.shape[1]
         limits = [row.sampling.max_tokens for row in rows]
         limit, count = max(limits), len(rows)
-        # Without padding the model derives the same mask and positions by itself, and faster.
+        # Without padding the model derives the same mask and positions itself, and faster.
         padded = not bool(mask.all())
         self._mask = torch.cat([mask, mask.new_ones(len(mask), limit)], dim=1) if padded else None
         self._lengths = mask.sum(-1)
@@ -81,7 +81,7 @@ class Decoding:
         self._takes: dict[str, bool] = {}
         self._step = 0
         self._versions = array("q")
-        #: By a row's number, the search for its stop strings; rows without any have none.
+        #: Stop-string matchers by row; rows without stop strings have none.
         self._matchers = {i: found for i, row in enumerate(rows) if (found := row.matcher()) is not None}
         self._stopped = torch.zeros(count, dtype=torch.bool, device=device)
         self._all_stops = _pad_stops(rows, device)
@@ -89,7 +89,7 @@ class Decoding:
         self._log_probs = torch.zeros(limit, count, device=device)
         self._all_ends = torch.zeros(count, dtype=torch.int64, device=device)
         self._aborted = torch.zeros(count, dtype=torch.bool, device=device)
-        # The rows that still take part, and per such row: limit, stops, length so far, done or not.
+        # The active rows; limit, stops, length so far and done flag of each.
         self._active = torch.arange(count, device=device)
         self._limits = torch.tensor(limits, device=device)
         self._stops = self._all_stops
@@ -99,15 +99,15 @@ class Decoding:
 
     @property
     def done(self) -> bool:
-        """Whether no row needs another token."""
+        """True if no row needs another token."""
         return self._remaining == 0
 
     def step(self, module: nn.Module, version: int) -> None:
-        """Add one token to every row that is not done.
+        """Add one token to every unfinished row.
 
         Args:
-            module: a causal LM in evaluation mode, the same in every step.
-            version: of the weights that it has at the moment.
+            module: a causal LM in eval mode, the same in every step.
+            version: version of its current weights.
         """
         logits = self._forward(module) if self._step else self._prefill(module)
         tokens, log_probs = self._sampler(logits)
@@ -131,18 +131,19 @@ class Decoding:
         new = zip(self._active.tolist(), tokens.tolist(), strict=True)
         found = [row in self._matchers and self._matchers[row].add(token) for row, token in new]
         ended = torch.tensor(found, dtype=torch.bool, device=self._device)
-        # A row whose last token was another's end is done already; one that ends by its length has stopped too.
+        # Rows that finished earlier must not be marked; a row that reaches its length limit with this token counts as
+        # stopped.
         self._stopped[self._active[ended & (self._ends.eq(self._step) | self._done.logical_not())]] = True
         self._end(ended)
 
     def abort(self, rows: Iterable[int]) -> None:
-        """End these rows (numbers in the batch) with what they have; a row that is done stays as it is."""
+        """End these rows (numbers in the batch) with their tokens so far; finished rows are unchanged."""
         chosen = torch.isin(self._active, torch.tensor(list(rows), dtype=torch.int64, device=self._device))
         self._aborted[self._active[chosen & ~self._done]] = True
         self._end(chosen)
 
     def results(self) -> list[DecodedRow]:
-        """Return every row's sequence, in the order given; call it once, after the last step."""
+        """Return every row's sequence, in the given order; call it once, after the last step."""
         self._all_ends[self._active] = self._ends
         log_probs = self._log_probs[: self._step].T
         used = torch.arange(self._step, device=self._device) < self._all_ends[:, None]
@@ -175,8 +176,8 @@ class Decoding:
         self._remaining = len(self._active) - int(self._done.sum())
 
     def _prefill(self, module: nn.Module) -> Tensor:
-        """Logits ``[B, V]`` after the prompts, each distinct prompt computed once."""
-        # Positions and the cut to the last logits are optional in transformers' models.
+        """Return logits ``[B, V]`` after the prompts, each distinct prompt computed once."""
+        # Not every transformers model supports positions and the cut to the last logits.
         accepted = inspect.signature(module.forward).parameters
         self._takes = {name: name in accepted for name in ("position_ids", "logits_to_keep")}
         positions = None if self._mask is None else self._mask[:, : self._prompt_width].cumsum(-1).sub_(1).clamp_(min=0)
@@ -188,10 +189,10 @@ class Decoding:
         return logits
 
     def _forward(self, module: nn.Module) -> Tensor:
-        """Logits ``[b, V]`` after the newest token of the rows that take part."""
+        """Return logits ``[b, V]`` after the newest token of the active rows."""
         positions = None
         if self._mask is not None:
-            # A done row runs along in its place: it must not leave the model's position table.
+            # A finished row stays in the batch for a while: its position must not exceed the model's limit.
             positions = (self._lengths + torch.minimum(self._limits, self._limits.new_tensor(self._step)) - 1)[:, None]
         return self._call(module, positions)
 
@@ -209,7 +210,7 @@ class Decoding:
         return logits
 
     def _drop_done(self) -> None:
-        """Go on with the rows that are not done: attention's cost is proportional to the rows."""
+        """Continue with unfinished rows only: attention's cost is proportional to the number of rows."""
         keep = (~self._done).nonzero()[:, 0]
         self._all_ends[self._active] = self._ends
         self._cache.reorder_cache(keep)
@@ -226,7 +227,9 @@ class Decoding:
 
 
 def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Distinct prompts and their mask, int64 ``[U, P]`` left-padded, and each row's prompt, int64 ``[B]``."""
+    """Return distinct prompts and their mask, int64 ``[U, P]`` left-padded, and each row's prompt index, int64
+    ``[B]``.
+    """
     numbers: dict[bytes, int] = {}
     known: dict[int, int] = {}
     distinct: list[array[int]] = []
@@ -244,13 +247,13 @@ def _pad_prompts(rows: Sequence[DecodeRow], device: torch.device) -> tuple[Tenso
     lengths = torch.tensor([len(prompt) for prompt in distinct])
     width = int(lengths.max())
     mask = torch.arange(width) >= width - lengths[:, None]
-    ids = torch.zeros(mask.shape, dtype=torch.int64)  # what stands under a zero mask is never looked at
+    ids = torch.zeros(mask.shape, dtype=torch.int64)  # ids under a zero mask are never read
     ids[mask] = torch.frombuffer(flat, dtype=torch.int32).long()
     return ids.to(device), mask.long().to(device), torch.tensor(source, device=device)
 
 
 def _pad_stops(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:
-    """Stop ids int64 ``[B, S]``, filled up with -1, which is no token."""
+    """Return stop ids int64 ``[B, S]``, padded with -1, which is not a token."""
     width = max(len(row.stop_ids) for row in rows)
     filled = [(*row.stop_ids, *([-1] * (width - len(row.stop_ids)))) for row in rows]
     return torch.tensor(filled, dtype=torch.int64, device=device).view(len(rows), width)

@@ -1,4 +1,4 @@
-"""What can go wrong while generating with transformers."""
+"""Errors of generation with transformers."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ __all__ = ["GenerationError", "WeightUpdateError"]
 
 
 class GenerationError(RolloutError):
-    """The model run of a batch failed; every request of the batch gets this, with the cause chained."""
+    """Generation failed for a batch; every request of the batch raises this error with the cause chained."""
 
 
 class WeightUpdateError(WeightSyncError, ValueError):
-    """New weights do not fit the model; names the tensor."""
+    """New weights do not fit the model; the message names the tensor."""

@@ -1,4 +1,4 @@
-"""The rollout's own copy of a model, for when it has no engine."""
+"""The rollout's own copy of a model, used without an engine."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["build_model", "load_model", "read_dtype", "read_limits"]
 
 
 def read_limits(path: str) -> ModelLimits:
-    """What the model in a Hugging Face folder can take.
+    """Return the limits of the model in a Hugging Face folder.
 
     Raises:
         CheckpointError: there is no readable ``config.json``.
@@ -26,7 +26,7 @@ def read_limits(path: str) -> ModelLimits:
 
 
 def read_dtype(path: str) -> torch.dtype:
-    """Return the dtype that a folder's model is held in: that of its config, else float32.
+    """Return the dtype in which a folder's model is held: its config's, else float32.
 
     Raises:
         CheckpointError: there is no readable ``config.json``.
@@ -36,19 +36,19 @@ def read_dtype(path: str) -> torch.dtype:
 
 
 def build_model(path: str) -> nn.Module:
-    """The folder's architecture in evaluation mode, with weights that mean nothing yet.
+    """Return the folder's architecture in eval mode, with weights that are still meaningless.
 
     Raises:
         CheckpointError: there is no readable ``config.json``.
     """
     config = read_model_config(path)
-    with torch.random.fork_rng(devices=[]):  # the random initial weights are nobody's business
+    with torch.random.fork_rng(devices=[]):  # initial weights must not consume random numbers of the process
         model: nn.Module = _auto_class().from_config(config, dtype=read_dtype(path))
     return model.to(local_device(0)).eval()
 
 
 def load_model(path: str) -> nn.Module:
-    """The folder's model in evaluation mode, in the dtype of :func:`read_dtype`.
+    """Return the folder's model in eval mode, in the dtype of :func:`read_dtype`.
 
     Raises:
         CheckpointError: config or weights are missing or unreadable.
@@ -61,5 +61,5 @@ def load_model(path: str) -> nn.Module:
 
 
 def _auto_class() -> Any:
-    # Any: transformers types some of its methods and leaves others untyped.
+    # Any: some of transformers' methods are typed, others are not.
     return transformers.AutoModelForCausalLM

@@ -1,4 +1,4 @@
-"""Requests on their way: checked, queued, and turned into outputs."""
+"""Requests: checked, queued, and turned into outputs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Job(BaseJob):
 
     Attributes:
         row: row that each of its sequences starts from.
-        is_aborted: True if it was aborted while it ran.
+        is_aborted: True if it was aborted while running.
     """
 
     row: DecodeRow
@@ -33,7 +33,7 @@ class Job(BaseJob):
         return self.request.sampling.n
 
     def finish(self, decoded: Sequence[DecodedRow]) -> None:
-        """Answer with the sequences; a broken one fails this request and no other."""
+        """Answer with the sequences; a broken sequence fails only this request."""
         for row in decoded:
             if row.broken is not None:
                 self.fail(
@@ -55,7 +55,7 @@ def admit(
     """Check a request and return the row that each of its sequences starts from.
 
     Raises:
-        RequestError: it cannot be served; says which request, and what is wrong.
+        RequestError: it cannot be served; the message names the request and the problem.
     """
     prompt = check_request(request, limits, capabilities)
     sampling = request.sampling

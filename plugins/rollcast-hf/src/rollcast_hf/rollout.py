@@ -1,8 +1,8 @@
 """Generation with transformers, in the trainer's own process.
 
-Everything runs in the event loop's thread, one decoding step at a time: between two steps the
-loop is free, so that other coroutines go on and an abort comes through. A thread would buy
-nothing, because generation and training take turns, and would cost the order of events.
+Everything runs in the event loop's thread, one decoding step at a time. Between two steps the loop is free, so that
+other coroutines run and an abort takes effect. A thread would not help, because generation and training alternate, and
+would make the order of events random.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ __all__ = ["HfRollout"]
 
 
 class HfRollout(BaseRollout):
-    """Generates with an engine's module (:meth:`bind_engine`), or else with its own copy of the model.
+    """A rollout that generates with an engine's module (:meth:`bind_engine`), or with its own copy of the model.
 
-    Requests that are queued when the loop comes round to it make up one batch, in the order in
-    which they came. The tokens of a request with a seed depend on nothing else; those of the others on
-    that order and on the sampler's state.
+    Requests that are queued in the same turn of the event loop form one batch, in order of arrival. The tokens of a
+    request with a seed depend on the seed alone; those of other requests depend on that order and on the sampler's
+    state.
 
     Raises:
-        ConfigError: ``max_batch_size`` is not at least 1.
+        ConfigError: ``max_batch_size`` is below 1.
     """
 
     capabilities: ClassVar[RolloutCapabilities] = RolloutCapabilities(
@@ -78,8 +78,8 @@ class HfRollout(BaseRollout):
         if config.max_batch_size < 1:
             raise ConfigError(f"rollout.max_batch_size is {config.max_batch_size}, which is not at least 1")
         self._max_rows = config.max_batch_size
-        # On the CPU whatever the device: each batch draws one seed from it, so that what a batch
-        # samples does not depend on how many numbers the batches before it needed.
+        # On the CPU for every device: each batch draws one seed from it, so that a batch's samples do not depend on how
+        # many numbers earlier batches used.
         self._seeds = torch.Generator().manual_seed(setup.seed)
         self._version = 0
         self._engine: BaseEngine | None = None
@@ -98,7 +98,7 @@ class HfRollout(BaseRollout):
         self._decoding: Decoding | None = None
         self._first_row = 0
         self._server: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # a batch, or an update of the weights
+        self._turn = asyncio.Lock()  # held by a batch, or by an update of the weights
 
     @classmethod
     def weight_dtype(cls, config: Any, model_path: str, device: str) -> str:  # noqa: ARG003  # the contract's
@@ -107,11 +107,11 @@ class HfRollout(BaseRollout):
     def bind_engine(self, engine: BaseEngine, version: int) -> WeightReport:
         """Generate with ``engine``'s module from now on, as ``version``.
 
-        The module is looked at on the first call only; with the same engine again, only the
-        version moves. A copy of the rollout's own is given up.
+        The module is inspected on the first call only; with the same engine again, only the version changes. The
+        rollout's own copy is freed.
 
         Raises:
-            CapabilityError: the engine's module cannot be had.
+            CapabilityError: the engine cannot provide its module.
         """
         start = time.perf_counter()
         if self._engine is not engine:
@@ -127,26 +127,25 @@ class HfRollout(BaseRollout):
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load full tensors by Hugging Face name into the rollout's own copy of the model.
 
-        The batch that runs is finished with the old weights first.
+        The running batch is finished with the old weights first.
 
         Returns:
-            What came, with a checksum of each bucket.
+            The report of the received tensors, with a checksum of each bucket.
 
         Raises:
-            CapabilityError: an engine is bound, whose weights these would be.
-            WeightUpdateError: the tensors are not the model's; names one. Until an update succeeds,
-                nothing is generated.
+            CapabilityError: an engine is bound, whose module has its own weights.
+            WeightUpdateError: a tensor does not fit the model; generation is blocked until an update succeeds.
         """
         if self._engine is not None:
-            raise CapabilityError("the rollout generates with an engine's own module, so its weights come from there")
+            raise CapabilityError("the rollout generates with an engine's own module, which has its weights already")
         async with self._turn:
             self._adapter.remove()
             if self._own is None:
                 self._own = build_model(self.setup.model_path)
             try:
-                # In a thread: the buckets may come from another process, and the loop has to answer meanwhile.
+                # In a thread: the buckets may come from another process, and the loop must stay responsive.
                 report = await asyncio.to_thread(load_buckets, self._own, buckets, version)
-            except Exception as error:  # handed to the waiting callers
+            except Exception as error:  # also raised in waiting callers
                 self._state.fail("weights", version, error)
                 raise
             self._state.accept("weights")
@@ -154,17 +153,16 @@ class HfRollout(BaseRollout):
         return report
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Put a LoRA adapter beside the rollout's own copy of the model, in place of the one before.
+        """Attach a LoRA adapter to the rollout's own copy of the model, replacing the previous one.
 
-        The batch that runs is finished without it first.
+        The running batch is finished without it first.
 
         Raises:
-            CapabilityError: an engine is bound, which has its own.
-            WeightUpdateError: the adapter is not of the model; names a tensor. Until an update succeeds, nothing is
-                generated.
+            CapabilityError: an engine is bound, which has its own adapter.
+            WeightUpdateError: the adapter does not fit the model; generation is blocked until an update succeeds.
         """
         if self._engine is not None:
-            raise CapabilityError("the rollout generates with an engine's own module, which has its adapter inside")
+            raise CapabilityError("the rollout generates with an engine's own module, which has its adapter already")
         async with self._turn:
             tally = WeightTally([list(adapter.tensors.items())])
             for _ in tally:
@@ -184,15 +182,13 @@ class HfRollout(BaseRollout):
         return tally.report(version)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
-        """Continue one prompt, together with whatever else is queued.
+        """Continue one prompt, in a batch with the other queued requests.
 
         Raises:
-            RequestError: the request cannot be served by this model.
-            GenerationError: the run of its batch failed; the cause is chained.
-            CheckpointError: there is no engine, and ``setup.model_path`` holds no model.
+            RequestError: the model cannot serve the request.
+            GenerationError: generation failed for its batch (the cause is chained), or the rollout is closed.
+            CheckpointError: there is no engine, and ``setup.model_path`` has no model.
             WeightSyncError: the last weight update failed.
-
-        After :meth:`close` it raises GenerationError.
         """
         self._check_usable()
         if self._limits is None:
@@ -212,7 +208,7 @@ class HfRollout(BaseRollout):
 
     @contextmanager
     def generating(self) -> Iterator[None]:
-        """Hold the engine's module, whole, for any number of batches; all ranks enter together."""
+        """Hold the engine's whole module for any number of batches; all ranks enter together."""
         with self._module() as module:
             self._held = module
             try:
@@ -221,35 +217,35 @@ class HfRollout(BaseRollout):
                 self._held = None
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (all for None): queued ones come back empty, running ones after the present step."""
+        """End the requests (all for None): queued ones return empty, running ones after the current step."""
         wanted = None if request_ids is None else frozenset(request_ids)
         jobs = [*self._queue, *self._batch]
         self._abort([job for job in jobs if wanted is None or job.request.request_id in wanted])
 
     async def report_load(self) -> EngineLoad:
-        """Return the rows of the running batch and of the queue; there is no pool of cache."""
+        """Return the load: rows of the running batch and of the queue. There is no cache pool."""
         running, waiting = (sum(job.rows for job in jobs) for jobs in (self._batch, self._queue))
         return EngineLoad(self._max_rows, running, waiting)
 
     def state_dict(self) -> dict[str, Any]:
-        """``generator``: the sampler's state, uint8 ``[N]``; ``version``: of the weights."""
+        """Return the sampler's state ``generator``, uint8 ``[N]``, and the weights' ``version``."""
         return {"generator": self._seeds.get_state(), "version": self._version}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sample on from the state.
+        """Restore the sampler's state.
 
         Raises:
-            CheckpointError: it is not what :meth:`state_dict` gives.
+            CheckpointError: the state is not one of :meth:`state_dict`.
         """
         try:
             generator, version = state["generator"], int(state["version"])
             self._seeds.set_state(generator)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            raise CheckpointError(f"this is no state of the hf rollout: {error!r}") from error
+            raise CheckpointError(f"this is not a state of the hf rollout: {error!r}") from error
         self._version = version
 
     def close(self) -> None:
-        """Let go of engine and model; requests under way are aborted."""
+        """Release engine and model; requests in flight are aborted."""
         self._is_closed = True
         self._abort([*self._queue, *self._batch])
         self._engine = self._own = None
@@ -265,7 +261,7 @@ class HfRollout(BaseRollout):
             self._queue.remove(job)
             job.answer_empty()
         rows: list[int] = []
-        first = -self._first_row  # in the numbering of the part that is being decoded
+        first = -self._first_row  # numbered from the start of the part that is being decoded
         for job in self._batch:
             if job in chosen:
                 job.is_aborted = True
@@ -277,21 +273,21 @@ class HfRollout(BaseRollout):
     async def _serve(self) -> None:
         """Run batches until the queue is empty."""
         try:
-            # Tasks that were created together with the first one get to queue their requests too.
+            # Lets tasks that were created together with the first one queue their requests too.
             await asyncio.sleep(0)
             while self._queue:
                 async with self._turn:
                     self._batch = self._take_batch()
                     await self._run_batch(self._batch)
         finally:
-            # Only a cancelled loop leaves anything here.
+            # Jobs are left here only if the loop was cancelled.
             for job in [*self._batch, *self._queue]:
                 job.future.cancel()
             self._queue.clear()
             self._batch = []
 
     def _take_batch(self) -> list[Job]:
-        """The longest beginning of the queue that fits into a batch, at least one request."""
+        """Return the longest prefix of the queue that fits into a batch, at least one request."""
         batch = [self._queue.popleft()]
         rows = batch[0].rows
         while self._queue and rows + self._queue[0].rows <= self._max_rows:
@@ -305,10 +301,10 @@ class HfRollout(BaseRollout):
             decoded = await self._decode(batch)
         except RollcastError as error:
             for job in batch:
-                failure: RollcastError = copy.copy(error)  # raised in many places: one traceback each
+                failure: RollcastError = copy.copy(error)  # one copy per caller, so that each has its own traceback
                 failure.__cause__ = error
                 job.fail(failure)
-        except Exception as error:  # noqa: BLE001  # handed to the waiting callers
+        except Exception as error:  # noqa: BLE001  # raised in the waiting callers
             for job in batch:
                 failure = GenerationError(
                     f"generating for request {job.request.request_id!r}, in a batch of {len(batch)} requests, "
@@ -330,7 +326,7 @@ class HfRollout(BaseRollout):
             with self._module() as module:
                 device = next(module.parameters()).device
                 vocab_size = ModelLimits.of(module.config).vocab_size
-                # More than one part only if a single request is larger than a batch may be.
+                # More than one part only if a single request exceeds the maximum batch size.
                 for start in range(0, len(rows), self._max_rows):
                     part = rows[start : start + self._max_rows]
                     self._first_row = start
@@ -339,8 +335,8 @@ class HfRollout(BaseRollout):
                     if start and batch[0].is_aborted:
                         self._decoding.abort(range(len(part)))
                     while not self._decoding.done:
-                        # Not inference_mode: a model that keeps a tensor from its forward pass, such
-                        # as rescaled rotary frequencies, could not be trained with it afterwards.
+                        # Not inference_mode: a model that keeps a tensor from its forward pass, such as rescaled rotary
+                        # frequencies, could not be trained with it afterwards.
                         with torch.no_grad():
                             self._decoding.step(module, self._version)
                         await asyncio.sleep(0)
@@ -350,19 +346,19 @@ class HfRollout(BaseRollout):
         return results
 
     def _make_streams(self, batch: Sequence[Job]) -> Tensor:
-        """A random stream for each sequence, int64 ``[B]``: of the request's own seed, or of the rollout's."""
+        """Return a random stream for each sequence, int64 ``[B]``, from the request's own seed or the rollout's."""
         count = sum(job.rows for job in batch)
         seed = int(torch.randint(2**62, (), generator=self._seeds))
         drawn = torch.randint(2**62, (count,), generator=torch.Generator().manual_seed(seed)).tolist()
         numbers = [(job.request.seed, index) for job in batch for index in range(job.rows)]
-        # A sequence of a request without a seed is drawn as if it were alone in its request.
+        # A sequence without a request seed is drawn as if it were alone in its request.
         chosen = [(own, 0) if seed is None else (seed, i) for (seed, i), own in zip(numbers, drawn, strict=True)]
         seeds, indices = zip(*chosen, strict=True)
         return make_streams(torch.tensor(seeds), torch.tensor(indices))
 
     @contextmanager
     def _module(self) -> Iterator[nn.Module]:
-        """The module to generate with, in evaluation mode; afterwards every part trains again that did."""
+        """Yield the module in eval mode; afterwards restore the train mode of each submodule."""
         if self._held is not None:
             yield self._held
             return

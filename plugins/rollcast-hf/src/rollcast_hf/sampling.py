@@ -19,7 +19,7 @@ __all__ = ["Recipe", "TokenSampler", "choose_tokens", "draw_uniforms", "make_str
 
 
 class Recipe(NamedTuple):
-    """The part of the sampling parameters that shapes the distribution; rows that share it go together."""
+    """The sampling parameters that shape the distribution; rows with the same recipe are sampled together."""
 
     temperature: float
     top_p: float
@@ -28,9 +28,9 @@ class Recipe(NamedTuple):
 
     @classmethod
     def of(cls, sampling: SamplingParams, vocab_size: int) -> Recipe:
-        """The recipe in its plainest form, so that equal distributions have equal recipes.
+        """Return the recipe in canonical form, so that equal distributions have equal recipes.
 
-        ``top_k`` is 0 where it excludes nothing; a greedy recipe has no other parameters.
+        ``top_k`` is 0 if it excludes nothing; a greedy recipe has no other parameters.
         """
         if sampling.temperature == 0:
             return cls(0.0, 1.0, 0)
@@ -42,13 +42,13 @@ def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Ten
     """Draw one token per row.
 
     Args:
-        logits: floating ``[B, V]``; the arithmetic is float32 whatever the dtype.
-        recipe: temperature, then min-p, then top-k, then top-p, all rows alike.
-        uniforms: float64 ``[B]`` in [0, 1), the only source of randomness. Greedy needs none.
+        logits: floating ``[B, V]``; computed in float32 for every dtype.
+        recipe: temperature, then min-p, then top-k, then top-p, the same for all rows.
+        uniforms: float64 ``[B]`` in [0, 1), the only source of randomness; unused if greedy.
 
     Returns:
-        Tokens int64 ``[B]``, and their log-probs float32 ``[B]`` under the distribution they were
-        drawn from; for greedy, under the plain softmax.
+        Tokens int64 ``[B]``, and their log-probs float32 ``[B]`` under the distribution they were drawn from; if
+        greedy, under the plain softmax.
     """
     scores = logits.float()
     if recipe.temperature == 0:
@@ -66,13 +66,13 @@ def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Ten
         scores, candidates = scores.sort(dim=-1, descending=True)
     if recipe.top_p < 1:
         probs = scores.softmax(-1)
-        # The mass before a candidate is exactly 0 for the first one, so that one always stays.
+        # The mass before the first candidate is exactly 0, so the first candidate always stays.
         scores = scores.masked_fill(probs.cumsum(-1) - probs >= recipe.top_p, -torch.inf)
     log_probs = scores.log_softmax(-1)
-    # In float64: the rounding of float32 prefix sums would bias a large vocabulary.
+    # In float64: rounding of float32 prefix sums would bias a large vocabulary.
     mass = log_probs.exp().double().cumsum(-1)
     below = uniforms[:, None] * mass[:, -1:]
-    # The first candidate whose mass exceeds the draw, so never one without any; clamped for logits that are NaN.
+    # The first candidate whose cumulative mass exceeds the draw, so never one of mass zero; clamped for NaN logits.
     chosen = torch.searchsorted(mass, below, right=True).clamp_(max=mass.shape[1] - 1)
     picked = log_probs.gather(-1, chosen)[:, 0]
     tokens = chosen if candidates is None else candidates.gather(-1, chosen)
@@ -80,43 +80,43 @@ def choose_tokens(logits: Tensor, recipe: Recipe, uniforms: Tensor) -> tuple[Ten
 
 
 def make_streams(seeds: Tensor, indices: Tensor) -> Tensor:
-    """A random stream for each of the sequences ``indices`` of the requests ``seeds``; all int64 ``[B]``."""
+    """Return a random stream for each sequence ``indices`` of the requests ``seeds``; all int64 ``[B]``."""
     return _scramble(_scramble(seeds) + indices)
 
 
 def draw_uniforms(streams: Tensor, position: int) -> Tensor:
-    """The streams' numbers at a position, float64 ``[B]`` in [0, 1), multiples of 2^-53.
+    """Return the streams' numbers at a position, float64 ``[B]`` in [0, 1), multiples of 2^-53.
 
-    They are a hash of stream and position: what a row draws depends on no other row.
+    They are a hash of stream and position, so a row's draws do not depend on other rows.
     """
     return (_shift(_scramble(streams + _wrap((position + 1) * 0x9E3779B97F4A7C15)), 11)).double() * 2.0**-53
 
 
 def _scramble(values: Tensor) -> Tensor:
-    """The finaliser of SplitMix64 on int64, whose arithmetic wraps."""
+    """Apply the finaliser of SplitMix64 on int64, whose arithmetic wraps."""
     values = (values ^ _shift(values, 30)) * _wrap(0xBF58476D1CE4E5B9)
     values = (values ^ _shift(values, 27)) * _wrap(0x94D049BB133111EB)
     return values ^ _shift(values, 31)
 
 
 def _shift(values: Tensor, bits: int) -> Tensor:
-    """To the right, with zeros coming in."""
+    """Shift right, filling with zeros."""
     return (values >> bits) & ((1 << (64 - bits)) - 1)
 
 
 def _wrap(value: int) -> int:
-    """The int64 of the same 64 bits."""
+    """Return the int64 with the same 64 bits."""
     value &= (1 << 64) - 1
     return value - (1 << 64) if value >> 63 else value
 
 
 class _LogitShift:
-    """Bias and repetition penalty of each row, applied to logits before anything else; nothing for rows without.
+    """Bias and repetition penalty of each row, applied to logits first; rows without them are unchanged.
 
     Args:
-        params: of every row, ``[B]``.
-        vocab_size: the ``V`` of the logits to come.
-        device: of the logits.
+        params: sampling parameters of every row, ``[B]``.
+        vocab_size: ``V`` of the logits.
+        device: device of the logits.
         prompts: token ids of every row; None counts no prompt token as seen.
     """
 
@@ -144,7 +144,7 @@ class _LogitShift:
             self._penalties = torch.tensor([each.repetition_penalty for each in params], device=device)[:, None]
 
     def apply(self, logits: Tensor) -> Tensor:
-        """Return the logits ``[B, V]`` with bias and penalty, or themselves."""
+        """Return the logits ``[B, V]`` with bias and penalty applied."""
         if self._bias is not None:
             logits = logits.float() + self._bias
         if self._penalties is not None:
@@ -154,12 +154,12 @@ class _LogitShift:
         return logits
 
     def add(self, tokens: Tensor) -> None:
-        """Count new tokens, int64 ``[B]``, as seen."""
+        """Mark new tokens, int64 ``[B]``, as seen."""
         if self._penalties is not None:
             self._seen.scatter_(1, tokens[:, None], True)  # torch takes the value by position
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only."""
+        """Keep only these rows."""
         if self._bias is not None:
             self._bias = self._bias[rows]
         if self._penalties is not None:
@@ -167,12 +167,12 @@ class _LogitShift:
 
 
 class TokenSampler:
-    """Applies each row's own recipe, one vectorised call for each distinct recipe.
+    """Sampler that applies each row's own recipe, with one vectorised call per distinct recipe.
 
     Args:
-        params: of every row, ``[B]``.
-        vocab_size: the ``V`` of the logits to come.
-        streams: of every row, see :func:`make_streams`; on the logits' device.
+        params: sampling parameters of every row, ``[B]``.
+        vocab_size: ``V`` of the logits.
+        streams: random stream of every row, see :func:`make_streams`; on the logits' device.
         prompts: token ids of every row, which a repetition penalty counts as seen.
     """
 
@@ -189,7 +189,7 @@ class TokenSampler:
         index: dict[Recipe, int] = {}
         known: dict[int, int] = {}
         codes = []
-        for each in params:  # rows of one request share one object: looking at its id is enough
+        for each in params:  # rows of one request share one object, so comparing ids is enough
             code = known.get(id(each))
             if code is None:
                 code = known[id(each)] = index.setdefault(Recipe.of(each, vocab_size), len(index))
@@ -199,7 +199,7 @@ class TokenSampler:
         self._members = self._find_members()
 
     def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Tokens int64 ``[B]`` and log-probs float32 ``[B]`` for logits ``[B, V]`` at the next position."""
+        """Return tokens int64 ``[B]`` and log-probs float32 ``[B]`` for logits ``[B, V]`` at the next position."""
         tokens, log_probs = self._choose(self._shift.apply(logits))
         self._shift.add(tokens)
         return tokens, log_probs
@@ -217,7 +217,7 @@ class TokenSampler:
         return tokens, log_probs
 
     def keep(self, rows: Tensor) -> None:
-        """Go on with these rows only, int64 ``[B']`` of present row numbers."""
+        """Keep only these rows, int64 ``[B']`` of current row numbers."""
         self._codes, self._streams = self._codes[rows], self._streams[rows]
         self._shift.keep(rows)
         self._members = self._find_members()

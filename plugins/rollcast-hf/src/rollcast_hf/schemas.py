@@ -17,4 +17,4 @@ class HfRolloutConfig(RolloutConfig):
     weight_sync: str = "in_process"
     """Registry name of the weight sync."""
     max_batch_size: Positive = 1024
-    """Sequences generated at once, at most."""
+    """Maximum number of sequences generated at once."""

@@ -1,4 +1,4 @@
-"""Weights that never move: the rollout generates with the engine's own module."""
+"""Weight sync without copies: the rollout generates with the engine's own module."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ __all__ = ["InProcessSync"]
 
 
 class InProcessSync(BaseWeightSync):
-    """Binds a rollout to an engine in the same process, and tells it each new version.
+    """A sync that binds a rollout to an engine in the same process, and reports each new version to it.
 
     Raises:
-        CapabilityError: the rollout cannot generate in the trainer's process, or the engine has no
-            module for it.
+        CapabilityError: the rollout cannot generate in the trainer's process, or the engine provides no module.
     """
 
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
@@ -31,15 +30,15 @@ class InProcessSync(BaseWeightSync):
             if not isinstance(target, BaseRollout) or not target.capabilities.in_process:
                 raise CapabilityError(
                     f"weight_sync=in_process needs a rollout that generates in the trainer's process, "
-                    f"and {type(target).__name__} does not (capabilities.in_process)"
+                    f"but {type(target).__name__} does not (capabilities.in_process)"
                 )
         if not engine.capabilities.in_process_module:
             raise CapabilityError(
                 f"weight_sync=in_process needs an engine whose module can generate, "
-                f"and {type(engine).__name__} has none (capabilities.in_process_module)"
+                f"but {type(engine).__name__} has none (capabilities.in_process_module)"
             )
         super().__init__(engine, targets, settings)
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[WeightReport]:  # nothing moves
-        """Say that the engine's present weights are ``version``; nothing is copied."""
+        """Set the version of the engine's current weights; nothing is copied."""
         return [target.bind_engine(self.engine, version) for target in self.targets if isinstance(target, BaseRollout)]

@@ -1,4 +1,4 @@
-"""Weights of a module by their Hugging Face names: counted, checked and loaded."""
+"""Weights of a module by Hugging Face name: counting, checking and loading."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ __all__ = ["count_weights", "load_buckets"]
 
 
 def count_weights(module: nn.Module) -> tuple[int, int]:
-    """Number of distinct parameters, and their bytes."""
+    """Return the number of distinct parameters, and their bytes."""
     parameters = list(module.parameters())
     return len(parameters), sum(each.numel() * each.element_size() for each in parameters)
 
 
 def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
-    """Copy full tensors into a module, in place; dtype and device become the module's.
+    """Copy full tensors into a module in place, converted to its dtype and device.
 
-    Of weights that share memory (a tied head) one name is enough; if all come they must be equal.
+    Of weights that share memory (a tied head) one name is enough; if several are received they must be equal.
 
     Returns:
-        The number and bytes of the tensors that came, and a checksum per bucket, by its number.
+        The report: number and bytes of the received tensors, and a checksum per bucket, by its number.
 
     Raises:
-        WeightUpdateError: a name is unknown, a shape differs, tied weights differ, or a weight did
-            not come. The module then holds a mixture of old and new weights.
+        WeightUpdateError: a name is unknown, a shape differs, tied weights differ, or a weight is missing. The module
+            then holds a mixture of old and new weights.
     """
     targets: dict[str, Tensor] = module.state_dict()
     loaded: dict[tuple[int, int], str] = {}
@@ -42,12 +42,12 @@ def load_buckets(module: nn.Module, buckets: Iterable[Sequence[tuple[str, Tensor
     missing = [name for name, target in targets.items() if _place(target) not in loaded]
     if missing:
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-        raise WeightUpdateError(f"version {version} came without {', '.join(missing[:3])}{more}", tensor=missing[0])
+        raise WeightUpdateError(f"version {version} lacks {', '.join(missing[:3])}{more}", tensor=missing[0])
     return tally.report(version)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    # Empty tensors all have address 0, and nothing to load.
+    # Empty tensors all have address 0, and there is nothing to load.
     return tensor.data_ptr(), math.prod(tensor.shape)
 
 
@@ -57,7 +57,7 @@ def _load_tensor(targets: dict[str, Tensor], loaded: dict[tuple[int, int], str],
         raise WeightUpdateError(f"the model has no weight named {name!r}", tensor=name)
     if target.shape != tensor.shape:
         raise WeightUpdateError(
-            f"weight {name!r} came with shape {tuple(tensor.shape)}; the model's has {tuple(target.shape)}",
+            f"weight {name!r} arrived with shape {tuple(tensor.shape)}; the model's has {tuple(target.shape)}",
             tensor=name,
         )
     place = _place(target)
@@ -67,5 +67,5 @@ def _load_tensor(targets: dict[str, Tensor], loaded: dict[tuple[int, int], str],
         loaded[place] = name
     elif not torch.equal(target, tensor.to(target)):
         raise WeightUpdateError(
-            f"weights {twin!r} and {name!r} are one in the model, but came with different values", tensor=name
+            f"weights {twin!r} and {name!r} are tied in the model, but arrived with different values", tensor=name
         )

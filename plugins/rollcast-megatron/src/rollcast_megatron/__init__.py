@@ -1,1 +1,1 @@
-"""The Megatron-core training engine of rollcast; :class:`rollcast_megatron.engine.MegatronEngine` is the part."""
+"""The Megatron-core training engine of rollcast; :class:`rollcast_megatron.engine.MegatronEngine` is the plugin."""

@@ -1,4 +1,4 @@
-"""From a Hugging Face config and the engine's keys to this rank's stage of the model."""
+"""Building this rank's stage of the model from a Hugging Face config and the engine's keys."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def check_model(plan: ModelMap, config: MegatronConfig) -> None:
-    """Refuse a model that cannot be split as the keys say.
+    """Check that the model can be split as the keys say.
 
     Raises:
-        EngineKeyError: names the key, the model's size, and what would fit.
+        EngineKeyError: it cannot; the message names the key, the model's size and valid values.
     """
     tensor, stages = config.tensor_model_parallel_size, config.pipeline_model_parallel_size
     heads, groups = plan.transformer["num_attention_heads"], plan.transformer["num_query_groups"]
@@ -44,26 +44,26 @@ def check_model(plan: ModelMap, config: MegatronConfig) -> None:
             raise EngineKeyError(
                 "tensor_model_parallel_size",
                 f"is {tensor}, which does not divide the model's {size} {what}; "
-                f"sizes that would fit its heads: {', '.join(map(str, fitting))}",
+                f"sizes that fit its heads: {', '.join(map(str, fitting))}",
             )
     if plan.layers % stages:
         fitting = [n for n in range(1, plan.layers + 1) if plan.layers % n == 0]
         raise EngineKeyError(
             "pipeline_model_parallel_size",
             f"is {stages}, which does not divide the model's {plan.layers} layers; "
-            f"sizes that would fit: {', '.join(map(str, fitting))}",
+            f"sizes that fit: {', '.join(map(str, fitting))}",
         )
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A parameter of megatron-core with full names, on its stage.
+    """A parameter of megatron-core with full names, and its stage.
 
     Attributes:
-        weight: with the names that it has there, and in transformers.
-        stage: who holds it.
-        is_vocabulary: its rows are words, padded to a multiple of the tensor-parallel ranks.
-        is_copy: of a parameter of another stage (the head of a tied model), not to be exported.
+        weight: the parameter with its names in megatron-core and in transformers.
+        stage: pipeline stage that holds it.
+        is_vocabulary: True if its rows are words, padded to a multiple of the tensor-parallel ranks.
+        is_copy: True for a copy of another stage's parameter (the head of a tied model), which is not exported.
     """
 
     weight: Weight
@@ -74,12 +74,12 @@ class Placed:
 
 @dataclass(frozen=True)
 class Plan:
-    """How a model is spread over the mesh.
+    """Distribution of a model over the mesh.
 
     Attributes:
-        map: of the model.
-        mesh: over which.
-        is_value_model: has a ``score`` in place of the vocabulary head.
+        map: map of the model.
+        mesh: mesh of ranks.
+        is_value_model: True if the model has a ``score`` instead of the vocabulary head.
     """
 
     map: ModelMap
@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def rows(self) -> int:
-        """Words of the vocabulary on each rank, padding included."""
+        """Rows of the vocabulary on each rank, padding included."""
         return -(-self.map.vocab_size // self.mesh.tensor_size)
 
     @property
@@ -97,7 +97,7 @@ class Plan:
         return max(0, min(self.map.vocab_size - self.mesh.tensor_rank * self.rows, self.rows))
 
     def weights(self) -> Iterator[Placed]:
-        """Every parameter of the model, in the order of its layers."""
+        """Yield every parameter of the model, in the order of its layers."""
         model, last = self.map, self.mesh.pipeline_size - 1
         yield Placed(Weight(("embedding.word_embeddings.weight",), (model.embedding,), Split(0)), 0, True)
         per_stage = model.layers // self.mesh.pipeline_size
@@ -118,10 +118,10 @@ class Plan:
 
 
 def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> DecoderModel:
-    """This rank's stage, its weights not yet set.
+    """Return this rank's stage, with weights not yet set.
 
     Raises:
-        ConfigError: a rotary embedding that is not known, or a map that leaves out parameters of the model.
+        ConfigError: the rotary embedding is not supported, or the map leaves out parameters of the model.
     """
     from rollcast_megatron.module import DecoderModel, block_spec
 
@@ -147,7 +147,7 @@ def build_model(plan: Plan, config: MegatronConfig, device: torch.device) -> Dec
 
 
 def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device) -> Any:
-    """megatron-core's ``TransformerConfig``: the map's fields, and how this engine computes."""
+    """Return megatron-core's ``TransformerConfig`` from the map's fields and the engine's settings."""
     from megatron.core.transformer.enums import AttnBackend
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -170,13 +170,13 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
         "bf16": dtype == torch.bfloat16,
         "perform_initialization": False,
         "use_cpu_initialization": on_host,
-        # Losses are divided by counts of the whole mini-batch already: nothing is to be averaged.
+        # Losses are already divided by counts of the whole mini-batch, so nothing may be averaged.
         "calculate_per_token_loss": True,
         "batch_p2p_comm": False,
-        # Micro-batches have shapes of their own, which megatron-core allows with this dispatcher only.
+        # Micro-batches differ in shape, which megatron-core only allows with this dispatcher.
         "variable_seq_lengths": True,
         "moe_token_dispatcher_type": "alltoall",
-        # Kernels that need CUDA, or extensions that are not part of megatron-core.
+        # These kernels need CUDA, or extensions that are not part of megatron-core.
         "bias_activation_fusion": False,
         "bias_dropout_fusion": False,
         "masked_softmax_fusion": False,
@@ -190,13 +190,13 @@ def transformer_config(plan: Plan, config: MegatronConfig, device: torch.device)
 
 
 def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
-    """Frequencies of the rotary embedding that are not plain powers of its base, as transformers has them."""
+    """Set the frequencies of a scaled rotary embedding as in transformers."""
     kind = model.rope["rope_type"]
     if kind == "default":
         return
     if kind not in ("linear", "llama3"):
         raise ConfigError(
-            f"the model's rotary embedding has rope_type={kind!r}; the megatron engine knows default, linear and "
+            f"the model's rotary embedding has rope_type={kind!r}; the megatron engine supports default, linear and "
             "llama3; use engine=fsdp"
         )
     factor = float(model.rope["factor"])
@@ -214,9 +214,9 @@ def _set_frequencies(module: DecoderModel, model: ModelMap) -> None:
 
 
 def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
-    """Tell megatron-core which parameters differ between tensor-parallel ranks; it sums norms by that.
+    """Mark the parameters that differ between tensor-parallel ranks; megatron-core needs the mark to sum norms.
 
-    It does so itself only for parameters that it initializes.
+    megatron-core sets the mark itself only for parameters that it initializes.
     """
     from megatron.core.tensor_parallel import set_tensor_model_parallel_attributes
 
@@ -234,15 +234,15 @@ def _mark_split(plan: Plan, parameters: dict[str, Tensor]) -> None:
 
 
 def find_name(placed: Placed, parameters: dict[str, Any]) -> str:
-    """Which of a weight's names the model has.
+    """Return the one of a weight's names that the model has.
 
     Raises:
-        ConfigError: none of them.
+        ConfigError: the model has none of them.
     """
     for name in placed.weight.names:
         if name in parameters:
             return name
     raise ConfigError(
-        f"the model's map in rollcast.megatron_models names {' or '.join(placed.weight.names)}, which this model of "
-        "megatron-core does not have"
+        f"the model's map in rollcast.megatron_models names {' or '.join(placed.weight.names)}, which this model in "
+        "megatron-core lacks"
     )

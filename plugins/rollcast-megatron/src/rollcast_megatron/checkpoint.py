@@ -1,11 +1,11 @@
-"""Checkpoints: sharded tensors by megatron-core's dist_checkpointing, numbers in JSON, RNG a file a rank.
+"""Checkpoints: sharded tensors by megatron-core's dist_checkpointing, metadata in JSON, one RNG file per rank.
 
 The folder::
 
-    engine.json          what this is: engine, model type, parameters, mesh, schedule; written last
+    engine.json          summary: engine, model type, parameters, mesh, schedule; written last
     sums/rank_<r>.json   sizes and checksums of the shards that rank r wrote
     rng/rank_<r>.pt      random state of rank r (tensors and numbers only)
-    shards/              megatron-core's torch_dist format; a layer is a key of its own, and so is each entry
+    shards/              megatron-core's torch_dist format; each layer has its own key, and so has each entry
                          of the optimizer's state, in the shape of its parameter: any mesh can read them
 """
 
@@ -56,22 +56,22 @@ log = logging.getLogger(__name__)
 
 #: Name of the engine in ``engine.json``.
 ENGINE = "megatron"
-#: Each layer has keys of its own, so that stages can be cut anywhere.
+#: Each layer has its own keys, so that another mesh can split the stages anywhere.
 _METADATA = {"non_homogeneous_layers": True}
 _READ_ERRORS = (CheckpointException, OSError, ValueError, KeyError, RuntimeError, EOFError, pickle.UnpicklingError)
 
 
 @dataclass(frozen=True)
 class EngineState:
-    """What is saved of an engine; loading writes into the same tensors.
+    """State of an engine to save; loading writes into the same tensors.
 
     Attributes:
         model_type, rank, schedule_step: as in the engine.
-        mesh: over which the model is spread.
+        mesh: mesh that the model is distributed over.
         model: this rank's stage.
-        optimizer: of the stage, or None.
-        shapes: of the whole model's parameters, by their Hugging Face names.
-        dtype: of the weights.
+        optimizer: optimizer of the stage; None for an engine that does not train.
+        shapes: shapes of the whole model's parameters by Hugging Face name.
+        dtype: dtype of the weights.
     """
 
     model_type: ModelType
@@ -84,20 +84,20 @@ class EngineState:
     schedule_step: int
 
     def mesh_sizes(self) -> dict[str, int]:
-        """The mesh, as JSON knows it."""
+        """Return the sizes of the mesh, as JSON values."""
         return {"tensor": self.mesh.tensor_size, "pipeline": self.mesh.pipeline_size, "data": self.mesh.data_size}
 
     def parameters(self) -> dict[str, list[Any]]:
-        """Shape and dtype of each parameter, as JSON knows them."""
+        """Return shape and dtype of each parameter, as JSON values."""
         dtype = str(self.dtype).removeprefix("torch.")
         return {name: [list(shape), dtype] for name, shape in self.shapes.items()}
 
 
 def save(path: Path, state: EngineState) -> None:
-    """Write the folder; every rank calls this.
+    """Write the folder; every rank must call.
 
     Raises:
-        CheckpointError: on every rank, if any rank could not write its part.
+        CheckpointError: a rank could not write its part; every rank raises.
     """
     from megatron.core import dist_checkpointing
 
@@ -129,12 +129,12 @@ def save(path: Path, state: EngineState) -> None:
 
 
 def load(path: Path, state: EngineState) -> int:
-    """Read the folder into the engine's tensors and this process's RNG; gives the schedule's step.
+    """Load the folder into the engine's tensors and this process's RNG, and return the step of the schedule.
 
-    Nothing is changed unless the folder is complete, fits, and is as it was written.
+    Nothing is changed unless the folder is complete, intact, and fits the engine.
 
     Raises:
-        CheckpointError: names the folder and what is missing or different.
+        CheckpointError: it is not; the message names the folder and what is missing or different.
     """
     summary = read_summary(path, ENGINE)
     require_values(path, summary, {"mesh": dict, "optimizer_steps": int})
@@ -161,7 +161,7 @@ def load(path: Path, state: EngineState) -> int:
         restore_saved_rng(path, rng, _restore_rng)
     if not same_mesh:
         log.warning(
-            "checkpoint %s was written on the mesh %s and is read on %s: random numbers are seeded anew from rank 0's",
+            "checkpoint %s was written on the mesh %s and is read on %s: random numbers are re-seeded from rank 0",
             path,
             summary["mesh"],
             state.mesh_sizes(),
@@ -171,7 +171,7 @@ def load(path: Path, state: EngineState) -> int:
 
 
 def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Any]:
-    """This rank's tensors, each with its place in the whole model."""
+    """Return this rank's tensors, each with its position in the whole model."""
     model = state.model.sharded_state_dict(metadata=dict(_METADATA))
     tensors = {f"model.{name}": entry for name, entry in model.items() if entry.data is not None}
     if optimizer is None:
@@ -184,7 +184,7 @@ def _sharded(state: EngineState, optimizer: StageOptimizer | None) -> dict[str, 
 
 
 def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> dict[str, Tensor]:
-    """The tensors that this rank needs, in host memory."""
+    """Return the tensors that this rank needs, in host memory."""
     from megatron.core import dist_checkpointing
 
     model = state.model.sharded_state_dict(metadata=dict(_METADATA))
@@ -208,7 +208,7 @@ def _read(path: Path, state: EngineState, optimizer: StageOptimizer | None) -> d
 
 
 def _beside(entry: Any, name: str, state: dict[str, Tensor]) -> dict[str, Any]:
-    """Entries of the optimizer's state, placed as their parameter is."""
+    """Return entries of the optimizer's state, sharded like their parameter."""
     from megatron.core.dist_checkpointing import ShardedTensor
 
     placed = {}
@@ -233,7 +233,7 @@ def _summary(state: EngineState) -> dict[str, Any]:
 
 
 def _capture_rng() -> dict[str, Any]:
-    """The process's random state, and that of the layers."""
+    """Return the random state of the process and of the layers."""
     from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
     layers = {name: state.clone() for name, state in get_cuda_rng_tracker().get_states().items()}
@@ -249,7 +249,7 @@ def _restore_rng(state: dict[str, Any]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without torch's remarks about its own use of deprecated parts."""
+    """Suppress torch's warnings about deprecations and about saving from a single process."""
     with warnings.catch_warnings():
         for message in (".*TypedStorage is deprecated.*", ".*single process.*", ".*is deprecated.*"):
             warnings.filterwarnings("ignore", message=message)

@@ -1,11 +1,9 @@
-"""Megatron-core on a machine without CUDA: the whole of what has to be different, and inert where CUDA is.
+"""Running megatron-core on a machine without CUDA; this module does nothing if CUDA is available.
 
-Some modules of megatron-core say ``torch.cuda.current_device()`` or ``device="cuda"`` where they mean the
-process's device. In those modules, and nowhere else, the name ``torch`` stands for a view of it in which
-these mean the CPU; torch itself stays as it is. Random states that layers draw from are the CPU's.
-
-The building blocks that look at a tensor's type name (``torch.cuda.FloatTensor``) are called inside
-:func:`cuda_type_names`.
+Some modules of megatron-core use ``torch.cuda.current_device()`` or ``device="cuda"`` for the process's device. In
+those modules only, the name ``torch`` is replaced by a view in which these mean the CPU; torch itself is unchanged.
+Random states that layers draw from are the CPU's. Code that checks a tensor's type name (``torch.cuda.FloatTensor``) is
+called inside :func:`cuda_type_names`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 __all__ = ["cuda_type_names", "install"]
 
-#: Below ``megatron.core``: what an engine calls there and what names CUDA.
+#: Modules below ``megatron.core`` that an engine calls and that name CUDA.
 MODULES = (
     "distributed.distributed_data_parallel",
     "distributed.param_and_grad_buffer",
@@ -43,7 +41,7 @@ _FACTORIES = ("arange", "empty", "empty_like", "ones", "tensor", "zeros", "zeros
 
 
 class _View(ModuleType):
-    """A module with some names replaced."""
+    """A view of a module with some names replaced."""
 
     def __init__(self, original: ModuleType, replaced: Mapping[str, Any]) -> None:
         super().__init__(original.__name__)
@@ -55,7 +53,7 @@ class _View(ModuleType):
 
 
 class _CudaTypeNames(TorchFunctionMode):
-    """Tensors of the CPU give the names of CUDA's types, and stay where they are when sent to CUDA."""
+    """Function mode in which CPU tensors report CUDA's type names and ``.cuda()`` does nothing."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -69,13 +67,13 @@ class _CudaTypeNames(TorchFunctionMode):
 
 
 def cuda_type_names() -> AbstractContextManager[Any]:
-    """For calls that build a model or an optimizer; nothing where CUDA is."""
+    """Return a context for calls that build a model or an optimizer; it does nothing if CUDA is available."""
     return nullcontext() if torch.cuda.is_available() else _CudaTypeNames()
 
 
 @functools.cache
 def install() -> None:
-    """Prepare megatron-core for this process; nothing where CUDA is, nor the second time."""
+    """Prepare megatron-core for this process; does nothing if CUDA is available or on repeated calls."""
     if torch.cuda.is_available():
         return
     view = _cpu_view()
@@ -85,7 +83,7 @@ def install() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     random._get_cuda_rng_state = _get_rng_state
     random._set_cuda_rng_state = _set_rng_state
-    # On the CPU the tracked state is the very one that the tracker warns about.
+    # On the CPU the tracked state is the process's own, which megatron-core's tracker warns about.
     logging.getLogger(random.__name__).addFilter(lambda record: "CPU RNG state changed" not in record.getMessage())
 
 

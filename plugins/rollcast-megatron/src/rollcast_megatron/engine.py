@@ -1,4 +1,4 @@
-"""The engine: a decoder of megatron-core, split over a mesh of ranks, behind rollcast's contract."""
+"""The Megatron engine: a decoder of megatron-core, split over a mesh of ranks, behind rollcast's contract."""
 
 from __future__ import annotations
 
@@ -47,15 +47,14 @@ log = logging.getLogger(__name__)
 
 
 class MegatronEngine(TorchEngine):
-    """Models with a map in ``rollcast.megatron_models``, by tensor, pipeline, data and sequence parallelism.
+    """An engine with tensor, pipeline, data and sequence parallelism, for models in ``rollcast.megatron_models``.
 
-    The gradient is that of the sum of the loss function's shares over all micro-batches and ranks. It is summed
-    over the data-parallel ranks when the optimizer steps.
+    The gradient is that of the sum of the loss function's shares over all micro-batches and ranks. It is reduced over
+    the data-parallel ranks when the optimizer steps.
 
     Raises:
-        ConfigError: on construction, for an engine or optimizer key with a value that is not valid, and for a
-            mesh that the ranks do not fill.
-        CapabilityError: the model's keys ask for an adapter, or for Liger's kernels.
+        ConfigError: a key of the engine or optimizer has an invalid value, or the mesh does not fit the ranks.
+        CapabilityError: the model's keys ask for an adapter or for Liger's kernels.
     """
 
     capabilities: ClassVar[EngineCapabilities] = EngineCapabilities(
@@ -73,19 +72,20 @@ class MegatronEngine(TorchEngine):
     def __init__(self, setup: EngineSetup) -> None:
         super().__init__(setup)
         if not isinstance(setup.engine, MegatronConfig):
-            raise ConfigError(f"the megatron engine is configured by MegatronConfig, not {type(setup.engine).__name__}")
+            raise ConfigError(f"the megatron engine needs a MegatronConfig, not a {type(setup.engine).__name__}")
         self.config: MegatronConfig = setup.engine
         self.config.check(setup.context.world_size, f"{setup.section}.engine")
         if setup.model.trains_adapter:
-            raise CapabilityError("the megatron engine trains no adapters (model.lora_rank); use engine=fsdp")
+            raise CapabilityError("the megatron engine cannot train adapters (model.lora_rank); use engine=fsdp")
         if setup.model.use_liger:
-            raise CapabilityError("the megatron engine has no use for Liger's kernels; set model.use_liger to false")
+            raise CapabilityError("the megatron engine does not support Liger's kernels; set model.use_liger to false")
         if setup.optim is not None:
             _check_adamw(setup.optim)
         self.mesh: Mesh
         self.plan: Plan
         self.shapes: Shapes
-        #: This rank's stage, and what the pipeline schedules run: the stage, or what sums its gradients.
+        #: This rank's stage, and the module that pipeline schedules run: the stage, or the wrapper that reduces its
+        #: gradients.
         self.stage: DecoderModel
         self.runner: nn.Module
         self.optimizer: StageOptimizer | None = None
@@ -100,7 +100,7 @@ class MegatronEngine(TorchEngine):
         """Join the mesh, load this rank's part of the model, and build the optimizer.
 
         Raises:
-            ConfigError: the model folder cannot be used, or the model cannot be split as the keys say; says why.
+            ConfigError: the model folder cannot be used, or the model cannot be split as the keys say.
         """
         setup, context = self.setup, self.setup.context
         self.use_local_device()
@@ -127,7 +127,7 @@ class MegatronEngine(TorchEngine):
 
         from rollcast_megatron.optimizer import StageOptimizer
 
-        # With one data-parallel rank there is nothing to spread.
+        # With one data-parallel rank there is nothing to distribute.
         distributed = self.config.use_distributed_optimizer and self.mesh.data_size > 1
         options = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=distributed)
         self.runner = DistributedDataParallel(self.stage.config, options, self.stage)
@@ -136,7 +136,7 @@ class MegatronEngine(TorchEngine):
 
     @contextmanager
     def mode(self, training: bool) -> Iterator[None]:
-        """Dropout on or off, and weights on the device, for the calls inside; gradients stay as they are."""
+        """Enter train or eval mode with the weights on the device; gradients are left alone."""
         was_training = self.stage.training
         self._to(self.device, model=self.config.param_offload)
         self.runner.train(training)
@@ -147,16 +147,16 @@ class MegatronEngine(TorchEngine):
             self._offload()
 
     def optimizer_zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.require_optimizer(self.optimizer).zero_grad()
 
     def optimizer_step(self) -> tuple[float, bool]:
-        """Sum the gradients over the ranks, clip to ``optim.clip_grad`` and step.
+        """Reduce the gradients over the ranks, clip to ``optim.clip_grad`` and step.
 
-        With a norm that is not finite nothing changes but the gradients, which are dropped.
+        If the norm is not finite, the step is skipped and the gradients are dropped.
 
         Returns:
-            The norm before clipping, and whether the step was skipped.
+            The norm before clipping, and True if the step was skipped.
         """
         optimizer = self.require_optimizer(self.optimizer)
         norm = optimizer.gradient_norm()
@@ -178,12 +178,12 @@ class MegatronEngine(TorchEngine):
         settings: ForwardSettings,
         forward_only: bool = False,
     ) -> tuple[DataProto | None, dict[str, float]]:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.forward_backward_batch`.
+        """Run the micro-batches; see :meth:`rollcast.contracts.engine.BaseEngine.forward_backward_batch`.
 
-        All ranks of a copy of the model are given the same rows, and all of them return the outputs and metrics.
+        All ranks of a copy of the model receive the same rows, and all of them return the outputs and metrics.
 
         Raises:
-            ConfigError: on every rank, if a row of any rank does not fit the token budget.
+            ConfigError: a row of any rank does not fit the token budget; every rank raises.
             TypeError: training without a loss function.
         """
         if not forward_only and loss_function is None:
@@ -217,37 +217,37 @@ class MegatronEngine(TorchEngine):
         if settings.vocabulary_kl is None:
             return None
         if self._reference is None or self.plan.is_value_model:
-            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} was asked of an engine without a reference")
+            raise CapabilityError(f"vocabulary_kl={settings.vocabulary_kl} needs a reference, and this engine has none")
         return self._reference
 
     def set_reference(self, reference: BaseEngine) -> None:
-        """See :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
+        """Set the reference; see :meth:`rollcast.contracts.engine.BaseEngine.set_reference`.
 
         Raises:
             CapabilityError: it is not a MegatronEngine on the same mesh, or the model is split into stages.
         """
         if not isinstance(reference, MegatronEngine) or reference.mesh is not self.mesh:
-            raise CapabilityError("the reference of a MegatronEngine must be another on the same mesh")
+            raise CapabilityError("the reference of a MegatronEngine must be a MegatronEngine on the same mesh")
         if self.mesh.pipeline_size > 1:
             raise CapabilityError(
-                "the megatron engine gives a KL penalty over the vocabulary only with pipeline_model_parallel_size=1, "
-                f"not {self.mesh.pipeline_size}: policy and reference would have to run in one pipeline"
+                "the megatron engine has a KL penalty over the vocabulary only with pipeline_model_parallel_size=1, "
+                f"not {self.mesh.pipeline_size}: policy and reference would have to share one pipeline"
             )
         self._reference = reference
 
     def get_per_tensor_param(self) -> Iterator[tuple[str, Tensor]]:
         """Yield full parameters by their Hugging Face names, tied ones once; at most 64 MiB are gathered at a time.
 
-        All ranks have to iterate to the end together.
+        All ranks must iterate to the end together.
         """
         yield from gather(self.plan, dict(self.stage.named_parameters()), self.shapes)
 
     @contextmanager
     def in_process_module(self) -> Iterator[nn.Module]:
-        """The model as transformers has it, in evaluation mode without gradient, whole on this rank.
+        """Yield the transformers model in eval mode without gradients, whole on this rank.
 
-        A copy with memory of its own, made when the weights have changed since the last. All ranks enter and
-        leave together; between, each may run it as often as it likes.
+        The model is a copy with its own memory, rebuilt after the weights have changed. All ranks enter and leave
+        together; in between, each may run the module any number of times.
         """
         with self.eval_mode():
             if self._whole is None:
@@ -255,13 +255,13 @@ class MegatronEngine(TorchEngine):
             yield self._whole
 
     def to(self, device: str, *, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move the named state to ``device``: ``cpu``, or the accelerator by any other name."""
+        """Move the selected state to ``device``: ``cpu``, or for any other name the accelerator."""
         target = torch.device("cpu") if device == "cpu" else self.device
         self._to(target, model=model, optimizer=optimizer, grad=grad)
 
     def _to(self, device: torch.device, *, model: bool = False, optimizer: bool = False, grad: bool = False) -> None:
         if self.device.type == "cpu":
-            return  # everything is there already
+            return  # everything is on the CPU already
         move_stage(self.runner, device, model=model, grad=grad)
         if optimizer and self.optimizer is not None:
             self.optimizer.to(device)
@@ -280,10 +280,11 @@ class MegatronEngine(TorchEngine):
         checkpoints.save(path, self._state())
 
     def load_checkpoint(self, path: Path) -> None:
-        """Load what :meth:`save_checkpoint` wrote, on the same mesh or on another.
+        """Load a checkpoint of :meth:`save_checkpoint`, on the same or another mesh.
 
         Raises:
-            CheckpointError: the folder is incomplete, damaged, or of another model; names what differs.
+            CheckpointError: the folder is incomplete, damaged, or belongs to another model; the message names the
+                differences.
         """
         self.schedule_step = checkpoints.load(path, self._state())
         self._whole = None
@@ -301,15 +302,15 @@ class MegatronEngine(TorchEngine):
         )
 
     def write_export(self, path: Path, is_writer: bool) -> None:
-        """See :meth:`rollcast_engine.base.TorchEngine.write_export`; shard by shard."""
+        """Write the model shard by shard; see :meth:`rollcast_engine.base.TorchEngine.write_export`."""
         write_folder(path, self.setup.model, self.setup.model_type, self.get_per_tensor_param(), is_writer)
 
     @classmethod
     def export_checkpoint(cls, checkpoint: Path, model: ModelConfig, output: Path) -> None:
-        """Turn a checkpoint of this engine into a Hugging Face folder, in one process of one rank.
+        """Convert a checkpoint of this engine to a Hugging Face folder, in one process with one rank.
 
         Raises:
-            CheckpointError: the checkpoint is incomplete, damaged, or of another engine or model.
+            CheckpointError: the checkpoint is incomplete, damaged, or belongs to another engine or model.
         """
         summary = read_summary(checkpoint, checkpoints.ENGINE)
         model_type: ModelType = summary["model_type"]
@@ -321,7 +322,7 @@ class MegatronEngine(TorchEngine):
         engine.export(output)
 
     def prepare_export(self) -> None:
-        """Build the whole model in host memory, its weights not set, to load a checkpoint into."""
+        """Build the whole model in host memory without setting its weights, to load a checkpoint into it."""
         model_map = find_map(load_hf_config(self.setup.model))
         self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
         self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
@@ -329,19 +330,19 @@ class MegatronEngine(TorchEngine):
         self.stage = build_model(self.plan, self.config, self.device)
 
     def get_data_parallel_rank(self) -> int:
-        """Which shard of a batch this rank works on, with the others of its copy of the model."""
+        """Return the index of the batch shard that this rank works on, together with its copy of the model."""
         return self.mesh.data_rank
 
     def get_data_parallel_size(self) -> int:
-        """The number of copies of the model."""
+        """Return the number of copies of the model."""
         return self.mesh.data_size
 
     def get_data_parallel_group(self) -> Any:
-        """The ranks that hold the same part of the model; None for one."""
+        """Return the process group of the ranks with the same part of the model; None for a single one."""
         return self.mesh.data_group if self.mesh.data_size > 1 else None
 
     def is_mp_src_rank_with_outputs(self) -> bool:
-        """True on one rank of each copy of the model: the first of its last stage."""
+        """Return True on one rank of each copy of the model: the first of its last stage."""
         return self.mesh.is_last_stage and self.mesh.tensor_rank == 0
 
 
@@ -349,5 +350,5 @@ def _check_adamw(optim: OptimConfig) -> None:
     if optim.optimizer != "adamw" or optim.optimizer_kwargs:
         raise ConfigError(
             f"optim.optimizer={optim.optimizer} with optimizer_kwargs={dict(optim.optimizer_kwargs)}: the megatron "
-            "engine has megatron-core's AdamW alone, without further options; use optim.optimizer=adamw, or engine=fsdp"
+            "engine only has megatron-core's AdamW, without further options; use optim.optimizer=adamw, or engine=fsdp"
         )

@@ -1,4 +1,4 @@
-"""A whole model in memory, from gathered weights."""
+"""Building a whole model in memory from gathered weights."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ __all__ = ["whole_module"]
 
 
 def whole_module(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]], device: torch.device) -> nn.Module:
-    """The causal LM of transformers with these weights, in evaluation mode on ``device``.
+    """Return the causal LM of transformers with these weights, in eval mode on ``device``.
 
     Raises:
-        CapabilityError: the weights are of no causal LM, such as a value model's.
+        CapabilityError: the weights do not belong to a causal LM but, for example, to a value model.
     """
     from transformers import AutoModelForCausalLM
 
@@ -36,7 +36,7 @@ def whole_module(model: ModelConfig, tensors: Iterable[tuple[str, Tensor]], devi
                 module = auto.from_config(load_hf_config(model), trust_remote_code=model.trust_remote_code, **options)
             parameters = dict(module.named_parameters())
         if name not in parameters:
-            raise CapabilityError(f"{name} is no parameter of {type(module).__name__}: a value model cannot generate")
+            raise CapabilityError(f"{type(module).__name__} has no {name}: a value model cannot generate")
         with torch.no_grad():
             parameters[name].copy_(tensor)
     whole: nn.Module = module.eval().requires_grad_(False)

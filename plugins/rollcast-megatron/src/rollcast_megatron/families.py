@@ -13,44 +13,45 @@ _ROWS, _COLUMNS = Split(dim=0), Split(dim=1)
 
 
 def llama(config: Any) -> ModelMap:
-    """``LlamaForCausalLM``, such as Llama 2 and 3."""
+    """Return the map of ``LlamaForCausalLM``, such as Llama 2 and 3."""
     refuse(config, attention_bias=False, mlp_bias=False)
     return decoder_map(config)
 
 
 def qwen2(config: Any) -> ModelMap:
-    """``Qwen2ForCausalLM``, such as Qwen2.5: biases on queries, keys and values."""
+    """Return the map of ``Qwen2ForCausalLM``, such as Qwen2.5: biases on queries, keys and values."""
     refuse(config, use_sliding_window=False)
     return decoder_map(config, qkv_bias=True)
 
 
 def qwen3(config: Any) -> ModelMap:
-    """``Qwen3ForCausalLM``: norms on the heads of queries and keys."""
+    """Return the map of ``Qwen3ForCausalLM``: norms on the heads of queries and keys."""
     refuse(config, use_sliding_window=False, attention_bias=False)
     return decoder_map(config, qk_norm=True)
 
 
 def refuse(config: Any, **expected: Any) -> None:
-    """Refuse a config in which a field is not what a map takes for granted.
+    """Check that fields of a config have the values that a map assumes.
 
     Raises:
-        ConfigError: names the field, its value and what the map knows.
+        ConfigError: a field has another value; the message names the field and both values.
     """
     for name, value in expected.items():
         given = getattr(config, name, value)
         if given != value:
             raise ConfigError(
-                f"the model's config.json says {name}={given!r}; the map of {config.model_type!r} for the megatron "
-                f"engine knows only {value!r}; use engine=fsdp"
+                f"the model's config.json has {name}={given!r}; the map of {config.model_type!r} for the megatron "
+                f"engine supports only {value!r}; use engine=fsdp"
             )
 
 
 def decoder_map(config: Any, qkv_bias: bool = False, qk_norm: bool = False) -> ModelMap:
-    """The map of a decoder with transformers' usual names and the fields of a Llama config.
+    """Return the map of a decoder with transformers' usual names and the fields of a Llama config.
 
     Args:
-        qkv_bias: query, key and value projections have biases.
-        qk_norm: each head of queries and keys goes through an RMS norm.
+        config: transformers config of the model.
+        qkv_bias: True if query, key and value projections have biases.
+        qk_norm: True if each head of queries and keys goes through an RMS norm.
 
     Raises:
         ConfigError: the activation is not SiLU.
@@ -110,7 +111,7 @@ def _layer(qkv: FusedQkv, qkv_bias: bool, qk_norm: bool) -> list[Weight]:
 
 
 def _rope(config: Any) -> dict[str, Any]:
-    """In transformers 5 these are ``rope_parameters``, in 4 ``rope_theta`` and perhaps ``rope_scaling``."""
+    """Return the rotary parameters: ``rope_parameters`` in transformers 5, ``rope_theta`` and ``rope_scaling`` in 4."""
     given = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     rope = dict(given)
     rope.setdefault("rope_theta", getattr(config, "rope_theta", 10000.0))

@@ -1,4 +1,4 @@
-"""What the last stage makes of hidden states: log-probs and what else was asked for, or values.
+"""Heads of the last stage: from hidden states to log-probs and other per-token quantities, or to values.
 
 Axes: ``b`` rows and ``t`` response positions of a micro-batch, ``n`` tokens under its mask, ``V`` vocabulary.
 """
@@ -26,7 +26,7 @@ __all__ = ["LanguageHead", "ValueHead"]
 
 @dataclass(frozen=True)
 class ValueHead:
-    """``values`` ``[b, t]`` of the states in which the response tokens were chosen."""
+    """Head that returns ``values`` ``[b, t]`` of the states before the response tokens."""
 
     positions: Positions
 
@@ -36,14 +36,14 @@ class ValueHead:
 
 @dataclass(frozen=True)
 class LanguageHead:
-    """``log_probs`` ``[b, t]``, and what else the settings ask for.
+    """Head that returns ``log_probs`` ``[b, t]``, and the other quantities that the settings request.
 
     Attributes:
-        inputs: what went through the model.
-        plan: how it is spread.
-        settings: of the batch.
-        chunk: positions whose logits exist at a time.
-        reference: the model of ``vocabulary_kl``, whole on this stage.
+        inputs: inputs of the model.
+        plan: distribution of the model.
+        settings: settings of the batch.
+        chunk: maximum number of positions whose logits exist at a time.
+        reference: this stage of the reference model for ``vocabulary_kl``, which has a single stage; None without one.
     """
 
     inputs: DecoderInputs
@@ -74,7 +74,7 @@ class LanguageHead:
 
     def _vocabulary_kl(self, name: str, chosen: Tensor, weight: Tensor) -> Tensor:
         if self.reference is None:
-            raise RuntimeError("vocabulary_kl was asked for without a reference")
+            raise RuntimeError("vocabulary_kl needs a reference, and none is set")
         logits = self._logits(chosen, weight)
         with torch.no_grad():
             theirs = self.reference(
@@ -86,7 +86,7 @@ class LanguageHead:
         return {"logits": self._logits(model.hidden_at(hidden, self.inputs.positions), model.head_weight())}
 
     def _logits(self, chosen: Tensor, weight: Tensor) -> Tensor:
-        """Logits over the whole vocabulary, float32 ``[n, V]``, on every tensor-parallel rank."""
+        """Return logits over the whole vocabulary, float32 ``[n, V]``, on every tensor-parallel rank."""
         from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
         logits = (chosen @ weight.T).float() / self.settings.temperature

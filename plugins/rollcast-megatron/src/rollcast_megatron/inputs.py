@@ -1,7 +1,7 @@
-"""A micro-batch as the decoder takes it: rows that start at position 0, and the positions that matter.
+"""Inputs of the decoder: rows that start at position 0, and the positions to predict from.
 
-Axes: ``b`` rows, ``p`` prompt and ``t`` response positions of a micro-batch, ``s`` positions that the
-decoder sees, ``n`` response tokens under the mask.
+Axes: ``b`` rows, ``p`` prompt and ``t`` response positions of a micro-batch, ``s`` positions of the decoder's input,
+``n`` response tokens under the mask.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Positions:
     """The positions that predict the response tokens under the mask.
 
     Attributes:
-        rows, places: int64 ``[n]``, each one's row and its position in what the decoder sees.
-        columns: int64 ``[n]``, the response column of the token that it predicts.
-        targets: int64 ``[n]``, that token.
+        rows, places: int64 ``[n]``, row of each position, and its index in the decoder's input.
+        columns: int64 ``[n]``, response column of the token that it predicts.
+        targets: int64 ``[n]``, the predicted token.
         shape: ``(b, t)``.
     """
 
@@ -39,13 +39,15 @@ class Positions:
     shape: tuple[int, int]
 
     def spread(self, values: Tensor) -> Tensor:
-        """Values ``[n]`` at their rows and columns of ``[b, t]``, zero elsewhere; with gradient."""
+        """Return values ``[n]`` at their rows and columns of ``[b, t]``, zero elsewhere; differentiable."""
         return values.new_zeros(self.shape).index_put((self.rows, self.columns), values)
 
 
 @dataclass(frozen=True)
 class DecoderInputs:
-    """``input_ids`` and ``position_ids``, int64 ``[b, s]``, and what to predict from them."""
+    """Inputs of the decoder: ``input_ids`` and ``position_ids``, int64 ``[b, s]``, and the positions to predict
+    from.
+    """
 
     input_ids: Tensor
     position_ids: Tensor
@@ -53,24 +55,24 @@ class DecoderInputs:
 
 
 def decoder_inputs(micro: MicroBatch, multiple: int) -> DecoderInputs:
-    """Move each row's tokens to the front, without what the attention mask hides.
+    """Move each row's tokens to the front, dropping tokens that the attention mask hides.
 
-    Rotary embeddings see only distances, so it does not matter where a row starts; and with padding only at
-    the end, causal attention needs no mask. Of a row's last token nothing is predicted, so it is left out.
+    Rotary embeddings depend only on distances, so the start position of a row does not matter; with padding only at the
+    end, causal attention needs no mask. A row's last token predicts nothing and is left out.
 
     Args:
-        micro: whose ``position_ids`` count the tokens that the attention mask shows.
-        multiple: of which ``s`` has to be one.
+        micro: micro-batch whose ``position_ids`` count the tokens under the attention mask.
+        multiple: ``s`` is padded to a multiple of this number.
 
     Raises:
-        DataProtoError: the positions do not count by one.
+        DataProtoError: the positions do not increase by one.
     """
     response_length = micro.responses.size(1)
     inputs, first = micro.model_inputs, micro.model_inputs["input_ids"].size(1) - response_length
     chosen = micro.response_mask > 0
     shown = inputs["attention_mask"] > 0
     shown[:, first:] |= chosen
-    # The first response token has to be predicted from something, even where a prompt is empty.
+    # The first response token needs a position to be predicted from, even if a prompt is empty.
     shown[:, first - 1] = True
     places = shown.cumsum(1) - 1
     _check_positions(inputs["position_ids"], inputs["attention_mask"] > 0, places)
@@ -101,5 +103,5 @@ def _check_positions(position_ids: Tensor, attended: Tensor, places: Tensor) -> 
     if bool(((low != high) & attended.any(1)).any()):
         raise DataProtoError(
             "the megatron engine needs position_ids that count the tokens of each row by one, from any start; "
-            "those of this batch do not; use engine=fsdp for them"
+            "this batch has others; use engine=fsdp"
         )

@@ -23,9 +23,9 @@ __all__ = ["Mesh", "join_mesh"]
 
 @dataclass(frozen=True, eq=False)
 class Mesh:
-    """This rank's place, by tensor, pipeline and data parallelism, and its groups along each.
+    """This rank's tensor-, pipeline- and data-parallel ranks, and its process group along each dimension.
 
-    megatron-core keeps one mesh for a process; all engines of a process share it.
+    megatron-core has one mesh per process, which all engines of the process share.
     """
 
     world_size: int
@@ -41,22 +41,22 @@ class Mesh:
 
     @property
     def is_first_stage(self) -> bool:
-        """Whether the embedding is here."""
+        """True if this stage holds the embedding."""
         return self.pipeline_rank == 0
 
     @property
     def is_last_stage(self) -> bool:
-        """Whether the head is here."""
+        """True if this stage holds the head."""
         return self.pipeline_rank == self.pipeline_size - 1
 
     def stage_rank(self, stage: int) -> int:
-        """The global rank of a stage, in this rank's pipeline."""
+        """Return the global rank of a stage in this rank's pipeline."""
         return dist.get_global_rank(self.pipeline_group, stage)
 
 
 @dataclass
 class _Process:
-    """The mesh of this process, the process group that it was made of, and the engines that live on it."""
+    """The mesh of this process, the process group that it was built from, and the engines that use it."""
 
     mesh: Mesh | None = None
     world: Any = None
@@ -67,11 +67,13 @@ _current = _Process()
 
 
 def join_mesh(engine: object, config: MegatronConfig, context: WorkerContext, seed: int) -> Mesh:
-    """The mesh of the group's ranks; all of them call this together.
+    """Return the mesh of the group's ranks; all of them must call.
 
     Args:
-        engine: who lives on it; while it does, no other mesh can be made in this process.
-        seed: of the random numbers in layers (dropout), different on ranks that hold different parts.
+        engine: engine that uses the mesh; while it is alive, this process cannot build another mesh.
+        config: the engine's config.
+        context: context of the worker.
+        seed: seed of random numbers in layers (dropout), varied between ranks that hold different parts.
 
     Raises:
         ConfigError: the process has another mesh, or belongs to a process group of another size.
@@ -102,8 +104,8 @@ def _leave(mesh: Mesh, tensor: int, pipeline: int, same_world: bool) -> None:
     if same_world and len(_current.engines):
         raise ConfigError(
             f"this process already holds a model that is split {mesh.tensor_size} (tensor) x {mesh.pipeline_size} "
-            f"(pipeline) ways, and all megatron engines of a process have to be split alike; "
-            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} were asked for"
+            f"(pipeline) ways, and all megatron engines of a process must be split alike; "
+            f"tensor_model_parallel_size={tensor} and pipeline_model_parallel_size={pipeline} were requested"
         )
     _current.engines.clear()
     parallel_state.destroy_model_parallel()
@@ -112,9 +114,9 @@ def _leave(mesh: Mesh, tensor: int, pipeline: int, same_world: bool) -> None:
 def _seed_layers(seed: int, mesh: Mesh) -> None:
     from megatron.core import tensor_parallel
 
-    # Tensor-parallel ranks share a seed: megatron-core tells them apart where they have to differ.
+    # Tensor-parallel ranks share a seed; megatron-core varies it where they must differ.
     own = seed * 1_000_003 + mesh.data_rank * mesh.pipeline_size + mesh.pipeline_rank
-    # Without an accelerator this would seed the process's own random numbers too.
+    # Without an accelerator the seeding below would also seed the process's own random numbers.
     with torch.random.fork_rng(devices=[]):
         tensor_parallel.model_parallel_cuda_manual_seed(own, force_reset_rng=True)
 

@@ -1,7 +1,7 @@
-"""How a model of transformers is stored in megatron-core: the table that other plugins can extend.
+"""The registry of model maps, which say how megatron-core stores a transformers model.
 
-A family is a function from a model's transformers config to its :class:`ModelMap`, announced under
-the config's ``model_type`` in the entry-point group ``rollcast.megatron_models``.
+A family is a function from a model's transformers config to its :class:`ModelMap`, registered under the config's
+``model_type`` in the entry-point group ``rollcast.megatron_models``.
 
 Example, for an architecture like Llama's with other names::
 
@@ -28,60 +28,60 @@ __all__ = ["Family", "FusedQkv", "FusedRows", "Layout", "ModelMap", "Split", "We
 
 
 class Layout(ABC):
-    """How parameters of transformers make up one of megatron-core's, and how ranks share it.
+    """Rule for building one parameter of megatron-core from parameters of transformers, and for sharding it.
 
     Attributes:
-        dim: the dimension along which tensor-parallel ranks split each of the former; None: all hold it whole.
+        dim: dimension along which tensor-parallel ranks split each transformers parameter; None if all hold it whole.
     """
 
     dim: int | None = None
 
     @abstractmethod
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
-        """megatron-core's parameter on a rank, from its share of each of transformers'."""
+        """Return a rank's megatron-core parameter, built from its share of each transformers parameter."""
 
     @abstractmethod
     def unfuse(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """The inverse of :meth:`fuse`."""
+        """Return the shares that :meth:`fuse` combined."""
 
 
 @dataclass(frozen=True)
 class Split(Layout):
-    """One parameter as it is: whole on each rank, or split along ``dim``."""
+    """Layout of a single parameter: whole on each rank, or split along ``dim``."""
 
     dim: int | None = None
 
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
-        """The part itself."""
+        """Return the only part."""
         return parts[0]
 
     def unfuse(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """The parameter itself."""
+        """Return the parameter as the only part."""
         return [whole]
 
 
 @dataclass(frozen=True)
 class FusedRows(Layout):
-    """Matrices of equal shapes, one above the other on each rank; such as gate and up projection."""
+    """Layout of matrices of equal shape, stacked on each rank, such as gate and up projection."""
 
     count: int = 2
     dim: int | None = 0
 
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
-        """One above the other."""
+        """Return the parts stacked along their rows."""
         return torch.cat(list(parts))
 
     def unfuse(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """The equal shares of its rows."""
+        """Return the equal shares of its rows."""
         return list(whole.chunk(self.count))
 
 
 @dataclass(frozen=True)
 class FusedQkv(Layout):
-    """Query, key and value projections, group by group: a group's query heads, its key head, its value head.
+    """Layout of query, key and value projections by group: a group's query heads, its key head, its value head.
 
     Attributes:
-        heads, groups: attention heads, and key-value heads, of the whole model.
+        heads, groups: attention heads and key-value heads of the whole model.
         head_dim: rows of a head.
     """
 
@@ -91,13 +91,13 @@ class FusedQkv(Layout):
     dim: int | None = 0
 
     def fuse(self, parts: Sequence[Tensor], ranks: int) -> Tensor:
-        """Interleaved by group; weights ``[rows, h]`` or biases ``[rows]``."""
+        """Return the projections interleaved by group; weights ``[rows, h]`` or biases ``[rows]``."""
         groups = self.groups // ranks
         grouped = [part.reshape(groups, -1, *part.shape[1:]) for part in parts]
         return torch.cat(grouped, 1).reshape(-1, *parts[0].shape[1:])
 
     def unfuse(self, whole: Tensor, ranks: int) -> list[Tensor]:
-        """The three projections' shares."""
+        """Return the shares of the three projections."""
         groups, queries = self.groups // ranks, self.heads // self.groups * self.head_dim
         grouped = whole.reshape(groups, -1, *whole.shape[1:])
         parts = torch.split(grouped, [queries, self.head_dim, self.head_dim], 1)
@@ -109,10 +109,10 @@ class Weight:
     """One parameter of megatron-core.
 
     Attributes:
-        names: what it is called there; the first that exists counts, for layers differ with and without
+        names: possible names in megatron-core, of which the first existing one is used: layers differ with and without
             Transformer Engine.
-        sources: the parameters of transformers that it is made of.
-        layout: how.
+        sources: parameters of transformers that it is built from.
+        layout: rule that builds it.
     """
 
     names: tuple[str, ...]
@@ -122,16 +122,16 @@ class Weight:
 
 @dataclass(frozen=True)
 class ModelMap:
-    """A decoder of megatron-core that computes what a model of transformers does, and where its weights are.
+    """A decoder of megatron-core that is equivalent to a transformers model, and the mapping of its weights.
 
     Attributes:
         transformer: fields of megatron-core's ``TransformerConfig``.
-        vocab_size, max_positions: of the model.
-        tied: the head is the embedding.
-        rope: the transformers config's rotary embedding: ``rope_theta``, ``rope_type`` and the rest.
-        layer: the parameters of a layer; their names there follow ``decoder.layers.<n>.``, and ``{layer}``
-            in their sources stands for its number.
-        embedding, final_norm, head: transformers' names of what is outside of the layers.
+        vocab_size, max_positions: sizes of the model.
+        tied: True if the head shares the embedding's weight.
+        rope: rotary embedding of the transformers config: ``rope_theta``, ``rope_type`` and further keys.
+        layer: parameters of a layer; their names follow ``decoder.layers.<n>.``, and ``{layer}`` in their sources
+            stands for the layer's number.
+        embedding, final_norm, head: transformers' names of the parameters outside the layers.
     """
 
     transformer: Mapping[str, Any]
@@ -158,18 +158,17 @@ families: Registry[Family] = Registry(
 
 
 def find_map(config: Any) -> ModelMap:
-    """The map of a model by its transformers config.
+    """Return the map of a model by its transformers config.
 
     Raises:
-        ConfigError: there is none for its ``model_type``, naming those that exist; or the model has
-            something that its family's map does not know.
+        ConfigError: there is no map for its ``model_type``, or the map does not support a feature of the model.
     """
     kind = config.model_type
     try:
         family = families.get(kind, requested_by="model.path (model_type in its config.json)")
     except PluginNotFoundError as error:
         raise ConfigError(
-            f"the megatron engine has no map for the model type {kind!r} in rollcast.megatron_models, which holds "
+            f"the megatron engine has no map for the model type {kind!r} in rollcast.megatron_models, which contains "
             f"{', '.join(families.names())}; use engine=fsdp, or write a map: docs/engine-megatron.md"
         ) from error
     return family(config)

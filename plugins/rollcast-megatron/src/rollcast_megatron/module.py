@@ -1,4 +1,4 @@
-"""The model: megatron-core's decoder with a head that answers per token.
+"""The model: megatron-core's decoder with a head that computes per-token quantities.
 
 Axes: ``b`` rows, ``s`` positions, ``h`` hidden size, ``n`` chosen positions, ``V`` vocabulary.
 """
@@ -34,7 +34,7 @@ __all__ = ["DecoderModel", "Head", "block_spec", "has_transformer_engine"]
 
 
 class Head(Protocol):
-    """What becomes of the last stage's hidden states: per-token quantities by name."""
+    """Function from the last stage's hidden states to per-token quantities by name."""
 
     def __call__(self, model: DecoderModel, hidden: Tensor) -> dict[str, Tensor]: ...
 
@@ -42,8 +42,8 @@ class Head(Protocol):
 class RmsNorm(nn.RMSNorm):
     """PyTorch's RMS norm with megatron-core's constructor, and its mark for sequence parallelism.
 
-    Under sequence parallelism each rank normalizes its own positions, so the gradients of the weight
-    have to be summed over the tensor-parallel ranks; megatron-core looks for the mark to do so.
+    Under sequence parallelism each rank normalizes its own positions, so the weight's gradients must be summed over the
+    tensor-parallel ranks; megatron-core does that for parameters with the mark.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
@@ -53,9 +53,9 @@ class RmsNorm(nn.RMSNorm):
 
 
 class CausalAttention(nn.Module):
-    """Causal attention by PyTorch's ``scaled_dot_product_attention``: no matrix of scores is kept.
+    """Causal attention by PyTorch's ``scaled_dot_product_attention``, which keeps no score matrix.
 
-    Rows start at position 0 and are padded at the end, so no token ever sees padding and no mask is needed.
+    Rows start at position 0 and are padded at the end, so no token attends to padding and no mask is needed.
     """
 
     def __init__(self, config: TransformerConfig, layer_number: int, **_unused: Any) -> None:
@@ -65,7 +65,7 @@ class CausalAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **_unused: Any
     ) -> Tensor:
-        """From ``[s, b, heads, d]`` (keys and values may have fewer heads) to ``[s, b, heads * d]``."""
+        """Compute ``[s, b, heads * d]`` from ``[s, b, heads, d]``; keys and values may have fewer heads."""
         dropout = self.dropout if self.training else 0.0
         with get_cuda_rng_tracker().fork() if dropout else nullcontext():
             mixed = nn.functional.scaled_dot_product_attention(
@@ -80,14 +80,14 @@ class CausalAttention(nn.Module):
 
 
 def has_transformer_engine() -> bool:
-    """Whether layers are built of Transformer Engine: where it is installed and CUDA is there."""
+    """Return True if layers are built with Transformer Engine: it is installed and CUDA is available."""
     from megatron.core.models.gpt.gpt_layer_specs import HAVE_TE
 
     return bool(HAVE_TE) and torch.cuda.is_available()
 
 
 def block_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmodules:
-    """Of what the layers of this stage are made."""
+    """Return the modules that the layers of this stage are built from."""
     if has_transformer_engine():
         spec: ModuleSpec = get_gpt_layer_with_transformer_engine_spec(qk_layernorm=config.qk_layernorm)
         return spec
@@ -103,12 +103,12 @@ def block_spec(config: TransformerConfig) -> ModuleSpec | TransformerBlockSubmod
 
 
 class DecoderModel(GPTModel):  # type: ignore[misc]
-    """A stage of a decoder. The last one hands its hidden states to the :class:`Head` given as ``labels``.
+    """A stage of a decoder; the last one passes its hidden states to the :class:`Head` given as ``labels``.
 
     Args:
-        is_value_model: the head is a linear ``score`` with one output, which starts at zero and is
-            whole on each rank, instead of the vocabulary's.
-        **options: of ``GPTModel``.
+        is_value_model: use a linear ``score`` with one output as the head instead of the vocabulary's. It starts at
+            zero and is whole on each rank.
+        **options: arguments of ``GPTModel``.
     """
 
     def __init__(self, *, is_value_model: bool, **options: Any) -> None:
@@ -124,16 +124,16 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
         return labels(self, hidden_states) if self.post_process else hidden_states
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Each tensor with its place in the whole model.
+        """Return each tensor with its position in the whole model.
 
-        A value model has none of the vocabulary head that ``GPTModel`` goes on to look for.
+        A value model skips ``GPTModel``'s method, which would look for the vocabulary head.
         """
         if self.is_value_model:
             return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
         return super().sharded_state_dict(prefix, sharded_offsets, metadata)
 
     def head_weight(self) -> Tensor:
-        """This rank's rows of the vocabulary head, ``[V / tensor ranks, h]``."""
+        """Return this rank's rows of the vocabulary head, ``[V / tensor ranks, h]``."""
         weight: Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -142,9 +142,9 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
         return weight
 
     def hidden_at(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """Hidden states ``[s, b, h]`` at chosen positions, ``[n, h]``, for a head split over the vocabulary.
+        """Return hidden states ``[s, b, h]`` at chosen positions, ``[n, h]``, for a head split over the vocabulary.
 
-        Each rank's head gives a part of their gradient, and the parts are summed here.
+        Each rank's head contributes a part of their gradient; the parts are summed here.
         """
         if self.config.sequence_parallel:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.pg_collection.tp)
@@ -153,9 +153,9 @@ class DecoderModel(GPTModel):  # type: ignore[misc]
         return hidden[positions.places, positions.rows]
 
     def values_at(self, hidden: Tensor, positions: Positions) -> Tensor:
-        """Values ``[n]`` of chosen positions, float32."""
+        """Return values ``[n]`` of chosen positions, float32."""
         if self.config.sequence_parallel:
-            # All ranks compute the same from here, so their gradients are equal: no sum.
+            # All ranks compute the same from here on, so their gradients are equal and must not be summed.
             hidden = gather_from_sequence_parallel_region(
                 hidden, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )

@@ -12,15 +12,15 @@ __all__ = ["move_stage"]
 
 
 def move_stage(runner: Any, device: torch.device, *, model: bool, grad: bool) -> None:
-    """Move what a stage holds; tensors stay the same objects.
+    """Move a stage's weights or gradients; the tensor objects stay the same.
 
-    Where megatron-core keeps weights or gradients in one buffer, of which the parameters are views, the
-    buffer's memory is given up and taken again.
+    If megatron-core keeps them in one buffer with parameters as views, the buffer's memory is freed and allocated
+    again.
 
     Args:
         runner: the stage, or megatron-core's ``DistributedDataParallel`` around it.
-        device: where to.
-        model, grad: what.
+        device: target device.
+        model, grad: True to move the weights, and the gradients.
     """
     buffers = list(getattr(runner, "buffers", ())) if hasattr(runner, "ddp_config") else []
     in_buffers = set()
@@ -40,7 +40,7 @@ def move_stage(runner: Any, device: torch.device, *, model: bool, grad: bool) ->
 
 
 def _move_buffer(owner: Any, data: torch.Tensor, what: str, device: torch.device) -> None:
-    """Keep a copy in host memory while the buffer has no memory of its own."""
+    """Move a buffer's content to host memory and free the buffer, or restore it."""
     kept: dict[str, torch.Tensor] = owner.__dict__.setdefault("rollcast_kept", {})
     storage = data.untyped_storage()
     if device.type == "cpu":

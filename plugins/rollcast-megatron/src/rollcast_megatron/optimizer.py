@@ -1,4 +1,4 @@
-"""megatron-core's optimizer over a stage: built, stepped, and its state in view."""
+"""megatron-core's optimizer over a stage, with access to its state."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ __all__ = ["StageOptimizer"]
 
 
 class StageOptimizer:
-    """AdamW over this rank's parameters, or, distributed, over its share of them.
+    """AdamW over this rank's parameters or, if distributed, over its share of them.
 
     Args:
         model: the stage inside megatron-core's ``DistributedDataParallel``.
-        optim: its settings.
-        is_distributed: spread the state over the data-parallel ranks.
-        dtype: of the weights.
+        optim: settings of the optimizer.
+        is_distributed: distribute the state over the data-parallel ranks.
+        dtype: dtype of the weights.
     """
 
     def __init__(self, model: Any, optim: OptimConfig, is_distributed: bool, dtype: torch.dtype) -> None:
@@ -46,18 +46,20 @@ class StageOptimizer:
             use_distributed_optimizer=is_distributed,
         )
         with cpu.cuda_type_names():
-            # No overrides: weight decay goes for every parameter, as with any other engine.
+            # No overrides: weight decay applies to every parameter, as in all engines.
             self.whole: Any = get_megatron_optimizer(config, [model], config_overrides={})
         self._prime()
 
     @property
     def inner(self) -> list[torch.optim.Optimizer]:
-        """The torch optimizers that do the work."""
+        """The wrapped torch optimizers."""
         found = (part.optimizer for part in self.whole.chained_optimizers)
         return [optimizer for optimizer in found if optimizer is not None]
 
     def _prime(self) -> None:
-        """Make AdamW's state now, as zeros: a checkpoint has the same entries before the first step and after it."""
+        """Create AdamW's state now, as zeros: checkpoints then have the same entries before and after the first
+        step.
+        """
         for optimizer in self.inner:
             is_torch = isinstance(optimizer, torch.optim.AdamW)
             for group in optimizer.param_groups:
@@ -71,12 +73,12 @@ class StageOptimizer:
                         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Drop all gradients."""
         self.model.zero_grad_buffer()
         self.whole.zero_grad()
 
     def gradient_norm(self) -> float:
-        """Sum gradients over the ranks that share parameters, and give their global norm."""
+        """Reduce gradients over the ranks that share parameters, and return their global norm."""
         from megatron.core.distributed import finalize_model_grads
 
         finalize_model_grads([self.model], None)
@@ -84,7 +86,7 @@ class StageOptimizer:
         return float(self.whole.get_grad_norm())
 
     def step(self, norm: float, rate: float) -> None:
-        """Clip gradients of this norm and step."""
+        """Clip gradients that have this norm, and step with the learning rate ``rate``."""
         scale = self.optim.clip_grad / (norm + 1e-6)
         for part in self.whole.chained_optimizers:
             gradients = [p.grad for p in part.get_parameters() if p.grad is not None]
@@ -95,7 +97,7 @@ class StageOptimizer:
         self.whole.step_with_ready_grads()
 
     def steps_taken(self) -> int:
-        """Steps so far, the same for every parameter."""
+        """Return the number of steps so far, the same for every parameter."""
         for optimizer in self.inner:
             for group in optimizer.param_groups:
                 if "step" in group and not isinstance(optimizer, torch.optim.AdamW):
@@ -106,7 +108,7 @@ class StageOptimizer:
         return 0
 
     def set_steps_taken(self, steps: int) -> None:
-        """Go on from so many steps; megatron-core's checkpoints do not restore torch's count."""
+        """Set the number of steps so far; megatron-core's checkpoints do not restore torch's count."""
         for optimizer in self.inner:
             for group in optimizer.param_groups:
                 if not isinstance(optimizer, torch.optim.AdamW):
@@ -117,14 +119,13 @@ class StageOptimizer:
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """What is kept for each parameter: AdamW's moments, and float32 weights where the model's are shorter."""
+        """Names of the state kept per parameter: AdamW's moments, and float32 weights if the model's dtype is lower."""
         return ("exp_avg", "exp_avg_sq", "param") if self.dtype != torch.float32 else ("exp_avg", "exp_avg_sq")
 
     def collect(self, parameter: Tensor) -> dict[str, Tensor] | None:
-        """The state of a parameter of this stage, float32, in its shape and in host memory.
+        """Return the state of a parameter of this stage, float32, in its shape and in host memory.
 
-        With a distributed optimizer all data-parallel ranks call this together, and the first gets it;
-        the others get None.
+        With a distributed optimizer all data-parallel ranks must call; the first returns the state, the others None.
         """
         local, start = self._state_of(parameter)
         if not self.is_distributed:
@@ -141,7 +142,7 @@ class StageOptimizer:
         return whole if dist.get_rank(group) == 0 else None
 
     def restore(self, parameter: Tensor, state: Mapping[str, Tensor]) -> None:
-        """Set this rank's state of a parameter from the whole."""
+        """Set this rank's state of a parameter from the whole state."""
         local, start = self._state_of(parameter)
         with torch.no_grad():
             for name in self.state_names:
@@ -154,7 +155,7 @@ class StageOptimizer:
         return self.whole.chained_optimizers[0]
 
     def _state_of(self, parameter: Tensor) -> tuple[dict[str, Tensor], int]:
-        """This rank's state of a parameter, and where in it that begins; empty if it has no share of it."""
+        """Return this rank's state of a parameter and its start offset; empty if this rank has no share."""
         if not self.is_distributed:
             main = getattr(parameter, "main_param", parameter)
             return {"param": main, **self._part.optimizer.state[main]}, 0
@@ -164,7 +165,7 @@ class StageOptimizer:
         return state, self._part._get_model_param_range_map(parameter)["param"].start
 
     def to(self, device: torch.device) -> None:
-        """Move the state, and the float32 copies of bfloat16 weights if there are."""
+        """Move the state, and the float32 copies of bfloat16 weights if there are any."""
         for part in self.whole.chained_optimizers:
             if part.optimizer is None:
                 continue

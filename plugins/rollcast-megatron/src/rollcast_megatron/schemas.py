@@ -21,30 +21,31 @@ class MegatronConfig:
     pipeline_model_parallel_size: Positive = 1
     """Stages over which the layers are split, evenly."""
     context_parallel_size: Positive = 1
-    """Only 1: attention here sees whole rows."""
+    """Must be 1: attention needs whole rows."""
     expert_model_parallel_size: Positive = 1
-    """Only 1: no mixture of experts is supported yet."""
+    """Must be 1: mixtures of experts are not supported."""
     sequence_parallel: bool = False
-    """Split along the sequence what tensor parallelism leaves whole; exact, and less memory."""
+    """Split activations along the sequence where tensor parallelism does not split them; exact, and saves memory."""
     use_distributed_optimizer: bool = True
-    """Spread the optimizer's state over the data-parallel ranks."""
+    """Distribute the optimizer's state over the data-parallel ranks."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Dtype of the weights; with `bfloat16` the gradients are summed, and the optimizer works, in float32."""
+    """Dtype of the weights; with `bfloat16`, gradients are summed and the optimizer computes in float32."""
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
     """Keep the optimizer's state in host memory between its steps."""
     recompute_granularity: Literal["full", "selective"] | None = None
-    """`full` recomputes whole layers in the backward pass, `selective` the attention of each; null keeps all
-    activations."""
+    """`full` recomputes whole layers in the backward pass, `selective` only attention; null keeps all activations."""
     recompute_method: Literal["uniform", "block"] | None = None
-    """Of `full`: `uniform` (units of layers, of which only inputs are kept) or `block` (the first layers of a
-    stage)."""
+    """For `full`: `uniform` recomputes all layers in units and keeps only the inputs of each unit; `block`
+    recomputes the first layers of a stage.
+    """
     recompute_num_layers: Positive | None = None
-    """Of `full`: layers in a unit, or the number of first layers."""
+    """For `full`: number of layers per unit (`uniform`), or of first layers (`block`)."""
     head_chunk_size: Positive = 2048
-    """Positions that go through the vocabulary head at a time. With more, logits are computed again in the backward
-    pass, so that those of a micro-batch never exist together."""
+    """Positions per pass through the vocabulary head. A micro-batch with more positions recomputes logits in the
+    backward pass, so that they never exist all together.
+    """
 
     @property
     def model_parallel_size(self) -> int:
@@ -52,27 +53,27 @@ class MegatronConfig:
         return self.tensor_model_parallel_size * self.pipeline_model_parallel_size
 
     def check(self, world_size: int, path: str = "actor.engine") -> None:
-        """Refuse meshes that do not fit the group, and keys that do not fit each other.
+        """Check that the mesh fits the group, and that the keys fit each other.
 
         Args:
-            world_size: Ranks of the group.
-            path: The section, for messages.
+            world_size: ranks of the group.
+            path: dotted path of the section, for messages.
 
         Raises:
-            ConfigError: The key, its value and the valid ones.
+            ConfigError: a key is invalid; the message names its value and the valid ones.
         """
         self._check_sizes(world_size, path)
         if self.sequence_parallel and self.tensor_model_parallel_size == 1:
             raise ConfigError(
                 f"{path}.sequence_parallel is true, but {path}.tensor_model_parallel_size is 1: it splits what tensor "
-                "parallelism leaves whole; set it to false, or raise tensor_model_parallel_size"
+                "parallelism does not split; set it to false, or raise tensor_model_parallel_size"
             )
         self._check_recompute(path)
 
     def _check_sizes(self, world_size: int, path: str) -> None:
         tensor, pipeline = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
         for key, why in (
-            ("context_parallel_size", "attention here sees whole rows; sequence_parallel saves activations instead"),
+            ("context_parallel_size", "attention needs whole rows; sequence_parallel saves activations instead"),
             ("expert_model_parallel_size", "no mixture of experts has a map in rollcast.megatron_models"),
         ):
             if getattr(self, key) != 1:
@@ -87,7 +88,7 @@ class MegatronConfig:
             raise ConfigError(
                 f"{path}.tensor_model_parallel_size={tensor} and {path}.pipeline_model_parallel_size={pipeline} need a "
                 f"multiple of {tensor * pipeline} ranks, but the group has {world_size}; "
-                f"tensor x pipeline sizes that would fit: {', '.join(fitting)}"
+                f"tensor x pipeline sizes that fit: {', '.join(fitting)}"
             )
 
     def _check_recompute(self, path: str) -> None:

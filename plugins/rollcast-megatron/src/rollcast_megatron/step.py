@@ -1,4 +1,4 @@
-"""A rank's rows through the pipeline: micro-batches, megatron-core's schedule, outputs in order."""
+"""Passing a rank's rows through the pipeline: micro-batches, megatron-core's schedule, outputs in order."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Pass:
     """One pass over a rank's rows.
 
     Attributes:
-        plan: of the rows.
-        model_plan: how the model is spread.
-        denominators: of the whole mini-batch.
-        loss_function: None for per-token quantities alone.
-        settings: of the batch.
-        head_chunk: positions whose logits exist at a time.
-        device: of the model.
-        reference: the stage of the model of ``vocabulary_kl``.
-        sums: takes the metrics, on the last stage.
+        plan: micro-batches of the rows.
+        model_plan: distribution of the model.
+        denominators: counts of the whole mini-batch.
+        loss_function: loss to compute; None to return per-token quantities only.
+        settings: settings of the batch.
+        head_chunk: maximum number of positions whose logits exist at a time.
+        device: device of the model.
+        reference: stage of the reference model for ``vocabulary_kl``; None without one.
+        sums: accumulator of the metrics, on the last stage.
     """
 
     plan: BatchPlan
@@ -53,22 +53,22 @@ class Pass:
     sums: MetricSums
 
     def micro_batch(self, index: int) -> MicroBatch:
-        """The micro-batch ``index``; of no rows, one that does not count."""
+        """Return micro-batch ``index``; beyond the last one, a dummy that does not count."""
         if index < len(self.plan):
             return self.plan.micro_batch(index, self.device)
         return dummy_micro_batch(self.device)
 
 
 def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool) -> dict[str, Tensor]:
-    """Forward, and backward unless ``forward_only``, of every micro-batch, through all stages.
+    """Run every micro-batch forward, and backward unless ``forward_only``, through all stages.
 
     Returns:
-        The named quantities, outputs of ``work.plan.source``, in host memory, on every stage.
+        The named quantities as outputs of ``work.plan.source``, in host memory, on every stage.
     """
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     outputs = work.plan.source.empty_outputs(names)
-    # A rank without rows still meets the others of its data-parallel group with a gradient.
+    # A rank without rows still takes part in the gradient reduction of its data-parallel group.
     count = max(len(work.plan), 1)
     schedule: Any = get_forward_backward_func()
     schedule(
@@ -76,7 +76,7 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
         data_iterator=(work.micro_batch(index) for index in range(count)),
         model=[runner],
         num_microbatches=count,
-        seq_length=1,  # micro-batches tell each other their shapes
+        seq_length=1,  # micro-batches exchange their shapes
         micro_batch_size=1,
         forward_only=forward_only,
     )
@@ -90,7 +90,7 @@ def run_pass(runner: nn.Module, work: Pass, names: list[str], forward_only: bool
 
 
 def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict[str, Tensor]) -> tuple[Any, Any]:
-    """One stage's forward pass of the next micro-batch, and what turns the last one's into a loss."""
+    """Run one stage's forward of the next micro-batch; return its output and the function that computes the loss."""
     micro = next(micros)
     inputs = decoder_inputs(micro, _width_multiple(work))
     head: LanguageHead | ValueHead
@@ -113,5 +113,5 @@ def _forward(micros: Iterator[MicroBatch], model: Any, work: Pass, outputs: dict
 
 
 def _width_multiple(work: Pass) -> int:
-    """Under sequence parallelism the tensor-parallel ranks share a row's positions evenly."""
+    """Return the multiple for row widths: under sequence parallelism, tensor-parallel ranks share positions evenly."""
     return work.model_plan.mesh.tensor_size

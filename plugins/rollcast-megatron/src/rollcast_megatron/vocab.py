@@ -1,6 +1,6 @@
 """Per-token quantities over a vocabulary that is split over ranks.
 
-Axes: ``n`` positions, ``h`` hidden size, ``v`` words on this rank, ``V`` words.
+Axes: ``n`` positions, ``h`` hidden size, ``v`` words on this rank, ``V`` words in total.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ __all__ = ["VocabularySlice", "head_quantities"]
 
 @dataclass(frozen=True)
 class VocabularySlice:
-    """This rank's words.
+    """The slice of the vocabulary on this rank.
 
     Attributes:
-        group: the tensor-parallel ranks.
+        group: process group of the tensor-parallel ranks.
         start: number of the first word.
-        words: how many; a head's further rows are padding.
-        scale: what logits are multiplied by: one over the temperature.
-        chunk: positions at a time.
+        words: number of words; further rows of the head are padding.
+        scale: factor of the logits: one over the temperature.
+        chunk: maximum number of positions processed at a time.
     """
 
     group: Any
@@ -37,15 +37,16 @@ class VocabularySlice:
 
 
 def head_quantities(hidden: Tensor, weight: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, ...]:
-    """Log-probs of ``targets``, entropies and ``sum p^2``, each float32 ``[n]`` and with gradient.
+    """Return log-probs of ``targets``, entropies and ``sum p^2``, each float32 ``[n]`` and differentiable.
 
-    Logits exist for ``vocabulary.chunk`` positions at a time; where there are more positions, the backward
-    pass computes them once more. The gradient of ``hidden`` is this rank's part of a sum over the ranks.
+    Logits exist for ``vocabulary.chunk`` positions at a time; with more positions, the backward pass recomputes them.
+    The gradient of ``hidden`` is this rank's part of a sum over the ranks.
 
     Args:
-        hidden: ``[n, h]``.
+        hidden: hidden states, ``[n, h]``.
         weight: ``[v, h]`` or more rows.
-        targets: int64 ``[n]``, of the whole vocabulary.
+        targets: words of the whole vocabulary, int64 ``[n]``.
+        vocabulary: the slice of this rank.
     """
     quantities: tuple[Tensor, ...] = _HeadQuantities.apply(hidden, weight, targets, vocabulary)  # type: ignore[no-untyped-call]
     return quantities
@@ -91,14 +92,14 @@ def _logits(hidden: Tensor, words: Tensor, scale: float) -> Tensor:
 
 
 def _own(targets: Tensor, vocabulary: VocabularySlice) -> tuple[Tensor, Tensor]:
-    """Which targets are words of this rank, and their places here (0 for the others)."""
+    """Return a mask of the targets that are words of this rank, and their local index (0 for the others)."""
     places = targets - vocabulary.start
     mine = (places >= 0) & (places < vocabulary.words)
     return mine, places.where(mine, 0)
 
 
 def _reduce(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Tensor:
-    """Log of the normalizer, log-probs, entropies, sums of squares: float32 ``[4, n]``, of all ranks' words."""
+    """Return log normalizer, log-prob, entropy and sum of squares, float32 ``[4, n]``, over all ranks' words."""
     peak = logits.amax(-1)
     if dist.get_world_size(vocabulary.group) > 1:
         dist.all_reduce(peak, dist.ReduceOp.MAX, vocabulary.group)
@@ -117,7 +118,7 @@ def _reduce(logits: Tensor, targets: Tensor, vocabulary: VocabularySlice) -> Ten
 def _logits_gradient(
     logits: Tensor, targets: Tensor, sums: Tensor, given: Tensor, vocabulary: VocabularySlice
 ) -> Tensor:
-    """The gradient of this rank's logits before they were scaled, float32 ``[n, v]``."""
+    """Return the gradient of this rank's unscaled logits, float32 ``[n, v]``."""
     log_norm, entropy, squares = sums.unsqueeze(-1)
     of_log_prob, of_entropy, of_squares = given.unsqueeze(-1)
     log_p = logits - log_norm

@@ -1,4 +1,4 @@
-"""Weights on their way from a Hugging Face folder to the ranks, and back: a bounded number of bytes at a time."""
+"""Moving weights between a Hugging Face folder and the ranks, a bounded number of bytes at a time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Shapes", "gather", "hf_shapes", "load_folder", "load_random", "open_folder"]
 
-#: Bytes that ranks gather in one collective, at most; a larger parameter is gathered alone.
+#: Maximum bytes that ranks gather in one collective; a larger parameter is gathered alone.
 _GATHERED_BYTES = 64 << 20
 _ALIGNMENT = 64
 
@@ -32,16 +32,16 @@ Shapes = dict[str, torch.Size]
 
 
 def hf_shapes(model: ModelConfig, model_type: ModelType) -> Shapes:
-    """The parameters of the folder's model as transformers has them, without memory for them."""
+    """Return the shapes of the parameters of the folder's transformers model, without memory for them."""
     skeleton = build_skeleton(model, model_type, torch.float32)
     return {name: tensor.shape for name, tensor in parameters_by_name(skeleton).items()}
 
 
 def open_folder(path: Path) -> WeightFolder:
-    """The folder's safetensors, to be read slice by slice.
+    """Return the folder's safetensors, to be read slice by slice.
 
     Raises:
-        ConfigError: there are none, or one cannot be read; says what to do.
+        ConfigError: the folder has none, or one cannot be read; the message says what to do.
     """
     if not any(path.glob("*.safetensors")):
         other = any(any(path.glob(pattern)) for pattern in WEIGHT_PATTERNS)
@@ -50,12 +50,12 @@ def open_folder(path: Path) -> WeightFolder:
             if other
             else "set model.random_init=true to start from random ones"
         )
-        raise ConfigError(f"model.path {path} holds no weights in *.safetensors; {hint}")
+        raise ConfigError(f"model.path {path} contains no *.safetensors; {hint}")
     return WeightFolder(path)
 
 
 def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folder: WeightFolder) -> None:
-    """Set this rank's parameters from a folder, reading no more than they need.
+    """Set this rank's parameters from a folder, reading only the slices that it needs.
 
     Raises:
         ConfigError: the folder lacks parameters, or they have other shapes.
@@ -78,7 +78,7 @@ def load_folder(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, folde
 def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed: int, std: float) -> None:
     """Set this rank's parameters to random numbers that are the same on every mesh.
 
-    Matrices are normal with deviation ``std``, norms one, biases and a value head zero.
+    Matrices are normal with standard deviation ``std``, norms are one, and biases and a value head are zero.
     """
     for placed in plan.weights():
         if placed.stage != plan.mesh.pipeline_rank:
@@ -97,16 +97,16 @@ def load_random(plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, seed:
 def gather(
     plan: Plan, parameters: dict[str, Tensor], shapes: Shapes, limit: int = _GATHERED_BYTES
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter whole, by its Hugging Face name, on every rank; all ranks iterate to the end together.
+    """Yield every parameter whole, by its Hugging Face name, on every rank; all ranks must iterate to the end together.
 
-    Parameters of a stage that follow one another travel in one collective: a model has hundreds of small ones, and each
-    collective waits for every rank.
+    Consecutive parameters of a stage share one collective: a model has hundreds of small ones, and each collective
+    waits for every rank.
 
     Args:
         plan: mesh of the model, and its parameters.
-        parameters: this rank's, by megatron-core's names.
+        parameters: this rank's parameters by megatron-core's names.
         shapes: shapes of the whole parameters.
-        limit: bytes of the whole parameters of one collective; a larger parameter goes alone.
+        limit: bytes of the whole parameters in one collective; a larger parameter is gathered alone.
     """
     like = next(iter(parameters.values())).detach()
     rooms = _Rooms(plan, like.device)
@@ -120,7 +120,7 @@ def gather(
 
 
 def _batches(plan: Plan, shapes: Shapes, dtype: torch.dtype, limit: int) -> Iterator[list[Placed]]:
-    """Yield the parameters to export, in their order, as they travel together."""
+    """Yield the parameters to export, in order, in batches that share a collective."""
     batch: list[Placed] = []
     held = 0
     for placed in plan.weights():
@@ -156,7 +156,7 @@ def _join(
 
 
 class _Rooms:
-    """Buffers of the gathers, used again for each batch: on a CPU fresh memory takes longer than the gather."""
+    """Reused buffers of gathers: on a CPU, allocating fresh memory takes longer than the gather."""
 
     def __init__(self, plan: Plan, device: torch.device) -> None:
         self._ranks, self._group = plan.mesh.tensor_size, plan.mesh.tensor_group
@@ -164,7 +164,7 @@ class _Rooms:
 
     def gather(self, shares: list[Tensor]) -> Iterator[list[Tensor]]:
         """Yield each share of every tensor-parallel rank, gathered in one collective; valid until the next call."""
-        # As bytes, because parameters of a model may differ in dtype; each at a place where any dtype can be viewed.
+        # Gathered as bytes, because a model's parameters may differ in dtype; each is aligned for any dtype.
         lengths = [-(-share.numel() * share.element_size() // _ALIGNMENT) * _ALIGNMENT for share in shares]
         size = sum(lengths)
         if not shares:
@@ -174,7 +174,7 @@ class _Rooms:
         own, whole = self._own[:size], self._all[: size * self._ranks]
         for share, room in zip(shares, own.split(lengths), strict=True):  # type: ignore[no-untyped-call]
             _view(room, share.dtype, share.shape).copy_(share)
-        # Its name from torch 2.13 on; the old one warns there.
+        # The name since torch 2.13; the old name warns there.
         collect = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
         collect(whole, own, group=self._group)
         rooms = whole.view(self._ranks, -1).split(lengths, dim=1)  # type: ignore[no-untyped-call]
@@ -196,26 +196,26 @@ def _spread(
 
 
 def _view(room: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Return the start of some bytes as a tensor."""
+    """Return the first bytes of ``room`` as a tensor."""
     return room[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
 def _span(plan: Plan, length: int) -> tuple[int, int]:
-    """Where this rank's share of a dimension starts, and how long it is."""
+    """Return start and length of this rank's share of a dimension."""
     share = -(-length // plan.mesh.tensor_size)
     start = min(plan.mesh.tensor_rank * share, length)
     return start, min(share, length - start)
 
 
 def _read_share(plan: Plan, placed: Placed, name: str, shape: torch.Size, folder: WeightFolder) -> Tensor:
-    """This rank's part of a parameter of the folder.
+    """Return this rank's part of a parameter of the folder.
 
     Raises:
-        ConfigError: it has another shape than the folder's config says.
+        ConfigError: the parameter's shape differs from the folder's config.
     """
     given = folder.shapes[name]
     if given != tuple(shape):
-        raise ConfigError(f"{name} in {folder.folder} is {list(given)}, where config.json makes it {list(shape)}")
+        raise ConfigError(f"{name} in {folder.folder} has shape {list(given)}, but config.json implies {list(shape)}")
     dim, region = placed.weight.layout.dim, [slice(0, size) for size in shape]
     if dim is not None:
         start, size = _span(plan, shape[dim])
@@ -235,7 +235,7 @@ def _set(plan: Plan, placed: Placed, parameters: dict[str, Tensor], shares: list
 
 
 def _has_head(folder: WeightFolder, name: str, shapes: Shapes) -> bool:
-    """A value head stays zero unless the folder is an exported value model, and no classifier with several labels."""
+    """Return True if the folder has the value head of one label; otherwise the head stays zero."""
     return name in folder and folder.shapes[name] == tuple(shapes[name])
 
 

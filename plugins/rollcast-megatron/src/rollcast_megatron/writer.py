@@ -1,4 +1,4 @@
-"""Writing shards in this process: megatron-core's own writer starts others, which an actor must not."""
+"""Writing shards in this process; megatron-core's own writer starts processes, which an actor must not do."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ __all__ = ["ShardWriter"]
 
 
 class ShardWriter(SaveShardedStrategy):  # type: ignore[misc]
-    """The format ``torch_dist``, which megatron-core reads, through PyTorch's writer."""
+    """Writer of megatron-core's format ``torch_dist`` that uses PyTorch's writer."""
 
     def __init__(self) -> None:
         super().__init__("torch_dist", 1)
 
     @property
     def can_handle_sharded_objects(self) -> bool:
-        """Whether entries need not be tensors."""
+        """True: entries need not be tensors."""
         return True
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: str | Path) -> None:
-        """Write this rank's shards; all ranks take part."""
+        """Write this rank's shards; all ranks must call."""
         entries, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, True)
         planner = MCoreSavePlanner(dedup_replicated_tensors=False, flatten_state_dict=False)
         writer = FileSystemWriter(checkpoint_dir)

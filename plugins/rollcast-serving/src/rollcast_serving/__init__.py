@@ -1,1 +1,1 @@
-"""Replicas of rollout engines: processes, routing, and the weights' way to them."""
+"""Replicas of rollout engines: their processes, request routing, and weight syncs."""

@@ -1,4 +1,4 @@
-"""LoRA adapters: the rank that a run trains, and the rollout keys that follow from it."""
+"""LoRA adapters: the rank of the trained adapter, and the rollout keys derived from it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ if TYPE_CHECKING:
 __all__ = ["adapter_rank", "read_adapter_config", "take_adapters"]
 
 logger = logging.getLogger(__name__)
-#: Engines have kernels for powers of two from here on.
+#: Smallest rank that engines have kernels for; larger ones are powers of two.
 _SMALLEST_RANK = 8
 
 
 def adapter_rank(model: ModelConfig) -> int:
-    """The rank of the adapter that ``model`` trains; 0 if it trains none.
+    """Return the rank of the adapter that ``model`` trains; 0 if it trains none.
 
     Raises:
-        ConfigError: ``model.lora_adapter_path`` holds no adapter.
+        ConfigError: ``model.lora_adapter_path`` contains no adapter.
     """
     if model.lora_adapter_path is None:
         return model.lora_rank
@@ -36,7 +36,7 @@ def read_adapter_config(folder: str) -> dict[str, Any]:
     """Return ``r`` and ``target_modules`` of the adapter in ``folder``.
 
     Raises:
-        ConfigError: the folder holds no adapter.
+        ConfigError: the folder contains no adapter.
     """
     file = Path(folder) / "adapter_config.json"
     try:
@@ -44,16 +44,16 @@ def read_adapter_config(folder: str) -> dict[str, Any]:
         return {"r": int(config["r"]), "target_modules": config.get("target_modules", "all-linear")}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(
-            f"model.lora_adapter_path: {file} cannot be read ({error}); give a folder that PEFT wrote"
+            f"model.lora_adapter_path: {file} cannot be read ({error}); set it to a folder that PEFT wrote"
         ) from error
 
 
 def take_adapters(rollout: Any, model: ModelConfig) -> Any:
-    """Return a rollout's section that takes the adapter which the engine trains.
+    """Return the ``rollout`` section, changed so that the rollout accepts the adapter that the engine trains.
 
     Args:
-        rollout: The config's section; only one with ``enable_lora`` and ``max_lora_rank`` has to change.
-        model: The model in training.
+        rollout: config section; changed only if it has ``enable_lora`` and ``max_lora_rank``.
+        model: the model in training.
     """
     rank = adapter_rank(model)
     if not model.trains_adapter or not hasattr(rollout, "enable_lora"):

@@ -1,4 +1,4 @@
-"""First-party admissions: a windowed queue, AReaL's capacity, and dropping what is too old."""
+"""First-party admissions: a windowed queue, AReaL's capacity, and dropping of stale groups."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ class WindowedFifo(BaseAdmission):
     """A first-in-first-out buffer in which only groups near its head may overtake (torchtitan's rule).
 
     At most ``B = (max_staleness + 1) * groups_per_step`` groups have started and are not trained yet. A step takes
-    finished groups among the ``W = max(1, floor(0.3 B))`` starts from the oldest one on. So a group has at most
-    ``B - 1`` groups before it when it starts and is overtaken by at most ``W - 1``, which bounds the age of each of its
+    finished groups among the ``W = max(1, floor(0.3 B))`` starts from the oldest one on. So a group has at most ``B -
+    1`` groups before it when it starts and is overtaken by at most ``W - 1``, which bounds the age of each of its
     tokens by ``max_staleness + ceil((W - 1) / groups_per_step)``. Nothing is dropped.
 
-    The buffer is filled only as far as training needs it, because every group that waits grows old: the groups
-    under way begins with those of two steps, grows by those of one step whenever a step has to wait, up to ``B``, and
-    shrinks by an eighth of the groups that a step leaves over.
+    The buffer is filled only as far as training needs it, because every waiting group ages. The number of groups in
+    flight starts at that of two steps. It grows by the groups of one step whenever a step has to wait, up to ``B``, and
+    shrinks by an eighth of the finished groups that a step leaves over.
     """
 
     def __init__(self, settings: AdmissionSettings) -> None:
@@ -40,22 +40,22 @@ class WindowedFifo(BaseAdmission):
 
     @property
     def buffer(self) -> int:
-        """Groups that have started and are not trained yet, at most."""
+        """Maximum number of groups that have started and are not trained yet."""
         return (self.settings.max_staleness + 1) * self.settings.groups_per_step
 
     @property
     def window(self) -> int:
-        """Starts from the oldest group on, among which a step may choose."""
+        """Number of starts, counted from the oldest group, among which a step may choose."""
         return max(1, int(_WINDOW * self.buffer))
 
     @property
     def max_age(self) -> int:
         if not self.settings.max_staleness:
-            return 0  # all groups that have started are taken together
+            return 0  # all started groups are taken together
         return self.settings.max_staleness + math.ceil((self.window - 1) / self.settings.groups_per_step)
 
     def room(self, view: AdmissionView) -> int:
-        # A step that takes further groups in place of some that it leaves out trains no more than its size.
+        # A step that takes extra groups to replace some that it leaves out still trains only its size.
         return self._limit - len(view.groups) - min(view.in_training, self.settings.groups_per_step)
 
     def select(self, view: AdmissionView, count: int) -> Selection:
@@ -73,9 +73,9 @@ class WindowedFifo(BaseAdmission):
 
 
 class Capacity(BaseAdmission):
-    """AReaL's rule: no more starts than ``(version + max_staleness + 1) * groups_per_step`` (arXiv:2505.24298, §5.1).
+    """AReaL's rule: at most ``(version + max_staleness + 1) * groups_per_step`` starts (arXiv:2505.24298, §5.1).
 
-    Steps take groups in the order in which they ended, so a long one can be overtaken without bound.
+    Steps take groups in the order in which they finished, so a long group can be overtaken without bound.
     """
 
     def room(self, view: AdmissionView) -> int:
@@ -88,9 +88,9 @@ class Capacity(BaseAdmission):
 
 
 class Drop(BaseAdmission):
-    """Generation that never waits; what is older than ``max_staleness`` is thrown away, with the work in it.
+    """Generation without waiting; groups older than ``max_staleness`` are dropped, and their work is lost.
 
-    For comparison with the others.
+    For comparison with the other admissions.
     """
 
     @property

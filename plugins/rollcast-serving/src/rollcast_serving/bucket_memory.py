@@ -1,4 +1,4 @@
-"""Buckets of weights in one flat buffer, and memory for it that several processes of one node map."""
+"""Buckets of weights in one flat buffer, and buffers that several processes of a node can map."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _ALIGNMENT = 64
 
 
 def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
-    """Return an entry for each tensor, JSON-like and without checksum, and the bytes of the buffer (at least 1)."""
+    """Return a JSON-like entry without checksum for each tensor, and the size of the buffer in bytes (at least 1)."""
     entries: list[dict[str, Any]] = []
     offset = 0
     for each in bucket:
@@ -41,18 +41,18 @@ def lay_out(bucket: Sequence[Outgoing]) -> tuple[list[dict[str, Any]], int]:
 
 
 def fill(flat: Tensor, entries: Sequence[dict[str, Any]], bucket: Sequence[Outgoing], room: CastRoom) -> WeightBucket:
-    """Copy a bucket's tensors to their places in the buffer, in the dtypes in which they are sent.
+    """Copy a bucket's tensors to their places in the buffer, cast to the dtypes in which they are sent.
 
-    A tensor of another device is cast and summed there, before it is copied.
+    A tensor on another device is cast and checksummed there before it is copied.
 
     Args:
         flat: buffer, uint8 ``[N]``.
-        entries: entry of each tensor, which gets its checksum.
+        entries: entry of each tensor; its checksum is added.
         bucket: tensors to copy.
         room: memory for tensors that are cast on another device.
 
     Returns:
-        The bucket as it lies in the buffer, with its checksums.
+        The bucket as views of the buffer, with its checksums.
     """
     from rollcast.protocol import copy_with_checksum
 
@@ -76,7 +76,7 @@ def view_tensor(flat: Tensor, entry: Mapping[str, Any]) -> Tensor:
 
 
 def read_bucket(flat: Tensor, entries: Sequence[Mapping[str, Any]]) -> WeightBucket:
-    """Return the bucket that lies in the buffer."""
+    """Return the bucket that the buffer contains."""
     return WeightBucket(
         [(entry["name"], view_tensor(flat, entry)) for entry in entries],
         {entry["name"]: entry["checksum"] for entry in entries if entry.get("checksum")},
@@ -87,17 +87,17 @@ def map_memory(fd: int) -> Tensor:
     """Return the bytes of a file descriptor's file, uint8 ``[N]``, mapped for reading and writing."""
     import torch
 
-    # With all pages at once where the system can: one fault for each takes a tenth of the time of a sync.
+    # MAP_POPULATE maps all pages at once; one page fault each takes a tenth of the time of a sync.
     flags = mmap.MAP_SHARED | getattr(mmap, "MAP_POPULATE", 0)
     return torch.frombuffer(mmap.mmap(fd, os.fstat(fd).st_size, flags), dtype=torch.uint8)
 
 
 class MappedMemory:
-    """Memory that other processes can map, by descriptor or by path; gone with the last process that has it.
+    """Memory that other processes can map, by descriptor or path; freed when the last process has unmapped it.
 
     Attributes:
-        fd: descriptor; -1 before the first :meth:`reserve`.
-        number: number of files so far, because a descriptor's number comes again.
+        fd: file descriptor; -1 before the first :meth:`reserve`.
+        number: number of files so far; unlike a descriptor's number it is never reused.
     """
 
     def __init__(self) -> None:
@@ -113,11 +113,11 @@ class MappedMemory:
 
     @property
     def path(self) -> str:
-        """Path by which another process of the same user opens the memory."""
+        """Path under which another process of the same user can open the memory."""
         return self._path
 
     def reserve(self, size: int) -> Tensor:
-        """Return at least ``size`` bytes, uint8; in another file if the present one is too small."""
+        """Return at least ``size`` bytes, uint8; in a new file if the current one is too small."""
         if self._flat is None or len(self._flat) < size:
             self.close()
             if hasattr(os, "memfd_create"):
@@ -131,14 +131,14 @@ class MappedMemory:
         return self._flat
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """Return no entries and the descriptor, by which another process maps the memory."""
+        """Return no entries and the descriptor with which another process maps the memory."""
         return {}, [self.fd]
 
     def settle(self) -> None:
-        """Do nothing: what was written is there for every process."""
+        """Do nothing: writes are visible to every process at once."""
 
     def close(self) -> None:
-        """Give the memory back, as soon as no other process has it."""
+        """Release the memory; it is freed when no other process maps it."""
         if self.fd >= 0:
             os.close(self.fd)
             if not hasattr(os, "memfd_create"):
@@ -148,12 +148,7 @@ class MappedMemory:
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """A bucket's place in memory; small, and can be pickled. Its only item is the bucket.
-
-    Attributes:
-        path: path of the memory.
-        entries: name, dtype, shape, offset and checksum of each tensor.
-    """
+    """A bucket's location in memory: small and picklable. Iteration yields the bucket."""
 
     path: str
     entries: Sequence[Mapping[str, Any]]
@@ -165,13 +160,13 @@ class SharedBucket:
 
 
 class BucketMemory:
-    """The sender's side: one memory, used again for each bucket."""
+    """The sender's memory, reused for each bucket."""
 
     def __init__(self) -> None:
         self._memory = MappedMemory()
 
     def put(self, bucket: Sequence[tuple[str, Tensor]]) -> SharedBucket:
-        """Copy a bucket into the memory, over the one before."""
+        """Copy a bucket into the memory, overwriting the previous one."""
         expected = bucket.expected if isinstance(bucket, WeightBucket) else {}
         entries, size = lay_out([Outgoing(name, tensor, tensor.dtype) for name, tensor in bucket])
         flat = self._memory.reserve(size)
@@ -181,5 +176,5 @@ class BucketMemory:
         return SharedBucket(self._memory.path, entries)
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Release the memory."""
         self._memory.close()

@@ -1,4 +1,4 @@
-"""Weights cast to the dtype in which a rollout holds them, before they are sent."""
+"""Casting weights to the dtype in which a rollout holds them, before they are sent."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def loaded_dtype(dtype: str, on_cpu: bool) -> str | None:
 
     Args:
         dtype: value of the key.
-        on_cpu: True if the engine runs on a CPU, where rollcast replaces ``auto`` by float32.
+        on_cpu: True if the engine runs on a CPU, where ``auto`` means float32.
 
     Returns:
         None for ``auto`` on a GPU: the engine chooses by the model and the generation of the GPU.
@@ -51,7 +51,7 @@ class WeightCast:
 
     @classmethod
     def of_model(cls, dtype: str, model_path: str, trust_remote_code: bool = False) -> WeightCast:
-        """Return the cast that keeps the matrices which the model's class in transformers holds in float32.
+        """Return a cast that leaves alone the matrices that the model's transformers class keeps in float32.
 
         Raises:
             CheckpointError: the folder has no readable config.
@@ -61,7 +61,7 @@ class WeightCast:
         mapping: Any = transformers.MODEL_FOR_CAUSAL_LM_MAPPING
         model_class = mapping.get(type(read_model_config(model_path, trust_remote_code)), None)
         attributes = ["_keep_in_fp32_modules_strict"]
-        if dtype == "float16":  # transformers holds these in float32 for the range that bfloat16 has
+        if dtype == "float16":  # transformers keeps these in float32 because they need a wider range than float16 has
             attributes.append("_keep_in_fp32_modules")
         return cls(dtype, frozenset(name for each in attributes for name in getattr(model_class, each, None) or ()))
 
@@ -82,7 +82,7 @@ class Outgoing(NamedTuple):
 
     Attributes:
         name: name of the weight.
-        tensor: tensor as the engine has it.
+        tensor: the engine's tensor.
         dtype: dtype in which it is sent.
     """
 
@@ -102,9 +102,9 @@ class Outgoing(NamedTuple):
 
 
 class CastRoom:
-    """Memory for the tensors of one bucket that were cast, used again for the next bucket.
+    """Memory for the cast tensors of one bucket, reused for the next bucket.
 
-    Memory that is fresh for each tensor takes longer to come by than the cast itself.
+    Allocating fresh memory for each tensor takes longer than the cast itself.
     """
 
     def __init__(self) -> None:
@@ -112,14 +112,14 @@ class CastRoom:
         self._used = 0
 
     def cast(self, bucket: Sequence[Outgoing]) -> Iterator[tuple[str, Tensor]]:
-        """Yield a bucket's tensors as they are sent; they may be overwritten when the next bucket is cast."""
+        """Yield a bucket's tensors as they are sent; the next cast may overwrite them."""
         self._used = 0
         capacity = sum(-(-each.size // _ALIGNMENT) * _ALIGNMENT for each in bucket if each.is_cast)
         for name, tensor, dtype in bucket:
             yield name, tensor.detach() if dtype == tensor.dtype else self._put(tensor, dtype, capacity)
 
     def _put(self, tensor: Tensor, dtype: torch.dtype, capacity: int) -> Tensor:
-        """Return a tensor in another dtype, in the room while that has space."""
+        """Return a tensor in another dtype, in the reused memory if it has space."""
         import torch
 
         size = tensor.numel() * dtype.itemsize

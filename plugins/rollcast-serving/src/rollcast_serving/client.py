@@ -1,4 +1,4 @@
-"""Callers of a replica: asynchronous for generation, blocking for weights."""
+"""Clients of a replica: asynchronous for generation, blocking for weights."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from rollcast_serving.wire import decode_error, decode_output, decode_report, en
 
 __all__ = ["SILENCE_S", "Answer", "ReplicaClient", "ReplicaGoneError", "ReplicaReceiver"]
 
-#: Longest silence of a living replica, which sends heartbeats, in seconds.
+#: Maximum seconds without a message from a living replica, which sends heartbeats.
 SILENCE_S = 120.0
 #: Index of a request, and its output or error.
 Answer = tuple[int, RolloutOutput | RollcastError]
@@ -43,8 +43,8 @@ def _result(message: Mapping[str, Any], where: str) -> Any:
     """Return a frame's result.
 
     Raises:
-        ReplicaGoneError: the replica says that its engine is dead.
-        RollcastError: the frame's error.
+        ReplicaGoneError: the frame reports that the engine is dead.
+        RollcastError: the frame contains an error.
     """
     if "gone" in message:
         raise ReplicaGoneError(f"{where}: its engine is dead: {message['gone']}")
@@ -54,11 +54,11 @@ def _result(message: Mapping[str, Any], where: str) -> Any:
 
 
 class ReplicaClient:
-    """A caller of one replica, from one event loop.
+    """A client of one replica, used from one event loop.
 
     Args:
         address: address of the replica.
-        silence_s: longest time without an output or a heartbeat, in seconds.
+        silence_s: maximum seconds without an output or a heartbeat.
     """
 
     def __init__(self, address: ReplicaAddress, silence_s: float = SILENCE_S) -> None:
@@ -67,11 +67,11 @@ class ReplicaClient:
         self._session: aiohttp.ClientSession | None = None
         self._prefix = secrets.token_hex(8)
         self._numbers = itertools.count()
-        #: By the id on the wire, which no other caller of the replica uses: the caller's own id.
+        #: The caller's request ids, by the unique ids on the wire.
         self._in_flight: dict[str, str] = {}
         self._stream: ReplicaStream | None = None
         self._opening = asyncio.Lock()
-        #: Called with each load that the replica tells, and with None for a heartbeat.
+        #: Called with each load that the replica reports, and with None for a heartbeat.
         self.on_load: Callable[[EngineLoad | None], None] | None = None
 
     def _connected(self) -> aiohttp.ClientSession:
@@ -86,16 +86,17 @@ class ReplicaClient:
 
     @property
     def where(self) -> str:
-        """The replica, for messages."""
+        """Name of the replica, for messages."""
         return _name(self.address)
 
     async def generate(self, requests: Sequence[RolloutRequest]) -> AsyncGenerator[Answer, None]:
-        """Yield outputs as they come, each with its request's index; an error stands for a request that failed.
+        """Yield outputs as they arrive, each with its request's index; a failed request yields an error.
 
-        All requests of this client share one connection. Whoever stops iterating takes the rest back.
+        All requests of this client share one connection. If the caller stops iterating, the remaining requests are
+        cancelled.
 
         Raises:
-            ReplicaGoneError: the replica or its engine is dead, or silent; requests not yielded are not answered.
+            ReplicaGoneError: the replica or its engine is dead or silent; requests not yet yielded stay unanswered.
         """
         names = {f"{self._prefix}/{next(self._numbers)}": index for index in range(len(requests))}
         body, refused = encode_requests({name: requests[index] for name, index in names.items()})
@@ -122,7 +123,7 @@ class ReplicaClient:
             await stream.forget(left)
 
     async def first_load(self) -> EngineLoad:
-        """Return the engine's load when the connection was opened; later ones go to :attr:`on_load`.
+        """Return the engine's load when the connection was opened; later loads go to :attr:`on_load`.
 
         Raises:
             ReplicaGoneError: the replica or its engine is dead, or silent.
@@ -130,7 +131,7 @@ class ReplicaClient:
         return await (await self._streaming()).first_load()
 
     async def _streaming(self) -> ReplicaStream:
-        """Return the open connection for requests; open one if there is none."""
+        """Return the open connection for requests; open one if needed."""
         async with self._opening:
             if self._stream is None or self._stream.end:
                 self._stream = await ReplicaStream.open(
@@ -161,7 +162,7 @@ class ReplicaClient:
         except BROKEN as error:
             if isinstance(error, RollcastError):
                 raise
-            raise ReplicaGoneError(f"{self.where} went away during /{path}: {type(error).__name__}: {error}") from error
+            raise ReplicaGoneError(f"{self.where} broke off during /{path}: {type(error).__name__}: {error}") from error
 
     async def _refused(self, response: aiohttp.ClientResponse) -> RollcastError:
         text = await response.text()
@@ -171,11 +172,11 @@ class ReplicaClient:
             return RolloutError(f"{self.where} answered {response.status}: {text.strip()[:500]}")
 
     async def call(self, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """POST; return the result, however long the replica takes while its heartbeats come.
+        """POST and return the result, waiting as long as heartbeats arrive.
 
         Raises:
             ReplicaGoneError: the replica or its engine is dead, or silent.
-            RollcastError: error that the replica answered with.
+            RollcastError: the replica answered with an error.
         """
         async for message in self._frames(path, json=dict(body or {})):
             if "alive" not in message:
@@ -183,7 +184,7 @@ class ReplicaClient:
         raise ReplicaGoneError(f"{self.where} ended /{path} without an answer")
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests of this client (None for all); those of other clients go on, whatever their ids."""
+        """End requests of this client (None for all); other clients' requests with the same ids are not affected."""
         wanted = None if request_ids is None else frozenset(request_ids)
         names = [name for name, own in self._in_flight.items() if wanted is None or own in wanted]
         if names:
@@ -204,7 +205,7 @@ class ReplicaReceiver:
     Args:
         address: address of the replica.
         timeout_s: deadline of an update, in seconds.
-        silence_s: longest time without a heartbeat, in seconds.
+        silence_s: maximum seconds without a heartbeat.
     """
 
     def __init__(self, address: ReplicaAddress, timeout_s: float = 600.0, silence_s: float = SILENCE_S) -> None:
@@ -213,7 +214,7 @@ class ReplicaReceiver:
         self._timeout_s, self._silence_s = timeout_s, silence_s
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
-        """See the protocol; blocks.
+        """Load weights; blocks. See :class:`rollcast_serving.weight_sync.RemoteRollout`.
 
         Raises:
             WeightSyncError: the replica could not load the weights.
@@ -226,7 +227,7 @@ class ReplicaReceiver:
             data=body,
             headers={**_headers(self.address), "Content-Type": "application/json"},
         )
-        # No proxy: the address is one of our own.
+        # No proxy: the address is a replica of this run.
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         deadline = time.monotonic() + self._timeout_s
         try:
@@ -243,5 +244,5 @@ class ReplicaReceiver:
         except (OSError, EOFError, ValueError, http.client.HTTPException) as error:
             if isinstance(error, RollcastError):
                 raise
-            raise ReplicaGoneError(f"{where} went away during a weight update: {error!r}") from error
+            raise ReplicaGoneError(f"{where} disconnected during a weight update: {error!r}") from error
         raise ReplicaGoneError(f"{where} ended a weight update without an answer")

@@ -1,4 +1,4 @@
-"""Watch over the engine behind a rollout: a dead engine is a dead replica, whoever notices it."""
+"""Health checks of the engine behind a rollout: a replica with a dead engine is dead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class EngineWatch:
-    """The answer to whether the engine can serve, asked for once at a time.
+    """Health check of an engine; at most one check runs at a time.
 
     Args:
         rollout: rollout with the engine.
@@ -29,14 +29,14 @@ class EngineWatch:
         self.death = ""
 
     async def look(self) -> str:
-        """Check the engine, or wait for the check under way; return :attr:`death`."""
+        """Check the engine, or wait for the check in flight; return :attr:`death`."""
         self.start()
         if self._check is not None:
             await asyncio.shield(self._check)
         return self.death
 
     def start(self) -> None:
-        """Start a check unless one is under way or the engine is known to be dead."""
+        """Start a check unless one is in flight or the engine is known to be dead."""
         if not self.death and (self._check is None or self._check.done()):
             self._check = asyncio.ensure_future(self._run())
 
@@ -53,5 +53,5 @@ class EngineWatch:
             if not isinstance(error, RollcastError):
                 logger.exception("the health check failed")
             self.death = str(error) or type(error).__name__
-            logger.error("the engine is dead, and this replica with it: %s", self.death)
+            logger.error("the engine is dead, so this replica is too: %s", self.death)
             self._on_death()

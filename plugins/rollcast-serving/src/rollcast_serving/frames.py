@@ -1,4 +1,4 @@
-"""Frames of a replica's stream, read by an event loop or by a blocking caller."""
+"""Reading the frames of a replica's stream, asynchronously or blocking."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ async def read_frames(content: aiohttp.StreamReader) -> AsyncIterator[dict[str, 
 
     Raises:
         EOFError: the stream ends inside a frame.
-        ValueError: a frame is no msgpack.
+        ValueError: a frame is not msgpack.
     """
     while head := await content.read(1):
         (length,) = LENGTH.unpack(head + await content.readexactly(LENGTH.size - 1))

@@ -1,4 +1,4 @@
-"""``generate_sequences``: a batch of prompts through any rollout, built once for all of them."""
+"""``generate_sequences``: generating for a batch of prompts with any rollout."""
 
 from __future__ import annotations
 
@@ -25,24 +25,24 @@ SEQUENCES: Final = (
 
 
 class GenerationContractError(RollcastError, ValueError):
-    """A rollout's output is not what its contract promises."""
+    """A rollout's output violates its contract."""
 
 
 async def generate_sequences(rollout: BaseRollout, prompts: DataProto, sampling: SamplingParams) -> DataProto:
     """Return one response for each row.
 
     Args:
-        rollout: gets all requests at once.
-        prompts: jagged ``prompts``, integers; may have ``seed`` int64 ``[B]``, the requests' own.
-        sampling: for every row.
+        rollout: rollout that receives all requests at once.
+        prompts: jagged ``prompts``, integers; may have ``seed`` int64 ``[B]``, one per request.
+        sampling: sampling parameters of every row.
 
     Returns:
-        Jagged ``prompts`` and ``responses`` int32, and with the rows of the responses ``response_mask`` bool and
-        ``rollout_log_probs`` float32; ``finished`` bool ``[B]``, and ``rollout_weight_version`` (of the last token) and
+        Jagged ``prompts`` and ``responses`` int32; with the rows of the responses ``response_mask`` bool and
+        ``rollout_log_probs`` float32; ``finished`` bool ``[B]``; ``rollout_weight_version`` (of the last token) and
         ``rollout_weight_version_min`` int64 ``[B]``, -1 for an empty response.
 
     Raises:
-        RollcastError: a request cannot be served, or the rollout did not keep to its contract.
+        RollcastError: a request cannot be served, or the rollout violated its contract.
     """
     requests = build_requests(prompts, sampling)
     outputs = await asyncio.gather(*(rollout.generate(request) for request in requests))
@@ -54,7 +54,7 @@ def build_requests(prompts: DataProto, sampling: SamplingParams, prefix: str = "
 
     Args:
         prompts, sampling: as in :func:`generate_sequences`.
-        prefix: beginning of the ids.
+        prefix: prefix of the ids.
     """
     flat = Jagged.of(prompts["prompts"], "prompts")
     ids = array("i", flat.values.to("cpu", torch.int32).numpy().tobytes())
@@ -71,7 +71,7 @@ def _check(index: int, sequence: RolloutSequence, max_tokens: int) -> None:
     if tokens > max_tokens or tokens != log_probs:
         raise GenerationContractError(
             f"the rollout answered request {index} with {tokens} tokens and {log_probs} log-probs; "
-            f"it has to give as many of the one as of the other, and at most max_tokens={max_tokens}"
+            f"both counts must be equal, and at most max_tokens={max_tokens}"
         )
 
 
@@ -80,11 +80,11 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
 
     Args:
         prompts: the prompts.
-        outputs: for each row, of which the first sequence is taken.
-        max_tokens: largest number of tokens of a response.
+        outputs: output of each row; only its first sequence is used.
+        max_tokens: maximum number of tokens of a response.
 
     Raises:
-        GenerationContractError: an output is not what the contract promises.
+        GenerationContractError: an output violates the contract.
     """
     sequences = [output.sequences[0] for output in outputs]
     for index, sequence in enumerate(sequences):
@@ -107,5 +107,5 @@ def assemble_sequences(prompts: DataProto, outputs: Sequence[RolloutOutput], max
 
 
 def _joined(rows: Sequence[Sequence[float]], dtype: type[np.generic]) -> torch.Tensor:
-    """Return the numbers of all rows, one after the other; arrays are not taken apart."""
+    """Return the numbers of all rows concatenated, without iterating over array elements in Python."""
     return torch.from_numpy(np.concatenate([np.empty(0, dtype), *(np.asarray(row, dtype) for row in rows)]))

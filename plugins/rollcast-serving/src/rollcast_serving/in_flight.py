@@ -1,4 +1,4 @@
-"""Requests in flight when new weights come (``rollout.update_in_flight``): finished first, or interrupted."""
+"""Requests in flight when new weights arrive (``rollout.update_in_flight``): finished first, or interrupted."""
 
 from __future__ import annotations
 
@@ -23,39 +23,39 @@ T = TypeVar("T")
 
 
 def hold_requests(rollout: BaseRollout, policy: str) -> BaseRollout:
-    """Return the rollout as a replica serves it under a policy of ``rollout.update_in_flight``."""
+    """Return the rollout that a replica serves under a policy of ``rollout.update_in_flight``."""
     return rollout if policy == "continue" else InFlightRollout(rollout, interrupts=policy == "interrupt")
 
 
 class InFlightRollout(BaseRollout):
-    """A rollout whose engine has no request in flight while it takes new weights; requests that come then wait.
+    """A rollout whose engine has no request in flight during a weight update; requests that arrive then wait.
 
-    An interrupted request goes on from its own tokens, as a request whose prompt ends with them. Its seed follows from
-    the first one and the number of tokens, so that no random numbers repeat. An engine finds stop texts in new tokens
-    only, so the last tokens, which may be the beginning of a stop text, are sampled again.
+    An interrupted request continues as a new request whose prompt ends with its own tokens. The new seed is derived
+    from the first one and the number of tokens, so that no random numbers repeat. An engine finds stop texts in new
+    tokens only, so the last tokens, which may begin a stop text, are sampled again.
 
     Args:
         inner: the engine's rollout; needs ``capabilities.abort`` to be interrupted.
-        interrupts: abort the requests in flight and continue them after the update; otherwise wait for their ends.
+        interrupts: True to abort requests in flight and continue them after the update; False to wait for their end.
     """
 
     def __init__(self, inner: BaseRollout, interrupts: bool) -> None:
         super().__init__(inner.setup)
-        self.capabilities = inner.capabilities  # type: ignore[misc]  # those of the one that it stands for
+        self.capabilities = inner.capabilities  # type: ignore[misc]  # the wrapped rollout's capabilities
         self._inner, self._interrupts = inner, interrupts
         self._open = asyncio.Event()
         self._open.set()
         self._idle = asyncio.Event()
         self._idle.set()
         self._numbers = itertools.count()
-        #: Ids that the engine knows requests in flight by, with their callers' ids.
+        #: The callers' ids of requests in flight, by the ids that the engine knows.
         self._in_flight: dict[str, str] = {}
-        #: Callers' ids of all requests, and of those that a caller has ended.
+        #: The callers' ids of all requests, and of those that a caller has aborted.
         self._known: set[str] = set()
         self._ended: set[str] = set()
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
-        """Continue one prompt, over as many updates as come meanwhile; see the contract for errors."""
+        """Continue one prompt, across any number of updates; see the contract for errors."""
         self._known.add(request.request_id)
         try:
             output, was_cut = await self._generate(request)
@@ -86,7 +86,7 @@ class InFlightRollout(BaseRollout):
         return replace(output, request_id=request.request_id), self._interrupts and not self._open.is_set()
 
     async def _go_on(self, request: RolloutRequest, place: int, found: RolloutSequence) -> RolloutSequence:
-        """Return a sequence of a request with the tokens that an update cut off."""
+        """Return a sequence of a request, completed after updates cut it."""
         was_cut = True
         while was_cut and found.finish_reason == "abort" and request.request_id not in self._ended:
             kept = max(len(found.token_ids) - _overlap(request), 0)
@@ -119,33 +119,33 @@ class InFlightRollout(BaseRollout):
             self._open.set()
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests with the tokens so far; none of them is continued."""
+        """End requests with their tokens so far; none of them is continued."""
         wanted = self._known if request_ids is None else self._known & set(request_ids)
         self._ended |= wanted
         await self._inner.abort([name for name, own in self._in_flight.items() if own in wanted])
 
     async def check_health(self) -> None:
-        """See the engine's rollout."""
+        """Check the engine's health."""
         await self._inner.check_health()
 
     async def report_load(self) -> EngineLoad:
-        """See the engine's rollout."""
+        """Return the engine's load."""
         return await self._inner.report_load()
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """See the engine's rollout."""
+        """Release the engine's memory with these tags."""
         await self._inner.release(tags)
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """See the engine's rollout."""
+        """Allocate the engine's memory with these tags again."""
         await self._inner.resume(tags)
 
     def state_dict(self) -> dict[str, Any]:
-        """See the engine's rollout."""
+        """Return the state of the engine's rollout."""
         return self._inner.state_dict()
 
     def load_state_dict(self, state: Any) -> None:
-        """See the engine's rollout."""
+        """Restore the state of the engine's rollout."""
         self._inner.load_state_dict(state)
 
     def close(self) -> None:
@@ -154,7 +154,7 @@ class InFlightRollout(BaseRollout):
 
 
 def _overlap(request: RolloutRequest) -> int:
-    """Return the largest number of tokens at the end that can be the beginning of a stop text."""
+    """Return the maximum number of final tokens that can be the beginning of a stop text."""
     return max((len(text) - 1 for text in request.sampling.stop), default=0)
 
 

@@ -1,4 +1,4 @@
-"""The judge of a run: a language model behind replicas, which rewards ask."""
+"""The judge of a run: a language model served by replicas, which rewards call."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ if TYPE_CHECKING:
 __all__ = ["ServedJudge", "judge_role", "judge_sampling"]
 
 _SECTION = "judge.rollout"
-#: Keys of a rollout that tell of training: a judge's weights stay as they are, and its rewards say how many replies.
+#: Keys of a rollout that only matter in training: a judge's weights are fixed, and rewards choose the number of
+#: replies.
 _OF_TRAINING = (
     *(
         "mode",
@@ -45,11 +46,11 @@ _OF_TRAINING = (
 
 
 def judge_role(config: JudgeConfig) -> ServedRole | None:
-    """Return the role of a run's judge; None if it has none.
+    """Return the role of a run's judge; None if the run has none.
 
     Raises:
-        ConfigError: the model or the rollout is not given, or a key of the rollout is none of a judge.
-        CapabilityError: the rollout cannot serve it.
+        ConfigError: the model or the rollout is not set, or a key of the rollout does not apply to a judge.
+        CapabilityError: the rollout lacks a feature that the judge's settings need.
         PluginError: the rollout does not exist or does not load.
     """
     if not config.enable:
@@ -61,7 +62,7 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
         raise ConfigError(f"judge.enable=true needs {_SECTION}.name; rollouts: {', '.join(rollouts.names())}")
     for key in _OF_TRAINING:
         if key in config.rollout:
-            raise ConfigError(f"{_SECTION}.{key} is not read: the judge's weights stay as they are; leave it out")
+            raise ConfigError(f"{_SECTION}.{key} is not used: the judge's weights are fixed; remove the key")
     rollout_class = rollouts.get(str(name), requested_by=f"{_SECTION}.name")
     given = {"temperature": 0.0, **config.rollout, "mode": RolloutMode.STANDALONE.value}
     built: Any = build_section(rollout_class.config_schema, given, _SECTION, closed=True)
@@ -69,12 +70,12 @@ def judge_role(config: JudgeConfig) -> ServedRole | None:
     check_sampling(_SECTION, configured_sampling(built, config.max_tokens), capabilities)
     if built.tensor_model_parallel_size > 1 and not capabilities.tensor_parallel:
         size = f"{_SECTION}.tensor_model_parallel_size={built.tensor_model_parallel_size}"
-        raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; leave the key out")
+        raise CapabilityError(f"{size}: rollout {name!r} has no tensor parallelism; remove the key")
     return ServedRole(JUDGE, _SECTION, built, rollout_class)
 
 
 def judge_sampling(config: JudgeConfig, role: ServedRole) -> SamplingParams:
-    """Return the sampling of a reply that asks for nothing else."""
+    """Return the default sampling parameters of a reply."""
     return configured_sampling(role.config, config.max_tokens)
 
 
@@ -82,9 +83,9 @@ class ServedJudge(Judge):
     """A judge that answers through replicas.
 
     Args:
-        generate: answers a request; called on the event loop of whoever asks.
-        tokenizer: of the judge's model.
-        sampling: of replies that ask for nothing else.
+        generate: answers a request; called on the caller's event loop.
+        tokenizer: tokenizer of the judge's model.
+        sampling: default sampling parameters of replies.
     """
 
     def __init__(
@@ -106,13 +107,13 @@ class ServedJudge(Judge):
         sampling: SamplingParams,
         busy: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> ServedJudge:
-        """Return a judge over replicas of this process; any event loop may ask it.
+        """Return a judge over replicas of this process; it can be called from any event loop.
 
         Args:
-            replicas: started.
-            tokenizer: of the judge's model.
-            sampling: of replies that ask for nothing else.
-            busy: makes the block in which a reply is generated.
+            replicas: started replicas.
+            tokenizer: tokenizer of the judge's model.
+            sampling: default sampling parameters of replies.
+            busy: returns a context manager that is entered while a reply is generated.
         """
 
         async def generate(request: RolloutRequest) -> RolloutOutput:
@@ -135,7 +136,7 @@ class ServedJudge(Judge):
             max_tokens=self._sampling.max_tokens if max_tokens is None else max_tokens,
             temperature=self._sampling.temperature if temperature is None else temperature,
         )
-        # A question has the same reply in a run that is resumed.
+        # The seed is derived from the question, so that a resumed run gets the same reply.
         drawn = int.from_bytes(hashlib.blake2b(ids.tobytes(), digest_size=8).digest(), "little") >> 1
         request = RolloutRequest(f"judge-{next(self._numbers)}", ids, sampling, seed=drawn if seed is None else seed)
         output = await self._generate(request)

@@ -1,4 +1,4 @@
-"""The process of a replica: start, liveness, end."""
+"""The process of a replica: start, liveness, stop."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _LOG_LINES = 20
 
 @dataclass(frozen=True)
 class ReplicaSpec:
-    """What a replica is built from.
+    """Settings of a replica.
 
     Attributes:
         rollout: the config's ``rollout`` section as plain data.
         model_path: folder of the model and tokenizer.
-        seed: of the sampler.
-        pad_token_id, eos_token_id: the tokenizer's.
+        seed: seed of the sampler.
+        pad_token_id, eos_token_id: ids of the tokenizer.
         stop_token_ids: ids that end every response; see :class:`~rollcast.contracts.rollout.RolloutSetup`.
-        python: interpreter of its environment; empty for this process's.
-        env: environment variables beside this process's own.
-        launch_timeout_s: until it has to be ready.
-        log_dir: where its output is written; empty for a temporary folder.
+        python: interpreter of the replica's environment; None for this process's.
+        env: environment variables in addition to this process's own.
+        launch_timeout_s: deadline until it is ready, in seconds.
+        log_dir: folder of its output; None for a temporary folder.
         host: address to listen on.
-        role: that the replica plays; names it in messages.
-        section: dotted key of the section that ``rollout`` is.
+        role: role that the replica plays; names it in messages.
+        section: dotted key of the config section that ``rollout`` comes from.
     """
 
     rollout: Mapping[str, Any]
@@ -66,14 +66,15 @@ class ReplicaSpec:
 
 @dataclass(frozen=True)
 class ReplicaAddress:
-    """Where a replica answers, and the token that lets one in.
+    """Address of a replica, and its access token.
 
     Attributes:
-        index: the replica's number in its run.
+        index: number of the replica in its run.
         node: address of its node.
-        host, port: of the server for the run.
-        openai_port: of the OpenAI-compatible server, on the node's loopback.
-        generation: how often it was started before.
+        host, port: address of the server for the run.
+        openai_port: port of the OpenAI-compatible server, on the node's loopback.
+        token: secret that callers must send.
+        generation: number of earlier starts.
     """
 
     index: int
@@ -86,18 +87,18 @@ class ReplicaAddress:
 
     @property
     def url(self) -> str:
-        """Of the server for the run."""
+        """URL of the server for the run."""
         return f"http://{self.host}:{self.port}"
 
 
 class ReplicaProcess:
-    """A replica's process, in a session of its own so that it ends with all that it started.
+    """A replica's process, in its own session so that it ends together with everything that it started.
 
     Args:
-        spec: what to build.
+        spec: settings of the replica.
         index: number of the replica, for messages and the log's name.
         node: address of this node.
-        generation: how often it was started before.
+        generation: number of earlier starts.
 
     Raises:
         RolloutError: the process cannot be started.
@@ -149,15 +150,16 @@ class ReplicaProcess:
             "tell": theirs,
             "parent": os.getpid(),
         }
-        # By standard input, where other users cannot read the token. A process that is gone is told of later.
+        # Through standard input, where other users cannot read the token. If the process is gone, wait_ready() reports
+        # it.
         with suppress(BrokenPipeError), self.popen.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(json.dumps(message).encode())
 
     def wait_ready(self) -> ReplicaAddress:
-        """Wait until it serves.
+        """Wait until the replica serves, and return its address.
 
         Raises:
-            RolloutError: it ended, or was not ready in time; with the end of its log.
+            RolloutError: it ended, or was not ready in time; the message has the end of its log.
         """
         text = b""
         deadline = self._started + self.spec.launch_timeout_s
@@ -185,7 +187,7 @@ class ReplicaProcess:
         if "error" in message:
             self.stop()
             section = self.spec.section
-            keys = "" if section == "rollout" else f"the keys of its rollout stand under {section}; "
+            keys = "" if section == "rollout" else f"the keys of its rollout are under {section}; "
             raise decode_error(message["error"], f"{self._name} ({keys}log: {self.log})")
         node, generation = self._place
         return ReplicaAddress(
@@ -194,11 +196,11 @@ class ReplicaProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process runs."""
+        """True while the process runs."""
         return self.popen.poll() is None
 
     def describe_end(self) -> str:
-        """How the process ended, in words."""
+        """Return a phrase that says how the process ended."""
         code = self.popen.poll()
         if code is None:
             return "running"

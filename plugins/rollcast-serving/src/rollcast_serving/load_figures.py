@@ -10,7 +10,7 @@ __all__ = ["LoadFigures"]
 
 
 class LoadFigures:
-    """The largest values of the loads that replicas told, and the preemptions between two readings."""
+    """Maxima of the loads that replicas reported, and the number of preemptions, between two readings."""
 
     def __init__(self) -> None:
         self._last: dict[int, EngineLoad] = {}
@@ -20,11 +20,11 @@ class LoadFigures:
         self._heard = False
 
     def add(self, place: int, load: EngineLoad) -> None:
-        """Take the load of a replica.
+        """Add the load of a replica.
 
         Args:
             place: number of the replica.
-            load: its load; a count of preemptions that falls is that of a new engine.
+            load: its load; a lower count of preemptions than before comes from a new engine.
         """
         before, self._last[place] = self._last.get(place), load
         new = load.preemptions - (before.preemptions if before is not None else load.preemptions)
@@ -35,7 +35,7 @@ class LoadFigures:
         self._heard = True
 
     def take(self, caps: Sequence[int]) -> dict[str, float]:
-        """Return metrics since the last call: the windows' size, and the load if any was told.
+        """Return metrics since the last call: the size of the windows, and the load if any was reported.
 
         Args:
             caps: sizes of the replicas' windows; empty before the first request, when there are no metrics.

@@ -1,4 +1,4 @@
-"""The server manager: which replica answers which request, and what happens when one dies."""
+"""The server manager: routing of requests to replicas, and recovery when a replica dies."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from rollcast_serving.scheduling import SlidingWindow
 __all__ = ["Progress", "Revive", "RoutingSettings", "ServerManager", "Stragglers"]
 
 logger = logging.getLogger(__name__)
-#: Starts the replica with a number again, with the current weights; returns its new address.
+#: Restarts the replica with this number, with the current weights, and returns its new address.
 Revive = Callable[[int], Awaitable[ReplicaAddress]]
-#: Ends the process of the replica with a number.
+#: Ends the process of the replica with this number.
 End = Callable[[int], Awaitable[None]]
 T = TypeVar("T")
 Progress = Callable[[int, int], None]
@@ -35,11 +35,11 @@ class RoutingSettings:
     """Limits of routing and recovery.
 
     Attributes:
-        silence_s: longest time without an output or a heartbeat of a replica, in seconds.
-        max_restarts: relaunches of one replica, failed ones included.
-        max_attempts: replicas that may die of one request before it is given up.
-        max_sessions: sessions that are remembered, the last used.
-        continuous: True if the engines take requests into a running batch (``capabilities.continuous_batching``).
+        silence_s: maximum seconds without an output or a heartbeat of a replica.
+        max_restarts: restarts of one replica, failed ones included.
+        max_attempts: replicas that may die while they hold a request before it fails.
+        max_sessions: number of most recently used sessions that are remembered.
+        continuous: True if the engines add requests to a running batch (``capabilities.continuous_batching``).
         section: dotted key of the replicas' section, for messages.
     """
 
@@ -53,11 +53,11 @@ class RoutingSettings:
 
 @dataclass(frozen=True)
 class Stragglers:
-    """Requests that are ended early because the others have ended.
+    """Policy for ending late requests once most others have ended.
 
     Attributes:
-        share: largest share of the requests awaited together, from 0 to 1.
-        grace_s: seconds that they have after the others ended.
+        share: maximum share of the requests of a batch that may be cut, from 0 to 1.
+        grace_s: seconds to wait after the others have ended.
     """
 
     share: float
@@ -68,13 +68,13 @@ class Stragglers:
 class _Replica:
     address: ReplicaAddress
     client: ReplicaClient
-    state: str = "up"  # or reviving, or lost
+    state: str = "up"  # "up", "reviving" or "lost"
     restarts: int = 0
 
 
 @dataclass(eq=False)
 class _Job:
-    """Requests of one caller, their answers so far, and the tasks that wait for the rest."""
+    """Requests of one caller, their answers so far, and the tasks that wait for the others."""
 
     requests: Sequence[RolloutRequest]
     progress: Progress | None = None
@@ -102,7 +102,7 @@ class _Job:
         return sum(max(self.requests[index].sampling.n, 1) for index in indices)
 
     def groups(self) -> list[_Group]:
-        """Return the requests with one prompt together, those with the longest prompts first."""
+        """Return the requests grouped by prompt, longest prompts first."""
         found: dict[tuple[bytes | int, SamplingParams], list[int]] = {}
         for index, request in enumerate(self.requests):
             found.setdefault((_prompt_key(request, index), request.sampling), []).append(index)
@@ -112,7 +112,7 @@ class _Job:
 
 @dataclass(frozen=True, eq=False)
 class _Group:
-    """Requests of a job that go to a replica together."""
+    """Requests of a job that are sent to a replica together."""
 
     job: _Job
     indices: tuple[int, ...]
@@ -123,14 +123,14 @@ class _Group:
 
 
 def _is_empty_cut(answer: RolloutOutput | RollcastError) -> bool:
-    """True if nothing was sampled of a request before it was cut."""
+    """Return True if a request was cut before a token was sampled."""
     return isinstance(answer, RolloutOutput) and any(
         each.finish_reason == "abort" and not len(each.token_ids) for each in answer.sequences
     )
 
 
 def _prompt_key(request: RolloutRequest, index: int) -> bytes | int:
-    """Return a key that equal prompts share; the request's own if the prompt is not made of token ids."""
+    """Return a key that equal prompts share; a unique one if the prompt is not made of token ids."""
     try:
         return as_tokens(request.prompt_ids).tobytes()
     except (TypeError, OverflowError):
@@ -138,16 +138,16 @@ def _prompt_key(request: RolloutRequest, index: int) -> bytes | int:
 
 
 class ServerManager:
-    """A router of requests: one shared queue, from which each replica takes the next as soon as it has room.
+    """A router of requests with one shared queue, from which each replica takes the next as soon as it has room.
 
-    A replica has as many sequences in flight as its engine computes at once, fewer when its cache is short; see
-    :mod:`rollcast_serving.scheduling`. Used from one event loop.
+    A replica has as many sequences in flight as its engine computes at once, or fewer when its cache is short; see
+    :mod:`rollcast_serving.scheduling`. Use it from one event loop.
 
     Args:
         addresses: addresses of the replicas.
         settings: limits of routing and recovery.
-        revive: called for a replica that died, again after a failed relaunch; None to go on without it.
-        end: called for a replica that is given up, so that it frees its devices.
+        revive: called for a dead replica, again after a failed restart; None to continue without it.
+        end: called for a lost replica, so that it frees its devices.
     """
 
     def __init__(
@@ -174,18 +174,18 @@ class ServerManager:
 
     @property
     def addresses(self) -> list[ReplicaAddress]:
-        """Addresses of the replicas that are not given up."""
+        """Addresses of the replicas that are not lost."""
         return [replica.address for replica in self._replicas if replica.state != "lost"]
 
     @property
     def in_flight(self) -> list[int]:
-        """Sequences under way, by replica."""
+        """Sequences in flight, by replica."""
         return self._window.in_flight
 
     def take_metrics(self) -> dict[str, float]:
         """Return metrics of the engines' load since the last call; empty before the first request.
 
-        ``rollout/stragglers`` is the number of responses that were cut, if any was.
+        ``rollout/stragglers`` is the number of responses that were cut; absent if none was.
         """
         cut, self._cut = self._cut, 0
         return self._figures.take(self._window.caps) | ({"rollout/stragglers": float(cut)} if cut else {})
@@ -193,11 +193,12 @@ class ServerManager:
     # -- one request --------------------------------------------------------------------------
 
     async def generate(self, request: RolloutRequest, session_id: str | None = None) -> RolloutOutput:
-        """One request; those of one session go to the same replica as long as it lives, for its cached prefix.
+        """Return the output of one request; requests of a session go to the same replica while it lives, for its cached
+        prefix.
 
         Raises:
             RequestError: it cannot be served.
-            RolloutError: no replica is left, or too many died of it.
+            RolloutError: no replica is left, or too many died while they held the request.
         """
         job = _Job([request], session_id=session_id)
         place = None if session_id is None else self._sessions.get(session_id)
@@ -219,10 +220,10 @@ class ServerManager:
             self._sessions.popitem(last=False)
 
     def require_any(self) -> None:
-        """Raise RolloutError if every replica is given up."""
+        """Raise RolloutError if every replica is lost."""
         if all(replica.state == "lost" for replica in self._replicas):
             raise RolloutError(
-                f"all {len(self._replicas)} replicas are lost; each was started again up to "
+                f"all {len(self._replicas)} replicas are lost; each was restarted up to "
                 f"{self.settings.section}.replica.max_restarts={self.settings.max_restarts} times, see their logs"
             )
 
@@ -236,15 +237,15 @@ class ServerManager:
     ) -> list[RolloutOutput | RollcastError]:
         """Return an output or an error for each request, in the requests' order.
 
-        Requests with one prompt and one sampling go to a replica together, those with the longest prompts first. A
-        replica takes the next ones as soon as one of its sequences has ended. What a replica that dies has not answered
-        goes back into the queue.
+        Requests with equal prompt and sampling go to a replica together, longest prompts first. A replica takes the
+        next ones as soon as one of its sequences has ended. Requests that a dead replica has not answered return to the
+        queue.
 
         Args:
-            requests: to answer.
-            progress: called with how many are answered, and of how many.
-            stragglers: the requests that may be cut, with ids that no other request under way has; None to wait for
-                all. One of which nothing was sampled is asked again.
+            requests: requests to answer.
+            progress: called with the number of answered requests and the total.
+            stragglers: policy for cutting late requests, whose ids must be unique among those in flight; None waits for
+                all. A request that was cut before its first token is sent again.
 
         Raises:
             RolloutError: no replica is left.
@@ -263,7 +264,7 @@ class ServerManager:
         return [job.answers[index] for index in range(len(requests))]
 
     async def _cut_late(self, job: _Job, stragglers: Stragglers) -> None:
-        """End the requests of a job that are under way some time after the others have ended."""
+        """End the remaining requests of a job some time after the others have ended."""
         count, spared = len(job.requests), int(stragglers.share * len(job.requests))
         if not spared:
             return
@@ -272,7 +273,7 @@ class ServerManager:
             await job.answered.wait()
         await asyncio.sleep(stragglers.grace_s)
         late = [job.requests[index].request_id for index in range(count) if index not in job.answers]
-        logger.warning("%d of %d responses are cut as stragglers", len(late), count)
+        logger.warning("%d of %d responses were cut as stragglers", len(late), count)
         self._cut += len(late)
         await self.abort(late)
 
@@ -287,7 +288,7 @@ class ServerManager:
         self._pump()
 
     async def _run(self, job: _Job, begin: Callable[[], None]) -> None:
-        """Wait for a job; a caller that is cancelled takes its requests back.
+        """Wait for a job; if the caller is cancelled, its requests are withdrawn.
 
         Raises:
             RolloutError: no replica is left.
@@ -305,7 +306,7 @@ class ServerManager:
                 send.cancel()
 
     async def _open_windows(self) -> None:
-        """Ask the engines that were not asked yet how much they compute at once."""
+        """Ask new engines how many sequences they compute at once."""
         new = [
             place
             for place, replica in enumerate(self._replicas)
@@ -335,7 +336,7 @@ class ServerManager:
             self._pump_soon()
 
     def _pump_soon(self) -> None:
-        """Send what has room, once for all sequences that end in this turn of the event loop."""
+        """Schedule one assignment for all sequences that end in this turn of the event loop."""
         if not self._pumps and self._window.waiting:
             self._pumps = True
             asyncio.get_running_loop().call_soon(self._pump)
@@ -388,7 +389,7 @@ class ServerManager:
         self._fail_if_lost()
 
     def _fail_if_lost(self) -> None:
-        """End the jobs when no replica is left."""
+        """Fail the jobs if no replica is left."""
         try:
             self.require_any()
         except RolloutError as error:
@@ -397,31 +398,31 @@ class ServerManager:
 
     def _given_up(self, request: RolloutRequest) -> RolloutError:
         return RolloutError(
-            f"request {request.request_id!r} is given up: {self.settings.max_attempts} replicas died while they had it"
+            f"request {request.request_id!r} failed: {self.settings.max_attempts} replicas died while they held it"
         )
 
     # -- replicas that die --------------------------------------------------------------------
 
     async def lose(self, deaths: Mapping[int, RollcastError]) -> None:
-        """Take replicas out of the routing that another caller found dead, and have them started again.
+        """Remove replicas that another caller found dead from the routing, and restart them.
 
         Args:
-            deaths: by the replica's number, its error.
+            deaths: error by the replica's number.
         """
         for replica in self._replicas:
             if replica.address.index in deaths:
                 await self._lose(replica, deaths[replica.address.index])
 
     async def _lose(self, replica: _Replica, error: RollcastError) -> None:
-        """Take a replica out of the routing, and have it started again."""
-        if replica.state != "up":  # another of its requests was first
+        """Remove a replica from the routing, and restart it if allowed."""
+        if replica.state != "up":  # another of its requests noticed first
             return
         can = self._revive is not None and replica.restarts < self.settings.max_restarts
         replica.state = "reviving" if can else "lost"
         self._window.close(self._replicas.index(replica))
         self._fail_if_lost()
-        logger.warning("%s; %s", error, "it is started again" if can else "it is given up")
-        # Its connections are left to break with the process: other requests may be reading from them.
+        logger.warning("%s; %s", error, "restarting it" if can else "it is lost")
+        # Connections are left to break with the process: other requests may be reading from them.
         self._retired.append(replica.client)
         self._start(self._bring_back(replica) if can else self._give_up(replica))
 
@@ -448,7 +449,7 @@ class ServerManager:
         if state == "up":
             await self._open_window(self._replicas.index(replica))
         else:
-            logger.error("replica %d is given up after %d restarts", index, replica.restarts)
+            logger.error("replica %d is lost after %d restarts", index, replica.restarts)
             await self._give_up(replica)
 
     async def _give_up(self, replica: _Replica) -> None:
@@ -462,10 +463,10 @@ class ServerManager:
     # -- all of them --------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Ask every replica for its engine's health; dead ones are started again, and waited for.
+        """Check every replica's engine; dead replicas are restarted, and awaited.
 
         Raises:
-            RolloutError: none is left.
+            RolloutError: no replica is left.
         """
         await self._ask_each(lambda client: client.call("health"))
         self.require_any()
@@ -487,7 +488,7 @@ class ServerManager:
                 if isinstance(output, RollcastError):
                     raise output
                 return output
-            raise ReplicaGoneError(f"{client.where} gave no answer")
+            raise ReplicaGoneError(f"{client.where} returned no answer")
 
         return await self._ask_each(one)
 
@@ -500,7 +501,7 @@ class ServerManager:
         await self._ask_each(lambda client: client.call(path, body))
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End requests of this manager's callers (None for all) on whichever replica they are."""
+        """End requests of this manager's callers (None for all) on all replicas."""
         up = [replica.client for replica in self._replicas if replica.state == "up"]
         answers = await asyncio.gather(*(client.abort(request_ids) for client in up), return_exceptions=True)
         for answer in answers:
@@ -508,7 +509,7 @@ class ServerManager:
                 raise answer
 
     async def _ask_each(self, ask: Callable[[ReplicaClient], Awaitable[T]]) -> list[T]:
-        """Return every replica's answer; a replica that dies of it is started again and asked again.
+        """Return every replica's answer; a replica that dies meanwhile is restarted and asked again.
 
         Raises:
             RollcastError: first error that a replica answered with.
@@ -532,7 +533,7 @@ class ServerManager:
         return [answers[place] for place, replica in enumerate(self._replicas) if replica.state == "up"]
 
     async def close(self) -> None:
-        """Close the connections; the replicas go on."""
+        """Close the connections; the replicas keep running."""
         for task in self._reviving:
             task.cancel()
         for client in (*self._retired, *(replica.client for replica in self._replicas)):

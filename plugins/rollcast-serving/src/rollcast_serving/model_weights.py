@@ -43,7 +43,7 @@ class ModelWeights:
 
     Attributes:
         shapes: shape by name; a tied weight appears under each of its names.
-        names: name to load each weight by: for a tied head, the embedding's.
+        names: name under which to load each weight; for a tied head, the embedding's.
         tied: load names that stand for several weights.
     """
 
@@ -82,7 +82,7 @@ class UpdateCheck:
     _seen: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def admit(self, name: str, tensor: Tensor) -> str | None:
-        """Return the name to load a tensor by; None if its tied twin was received before.
+        """Return the name under which to load a tensor; None if its tied twin was received before.
 
         Raises:
             WeightSyncError: the name is unknown, was received before, has another shape in the model, or
@@ -93,7 +93,7 @@ class UpdateCheck:
             raise WeightSyncError(f"the model has no weight named {name!r}", tensor=name)
         if tuple(tensor.shape) != shape:
             raise WeightSyncError(
-                f"weight {name!r} came with shape {tuple(tensor.shape)}; the model's has {shape}", tensor=name
+                f"weight {name!r} arrived with shape {tuple(tensor.shape)}; the model's has {shape}", tensor=name
             )
         known = self.model.names[name]
         checksum = _checksum(tensor) if known in self.model.tied else ""
@@ -102,10 +102,10 @@ class UpdateCheck:
             return known
         twin, twin_checksum = self._seen[known]
         if twin == name:
-            raise WeightSyncError(f"weight {name!r} came twice", tensor=name)
+            raise WeightSyncError(f"weight {name!r} arrived twice", tensor=name)
         if twin_checksum != checksum:
             raise WeightSyncError(
-                f"weights {twin!r} and {name!r} are one in the model, but came with different values", tensor=name
+                f"weights {twin!r} and {name!r} are tied in the model, but arrived with different values", tensor=name
             )
         return None
 
@@ -113,22 +113,22 @@ class UpdateCheck:
         """Check that every weight was received.
 
         Raises:
-            WeightSyncError: weights are missing; names the first.
+            WeightSyncError: weights are missing; the message names the first ones.
         """
         missing = [name for name, known in self.model.names.items() if known not in self._seen]
         if missing:
             more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
-            raise WeightSyncError(f"version {version} came without {', '.join(missing[:3])}{more}", tensor=missing[0])
+            raise WeightSyncError(f"version {version} lacks {', '.join(missing[:3])}{more}", tensor=missing[0])
 
 
 def check_adapter(adapter: AdapterWeights, model: ModelWeights) -> None:
     """Check that each matrix of an adapter fits a weight of the model and has its other half.
 
     Raises:
-        WeightSyncError: the adapter is empty, or a tensor does not fit; names the first.
+        WeightSyncError: the adapter is empty, or a tensor does not fit; the message names it.
     """
     if not adapter.tensors:
-        raise WeightSyncError("the adapter came without tensors")
+        raise WeightSyncError("the adapter has no tensors")
     rank = int(adapter.config["r"])
     for name, tensor in adapter.tensors.items():
         half = next((each for each in (_LORA_A, _LORA_B) if name.endswith(each)), "")
@@ -139,12 +139,12 @@ def check_adapter(adapter: AdapterWeights, model: ModelWeights) -> None:
         wanted = (rank, shape[1]) if half == _LORA_A else (shape[0], rank)
         if tuple(tensor.shape) != wanted:
             raise WeightSyncError(
-                f"adapter tensor {name!r} came with shape {tuple(tensor.shape)}; with r={rank} it has to be {wanted}",
+                f"adapter tensor {name!r} has shape {tuple(tensor.shape)}; with r={rank} it must be {wanted}",
                 tensor=name,
             )
         twin = name.removesuffix(half) + (_LORA_B if half == _LORA_A else _LORA_A)
         if twin not in adapter.tensors:
-            raise WeightSyncError(f"adapter tensor {name!r} came without {twin!r}", tensor=twin)
+            raise WeightSyncError(f"adapter tensor {name!r} lacks its other half {twin!r}", tensor=twin)
 
 
 def write_adapter(folder: Path, adapter: AdapterWeights) -> None:

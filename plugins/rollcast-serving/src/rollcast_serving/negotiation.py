@@ -1,4 +1,4 @@
-"""Engine, rollout, weight sync and mode held against each other, before anything starts."""
+"""Compatibility of engine, rollout, weight sync and mode, checked before anything starts."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ class Choice:
 
     Attributes:
         engine, rollout: registry names.
-        mode: of the rollout.
+        mode: mode of the rollout.
         weight_sync: registry name.
         tensor_parallel: devices of one replica.
-        trains_adapter: what trains is a LoRA adapter.
-        update_in_flight: treatment of requests in flight.
+        trains_adapter: True if a LoRA adapter is trained instead of the model.
+        update_in_flight: policy for requests in flight during an update.
     """
 
     engine: str
@@ -42,16 +42,17 @@ class Choice:
 
 
 def check_choice(choice: Choice, engine_class: type[BaseEngine], rollout_class: type[BaseRollout]) -> None:
-    """Refuse a combination that cannot work.
+    """Check that a combination can work.
 
     Args:
-        choice: what was asked for.
-        engine_class, rollout_class: what its names stand for.
+        choice: the requested combination.
+        engine_class, rollout_class: classes of its engine and rollout.
 
     Raises:
-        CapabilityError: says why, and the nearest combination of the same engine and rollout that can.
-        ConfigError: the mode is none.
-        PluginError: there is no such weight sync.
+        CapabilityError: it cannot; the message says why, and names the nearest working combination with this engine and
+            rollout.
+        ConfigError: the mode does not exist.
+        PluginError: the weight sync does not exist.
     """
     modes = [mode.value for mode in RolloutMode]
     if choice.mode not in modes:
@@ -62,20 +63,20 @@ def check_choice(choice: Choice, engine_class: type[BaseEngine], rollout_class: 
     if problem is None:
         return
     nearest = next(_working(choice, engine, rollout), None)
-    help_text = "nothing else that is installed works either" if nearest is None else f"this would work: {nearest}"
+    help_text = "no installed alternative works" if nearest is None else f"this would work: {nearest}"
     raise CapabilityError(f"{choice}: {problem}; {help_text}")
 
 
 def _problem(
     choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities, sync: WeightSyncCapabilities
 ) -> str | None:
-    """Why a combination cannot work; None if it can."""
+    """Return why a combination cannot work; None if it can."""
     for capabilities, what in ((rollout, f"rollout {choice.rollout!r}"), (sync, f"sync {choice.weight_sync!r}")):
         modes = sorted(mode.value for mode in capabilities.modes)
         if choice.mode not in modes:
-            return f"{what} has the modes {', '.join(modes) or 'none'}"
+            return f"{what} supports the modes {', '.join(modes) or 'none'}"
     if sync.same_process and not rollout.in_process:
-        return f"this sync shares the engine's module, and rollout {choice.rollout!r} cannot generate with it"
+        return f"this sync shares the engine's module, with which rollout {choice.rollout!r} cannot generate"
     if sync.same_process and not engine.in_process_module:
         return f"this sync shares the engine's module, and engine {choice.engine!r} has none that can generate"
     if sync.same_process and choice.tensor_parallel > 1:
@@ -83,22 +84,22 @@ def _problem(
     if choice.tensor_parallel > 1 and not rollout.tensor_parallel:
         return f"rollout {choice.rollout!r} has no tensor parallelism (rollout.tensor_model_parallel_size)"
     if choice.trains_adapter and not engine.lora:
-        return f"engine {choice.engine!r} trains no adapters (model.lora_rank, model.lora_adapter_path)"
+        return f"engine {choice.engine!r} cannot train adapters (model.lora_rank, model.lora_adapter_path)"
     if choice.trains_adapter and not sync.same_process and not rollout.lora:
-        return f"rollout {choice.rollout!r} takes no adapters (model.lora_rank, model.lora_adapter_path)"
+        return f"rollout {choice.rollout!r} does not support adapters (model.lora_rank, model.lora_adapter_path)"
     return _in_flight_problem(choice, rollout, sync)
 
 
 def _in_flight_problem(choice: Choice, rollout: RolloutCapabilities, sync: WeightSyncCapabilities) -> str | None:
     if sync.same_process and choice.update_in_flight != "continue":
-        return f"rollout.update_in_flight={choice.update_in_flight} is for replicas, and this sync has none"
+        return f"rollout.update_in_flight={choice.update_in_flight} needs replicas, and this sync has none"
     if choice.update_in_flight == "interrupt" and not rollout.abort:
-        return f"rollout {choice.rollout!r} cannot abort requests, as rollout.update_in_flight=interrupt needs"
+        return f"rollout {choice.rollout!r} cannot abort requests, which rollout.update_in_flight=interrupt needs"
     return None
 
 
 def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities) -> Iterator[Choice]:
-    """Combinations that can work, those first that change the least."""
+    """Yield combinations that can work, smallest changes first."""
     modes = sorted((mode.value for mode in RolloutMode), key=lambda mode: mode != choice.mode)
     names = sorted(weight_syncs.names(), key=lambda name: (name != choice.weight_sync, name != "shared_memory"))
     sizes = dict.fromkeys([choice.tensor_parallel, 1])
@@ -108,7 +109,7 @@ def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabil
                 candidate = replace(choice, mode=mode, weight_sync=name, tensor_parallel=size)
                 try:
                     sync = weight_syncs.get(name).capabilities
-                except PluginError:  # broken, and not asked for
+                except PluginError:  # broken and not requested
                     continue
                 if _problem(candidate, engine, rollout, sync) is None:
                     yield candidate
@@ -117,7 +118,7 @@ def _working(choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabil
 def check_world_sizes(
     choice: Choice, engine: EngineCapabilities, rollout: RolloutCapabilities, ranks: int, processes: int
 ) -> None:
-    """Refuse an engine or a rollout on more ranks than it can use.
+    """Check that engine and rollout support the number of ranks.
 
     Args:
         choice: the combination.
@@ -126,7 +127,7 @@ def check_world_sizes(
         processes: processes of the rollout's pool.
 
     Raises:
-        CapabilityError: names the plugin, its limit, and the key to change.
+        CapabilityError: there are too many; the message names the plugin, its limit, and the key to change.
     """
     for key, name, limit, found, role in (
         ("actor.engine.name", choice.engine, engine.max_world_size, ranks, "actor"),
@@ -142,24 +143,24 @@ def check_world_sizes(
 def check_places(
     choice: Choice, same_process: bool, own_pool: bool, processes: Sequence[int], on_accelerators: bool = False
 ) -> None:
-    """Refuse a placement that contradicts the mode, or that the weight sync cannot serve.
+    """Check that the placement fits the mode and the weight sync.
 
     Args:
         choice: the combination.
-        same_process: the rollout lives in the actor's processes.
-        own_pool: ``placement.mapping.rollout`` names another pool than the actor's.
-        processes: number on each node, of the pool in which the rollout lives.
-        on_accelerators: the pool reserves accelerators; False on CPUs.
+        same_process: True if the rollout runs in the actor's processes.
+        own_pool: True if ``placement.mapping.rollout`` names another pool than the actor's.
+        processes: processes on each node of the rollout's pool.
+        on_accelerators: True if the pool reserves accelerators; False on CPUs.
 
     Raises:
-        CapabilityError: the weight sync needs two devices where actor and rollout share one, or a device where they
-            have none.
-        ConfigError: names the keys.
+        CapabilityError: the weight sync needs two devices but actor and rollout share one, or it needs a device but
+            there is none.
+        ConfigError: the placement contradicts the mode; the message names the keys.
     """
     if same_process and own_pool:
         raise ConfigError(
-            f"placement.mapping.rollout gives the rollout a pool, but with rollout.weight_sync={choice.weight_sync} it "
-            "lives in the actor's processes"
+            f"placement.mapping.rollout assigns a pool, but with rollout.weight_sync={choice.weight_sync} the rollout "
+            "runs in the actor's processes"
         )
     standalone = choice.mode == RolloutMode.STANDALONE.value
     if standalone and not own_pool:
@@ -169,7 +170,7 @@ def check_places(
         )
     if own_pool and not standalone:
         raise ConfigError(
-            f"placement.mapping.rollout gives the rollout a pool of its own, which is rollout.mode=standalone, "
+            f"placement.mapping.rollout puts the rollout in a pool of its own, which needs rollout.mode=standalone, "
             f"not {choice.mode}"
         )
     _check_devices(choice, on_accelerators)
@@ -180,10 +181,10 @@ def _check_devices(choice: Choice, on_accelerators: bool) -> None:
     capabilities = weight_syncs.get(choice.weight_sync, requested_by="rollout.weight_sync").capabilities
     if capabilities.shared_devices and not on_accelerators:
         raise CapabilityError(
-            f"rollout.weight_sync={choice.weight_sync} hands memory of a GPU over, and this run computes on CPUs "
+            f"rollout.weight_sync={choice.weight_sync} shares memory of a GPU, but this run computes on CPUs "
             "(placement.device); choose rollout.weight_sync=shared_memory"
         )
-    # NCCL aborts with "Duplicate GPU detected" when two ranks of a group use one device, and only at the first
+    # NCCL aborts with "Duplicate GPU detected" when two ranks of a group use one device, but only at the first
     # broadcast, after trainer and engines have loaded the model.
     if on_accelerators and capabilities.own_devices and choice.mode != RolloutMode.STANDALONE.value:
         raise CapabilityError(
@@ -194,17 +195,17 @@ def _check_devices(choice: Choice, on_accelerators: bool) -> None:
 
 
 def check_replica_nodes(tensor_parallel: int, processes: Sequence[int], section: str = "rollout") -> None:
-    """Refuse replicas that do not fill a pool, or that would span nodes.
+    """Check that replicas fill their pool and do not span nodes.
 
-    An engine is started on one node, and takes the devices of ranks that follow each other.
+    An engine runs on one node, and uses the devices of consecutive ranks.
 
     Args:
         tensor_parallel: ranks of a replica.
-        processes: number on each node of the pool.
+        processes: processes on each node of the pool.
         section: dotted key of the replicas' section.
 
     Raises:
-        ConfigError: names the key.
+        ConfigError: they do not; the message names the key.
     """
     total, role = sum(processes), section.partition(".")[0]
     if total % tensor_parallel:

@@ -1,8 +1,8 @@
-"""An OpenAI-compatible server over a rollout, so that any agent can sample from the policy in training.
+"""An OpenAI-compatible server over a rollout, from which any agent can sample the policy in training.
 
-Routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``. Beside the API's own fields a choice has
-``token_ids`` and ``weight_versions``, from which a trainer can build a batch without tokenizing again; a
-completion's ``prompt`` may be token ids.
+Routes: ``/v1/models``, ``/v1/completions``, ``/v1/chat/completions``. In addition to the API's own fields a choice has
+``token_ids`` and ``weight_versions``, from which a trainer can build a batch without tokenizing again. A completion's
+``prompt`` may be token ids.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _DEFAULT = SamplingParams(max_tokens=256)
 
 
 class _Chat:
-    """The model's tokenizer, loaded when text comes in for the first time."""
+    """The model's tokenizer, loaded when the first text arrives."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -65,7 +65,7 @@ class _Chat:
 
 
 def _before_stop(text: str, stops: Sequence[str]) -> str:
-    """Return the text before the first stop string, as the API leaves it out; the token ids hold it."""
+    """Return the text before the first stop string; the API omits the string, but the token ids contain it."""
     return text[: min((text.find(stop) for stop in stops if stop in text), default=len(text))]
 
 
@@ -75,7 +75,7 @@ class _Api:
         self.name = Path(model_path).name or "model"
         self.chat_model = _Chat(model_path)
 
-    async def models(self, request: web.Request) -> web.Response:  # aiohttp gives it
+    async def models(self, request: web.Request) -> web.Response:  # aiohttp passes it
         return models_response(self.name)
 
     async def completions(self, request: web.Request) -> web.StreamResponse:
@@ -123,7 +123,7 @@ class _Api:
 
 
 def _guard(token: str) -> Any:
-    """Return middleware that checks the token, and answers errors as OpenAI's API does."""
+    """Return middleware that checks the token, and formats errors as OpenAI's API does."""
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -139,13 +139,13 @@ def _guard(token: str) -> Any:
 
 
 def build_openai_app(rollout: BaseRollout, model_path: str, token: str, watch: EngineWatch) -> web.Application:
-    """Return the application that agents talk to.
+    """Return the application for agents.
 
     Args:
         rollout: rollout that answers.
         model_path: folder of the model and tokenizer.
         token: API key.
-        watch: watch over the rollout's engine.
+        watch: health check of the rollout's engine.
     """
     app = web.Application(middlewares=[_guard(token)])
     api = _Api(rollout, model_path, watch)

@@ -1,6 +1,6 @@
-"""OpenAI's API as data: requests parsed, answers and errors built, streams written.
+"""The format of OpenAI's API: parsing requests, building answers and errors, writing streams.
 
-Shared by the replicas' endpoint and by gateways that record what they sample.
+Shared by the replicas' endpoint and by gateways that record samples.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ async def read_body(request: web.Request) -> dict[str, Any]:
     """Return the JSON object of a request.
 
     Raises:
-        RequestError: the body is no JSON object.
+        RequestError: the body is not a JSON object.
     """
     try:
         body = await request.json()
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"the body is no JSON: {error}") from error
+        raise RequestError(f"the body is not JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError("the body has to be a JSON object")
     return body
@@ -63,7 +63,7 @@ def find_prompts(body: Mapping[str, Any]) -> list[str | list[int]]:
     """Return the prompts of a completion request, as texts or token ids.
 
     Raises:
-        RequestError: there is none, or of another type.
+        RequestError: there is no prompt, or it has another type.
     """
     prompt = body.get("prompt")
     prompts: list[Any] = (
@@ -81,12 +81,12 @@ def _are_ids(value: Any) -> bool:
 def read_sampling(
     body: Mapping[str, Any], default: SamplingParams, unsupported: Sequence[str] = ()
 ) -> tuple[SamplingParams, int]:
-    """Return a request's parameters, and its number of choices.
+    """Return a request's sampling parameters, and its number of choices.
 
     Args:
         body: the request.
-        default: parameters that the request does not name.
-        unsupported: names that this endpoint refuses beside those that every one does.
+        default: parameters that the request does not set.
+        unsupported: names that this endpoint refuses in addition to those that all endpoints refuse.
 
     Raises:
         RequestError: a parameter is not supported, or has a wrong type or value.
@@ -124,7 +124,7 @@ def _given(body: Mapping[str, Any], name: str, default: float) -> Any:
 
 
 def _logit_bias(given: Any, default: SamplingParams) -> tuple[tuple[int, float], ...]:
-    """Return the API's map of token ids, which JSON writes as text, as pairs."""
+    """Return the API's map of token ids, which are strings in JSON, as pairs."""
     if given is None:
         return default.logit_bias
     return tuple(sorted((int(token), float(bias)) for token, bias in given.items()))
@@ -166,14 +166,14 @@ def models_response(model: str) -> web.Response:
 
 
 def error_response(status: int, message: str, kind: str, code: str | None = None) -> web.Response:
-    """Return an error as OpenAI's clients read it."""
+    """Return an error in the format of OpenAI's API."""
     return web.json_response({"error": {"message": message, "type": kind, "code": code, "param": None}}, status=status)
 
 
 async def send_answer(
     request: web.Request, body: Mapping[str, Any], answer: Mapping[str, Any], chat: bool
 ) -> web.StreamResponse:
-    """Send an answer whole or, if the request asks for it, as a stream of events."""
+    """Send an answer whole or, if requested, as a stream of events."""
     if not body.get("stream"):
         return web.json_response(answer)
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

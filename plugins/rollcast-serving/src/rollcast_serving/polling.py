@@ -1,4 +1,4 @@
-"""Waiting for one descriptor, of any number: ``select`` fails above 1023."""
+"""Waiting for a single file descriptor of any number; ``select`` fails above 1023."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__ = ["wait_readable"]
 
 
 def wait_readable(descriptor: int, timeout_s: float) -> bool:
-    """Return True if the descriptor can be read, or has ended, within the time."""
+    """Return True if the descriptor becomes readable or is closed within the time."""
     poller = select.poll()
     poller.register(descriptor, select.POLLIN)
     return bool(poller.poll(max(timeout_s, 0.0) * 1000))

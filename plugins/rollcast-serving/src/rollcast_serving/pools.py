@@ -1,4 +1,4 @@
-"""From the config's ``placement`` section to pools and the roles in them."""
+"""Building pools, and the roles in them, from the config's ``placement`` section."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from rollcast.errors import ConfigError, ResourceError
 
 __all__ = ["GLOBAL_POOL", "JUDGE", "ROLLOUT", "build_pools"]
 
-#: The pool of ``placement.nnodes`` and ``placement.n_gpus_per_node``.
+#: Name of the pool of ``placement.nnodes`` and ``placement.n_gpus_per_node``.
 GLOBAL_POOL = "global_pool"
-#: Role of the replicas of a rollout.
+#: Role of the rollout's replicas.
 ROLLOUT = "rollout"
-#: Role of the replicas of the model that rewards ask.
+#: Role of the replicas of the judge model that rewards call.
 JUDGE = "judge"
 
 
 def build_pools(placement: PlacementConfig) -> ResourcePoolManager:
-    """The pools, and for each role the one in which it lives.
+    """Return the pools, and the pool of each role.
 
     Raises:
-        ConfigError: a number, a device, a role or a pool is not valid; names the key and what is.
+        ConfigError: a number, a device, a role or a pool is not valid; the message names the key and valid values.
     """
     device = find_device(placement.device)
     if GLOBAL_POOL in placement.pools:
@@ -47,7 +47,7 @@ def _read_pool(name: str, value: Any) -> PoolConfig:
     else:
         pool = build_section(PoolConfig, {"processes": value}, key)
     if not pool.processes or min(pool.processes) < 1:
-        raise ConfigError(f"{key} is {pool.processes}; give the processes on each node, as in [8, 8]")
+        raise ConfigError(f"{key} is {pool.processes}; list the processes on each node, as in [8, 8]")
     return pool
 
 
@@ -77,12 +77,12 @@ def _check_mapping(placement: PlacementConfig, pools: Collection[str]) -> None:
         if role not in known:
             raise ConfigError(f"placement.mapping names the role {role!r}; roles: {', '.join(known)}")
         if pool not in pools:
-            raise ConfigError(f"placement.mapping.{role} is {pool!r}, no pool; pools: {', '.join(pools)}")
+            raise ConfigError(f"placement.mapping.{role} is {pool!r}, which is not a pool; pools: {', '.join(pools)}")
     unused = set(placement.pools) - set(placement.mapping.values())
     if unused:
-        raise ConfigError(f"no role of placement.mapping lives in placement.pools.{', '.join(sorted(unused))}")
+        raise ConfigError(f"placement.mapping puts no role in placement.pools.{', '.join(sorted(unused))}")
 
 
 def _known_roles() -> list[str]:
-    """Return the names that ``placement.mapping`` may have: registered roles, and those of replicas."""
+    """Return the names allowed in ``placement.mapping``: registered roles, and those of replicas."""
     return sorted({*roles.names(), ROLLOUT, JUDGE})

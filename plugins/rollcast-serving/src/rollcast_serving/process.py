@@ -1,7 +1,7 @@
 """The process of a replica: ``python -m rollcast_serving.process``, started by :mod:`rollcast_serving.launcher`.
 
-It reads what to build as JSON from its standard input, and says one line of JSON on the file descriptor
-that it was given: where it listens, or why it does not.
+It reads its settings as JSON from standard input, and writes one line of JSON to a given file descriptor: its ports, or
+the error that prevented its start.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ __all__ = ["main"]
 
 logger = logging.getLogger(__name__)
 _PR_SET_PDEATHSIG = 1
-#: Time for callers to hear that the engine is dead before the process ends, in seconds.
+#: Seconds for callers to hear that the engine is dead before the process ends.
 _FAREWELL_S = 2.0
 #: Exit code of a replica whose engine died.
 _ENGINE_DIED = 3
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the system end this process when the one that started it is gone (Linux)."""
+    """Make the kernel end this process when its parent is gone (Linux)."""
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
@@ -86,7 +86,7 @@ async def _serve(rollout: BaseRollout, spec: Mapping[str, Any], tell: int) -> in
     await rollout.check_health()
     watch = EngineWatch(rollout, end)
     runner, port = await _listen(build_app(rollout, spec["token"], watch), spec["host"])
-    # Whatever the other server listens to: this one is for agents on the same machine.
+    # Always on the loopback, independent of the other server's address: it is for agents on this machine.
     openai_app = build_openai_app(rollout, spec["model_path"], spec["token"], watch)
     openai, openai_port = await _listen(openai_app, "127.0.0.1")
     _tell(tell, {"port": port, "openai_port": openai_port})
@@ -102,7 +102,7 @@ def _tell(tell: int, message: Mapping[str, Any]) -> None:
 
 
 def main() -> int:
-    """Serve until told to stop, until the engine is dead, or until the parent is gone."""
+    """Serve until told to stop, until the engine is dead, or until the parent is gone; return the exit code."""
     spec = json.load(sys.stdin)
     tell = int(spec["tell"])
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")

@@ -1,4 +1,4 @@
-"""Weights at their receiver: buckets counted and verified, and buckets that several processes read.
+"""The receiving side of weights: counting and verifying buckets, and buckets that several processes read.
 
 Example, in a rollout's ``update_weights``::
 
@@ -29,18 +29,18 @@ class BucketsForReaders(Protocol):
     """Remote buckets that several processes of one engine may read, each once."""
 
     def for_reader(self, index: int, count: int) -> Iterable[Sequence[tuple[str, Tensor]]]:
-        """Return all buckets for process ``index`` of ``count``; each of the ``count`` has to read its own."""
+        """Return all buckets for process ``index`` of ``count``; each of the ``count`` processes must read its own."""
         ...
 
 
 class WeightTally:
-    """An iterator over buckets that counts and verifies each before it is yielded.
+    """An iterator over buckets that counts and verifies each before yielding it.
 
     Args:
         buckets: sequences of ``(name, tensor)``, or :class:`WeightBucket` with expected checksums.
 
     Raises:
-        WeightSyncError: from the iteration; a tensor is corrupt or missing.
+        WeightSyncError: during iteration, if a tensor is corrupt or missing.
     """
 
     def __init__(self, buckets: Iterable[Sequence[tuple[str, Tensor]]]) -> None:
@@ -66,13 +66,13 @@ class WeightTally:
         for name, tensor in bucket:
             checksum = tensor_checksum(tensor)
             if expected.pop(name, checksum) != checksum:
-                raise WeightSyncError(f"weight {name!r} arrived with other bytes than were sent", tensor=name)
+                raise WeightSyncError(f"weight {name!r} is corrupt: it differs from what was sent", tensor=name)
             found.append((name, checksum))
             self._tensors += 1
             self._bytes += tensor.numel() * tensor.element_size()
         if expected:
             name = next(iter(expected))
-            raise WeightSyncError(f"weight {name!r} was announced and did not arrive", tensor=name)
+            raise WeightSyncError(f"weight {name!r} was announced but did not arrive", tensor=name)
         self._checksums[str(len(self._checksums))] = combine_checksums(found)
 
     def report(self, version: int) -> WeightReport:

@@ -19,13 +19,13 @@ T = TypeVar("T")
 
 @dataclass
 class _Errand:
-    """A call of the run's workers that waits for the thread which owns them."""
+    """A call to the run's workers that waits for the thread that owns them."""
 
     call: Callable[[], Any]
     result: Future[Any] = field(default_factory=Future)
 
     def run(self) -> None:
-        """Make the call, unless nobody waits for the result any more."""
+        """Make the call, unless its result is no longer awaited."""
         if not self.result.set_running_or_notify_cancel():
             return
         try:
@@ -39,22 +39,22 @@ class _Errand:
 
 
 class ReplicaLoop:
-    """An event loop in a thread of its own, whose coroutines have calls made by the thread that waits for them.
+    """An event loop in its own thread; the thread that waits in :meth:`run` makes calls for its coroutines.
 
-    The roles of a run that replicas play share one, so that a dead replica of any of them is started again wherever the
-    trainer waits for one of them.
+    All roles that replicas play share one loop, so that a dead replica of any role is restarted whenever the trainer
+    waits for one of them.
     """
 
     def __init__(self) -> None:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="rollcast-replicas", daemon=True)
         self._errands: deque[_Errand] = deque()
-        #: Notified when an errand comes or a call ends.
+        #: Notified when an errand arrives or a call ends.
         self._changed = threading.Condition()
         self._thread.start()
 
     async def in_owner(self, call: Callable[[], T]) -> T:
-        """Return the result of a call that the next thread makes which waits in :meth:`run`."""
+        """Return the result of a call that is made by the next thread that waits in :meth:`run`."""
         errand = _Errand(call)
         with self._changed:
             self._errands.append(errand)
@@ -62,11 +62,11 @@ class ReplicaLoop:
         return cast("T", await asyncio.wrap_future(errand.result))
 
     def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
-        """Start a coroutine; its result comes from another thread's loop, and waiting for it makes no calls."""
+        """Start a coroutine from another thread; unlike :meth:`run`, waiting for its future makes no calls."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return a coroutine's result; make the calls meanwhile that coroutines ask for."""
+        """Return a coroutine's result; meanwhile make the calls that coroutines request with :meth:`in_owner`."""
         future = self.submit(coroutine)
         future.add_done_callback(self._wake)
         try:

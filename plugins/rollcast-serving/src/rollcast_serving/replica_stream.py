@@ -15,7 +15,7 @@ from rollcast_serving.wire import decode_error, decode_load, unpack
 
 __all__ = ["BROKEN", "ReplicaGoneError", "ReplicaStream"]
 
-#: Errors of a connection that broke, or of a stream that is none.
+#: Errors of a broken connection or a malformed stream.
 BROKEN = (aiohttp.ClientError, OSError, EOFError, TimeoutError, ValueError)
 
 
@@ -28,12 +28,12 @@ Answers = asyncio.Queue[Mapping[str, Any] | None]
 
 
 class ReplicaStream:
-    """An open WebSocket to a replica, read by a task of its own.
+    """An open WebSocket to a replica, read by its own task.
 
     Args:
         socket: open connection.
         where: name of the replica, for messages.
-        silence_s: longest time without a message, in seconds; a living replica sends heartbeats.
+        silence_s: maximum seconds without a message; a living replica sends heartbeats.
         hear: called with each load of the engine, and with None for a heartbeat.
     """
 
@@ -63,7 +63,7 @@ class ReplicaStream:
         """Connect to a replica.
 
         Raises:
-            ReplicaGoneError: nobody answers.
+            ReplicaGoneError: the replica does not answer.
             RolloutError: the replica refuses the connection.
         """
         try:
@@ -71,14 +71,14 @@ class ReplicaStream:
         except aiohttp.WSServerHandshakeError as error:
             raise RolloutError(f"{where} answered {error.status}: {error.message}") from error
         except BROKEN as error:
-            raise ReplicaGoneError(f"{where} went away: {type(error).__name__}: {error}") from error
+            raise ReplicaGoneError(f"{where} is unreachable: {type(error).__name__}: {error}") from error
         return cls(socket, where, silence_s, hear)
 
     async def first_load(self) -> EngineLoad:
-        """Return the first load that the replica told.
+        """Return the first load that the replica reports.
 
         Raises:
-            ReplicaGoneError: the stream ended before.
+            ReplicaGoneError: the stream ended before that.
         """
         return await asyncio.shield(self._load)
 
@@ -92,37 +92,37 @@ class ReplicaStream:
         return answers
 
     async def send(self, body: bytes) -> None:
-        """Send requests; a connection that breaks ends the stream, which the answers' queue tells."""
+        """Send requests; a broken connection ends the stream, which the answers' queue reports."""
         try:
             await self._socket.send_bytes(body)
         except BROKEN as error:
-            self._finish(f"{self._where} went away: {type(error).__name__}: {error}")
+            self._finish(f"{self._where} disconnected: {type(error).__name__}: {error}")
 
     async def forget(self, names: Iterable[str]) -> None:
-        """Take back requests whose messages nobody waits for any more."""
+        """Cancel requests whose messages are no longer awaited."""
         known = [name for name in names if self._waiting.pop(name, None) is not None]
         if known and not self.end:
             await self.send(msgpack.packb({"cancel": known}))
 
     async def close(self) -> None:
-        """Close the connection; requests under way are taken back."""
+        """Close the connection; requests in flight are cancelled."""
         self._reader.cancel()
         await self._socket.close()
         self._finish(f"the connection to {self._where} is closed")
 
     async def _read(self) -> None:
-        end = f"{self._where} went away: it closed the connection"
+        end = f"{self._where} disconnected: it closed the connection"
         try:
             while not self.end:
                 data = await self._socket.receive_bytes(timeout=self._silence_s)
                 for message in unpack(data):
                     self._pass_on(message)
         except TimeoutError:
-            end = f"{self._where} went away: it was silent for {self._silence_s:g} s"
-        except TypeError:  # a message of the connection's end
+            end = f"{self._where} was silent for {self._silence_s:g} s"
+        except TypeError:  # a close message of the connection
             pass
         except BROKEN as error:
-            end = f"{self._where} went away: {type(error).__name__}: {error}"
+            end = f"{self._where} disconnected: {type(error).__name__}: {error}"
         except RollcastError as error:
             end = str(error)
         finally:
@@ -131,7 +131,7 @@ class ReplicaStream:
     def _pass_on(self, message: Mapping[str, Any]) -> None:
         if "id" in message:
             answers = self._waiting.pop(message["id"], None)
-            if answers is not None:  # else its caller has gone
+            if answers is not None:  # else its caller is gone
                 answers.put_nowait(message)
         elif "gone" in message:
             self._finish(f"{self._where}: its engine is dead: {message['gone']}")
@@ -153,4 +153,4 @@ class ReplicaStream:
             answers.put_nowait(None)
         if not self._load.done():
             self._load.set_exception(ReplicaGoneError(end))
-            self._load.exception()  # nobody has to wait for it
+            self._load.exception()  # mark as retrieved: it need not be awaited

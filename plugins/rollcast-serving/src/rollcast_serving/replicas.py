@@ -1,4 +1,4 @@
-"""The replicas of a run behind blocking calls: started, asked, brought back, and ended."""
+"""Blocking calls to the replicas of a run: start, generate, restart, stop."""
 
 from __future__ import annotations
 
@@ -26,18 +26,18 @@ T = TypeVar("T")
 
 
 class Replicas:
-    """The replicas on the places of a group of :class:`~rollcast_serving.worker.ReplicaWorker`.
+    """The replicas on the ranks of a group of :class:`~rollcast_serving.worker.ReplicaWorker`.
 
-    Requests run on the event loop of a :class:`~rollcast_serving.replica_loop.ReplicaLoop`. A replica is started again
-    by the thread that waits in one of the blocking calls here, and in no other: the trainer makes these calls, so a
-    revival, which sends weights from the actor, never runs beside a training call.
+    Requests run on the event loop of a :class:`~rollcast_serving.replica_loop.ReplicaLoop`. A replica is restarted only
+    by the thread that waits in one of the blocking calls here. The trainer makes these calls, so a restart, which sends
+    weights from the actor, never runs concurrently with a training call.
 
     Args:
-        group: the view of its role.
+        group: worker group of the role.
         settings: limits of routing and recovery.
-        launch_timeout_s: deadline of the start of all replicas, in seconds.
+        launch_timeout_s: deadline for all replicas to start, in seconds.
         one_node: True if all of the run's processes share a node; replicas then listen on its loopback only.
-        loop: shared with the replicas of other roles, and closed by its owner; None for a loop of their own.
+        loop: event loop shared with the replicas of other roles, and closed by its owner; None creates one.
 
     Raises:
         WorkerError: a replica cannot be started.
@@ -82,17 +82,19 @@ class Replicas:
         return started
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """Return a coroutine's result from the event loop of the replicas; bring replicas back that die meanwhile."""
+        """Return a coroutine's result from the event loop of the replicas; replicas that die meanwhile are
+        restarted.
+        """
         return self.loop.run(coroutine)
 
     @property
     def addresses(self) -> list[ReplicaAddress]:
-        """Addresses of the replicas that are not given up."""
+        """Addresses of the replicas that are not lost."""
         return self._manager.addresses
 
     @property
     def manager(self) -> ServerManager:
-        """The router; for callers in its event loop."""
+        """Router of the requests, for callers in its event loop."""
         return self._manager
 
     def generate(self, requests: Sequence[RolloutRequest]) -> list[RolloutOutput | RollcastError]:
@@ -105,11 +107,11 @@ class Replicas:
         """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
 
         Args:
-            prompts, sampling: as there.
-            stragglers: rows whose responses may be cut; None to wait for all.
+            prompts, sampling: as in that function.
+            stragglers: policy for cutting late responses; None waits for all.
 
         Raises:
-            RollcastError: a row failed; of the class of the first row's error, with the number of failed rows.
+            RollcastError: a row failed; it has the class of the first row's error, and names the number of failed rows.
         """
         return self.run(self.respond(prompts, sampling, _Progress(), stragglers))
 
@@ -121,7 +123,7 @@ class Replicas:
         stragglers: Stragglers | None = None,
     ) -> DataProto:
         """Return a response for each row, in the event loop of the replicas; see :meth:`generate_sequences`."""
-        # Batches that are under way together are cut one by one.
+        # Unique ids, so that concurrent batches can be cut separately.
         requests = build_requests(prompts, sampling, f"{next(self._batches)}.")
         answers = await self._manager.generate_many(requests, progress, stragglers)
         outputs = [answer for answer in answers if isinstance(answer, RolloutOutput)]
@@ -139,7 +141,7 @@ class Replicas:
         return self.run(take())
 
     def replace_dead(self, deaths: Mapping[int, RollcastError]) -> None:
-        """Start replicas again that a weight sync found dead, by their numbers, and send them the current weights."""
+        """Restart replicas, by number, that a weight sync found dead, and send them the current weights."""
         self.run(self._replace(deaths))
 
     async def _replace(self, deaths: Mapping[int, RollcastError]) -> None:
@@ -156,15 +158,15 @@ class Replicas:
         return self.run(self._manager.generate_on_each(request))
 
     def check_health(self) -> None:
-        """See :meth:`ServerManager.check_health`."""
+        """Check all replicas; see :meth:`ServerManager.check_health`."""
         self.run(self._manager.check_health())
 
     def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Have all replicas give the named memory back."""
+        """Make all replicas release the memory with these tags."""
         self.run(self._manager.call_all("release", {"tags": list(tags)}))
 
     def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Have all replicas take the named memory again."""
+        """Make all replicas allocate the memory with these tags again."""
         self.run(self._manager.call_all("resume", {"tags": list(tags)}))
 
     def close(self) -> None:
@@ -186,7 +188,7 @@ class Replicas:
 
 
 class _Progress:
-    """Says every few seconds how far a batch is."""
+    """Logger of a batch's progress, every few seconds."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()

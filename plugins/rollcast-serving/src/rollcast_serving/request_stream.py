@@ -1,4 +1,4 @@
-"""The replica's end of a caller's stream: requests come in, each output leaves as it ends."""
+"""The replica's end of a caller's stream: requests arrive, and each output is sent when it ends."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from rollcast_serving.wire import decode_requests, encode_error, encode_load, en
 __all__ = ["LoadWatch", "RequestStream", "describe_failure"]
 
 logger = logging.getLogger(__name__)
-#: Time between two looks at the engine's load, in seconds.
+#: Seconds between two queries of the engine's load.
 _LOAD_S = 1.0
 
 
 async def describe_failure(error: Exception, what: str, watch: EngineWatch) -> dict[str, Any]:
-    """Return an error as a message; an engine's death is found out on the way."""
+    """Return an error as a message, after checking whether the engine is dead."""
     if not isinstance(error, RollcastError):
         logger.error("%s failed", what, exc_info=error)
-    # The stream says so itself if the cause is the engine's death.
+    # The stream itself reports the engine's death if that is the cause.
     await watch.blame(error)
     return {"error": encode_error(error)}
 
 
 class LoadWatch:
-    """The engine's load, asked for at most once a second whoever wants it.
+    """The engine's load, queried at most once a second for all callers.
 
     Args:
         rollout: rollout with the engine.
@@ -46,12 +46,12 @@ class LoadWatch:
         self._asking: asyncio.Task[None] | None = None
 
     async def first(self) -> list[float]:
-        """Return the load of this moment."""
+        """Return the current load."""
         await self._ask()
         return self._found
 
     def latest(self) -> list[float]:
-        """Return the load that was last heard of; ask for a new one if it is old."""
+        """Return the last known load; start a new query if it is old."""
         if time.monotonic() - self._asked > _LOAD_S and (self._asking is None or self._asking.done()):
             self._asking = asyncio.ensure_future(self._renew())
         return self._found
@@ -59,8 +59,8 @@ class LoadWatch:
     async def _renew(self) -> None:
         try:
             await self._ask()
-        except RollcastError as error:  # requests and health checks tell of a dead engine
-            logger.warning("the engine does not tell its load: %s", error)
+        except RollcastError as error:  # requests and health checks report a dead engine
+            logger.warning("the engine does not report its load: %s", error)
 
     async def _ask(self) -> None:
         self._asked = time.monotonic()
@@ -70,14 +70,14 @@ class LoadWatch:
 class RequestStream:
     """One caller's WebSocket.
 
-    Incoming messages ask for requests or take some back (``{"cancel": [ids]}``). Outgoing ones are lists of messages:
-    outputs, errors, heartbeats, loads, and the engine's death, with which the stream ends.
+    Incoming messages submit requests or cancel some (``{"cancel": [ids]}``). Outgoing ones are lists of messages:
+    outputs, errors, heartbeats, loads, and the engine's death, which ends the stream.
 
     Args:
         socket: prepared connection.
         rollout: rollout that answers.
-        watch: watch over the rollout's engine.
-        loads: watch over its load.
+        watch: health check of the rollout's engine.
+        loads: load of the rollout's engine.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class RequestStream:
         self._told: list[float] = []
 
     async def run(self, heartbeat_s: float) -> None:
-        """Serve until the caller has gone or the engine is dead."""
+        """Serve until the caller is gone or the engine is dead."""
         writer = asyncio.ensure_future(self._write(heartbeat_s))
         try:
             async for message in self._socket:
@@ -111,7 +111,7 @@ class RequestStream:
                     self._tasks[request.request_id] = asyncio.ensure_future(self._answer(request))
                 return
         except ValueError as error:
-            refusal = error if isinstance(error, RequestError) else RequestError(f"this is no request: {error}")
+            refusal = error if isinstance(error, RequestError) else RequestError(f"not a valid request: {error}")
             self._outgoing.put_nowait({"refused": encode_error(refusal)})
             return
         for name in cancelled:
@@ -139,7 +139,7 @@ class RequestStream:
         await self._socket.close()
 
     async def _next(self, heartbeat_s: float) -> list[dict[str, Any]]:
-        """Return what there is to say, at the latest when a heartbeat is due."""
+        """Return the next messages to send, at the latest when a heartbeat is due."""
         try:
             messages = [await asyncio.wait_for(self._outgoing.get(), heartbeat_s)]
         except TimeoutError:
@@ -147,7 +147,7 @@ class RequestStream:
             self._watch.start()
         while not self._outgoing.empty():
             messages.append(self._outgoing.get_nowait())
-        if self._watch.death:  # of a dead engine only outputs count: another replica can give the rest
+        if self._watch.death:  # a dead engine's outputs are still valid; another replica can answer the rest
             return [message for message in messages if "output" in message]
         load = self._loads.latest()
         if load != self._told:

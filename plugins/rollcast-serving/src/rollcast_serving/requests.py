@@ -26,23 +26,23 @@ __all__ = [
     "fit_request",
 ]
 
-#: Sampling parameters that not every rollout applies; see ``RolloutCapabilities.sampling``.
+#: Sampling parameters that only some rollouts support; see ``RolloutCapabilities.sampling``.
 OPTIONAL_SAMPLING = frozenset({"min_p", "repetition_penalty", "logit_bias"})
-#: Keys of the ``rollout`` section that decide what is sampled.
+#: Keys of the ``rollout`` section that affect sampling.
 SAMPLING_KEYS = (
     *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "logit_bias"),
     *("stop", "stop_token_ids", "ignore_eos", "on_long_prompt"),
 )
-#: Largest bias; vLLM cuts off what is beyond.
+#: Maximum absolute bias; vLLM clips larger ones.
 _MAX_BIAS = 100.0
 _MAX_PENALTY = 10.0
 
 
 def as_tokens(ids: Iterable[int]) -> array[int]:
-    """Return token ids as an int32 array; one that is int32 already is returned itself, numpy's is not taken apart.
+    """Return token ids as an int32 array; an int32 array is returned as is, and a numpy array is converted at once.
 
     Raises:
-        TypeError: a value is no integer.
+        TypeError: a value is not an integer.
         OverflowError: a value does not fit into int32.
     """
     if isinstance(ids, array) and ids.typecode == "i":
@@ -51,7 +51,7 @@ def as_tokens(ids: Iterable[int]) -> array[int]:
         return array("i", ids)
     values = np.asarray(ids)
     if values.dtype.kind not in "iu" or values.ndim != 1:
-        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions is no row of token ids")
+        raise TypeError(f"an array of {values.dtype} with {values.ndim} dimensions is not a row of token ids")
     narrow = values.astype(np.int32)
     if not np.array_equal(narrow, values):
         raise OverflowError("a token id does not fit into int32")
@@ -63,8 +63,8 @@ class ModelLimits:
     """Limits of a model.
 
     Attributes:
-        vocab_size: token ids are below it.
-        max_positions: largest number of prompt and response tokens; None if unknown.
+        vocab_size: size of the vocabulary; token ids are below it.
+        max_positions: maximum number of prompt and response tokens; None if unknown.
         key: name of the setting behind ``max_positions``, for messages.
     """
 
@@ -74,18 +74,18 @@ class ModelLimits:
 
     @classmethod
     def of(cls, config: Any) -> ModelLimits:
-        """Return the limits that a transformers config states."""
+        """Return the limits in a transformers config."""
         text = config.get_text_config()
         return cls(int(text.vocab_size), getattr(text, "max_position_embeddings", None))
 
 
 def configured_sampling(rollout: RolloutConfig, max_tokens: int, validation: bool = False) -> SamplingParams:
-    """Return the sampling that the ``rollout`` section asks for.
+    """Return the sampling parameters of the ``rollout`` section.
 
     Args:
         rollout: config section.
-        max_tokens: largest number of new tokens.
-        validation: True for the sampling of ``rollout.val_kwargs``, with the stops and the bias of the section.
+        max_tokens: maximum number of new tokens.
+        validation: True for the sampling of ``rollout.val_kwargs``, with the section's stops and bias.
     """
     chosen = rollout.val_kwargs if validation else rollout
     return SamplingParams(
@@ -103,39 +103,39 @@ def configured_sampling(rollout: RolloutConfig, max_tokens: int, validation: boo
 
 
 def cut_keys(sampling: SamplingParams) -> list[str]:
-    """Return the keys by which the sampled distribution is not the model's at the sampling's temperature."""
+    """Return the keys that make the sampled distribution differ from the model's at the sampling temperature."""
     cuts = {"top_p": sampling.top_p < 1, "top_k": sampling.top_k > 0}
     return [*(name for name, applies in cuts.items() if applies), *sampling.optional()]
 
 
 def check_sampling(what: str, sampling: SamplingParams, capabilities: RolloutCapabilities) -> None:
-    """Refuse sampling parameters that a rollout does not apply.
+    """Check that a rollout supports the sampling parameters.
 
     Args:
         what: name of the request or section, for the message.
-        sampling: parameters asked for.
+        sampling: requested parameters.
         capabilities: features of the rollout.
 
     Raises:
-        CapabilityError: a parameter is set that is not among ``capabilities.sampling``; names it.
+        CapabilityError: a parameter is set that is not among ``capabilities.sampling``; the message names it.
     """
     absent = [name for name in sampling.optional() if name not in capabilities.sampling]
     if absent:
         has = ", ".join(sorted(capabilities.sampling)) or "none"
         raise CapabilityError(
             f"{what} sets {', '.join(f'{name}={getattr(sampling, name)}' for name in absent)}, which this rollout does "
-            f"not apply (capabilities.sampling: {has}); leave it out, or choose a rollout.name that applies it"
+            f"not support (capabilities.sampling: {has}); remove it, or choose a rollout.name that supports it"
         )
 
 
 def fit_request(request: RolloutRequest, limits: ModelLimits, on_long_prompt: str) -> RolloutRequest:
-    """Return the request with ``max_tokens`` cut down to the positions that its prompt leaves, if the run wants that.
+    """Return the request with ``max_tokens`` limited to the positions that its prompt leaves, if the run wants that.
 
     Args:
         request: request to fit.
         limits: limits of the model.
-        on_long_prompt: value of ``rollout.on_long_prompt``: ``refuse`` returns the request itself, ``clamp`` cuts. A
-            prompt that leaves no position at all is left to :func:`check_request`, which refuses it.
+        on_long_prompt: value of ``rollout.on_long_prompt``: ``refuse`` returns the request unchanged, ``clamp`` lowers
+            ``max_tokens``. A prompt that leaves no position is unchanged too; :func:`check_request` refuses it.
     """
     if on_long_prompt != "clamp" or limits.max_positions is None:
         return request
@@ -153,19 +153,19 @@ def check_request(
     Args:
         request: request to check.
         limits: limits of the model.
-        capabilities: features of the rollout; None for one without optional features.
+        capabilities: features of the rollout; None for no optional features.
 
     Raises:
-        CapabilityError: the request carries multi-modal data or a sampling parameter that the rollout does not take;
-            names the request.
-        RequestError: the model cannot serve the request; names the request and the problem.
+        CapabilityError: the request has multi-modal data or a sampling parameter that the rollout does not support; the
+            message names the request.
+        RequestError: the model cannot serve the request; the message names the request and the problem.
     """
     capabilities = capabilities or RolloutCapabilities()
     check_sampling(f"request {request.request_id!r}", request.sampling, capabilities)
     if request.multi_modal_data and not capabilities.multi_modal:
         raise CapabilityError(
             f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
-            "but this rollout takes token ids only (capabilities.multi_modal); choose a rollout.name that takes it"
+            "but this rollout takes token ids only (capabilities.multi_modal); choose one that supports it"
         )
     try:
         prompt = as_tokens(request.prompt_ids)

@@ -1,4 +1,4 @@
-"""Where responses come from: a rollout in the actor's processes, or replicas in processes of their own."""
+"""Sources of responses: a rollout in the actor's processes, or replicas in processes of their own."""
 
 from __future__ import annotations
 
@@ -24,45 +24,45 @@ __all__ = ["Canary", "InProcessSampler", "ReplicaSampler", "Sampler"]
 
 logger = logging.getLogger(__name__)
 _MODEL = ("prompts", "responses", "response_mask")
-#: Tolerance of the canary where a dtype rounds to 11 bits or more, and where one rounds to fewer, or is not known.
+#: Tolerance of the canary if both dtypes round to 11 bits or more, and if one is coarser or unknown.
 _FINE, _COARSE = 0.05, 0.2
 _FINE_DTYPES = frozenset({"float64", "float32", "float16"})
 
 
 class Sampler(ABC):
-    """Generates with the actor's weights; they are handed over by :meth:`sync`."""
+    """A source of responses with the actor's weights, which :meth:`sync` sends to it."""
 
     @abstractmethod
     def generate(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         """Return a response for each row; see :func:`rollcast_serving.generation.generate_sequences`.
 
         Args:
-            prompts, sampling: as there.
-            stragglers: rows whose responses replicas may cut; None to wait for all.
+            prompts, sampling: as in that function.
+            stragglers: policy for cutting late responses on replicas; None waits for all.
         """
 
     @abstractmethod
     def sync(self, version: int) -> dict[str, float]:
-        """Hand the actor's present weights over, as ``version``; gives metrics.
+        """Send the actor's current weights to the rollout, as ``version``; return metrics.
 
         Raises:
-            WeightSyncError: they did not arrive as they are.
+            WeightSyncError: they did not arrive intact.
         """
 
     def serve(self) -> Sequence[ReplicaAddress]:
-        """Be ready for requests that come from elsewhere; return the replicas that take them, none by default."""
+        """Prepare for requests from elsewhere; return the replicas that serve them, by default none."""
         return ()
 
     def take_metrics(self) -> dict[str, float]:
-        """Return metrics of generation since the last call, none by default."""
+        """Return metrics of generation since the last call, by default none."""
         return {}
 
     def rest(self) -> None:
-        """Give memory up until the next :meth:`sync` or :meth:`generate`; may be called again."""
+        """Release memory until the next :meth:`sync` or :meth:`generate`; may be called again."""
         return
 
     def close(self) -> None:
-        """Let go of what was started."""
+        """Release all resources."""
         return
 
 
@@ -70,7 +70,7 @@ class InProcessSampler(Sampler):
     """The rollout in the actor's own processes.
 
     Args:
-        group: the actor's view.
+        group: worker group of the actor.
     """
 
     def __init__(self, group: WorkerGroup) -> None:
@@ -80,26 +80,26 @@ class InProcessSampler(Sampler):
         self,
         prompts: DataProto,
         sampling: SamplingParams,
-        stragglers: Stragglers | None = None,  # refused at the start: the ranks answer together
+        stragglers: Stragglers | None = None,  # refused at the start of a run: the ranks answer together
     ) -> DataProto:
         handle = self._group.generate_sequences.remote(DataProtoFuture.of_batch(prompts), sampling)
         return LazyBatch.of(handle, SEQUENCES, {"prompts": prompts["prompts"].int()})
 
     def sync(self, version: int) -> dict[str, float]:
         metrics = self._group.update_weights(version)[0].metrics
-        # Nothing moved: there is no time or rate to tell.
+        # No data is sent, so time and rate would be meaningless.
         return {name: metrics[name] for name in ("rollout/weight_version", "sync/tensors") if name in metrics}
 
 
 @dataclass(frozen=True)
 class Canary:
-    """The prompt that every replica continues after each sync.
+    """The prompt that every replica continues after each sync, to verify its weights.
 
     Attributes:
-        prompt_ids: the prompt.
-        sampling: with the temperature at which the actor computes log-probs.
-        config: whether, and how far apart log-probs may be.
-        actor_dtype, rollout_dtype: dtypes in which both sides compute; None if not known.
+        prompt_ids: token ids of the prompt.
+        sampling: sampling parameters, with the temperature at which the actor computes log-probs.
+        config: switch of the check, and its tolerance.
+        actor_dtype, rollout_dtype: dtypes in which both sides compute; None if unknown.
     """
 
     prompt_ids: Sequence[int]
@@ -110,13 +110,13 @@ class Canary:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference of a log-prob: the config's, or else the one of the coarser dtype."""
+        """Maximum difference of a log-prob: the config's value, or the default for the coarser dtype."""
         if self.config.tolerance is not None:
             return self.config.tolerance
         return _FINE if {self.actor_dtype, self.rollout_dtype} <= _FINE_DTYPES else _COARSE
 
     def describe_tolerance(self) -> str:
-        """Return the tolerance with its key, and why it is this one."""
+        """Return the tolerance with its key, and the reason for a default."""
         told = f"rollout.canary.tolerance={self.tolerance:g}"
         if self.config.tolerance is not None:
             return told
@@ -125,13 +125,13 @@ class Canary:
 
 
 class ReplicaSampler(Sampler):
-    """Replicas of an engine, which get the weights from the actor's workers.
+    """Replicas of an engine, which receive the weights from the actor's workers.
 
     Args:
-        group: the actor's view.
-        replicas: started.
-        canary: what is compared after each sync.
-        takes_turns: replicas give their memory up while the actor trains.
+        group: worker group of the actor.
+        replicas: started replicas.
+        canary: prompt to compare after each sync.
+        takes_turns: True if replicas release their memory while the actor trains.
     """
 
     def __init__(self, group: WorkerGroup, replicas: Replicas, canary: Canary, takes_turns: bool) -> None:
@@ -182,19 +182,19 @@ class ReplicaSampler(Sampler):
         self.replicas.close()
 
     def _resync(self, addresses: Sequence[ReplicaAddress]) -> None:
-        """Send the current weights to a replica that was started again.
+        """Send the current weights to a restarted replica.
 
         Raises:
-            RolloutError: the replica died meanwhile, so that its restart has failed.
+            RolloutError: the replica died meanwhile, so its restart has failed.
         """
         if self._version is not None:
             for error in self._deliver(self._version, addresses).values():
                 raise error
 
     def _send(self, version: int) -> dict[str, float]:
-        """Send the weights to all replicas, again to those that another one's death interrupted.
+        """Send the weights to all replicas, and again to those that another replica's death interrupted.
 
-        A replica that dies meanwhile is started again, and gets the weights as it comes up.
+        A replica that dies meanwhile is restarted and receives the weights at its start.
 
         Raises:
             WeightSyncError: a replica refused the weights.
@@ -213,7 +213,7 @@ class ReplicaSampler(Sampler):
     def _deliver(
         self, version: int, addresses: Sequence[ReplicaAddress], whole: bool = False
     ) -> Mapping[int, RolloutError]:
-        """Send the weights to replicas once; return the errors of those that have none, by their numbers."""
+        """Send the weights to replicas once; return the errors of those that failed, by number."""
         by_rank: list[SyncOutcome] = self._group.update_weights(version, list(addresses), whole)
         senders = [outcome.metrics for outcome in by_rank if outcome.metrics]
         if senders:
@@ -229,10 +229,10 @@ class ReplicaSampler(Sampler):
         return {index: error for outcome in by_rank for index, error in outcome.failed.items()}
 
     def _check_canary(self) -> float:
-        """How far the replicas' log-probs are from the actor's, at most.
+        """Return the maximum difference between the replicas' log-probs of the canary and the actor's.
 
         Raises:
-            WeightSyncError: too far.
+            WeightSyncError: it exceeds the tolerance.
         """
         canary = self._canary
         request = RolloutRequest("canary", canary.prompt_ids, canary.sampling, seed=self._version)
@@ -250,8 +250,8 @@ class ReplicaSampler(Sampler):
             address = self.replicas.addresses[row]
             raise WeightSyncError(
                 f"replica {address.index} on {address.node} does not generate with the weights of version "
-                f"{self._version}, though all tensors arrived as they were sent: the log-prob of token {token} of the "
-                f"canary is {float(generated.values[place]):.4f} there and {float(own[place]):.4f} "
-                f"in the actor, further apart than {canary.describe_tolerance()}"
+                f"{self._version}, although all tensors arrived intact: the log-prob of token {token} of the "
+                f"canary is {float(generated.values[place]):.4f} in the replica and {float(own[place]):.4f} "
+                f"in the actor, a difference above {canary.describe_tolerance()}"
             )
         return worst

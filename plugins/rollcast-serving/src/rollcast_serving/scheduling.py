@@ -1,4 +1,4 @@
-"""The order in which replicas take requests: one shared queue, and a sliding window of sequences for each replica.
+"""The scheduling of requests: one shared queue, and a sliding window of sequences for each replica.
 
 Nothing here waits or reads a clock: the manager calls it between events, and tests call it from a simulation.
 """
@@ -15,9 +15,9 @@ from rollcast.contracts.rollout import EngineLoad
 __all__ = ["AdaptiveCap", "SlidingWindow"]
 
 T = TypeVar("T")
-#: Fraction of the key-value cache from which on a queue in the engine shrinks the window.
+#: Usage of the key-value cache above which waiting sequences shrink the window.
 _CACHE_HIGH = 0.95
-#: Fraction of the key-value cache up to which the window grows.
+#: Usage of the key-value cache below which the window grows.
 _CACHE_LOW = 0.8
 _SHRINK = 0.85
 #: Fraction of the engine's limit by which the window grows, and below which it never falls.
@@ -25,10 +25,10 @@ _STEP = 1 / 16
 
 
 class AdaptiveCap:
-    """The number of sequences that a replica gets at once: its engine's limit, or what its cache has room for.
+    """Maximum number of sequences in flight on a replica: its engine's limit, or as many as fit its cache.
 
-    A preempted sequence is computed again from its first token. So the cap falls below the number of running sequences
-    when the engine preempts, or when its cache is full and sequences wait; it grows while there is room.
+    A preempted sequence is recomputed from its first token. So the cap falls below the number of running sequences when
+    the engine preempts, or when its cache is full and sequences wait; it grows while there is room.
 
     Args:
         load: first load of the engine.
@@ -63,15 +63,15 @@ class _Lane:
 
 @dataclass
 class SlidingWindow(Generic[T]):
-    """One queue for all replicas, each of which takes the next entry as soon as its window has room.
+    """One queue for all replicas; each takes the next entry as soon as its window has room.
 
-    An entry is a request or a group of requests with one prompt, which stays together: the window may be exceeded by
-    the rest of a group, which then waits in the engine's own queue.
+    An entry is a request or a group of requests with one prompt, which stays together: the rest of a group may exceed
+    the window, and then waits in the engine's own queue.
 
     Args:
         count: number of replicas.
-        continuous: True if an engine takes requests into a running batch. Otherwise a replica gets an even share of the
-            queue when it has nothing in flight: a request that arrives later would wait for the whole batch.
+        continuous: True if engines add requests to a running batch. Otherwise an idle replica takes an even share of
+            the queue, because a request that arrives later would wait for the whole batch.
     """
 
     count: int
@@ -84,7 +84,7 @@ class SlidingWindow(Generic[T]):
 
     @property
     def in_flight(self) -> list[int]:
-        """Sequences under way, by replica."""
+        """Sequences in flight, by replica."""
         return [lane.in_flight for lane in self._lanes]
 
     @property
@@ -106,7 +106,7 @@ class SlidingWindow(Generic[T]):
         return self._lanes[place].is_open
 
     def close(self, place: int) -> None:
-        """Let a replica take nothing more; what it has in flight is finished or put back by the caller."""
+        """Stop a replica from taking entries; the caller finishes or puts back what it has in flight."""
         self._lanes[place].is_open = False
 
     def hear(self, place: int, load: EngineLoad) -> None:
@@ -120,17 +120,17 @@ class SlidingWindow(Generic[T]):
         self._queue.extend(entries)
 
     def put_back(self, entry: T, sequences: int) -> None:
-        """Put an entry first, because it has waited once."""
+        """Put an entry at the front, because it has waited before."""
         self._queue.appendleft((entry, sequences))
 
     def withdraw(self, unwanted: Callable[[T], bool]) -> list[T]:
-        """Take entries out of the queue and return them."""
+        """Remove entries from the queue and return them."""
         taken = [entry for entry, _ in self._queue if unwanted(entry)]
         self._queue = deque((entry, size) for entry, size in self._queue if not unwanted(entry))
         return taken
 
     def occupy(self, place: int, sequences: int) -> None:
-        """Count sequences that a replica got past the queue."""
+        """Count sequences that were sent to a replica past the queue."""
         self._lanes[place].in_flight += sequences
 
     def finish(self, place: int, sequences: int) -> None:
@@ -138,7 +138,7 @@ class SlidingWindow(Generic[T]):
         self._lanes[place].in_flight -= sequences
 
     def assign(self) -> list[tuple[int, T]]:
-        """Take entries off the queue for the replicas with room, the emptiest first; return each with its replica."""
+        """Remove entries from the queue for replicas with room, emptiest first; return each with its replica."""
         if self.continuous:
             return self._fill({place: lane.room() for place, lane in enumerate(self._lanes)})
         idle = [place for place, lane in enumerate(self._lanes) if lane.room() > 0 and not lane.in_flight]

@@ -22,14 +22,15 @@ class JudgeModelConfig:
 
 @config
 class JudgeConfig:
-    """A language model that rewards ask, served by replicas of a rollout of its own."""
+    """A language model that rewards call, served by replicas of its own rollout."""
 
     enable: bool = False
-    """Serve a judge. Its replicas are the role `judge` of `placement.mapping`."""
+    """Serve a judge. Its replicas are the role `judge` in `placement.mapping`."""
     model: JudgeModelConfig = field(default_factory=JudgeModelConfig)
     """The judge's model."""
     rollout: dict[str, Any] = field(default_factory=dict)
-    """The judge's rollout: `name`, and the keys of `rollout` that say how an engine serves and samples. Replies are
-    greedy unless `temperature` is among them."""
+    """Rollout of the judge: `name`, and keys of `rollout` about serving and sampling. Replies are greedy unless
+    `temperature` is set.
+    """
     max_tokens: Positive = 512
-    """Largest length of a reply in tokens, where a reward asks for none."""
+    """Maximum length of a reply in tokens, unless a reward sets one."""

@@ -1,4 +1,4 @@
-"""A role that replicas play: from its config section to processes that answer."""
+"""Roles that replicas play: from the config section to running processes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ServedModel:
 
     Attributes:
         path: folder of the model and tokenizer.
-        pad_token_id, eos_token_id: the tokenizer's.
+        pad_token_id, eos_token_id: ids of the tokenizer.
         stop_token_ids: ids that end every response; see :class:`~rollcast.contracts.rollout.RolloutSetup`.
     """
 
@@ -62,15 +62,15 @@ class ServedRole:
     rollout_class: type[BaseRollout]
 
     def check_nodes(self, processes: Sequence[int]) -> None:
-        """Refuse replicas that do not fill the role's pool, or that would span nodes; see :func:`check_replica_nodes`.
+        """Check that replicas fill the role's pool and do not span nodes; see :func:`check_replica_nodes`.
 
         Raises:
-            ConfigError: names the key.
+            ConfigError: they do not; the message names the key.
         """
         check_replica_nodes(self.config.tensor_model_parallel_size, processes, self.section)
 
     def routing(self) -> RoutingSettings:
-        """Return how requests are spread over the replicas."""
+        """Return the limits of routing and recovery."""
         replica = self.config.replica
         continuous = self.rollout_class.capabilities.continuous_batching
         return RoutingSettings(
@@ -83,8 +83,8 @@ class ServedRole:
         """Return the worker that hosts a replica.
 
         Args:
-            model: that the replicas serve.
-            seed: of the first replica's sampler.
+            model: model that the replicas serve.
+            seed: seed of the first replica's sampler.
             device: value of ``placement.device``; ``cpu`` hides accelerators from the engines.
             log_dir: folder of the processes' output; None for a temporary one.
         """

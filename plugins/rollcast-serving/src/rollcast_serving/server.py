@@ -1,4 +1,4 @@
-"""The HTTP server of a replica: one rollout engine, and everything that callers may ask of it."""
+"""The HTTP server of a replica: one rollout engine, and the calls of its callers."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ __all__ = ["HEARTBEAT_S", "Handler", "IncomingWeights", "build_app", "check_toke
 
 logger = logging.getLogger(__name__)
 _MAX_BODY = 1 << 30
-#: Time between two heartbeats of a stream, in seconds.
+#: Seconds between two heartbeats of a stream.
 HEARTBEAT_S = 5.0
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @dataclass(frozen=True)
 class IncomingWeights:
-    """Buckets on their way from a trainer; can be pickled, and gone through in an engine's own processes.
+    """Buckets that a trainer sends; picklable, so that an engine's own processes can iterate over them.
 
     Attributes:
         sync: registry name of the weight sync.
-        source: where it gets them from.
-        reader, readers: number of the process of this replica that goes through them, and of how many.
+        source: the sender's description of where to get the buckets.
+        reader, readers: index and number of the replica's processes that iterate over the buckets.
     """
 
     sync: str
@@ -46,7 +46,7 @@ class IncomingWeights:
     readers: int = 1
 
     def for_reader(self, index: int, count: int) -> IncomingWeights:
-        """See :class:`rollcast_serving.receiving.BucketsForReaders`."""
+        """Return the buckets for one process; see :class:`rollcast_serving.receiving.BucketsForReaders`."""
         return replace(self, reader=index, readers=count)
 
     def __iter__(self) -> Iterator[WeightBucket]:
@@ -55,7 +55,7 @@ class IncomingWeights:
 
 
 def check_token(request: web.Request, token: str) -> None:
-    """Refuse whoever does not know the replica's token.
+    """Check that the caller knows the replica's token.
 
     Raises:
         web.HTTPUnauthorized: the header ``Authorization: Bearer TOKEN`` is missing or wrong.
@@ -66,7 +66,7 @@ def check_token(request: web.Request, token: str) -> None:
 
 
 def guard(token: str) -> Any:
-    """Middleware that checks the token, and answers errors as JSON."""
+    """Return middleware that checks the token, and answers errors as JSON."""
 
     @web.middleware
     async def checked(request: web.Request, handler: Handler) -> web.StreamResponse:
@@ -77,7 +77,7 @@ def guard(token: str) -> Any:
             status = 400 if isinstance(error, RequestError) else 500
             return web.json_response({"error": encode_error(error)}, status=status)
         except json.JSONDecodeError as error:
-            return web.json_response({"error": encode_error(RequestError(f"no JSON: {error}"))}, status=400)
+            return web.json_response({"error": encode_error(RequestError(f"not JSON: {error}"))}, status=400)
 
     return checked
 
@@ -99,14 +99,14 @@ class _Endpoints:
         return {}
 
     async def stream(self, request: web.Request) -> web.StreamResponse:
-        """Take requests, and send each output when it is there, as long as the caller is connected."""
+        """Take requests and send each output when it is ready, while the caller is connected."""
         socket = web.WebSocketResponse(max_msg_size=_MAX_BODY, compress=False)
         await socket.prepare(request)
         await RequestStream(socket, self.rollout, self._watch, self._loads).run(self._heartbeat_s)
         return socket
 
     async def abort(self, request: web.Request) -> web.StreamResponse:
-        """End requests by the ids that their caller gave them, which no other caller's have."""
+        """End requests by the ids of their caller, which are unique among all callers."""
         names = (await request.json()).get("ids")
         if not isinstance(names, list):
             raise RequestError('an abort needs {"ids": [...]}')
@@ -125,7 +125,7 @@ class _Endpoints:
         return encode_report(report)
 
     async def _update_adapter(self, incoming: IncomingWeights, config: Mapping[str, Any], version: int) -> WeightReport:
-        # In a thread: reading waits for the trainer, and the other requests' heartbeats have to go on.
+        # In a thread: reading waits for the trainer, and the heartbeats of other requests must continue.
         tally, tensors = await asyncio.to_thread(_read_all, incoming)
         loaded = await self.rollout.update_adapter(AdapterWeights(config, tensors), version)
         return replace(tally.report(loaded.version), load_seconds=loaded.seconds)
@@ -137,7 +137,7 @@ class _Endpoints:
         return await self._reply(request, self.rollout.resume((await request.json())["tags"]))
 
     async def _reply(self, request: web.Request, work: Awaitable[Any]) -> web.StreamResponse:
-        """Answer with the result of one piece of work, after heartbeats while it lasts."""
+        """Send heartbeats until ``work`` ends, then answer with its result."""
         task = asyncio.ensure_future(self._finish(work, request.path))
         try:
             response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
@@ -174,13 +174,13 @@ def _read_all(incoming: IncomingWeights) -> tuple[WeightTally, dict[str, Any]]:
 def build_app(
     rollout: BaseRollout, token: str, watch: EngineWatch, heartbeat_s: float = HEARTBEAT_S
 ) -> web.Application:
-    """Return the application that a replica's callers in the run talk to.
+    """Return the application for a replica's callers in the run.
 
     Args:
         rollout: rollout that answers.
-        token: secret that lets a caller in.
-        watch: watch over the rollout's engine.
-        heartbeat_s: time between two heartbeats of a stream, in seconds.
+        token: secret that callers must send.
+        watch: health check of the rollout's engine.
+        heartbeat_s: seconds between two heartbeats of a stream.
     """
     app = web.Application(middlewares=[guard(token)], client_max_size=_MAX_BODY)
     endpoints = _Endpoints(rollout, watch, heartbeat_s)

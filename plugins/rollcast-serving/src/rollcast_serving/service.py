@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class TakenGroup(Generic[T, R]):
-    """A group that a step trains.
+    """A group that a step trains on.
 
     Attributes:
         task: the task that was submitted.
@@ -39,13 +39,13 @@ class TakenGroup(Generic[T, R]):
 
 @dataclass(frozen=True)
 class QueueLoad:
-    """Numbers of groups.
+    """Numbers of groups by state.
 
     Attributes:
-        waiting: submitted and not started.
-        running: started and not finished.
-        ready: finished and not taken.
-        dropped: finished and thrown away since the beginning.
+        waiting: groups submitted and not started.
+        running: groups started and not finished.
+        ready: groups finished and not taken.
+        dropped: groups finished and dropped since the beginning.
     """
 
     waiting: int
@@ -56,7 +56,7 @@ class QueueLoad:
 
 @dataclass
 class GroupQueue(Generic[T, R]):
-    """Groups from their submission to the step that takes them.
+    """Queue of groups, from their submission to the step that takes them.
 
     Args:
         admission: decides what starts and what is taken.
@@ -81,7 +81,7 @@ class GroupQueue(Generic[T, R]):
 
     @property
     def load(self) -> QueueLoad:
-        """Numbers of groups now."""
+        """Current numbers of groups by state."""
         running = len(self._groups) - len(self._results)
         dropped = self._dropped_before + len(self._dropped)
         return QueueLoad(len(self._waiting), running, len(self._results), dropped)
@@ -91,7 +91,7 @@ class GroupQueue(Generic[T, R]):
         self._waiting.extend(tasks)
 
     def start(self) -> list[tuple[int, T]]:
-        """Start the tasks that have room; return them with the numbers of their groups."""
+        """Start the tasks that the admission has room for; return them with their groups' numbers."""
         begun = []
         for _ in range(min(self.admission.room(self._view()), len(self._waiting))):
             number, task = self._started, self._waiting.popleft()
@@ -107,7 +107,7 @@ class GroupQueue(Generic[T, R]):
         self._results[number] = result
 
     def take(self, count: int) -> list[TakenGroup[T, R]]:
-        """Return the groups that a step trains; empty if it has to wait."""
+        """Return the groups that a step trains on; empty if it has to wait."""
         selection = self.admission.select(self._view(), count)
         for number in selection.drop:
             self._dropped.append(self._remove(number).task)
@@ -122,7 +122,7 @@ class GroupQueue(Generic[T, R]):
         return dropped
 
     def publish(self, version: int) -> None:
-        """Count new weights; the groups that were taken before are trained."""
+        """Set the version of the weights; groups taken before count as trained."""
         self.version, self._in_training = version, 0
         self.admission.observe(self._view())
 
@@ -134,7 +134,7 @@ class GroupQueue(Generic[T, R]):
 
 
 class RolloutService(Generic[T, R]):
-    """Runs the groups of a queue; used from one event loop.
+    """Runner of the groups of a queue; used from one event loop.
 
     Args:
         admission: paces the groups.
@@ -157,7 +157,7 @@ class RolloutService(Generic[T, R]):
         self._start()
 
     async def take(self, count: int) -> list[TakenGroup[T, R]]:
-        """Return the groups of a step, as soon as the admission has enough.
+        """Return the groups of a step as soon as the admission has enough.
 
         Raises:
             Exception: the error of the first group that failed as a whole.
@@ -173,7 +173,7 @@ class RolloutService(Generic[T, R]):
             await self._changed.wait()
 
     async def publish(self, version: int) -> None:
-        """Begin to use new weights, which the engines have."""
+        """Start using new weights, which the engines must already have."""
         self.queue.publish(version)
         self._start()
 
@@ -187,7 +187,7 @@ class RolloutService(Generic[T, R]):
         return found
 
     async def close(self) -> None:
-        """Cancel what runs."""
+        """Cancel running groups."""
         for task in self._running:
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -204,7 +204,7 @@ class RolloutService(Generic[T, R]):
     async def _run(self, number: int, task: T) -> None:
         try:
             result = await self._run_group(task)
-        except Exception as error:  # noqa: BLE001  # `take` raises it, in the trainer's thread
+        except Exception as error:  # noqa: BLE001  # `take` raises it in the trainer's thread
             self._failure = self._failure or error
         else:
             self.queue.finish(number, result)

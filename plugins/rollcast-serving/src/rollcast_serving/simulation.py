@@ -1,4 +1,4 @@
-"""Engines and a trainer on a simulated clock, for tests of the order of requests and of pacing, and for predictions."""
+"""Simulated engines and a simulated trainer on a simulated clock, for tests of scheduling and for predictions."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class TimedTrainer(Protocol):
 
 @dataclass
 class SimulatedEngine:
-    """An engine with the same speed for every sequence, whatever else it computes.
+    """An engine that computes up to ``limit`` sequences at once, all at the same speed.
 
     Attributes:
         limit: number of sequences computed at once.
-        tokens_per_s: tokens of each sequence in a unit of time.
-        ends: end times of those under way, with their numbers; a heap.
-        queue: numbers and lengths of sequences that wait.
+        tokens_per_s: tokens of each sequence per unit of time.
+        ends: heap of the end times of running sequences, with their numbers.
+        queue: numbers and lengths of waiting sequences.
     """
 
     limit: int
@@ -78,14 +78,14 @@ class SimulatedEngine:
         return self.ends[0][0] if self.ends else None
 
     def take(self, number: int, length: float, now: float) -> None:
-        """Start a sequence of ``length`` tokens, or let it wait."""
+        """Start a sequence of ``length`` tokens, or queue it."""
         if len(self.ends) < self.limit:
             heapq.heappush(self.ends, (now + length / self.tokens_per_s, number))
         else:
             self.queue.append((number, length))
 
     def finish(self, now: float) -> list[int]:
-        """End the sequences that are due, start those that wait, and return the ended ones' numbers."""
+        """End the sequences that are due, start waiting ones, and return the ended ones' numbers."""
         ended: list[int] = []
         while self.ends and self.ends[0][0] <= now:
             end, number = heapq.heappop(self.ends)
@@ -104,13 +104,13 @@ def ideal_makespan(lengths: Sequence[float], slots: int) -> float:
 
 
 def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: int = 1, latency: float = 0.0) -> float:
-    """Return the time until all sequences have ended with the sliding window of the server manager.
+    """Return the time until all sequences have ended with the server manager's sliding window.
 
     Args:
         lengths: tokens of each sequence, in the queue's order.
         replicas: number of engines.
         limit: number of sequences that an engine computes at once.
-        group: number of sequences of a prompt, which stay together.
+        group: number of sequences per prompt, which stay together.
         latency: time of a message to or from a replica.
     """
     window: SlidingWindow[tuple[int, ...]] = SlidingWindow(replicas)
@@ -120,8 +120,8 @@ def simulate_window(lengths: Sequence[float], replicas: int, limit: int, group: 
     numbers = list(range(len(lengths)))
     groups = [tuple(numbers[start : start + group]) for start in range(0, len(numbers), group)]
     window.submit((each, len(each)) for each in groups)
-    due = [-1.0] * replicas  # time of the next end that is among the events
-    order = itertools.count()  # events of one moment keep the order in which they were made
+    due = [-1.0] * replicas  # time of the next end that is already scheduled
+    order = itertools.count()  # keeps events of equal time in the order of their creation
     events: list[tuple[float, int, str, int, tuple[int, ...]]] = []
 
     def at(time: float, kind: str, place: int, what: tuple[int, ...] = ()) -> None:
@@ -158,7 +158,7 @@ class TrainingPlan:
 
     Attributes:
         steps: training steps.
-        groups_per_step: groups that a step trains.
+        groups_per_step: groups per training step.
         train_s: duration of a step's training in seconds.
         sync_s: duration of a weight sync in seconds; generation goes on meanwhile.
         tokens_per_s: tokens that an engine computes for each of its sequences in a second.
@@ -180,9 +180,9 @@ class SimulatedStep:
     """One step of a simulated run.
 
     Attributes:
-        waited_s: time for which the trainer waited for its groups, in seconds.
-        ended_s: time of its end since the start of the run, in seconds.
-        ages: by group, the versions between its start and the step's weights.
+        waited_s: seconds that the trainer waited for its groups.
+        ended_s: time of its end, in seconds since the start of the run.
+        ages: age of each group: versions between its start and the step's weights.
     """
 
     waited_s: float
@@ -293,14 +293,14 @@ class TrainingSimulation:
         return self._tasks[sequence]
 
     def _submit(self) -> None:
-        """Keep enough tasks waiting for whatever the admission starts."""
+        """Keep enough tasks waiting for anything that the admission may start."""
         settings = self.queue.admission.settings
         while len(self.queue) < 4 * (settings.max_staleness + 1) * settings.groups_per_step:
             self.queue.submit([self._submitted])
             self._submitted += 1
 
     def _begin(self, now: float) -> None:
-        """Start the groups that the admission lets in, and send sequences to the engines with room."""
+        """Start the groups that the admission allows, and send sequences to engines with room."""
         for number, task in self.queue.start():
             first, lengths = len(self._groups), self.lengths(task)
             self._groups += [number] * len(lengths)
@@ -329,7 +329,7 @@ class TrainingSimulation:
         self._look(place)
 
     def _look(self, place: int) -> None:
-        """Make an event of the engine's next end."""
+        """Schedule an event for the engine's next end."""
         end = self.engines[place].next_end
         if end is not None and end != self._due[place]:
             self._at(end, "ended", place)
@@ -351,9 +351,9 @@ class TrainingSimulation:
 def simulate_training(
     admission: BaseAdmission, lengths: Callable[[int], Sequence[float]], plan: TrainingPlan
 ) -> SimulatedRun:
-    """Return how a run goes whose engines generate while it trains.
+    """Simulate a run whose engines generate while it trains.
 
-    With ``max_staleness`` 0 of the admission's settings, generation and training take turns.
+    With ``max_staleness`` 0 in the admission's settings, generation and training alternate.
 
     Args:
         admission: paces the groups.

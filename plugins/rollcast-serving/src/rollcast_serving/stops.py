@@ -1,6 +1,6 @@
-"""Stop strings at an engine's door: found token by token, with one rule for all engines.
+"""Stop strings: found token by token, with the same rule for all engines.
 
-The token that completes a stop string is the last one of the output and stays whole; see
+The token that completes a stop string is the last one of the output and is not truncated; see
 :class:`~rollcast.contracts.rollout.SamplingParams`.
 """
 
@@ -14,12 +14,12 @@ from rollcast.errors import RequestError
 
 __all__ = ["StopMatcher", "StopStrings", "count_until_stop"]
 
-#: Character in place of bytes that are no text yet.
+#: Replacement character for bytes that do not yet decode.
 _INCOMPLETE = "\ufffd"
 
 
 class StopMatcher:
-    """The text of one sequence as far as a stop string could reach back.
+    """The end of one sequence's text, as far back as a stop string could begin.
 
     A token's text may depend on the tokens before it, and a character may take several tokens. So the tokens since the
     last complete text are decoded together with the few before them.
@@ -45,19 +45,19 @@ class StopMatcher:
         seen = self._tail + fresh
         if not text.endswith(_INCOMPLETE):
             self._tail = seen[len(seen) - self._reach :] if self._reach else ""
-            # The tokens that were new keep the next ones company; those before them are done.
+            # Keep the new tokens as context of the next ones; older ones are no longer needed.
             self._ids = self._ids[self._read :]
             self._read = len(self._ids)
         return any(stop in seen for stop in self._stops)
 
 
 def count_until_stop(matcher: StopMatcher, tokens: Sequence[int]) -> int | None:
-    """Return how many of the tokens are kept, the one included that completes a stop string; None without one."""
+    """Return the number of tokens to keep, up to the one that completes a stop string; None without a stop string."""
     return next((place + 1 for place, token in enumerate(tokens) if matcher.add(token)), None)
 
 
 class StopStrings:
-    """The matchers of a model; its tokenizer is loaded for the first request with stop strings.
+    """The matchers of a model; its tokenizer is loaded at the first request with stop strings.
 
     Args:
         model_path: folder of the tokenizer.
@@ -78,7 +78,7 @@ class StopStrings:
         return text
 
     def check(self, request_id: str, stops: Sequence[str]) -> None:
-        """Refuse stop strings that cannot be found.
+        """Check that stop strings can be matched.
 
         Raises:
             RequestError: a stop string is empty, or the model's folder has no tokenizer.
@@ -86,12 +86,12 @@ class StopStrings:
         if not stops:
             return
         if not all(isinstance(stop, str) and stop for stop in stops):
-            raise RequestError(f"request {request_id!r}: stop holds {list(stops)!r}; stop strings are texts, not empty")
+            raise RequestError(f"request {request_id!r}: stop is {list(stops)!r}; stop strings must not be empty")
         try:
             self._text([])
         except (OSError, ValueError, KeyError) as error:
             raise RequestError(
-                f"request {request_id!r}: stop strings need the model's tokenizer, and {self._path} has none that can "
+                f"request {request_id!r}: stop strings need the model's tokenizer, but that of {self._path} cannot "
                 f"be loaded: {error}"
             ) from error
 

@@ -1,4 +1,4 @@
-"""Contract of weight synchronisation, which carries an engine's weights to rollouts.
+"""Contract of weight syncs, which transport an engine's weights to rollouts.
 
 Example::
 
@@ -36,10 +36,10 @@ __all__ = [
 
 
 class SyncInterruptedError(RolloutError):
-    """A target lives, but got no weights because another one died and broke what they shared; send again."""
+    """A living target received no weights because another one died and broke the shared transport; send again."""
 
 
-#: Result of a sync for one target: its report, or why it has none.
+#: Result of a sync for one target: its report, or an error.
 Delivery = WeightReport | RolloutError
 
 
@@ -49,7 +49,7 @@ class SyncOutcome:
 
     Attributes:
         metrics: metrics of the rank; empty on a rank that sent nothing.
-        failed: by a replica's number, why it has no new weights.
+        failed: errors of replicas without the new weights, by number.
     """
 
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -58,14 +58,14 @@ class SyncOutcome:
 
 @dataclass(frozen=True)
 class WeightSyncCapabilities:
-    """Placements that a sync can serve.
+    """Placements that a sync supports.
 
     Attributes:
         modes: modes of the rollout.
-        same_process: both ends have to live in one process.
-        same_node: both ends have to live on one node.
-        own_devices: each end needs an accelerator that the other does not use.
-        shared_devices: both ends need the same accelerator.
+        same_process: True if both ends must run in one process.
+        same_node: True if both ends must run on one node.
+        own_devices: True if each end needs an accelerator that the other does not use.
+        shared_devices: True if both ends need the same accelerator.
     """
 
     modes: frozenset[RolloutMode] = frozenset()
@@ -80,10 +80,10 @@ class SyncSettings:
     """Sizes and deadlines of a sync.
 
     Attributes:
-        bucket_bytes: largest bucket in flight; a larger tensor goes alone.
+        bucket_bytes: maximum size of a bucket in bytes; a larger tensor is sent alone.
         timeout_s: deadline for the receiver to take a bucket, in seconds.
         folder: folder that both ends see, for syncs through files.
-        cast: conversion of the model's weights before they are sent; None sends them as the engine has them. Adapters
+        cast: conversion of the model's weights before they are sent; None sends them in the engine's dtype. Adapters
             are never converted.
     """
 
@@ -103,7 +103,7 @@ class RemoteRollout(Protocol):
     node: str
 
     def receive_weights(self, sync: str, source: Mapping[str, Any], version: int) -> WeightReport:
-        """Load the buckets of ``weight_syncs.get(sync).open(source)`` there; block until done.
+        """Load the buckets of ``weight_syncs.get(sync).open(source)`` in its process; block until done.
 
         Raises:
             WeightSyncError: loading failed.
@@ -113,10 +113,10 @@ class RemoteRollout(Protocol):
 
 
 class BaseWeightSync(ABC):
-    """A carrier of weights from one engine to rollouts.
+    """A transport of weights from one engine to rollouts.
 
-    Gathering the weights is a collective, so every rank of the engine has a sync, calls :meth:`sync`, and
-    serves its own targets.
+    Gathering the weights is a collective, so every rank of the engine has a sync, calls :meth:`sync`, and serves its
+    own targets.
 
     Args:
         engine: engine of this rank.
@@ -140,24 +140,24 @@ class BaseWeightSync(ABC):
     async def sync(self, version: int, only_adapter: bool = False) -> Sequence[Delivery]:
         """Send the engine's current weights to the targets, as ``version``.
 
-        A target that dies costs no other target its weights, unless they share a connection.
+        A dead target does not affect the others, unless they share a connection.
 
         Args:
             version: version of the weights.
-            only_adapter: send only the adapter in training, because every target has the base model; the same
-                on all ranks.
+            only_adapter: send only the trained adapter, because every target has the base model; the same on all ranks.
 
         Returns:
-            For each target, in their order, its report (of the adapter if there is one), or the error of a target that
-            died, or :class:`SyncInterruptedError`.
+            For each target, in order: its report (of the adapter if there is one), the error of a dead target, or
+                :class:`SyncInterruptedError`.
 
         Raises:
-            WeightSyncError: a living target refused the weights, or its report does not match; names the tensor.
+            WeightSyncError: a living target refused the weights, or its report does not match; the message names the
+                tensor.
         """
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterable[WeightBucket]:
-        """Return the buckets that :meth:`sync` sends, in a target's process, to be read once.
+        """Return the buckets that :meth:`sync` sends, in a target's process; they can be read once.
 
         Args:
             source: JSON-like description that the sender passed to :meth:`RemoteRollout.receive_weights`.
@@ -168,7 +168,7 @@ class BaseWeightSync(ABC):
         raise CapabilityError(f"{cls.__name__} sends nothing to other processes, and cannot open {source}")
 
     def close(self) -> None:
-        """Release what was kept between calls."""
+        """Release resources that were kept between calls."""
         return
 
 

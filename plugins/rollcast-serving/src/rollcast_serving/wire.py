@@ -1,8 +1,8 @@
 """Messages between replicas and their callers: msgpack, with token ids and log-probs as packed arrays.
 
-An answer is a sequence of frames, each a length and a msgpack map, so that no message meets a line limit. Requests and
-outputs are messages of a WebSocket. Numbers travel as little-endian arrays: token ids int32, log-probs float32. Weight
-versions travel as runs, and a prompt that several requests share travels once.
+An answer is a sequence of frames, each a length and a msgpack map, so that messages have no size limit. Requests and
+outputs are messages of a WebSocket. Numbers are little-endian arrays: token ids int32, log-probs float32. Weight
+versions are run-length encoded, and a prompt that several requests share is sent once.
 """
 
 from __future__ import annotations
@@ -45,13 +45,13 @@ __all__ = [
     "unpack",
 ]
 
-#: Length of a frame's message, before the message.
+#: Length of a frame's message, sent before the message.
 LENGTH = struct.Struct(">Q")
 _SAMPLING = {field.name: field.default for field in fields(SamplingParams)}
 
 
 def pack_frame(message: Mapping[str, Any]) -> bytes:
-    """Return a message with its length before it."""
+    """Return a message prefixed with its length."""
     data: bytes = msgpack.packb(message)
     return LENGTH.pack(len(data)) + data
 
@@ -60,12 +60,12 @@ def unpack(data: bytes) -> Any:
     """Return the message of a frame.
 
     Raises:
-        ValueError: the bytes are no msgpack.
+        ValueError: the bytes are not msgpack.
     """
     try:
         return msgpack.unpackb(data, max_bin_len=len(data), max_array_len=len(data), max_map_len=len(data))
     except msgpack.UnpackException as error:
-        raise ValueError(f"no msgpack: {error!r}") from error
+        raise ValueError(f"not msgpack: {error!r}") from error
 
 
 def _to_bytes(values: array[Any]) -> bytes:
@@ -86,10 +86,10 @@ def _from_bytes(code: str, data: bytes) -> array[Any]:
 
 
 def encode_requests(requests: Mapping[str, RolloutRequest]) -> tuple[bytes, dict[str, RollcastError]]:
-    """Return the message that asks for requests, by their ids on the wire, and the errors of those that cannot travel.
+    """Return the message that submits requests, by their ids on the wire, and the errors of those that cannot be sent.
 
-    Prompts that are equal, with equal sampling parameters, travel once, with the ids and seeds of their requests. So do
-    sampling parameters, of which only those that are no defaults travel.
+    Equal prompts with equal sampling parameters are sent once, with the ids and seeds of their requests. So are
+    sampling parameters, of which only non-default values are sent.
     """
     samplings: dict[SamplingParams, int] = {}
     groups: dict[tuple[bytes, int], list[list[Any]]] = {}
@@ -118,12 +118,12 @@ def _prompt(request: RolloutRequest) -> array[int]:
 
     Raises:
         RequestError: the prompt is not made of token ids.
-        CapabilityError: the request carries multi-modal data, which does not travel.
+        CapabilityError: the request has multi-modal data, which is not sent to replicas.
     """
     if request.multi_modal_data:
         raise errors.CapabilityError(
             f"request {request.request_id!r} carries multi_modal_data ({', '.join(sorted(request.multi_modal_data))}), "
-            "which replicas do not take; generate in the trainer's process (rollout.weight_sync=in_process)"
+            "which replicas do not support; generate in the trainer's process (rollout.weight_sync=in_process)"
         )
     try:
         return as_tokens(request.prompt_ids)
@@ -149,7 +149,7 @@ def decode_requests(data: bytes) -> list[RolloutRequest]:
     except (KeyError, IndexError, TypeError, ValueError) as error:
         if isinstance(error, RollcastError):
             raise
-        raise errors.RequestError(f"this is no request: {error!r}") from error
+        raise errors.RequestError(f"not a valid request: {error!r}") from error
 
 
 def _sampling(data: Mapping[str, Any]) -> SamplingParams:
@@ -199,7 +199,7 @@ def _versions(runs: Iterable[Sequence[int]]) -> array[int]:
 
 
 def decode_output(data: Any, request: RolloutRequest) -> RolloutOutput:
-    """Return the output that a frame holds.
+    """Return the output that a frame contains.
 
     Args:
         data: result of :func:`encode_output`.
@@ -227,7 +227,7 @@ def encode_load(load: EngineLoad) -> list[float]:
 
 
 def decode_load(data: Any) -> EngineLoad:
-    """Return the load.
+    """Return a load from plain data.
 
     Raises:
         RolloutError: a figure is missing.
@@ -245,19 +245,19 @@ def encode_report(report: WeightReport) -> dict[str, Any]:
 
 
 def decode_report(data: Mapping[str, Any]) -> WeightReport:
-    """Return the report."""
+    """Return a report from plain data."""
     return WeightReport(**data)
 
 
 def encode_error(error: BaseException) -> dict[str, Any]:
-    """Return an error as plain data: its nearest class of rollcast's, its text, and the tensor that it names."""
+    """Return an error as plain data: its nearest class in rollcast, its text, and the tensor that it names."""
     kinds = [cls.__name__ for cls in type(error).__mro__ if getattr(errors, cls.__name__, None) is cls]
     message = str(error) if kinds else f"{type(error).__name__}: {error}"
     return {"kind": next(iter(kinds), "RolloutError"), "message": message, "tensor": getattr(error, "tensor", "")}
 
 
 def decode_error(data: Mapping[str, Any], where: str) -> RollcastError:
-    """Return the error, of the nearest class that is known here, with the place it comes from."""
+    """Return an error from plain data, of the nearest class known here and prefixed with its origin."""
     found = getattr(errors, str(data.get("kind")), None)
     kind = found if isinstance(found, type) and issubclass(found, RollcastError) else RolloutError
     message = f"{where}: {data.get('message')}"

@@ -1,4 +1,4 @@
-"""The worker that stands for replicas in a worker group: it starts their processes where it is placed."""
+"""The worker that represents replicas in a worker group and starts their processes."""
 
 from __future__ import annotations
 
@@ -14,22 +14,21 @@ __all__ = ["ReplicaWorker"]
 
 
 class ReplicaWorker(Worker):
-    """Hosts one replica, which takes the devices of ``tensor_parallel`` ranks that follow each other.
+    """A host of one replica, which uses the devices of ``tensor_parallel`` consecutive ranks.
 
-    The engine's process is a child of this worker's, so it has its own environment, and may crash
-    without taking the worker along.
+    The engine's process is a child of this worker's, so it has its own environment, and can crash without the worker.
 
     Args:
-        spec: of the replicas; each one's seed is the spec's plus its number.
-        tensor_parallel: ranks a replica.
+        spec: settings of the replicas; a replica's seed is the spec's plus its number.
+        tensor_parallel: ranks per replica.
 
     Raises:
-        ResourceError: the ranks of a replica lie on several nodes, as a pool with ``strategy=PACK`` may place them.
+        ResourceError: the ranks of a replica are on several nodes, as a pool with ``strategy=PACK`` may place them.
     """
 
     def __init__(self, spec: ReplicaSpec, tensor_parallel: int = 1) -> None:
         place = self.context
-        # The ranks on a node follow each other, so a replica's are there if those after its first are.
+        # Ranks on a node are consecutive, so a replica fits if the node has enough ranks after its first.
         if self.rank % tensor_parallel == 0 and place.local_rank + tensor_parallel > place.local_world_size:
             last = self.rank + tensor_parallel - 1
             raise ResourceError(
@@ -57,15 +56,14 @@ class ReplicaWorker(Worker):
 
         Args:
             hosts: node → address to listen on.
-            devices: by rank, what :meth:`devices` gave.
-            replaced: numbers of the replicas to end and start again; the others are left alone. Empty for all that do
-                not run.
+            devices: by rank, the device id from :meth:`devices`.
+            replaced: numbers of the replicas to restart; the others are left alone. Empty starts all that do not run.
 
         Returns:
-            Its address; None on ranks that lend their devices to another's, and on those that are left alone.
+            Its address; None on ranks that only contribute devices to a replica, and on those that are left alone.
 
         Raises:
-            RolloutError: it cannot be started; with the end of its log.
+            RolloutError: it cannot be started; the message has the end of its log.
         """
         if self.rank % self._tensor_parallel:
             return None

@@ -13,15 +13,17 @@ __all__ = ["SglangClient"]
 
 
 class SglangClient(EngineClient):
-    """A client of one server of SGLang."""
+    """A client of one SGLang server."""
 
     async def server_info(self, timeout_s: float) -> dict[str, Any]:
-        """Return the server's description of itself; its schedulers answer too, which shows that they live."""
+        """Return the server's description of itself; it includes the schedulers' answers, which shows that they are
+        alive.
+        """
         info: dict[str, Any] = await self.get("/server_info", timeout_s)
         return info
 
     async def load(self, timeout_s: float) -> dict[str, Any]:
-        """Return the load that the scheduler published last; empty before its first step."""
+        """Return the load that the scheduler last published; empty before its first step."""
         loads: list[dict[str, Any]] = (await self.get("/v1/loads?include=core", timeout_s)).get("loads") or [{}]
         return loads[0]
 
@@ -29,7 +31,7 @@ class SglangClient(EngineClient):
         """Call an endpoint that changes something.
 
         Raises:
-            RolloutError: it answers ``success: false``, with SGLang's message, or an error status.
+            RolloutError: it answers ``success: false`` or an error status; the message is SGLang's.
         """
         text = await self.post(path, body)
         answer = json.loads(text) if text.startswith("{") else {}
@@ -38,5 +40,5 @@ class SglangClient(EngineClient):
             raise RolloutError(f"SGLang refused {path}: {reason}")
 
     def generate(self, body: Mapping[str, Any]) -> AsyncIterator[dict[str, Any]]:
-        """Call ``/generate`` with a batch; yield each event as it comes."""
+        """Call ``/generate`` with a batch; yield each event as it arrives."""
         return self.stream("/generate", {**body, "stream": True})

@@ -1,4 +1,4 @@
-"""The environment of SGLang's server, which is its own process, and what kind of device it will have."""
+"""The environment of SGLang's server process, and the location of SGLang."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from rollcast_sglang.schemas import SglangRolloutConfig
 
 __all__ = ["SERVER_VARIABLE", "STOP_STRINGS", "find_sglang", "server_environment"]
 
-#: Set in SGLang's processes that rollcast started; only those are changed by this package's hooks. Holds the model's
-#: folder and whether code of it may run, as a JSON list.
+#: Variable that is set only in SGLang processes that rollcast starts; only those are changed by this package's hooks.
+#: Its value is a JSON list: the model's folder, and whether its code may run.
 SERVER_VARIABLE = "ROLLCAST_SGLANG_SERVER"
-#: Key of SGLang's ``custom_params`` under which a request's stop strings go to the server's processes.
+#: Key of SGLang's ``custom_params`` that passes a request's stop strings to the server's processes.
 STOP_STRINGS = "rollcast_stop"
 
 _STAND_INS = Path(__file__).parent / "stand_ins"
 
 
 def find_sglang() -> Path:
-    """Where SGLang's package is; it is not imported, which takes seconds and half a gigabyte.
+    """Return the folder of SGLang's package without importing it, which takes seconds and half a gigabyte.
 
     Raises:
         PluginLoadError: it is not installed here.
@@ -42,24 +42,24 @@ def find_sglang() -> Path:
 def server_environment(
     config: SglangRolloutConfig, model_path: str, base: Mapping[str, str], gpu: bool
 ) -> dict[str, str]:
-    """Environment variables of the server's process.
+    """Return the environment variables of the server's process.
 
     Args:
         config: the rollout section.
         model_path: folder of the model.
-        base: what it would inherit; wins where a user may have an opinion.
-        gpu: True if it runs on a GPU. Without one it gets stand-ins for packages that are not installed.
+        base: inherited variables; they override defaults that users may change.
+        gpu: True if it runs on a GPU. Otherwise packages that are not installed are replaced by stand-ins.
     """
     wanted = {
         "OMP_NUM_THREADS": "1",
         "TOKENIZERS_PARALLELISM": "false",
-        # /health then only says whether the server is up; the default generates a token and takes a second.
+        # /health then only reports whether the server is up; the default generates a token and takes a second.
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "false",
     }
     ranks = config.tensor_model_parallel_size
     if not gpu and ranks > 1 and (bound := bind_threads(ranks)) is not None:
         wanted["SGLANG_CPU_OMP_THREADS_BIND"] = bound
-    # SGLang keeps a position or two of its context to itself, so it is given more than the model's.
+    # SGLang reserves a position or two of its context, so its context must exceed the model's.
     model = json.dumps([model_path, bool(config.engine_kwargs.get("trust_remote_code", False))])
     forced = {SERVER_VARIABLE: model, "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1"}
     if not gpu:

@@ -1,4 +1,4 @@
-"""Requests on their way through SGLang: sequences with seeds of their own, batched, and read back."""
+"""Requests to SGLang: sequences with their own seeds, sent in batches, and their answers."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollcast_sglang.environment import STOP_STRINGS
 
 __all__ = ["Adapter", "Job", "Row", "build_batch", "read_sequence"]
 
-#: SGLang streams a request's tokens when it has this many; the end comes at once.
+#: SGLang streams a request's tokens whenever it has this many; the end is always sent at once.
 _NEVER = 2**30
 
 
 @dataclass(frozen=True)
 class Adapter:
-    """The LoRA adapter that requests get now: its name in SGLang, and the version that their tokens carry."""
+    """The LoRA adapter of new requests: its name in SGLang, and the version recorded for their tokens."""
 
     name: str
     version: int
@@ -44,14 +44,14 @@ class Job(BaseJob):
     sender: asyncio.Task[None] | None = None
 
     def finish(self, row: Row, sequence: RolloutSequence) -> None:
-        """Take one sequence; the last one answers the request."""
+        """Store one sequence; the last one answers the request."""
         row.sequence, row.is_over = sequence, True
         sequences = [each.sequence for each in self.rows if each.sequence is not None]
         if len(sequences) == len(self.rows):
             self.answer(sequences)
 
     def finish_empty(self) -> None:
-        """Answer that nothing was generated."""
+        """Answer with empty sequences."""
         for row in self.rows:
             row.is_over = True
         self.answer_empty()
@@ -63,9 +63,10 @@ class Row:
 
     Attributes:
         job: request that it belongs to.
-        rid: id in SGLang. All ids have the same length: SGLang aborts whatever begins with an id.
+        rid: id in SGLang. All ids have the same length, because SGLang aborts every request whose id begins with the
+            given one.
         seed: seed of its sampling.
-        sequence: answer, once it is there.
+        sequence: the generated sequence; None until it is complete.
         is_over: True once SGLang is done with it, with or without an answer.
     """
 
@@ -77,11 +78,11 @@ class Row:
 
 
 def build_batch(rows: Sequence[Row], setup: RolloutSetup) -> dict[str, Any]:
-    """Return the body of one call of ``/generate`` for all the rows.
+    """Return the body of one ``/generate`` call for all the rows.
 
     Args:
         rows: sequences to generate.
-        setup: setup of the rollout, whose stop tokens end the sequences along with each request's own.
+        setup: setup of the rollout, whose stop tokens apply in addition to each request's own.
     """
     prompts = {row.job: row.job.prompt.tolist() for row in rows}
     body: dict[str, Any] = {
@@ -113,10 +114,10 @@ def _sampling_params(row: Row, setup: RolloutSetup) -> dict[str, Any]:
 
 
 def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
-    """The contract's sequence from an event of ``/generate``; None while it goes on.
+    """Return the sequence of a ``/generate`` event; None while it is incomplete.
 
     Raises:
-        RolloutError: SGLang failed at it, or gave fewer log-probs or versions than tokens.
+        RolloutError: SGLang failed, or returned fewer log-probs or versions than tokens.
     """
     meta: Mapping[str, Any] = event["meta_info"]
     finish = meta.get("finish_reason")
@@ -133,19 +134,19 @@ def read_sequence(row: Row, event: Mapping[str, Any]) -> RolloutSequence | None:
             f"{len(log_probs)} log-probs and {len(versions)} weight versions"
         )
     if reason == "abort" and finish.get("status_code"):
-        raise RolloutError(f"request {request.request_id!r}: SGLang gave it up: {finish.get('message')}")
+        raise RolloutError(f"request {request.request_id!r}: SGLang aborted it: {finish.get('message')}")
     if _has_one_candidate(request.sampling):
         log_probs = array("f", bytes(4 * len(tokens)))
     return RolloutSequence(tokens, log_probs, cast(Literal["stop", "length", "abort"], reason), versions)
 
 
 def _has_one_candidate(sampling: SamplingParams) -> bool:
-    """Whether sampling was certain, which SGLang takes for greedy, whose log-probs are the plain softmax's."""
+    """Return True if only one candidate can be sampled; SGLang then returns the plain softmax's log-probs."""
     return sampling.top_k == 1 and sampling.temperature > 0
 
 
 def _versions(adapter: Adapter | None, meta: Mapping[str, Any], count: int) -> array[int]:
-    if adapter is not None:  # the base weights do not change while one is in use
+    if adapter is not None:  # the base weights do not change while an adapter is in use
         return array("q", [adapter.version]) * count
     versions = array("q")
     for span in meta.get("weight_versions") or [{"version": meta["weight_version"], "start": 0, "end": count}]:

@@ -1,4 +1,4 @@
-"""Generation with SGLang, through the HTTP server that the rollout starts as its child."""
+"""Generation with SGLang, through an HTTP server that the rollout starts as its child."""
 
 from __future__ import annotations
 
@@ -46,18 +46,18 @@ if TYPE_CHECKING:
 __all__ = ["SglangRollout"]
 
 _ABORT_POLL_S = 0.1
-#: Beginning of the paths of files in memory that SGLang removes only when it ends by itself, which takes it seconds.
+#: Path prefix of files in memory that SGLang removes only when it ends by itself, which takes seconds.
 _LEFTOVERS = "/dev/shm/sglang_loads_"  # noqa: S108  # SGLang's choice
 
 
 class SglangRollout(BaseRollout):
-    """Generates with a server of its own.
+    """A rollout that generates with its own server.
 
-    The server starts with the object; the first call waits until it is ready. Requests that are made in one
-    turn of the event loop travel together.
+    The server starts with the object; the first call waits until it is ready. Requests made in one turn of the event
+    loop are sent together.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has a key that is not SGLang's, or not the user's to set.
+        ConfigError: ``engine_kwargs`` has a key that SGLang does not know or that rollcast sets.
         PluginLoadError: SGLang is not installed here.
         CheckpointError: ``setup.model_path`` has no readable config.
     """
@@ -70,7 +70,7 @@ class SglangRollout(BaseRollout):
         tensor_parallel=True,
         releases_memory=True,
         seeds=True,
-        # SGLang's repetition penalty leaves the prompt out, and its min-p comes after top-k and top-p.
+        # SGLang's repetition penalty ignores the prompt, and its min-p is applied after top-k and top-p.
         sampling=frozenset({"logit_bias"}),
     )
     config_schema: ClassVar[type] = SglangRolloutConfig
@@ -80,7 +80,7 @@ class SglangRollout(BaseRollout):
         self._config = cast(SglangRolloutConfig, setup.config)
         gpu = has_gpu()
         self._frees_memory = gpu and self._config.free_cache_engine
-        # What the class says holds on a GPU, and by the defaults; a CPU has no memory to give back.
+        # The class declares the features on a GPU with default settings; a CPU has no device memory to release.
         self.capabilities = dataclasses.replace(  # type: ignore[misc]
             type(self).capabilities, releases_memory=self._frees_memory, lora=self._config.enable_lora
         )
@@ -97,16 +97,16 @@ class SglangRollout(BaseRollout):
         self._updater = WeightUpdater(self._client, weights, self._config.tensor_model_parallel_size, self._folder)
         self._is_ready = False
         self._state = WeightState(
-            f"{setup.model_path} has no weights, and none have come yet" if starts_without_weights(setup) else ""
+            f"{setup.model_path} has no weights, and no update has arrived yet" if starts_without_weights(setup) else ""
         )
         self._is_closed = False
-        self._rows = 0  # so far; SGLang's ids come from it
+        self._rows = 0  # total so far; source of SGLang's ids
         self._unseeded = 0  # sequences so far whose request had no seed
         self._adapters = 0
         self._adapter: Adapter | None = None
         self._jobs: dict[Job, None] = {}
         self._queue: list[Job] = []
-        self._is_open = True  # whether the queue goes to the server
+        self._is_open = True  # True if queued requests are sent to the server
         self._released: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._locks: tuple[asyncio.AbstractEventLoop, asyncio.Lock, asyncio.Lock] | None = None
@@ -119,8 +119,8 @@ class SglangRollout(BaseRollout):
         """Continue one prompt.
 
         Raises:
-            RequestError: the request cannot be served by this model.
-            WeightSyncError: the last weight update failed, or the first has not come yet.
+            RequestError: the model cannot serve the request.
+            WeightSyncError: the last weight update failed, or the first has not arrived yet.
             RolloutError: the server died or failed.
         """
         await self._wait_ready()
@@ -138,7 +138,7 @@ class SglangRollout(BaseRollout):
         try:
             return await job.future
         except asyncio.CancelledError:
-            # With the loop itself coming to its end, the sender is cancelled too, and SGLang notices.
+            # If the loop itself is ending, the sender is cancelled too, and SGLang notices the closed connection.
             if job.sender is not None and not job.sender.cancelling():
                 self._start(self._end([job]))
             raise
@@ -148,11 +148,12 @@ class SglangRollout(BaseRollout):
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load full tensors by Hugging Face name.
 
-        Requests under way are put off until it is done, and their keys and values computed anew from their
-        tokens. Those with an adapter are finished first.
+        Requests in flight are paused, and their keys and values are recomputed from their tokens afterwards. Requests
+        with an adapter are finished first.
 
         Raises:
-            WeightSyncError: the tensors are not the model's; names one. Requests under way get it too.
+            WeightSyncError: the tensors do not fit the model; the message names one. Requests in flight get the error
+                too.
         """
         async with self._alone():
             self._is_open = False
@@ -172,14 +173,14 @@ class SglangRollout(BaseRollout):
         return report
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load a LoRA adapter for the requests from now on; those under way keep what they began with.
+        """Load a LoRA adapter for new requests; requests in flight keep their adapter.
 
         Raises:
             CapabilityError: ``rollout.enable_lora`` is not set.
-            WeightSyncError: it does not fit the model, or SGLang did not take it.
+            WeightSyncError: it does not fit the model, or SGLang rejected it.
         """
         if not self._config.enable_lora:
-            raise CapabilityError("the SGLang rollout takes adapters only with rollout.enable_lora=true")
+            raise CapabilityError("the SGLang rollout supports adapters only with rollout.enable_lora=true")
         async with self._alone():
             self._adapters += 1
             name = f"adapter-{self._adapters}"
@@ -193,24 +194,24 @@ class SglangRollout(BaseRollout):
         return report
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (all for None): those that wait come back empty, the others with their tokens."""
+        """End the requests (all for None): waiting ones return empty, the others with their tokens so far."""
         wanted = None if request_ids is None else frozenset(request_ids)
         await self._end([job for job in self._jobs if wanted is None or job.request.request_id in wanted])
 
     async def check_health(self) -> None:
-        """Wait until the server is ready, then have it and its schedulers answer.
+        """Wait until the server is ready, then check that it and its schedulers respond.
 
         Raises:
-            RolloutError: it is dead, with the end of its log, or does not answer in time.
+            RolloutError: it is dead (the message has the end of its log), or does not respond in time.
         """
         await self._wait_ready()
         if not self.server.is_alive:
             raise self.server.death("SGLang's server died")
-        if self._is_open:  # while weights are loaded, the schedulers answer nothing
+        if self._is_open:  # while weights are loaded, the schedulers do not respond
             await self._client.server_info(self._config.health_timeout_s)
 
     async def report_load(self) -> EngineLoad:
-        """Return the load of the server's scheduler, which does not count its preemptions."""
+        """Return the load of the server's scheduler, which does not report preemptions."""
         await self._wait_ready()
         load = await self._client.load(self._config.health_timeout_s)
         limit = int(load.get("max_running_requests", 0)) or self._config.max_running_requests
@@ -218,7 +219,7 @@ class SglangRollout(BaseRollout):
         return EngineLoad(limit, running, waiting, float(load.get("token_usage", 0.0)))
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Give the named memory back; on a CPU there is none to give. Requests wait until all is back."""
+        """Release the memory with these tags (only on a GPU). Requests wait until all memory is back."""
         async with self._alone():
             new = [tag for tag in tags if tag not in self._released]
             if not new:
@@ -230,34 +231,36 @@ class SglangRollout(BaseRollout):
             self._released.update(new)
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the named memory again; what was not released is left alone."""
+        """Allocate the memory with these tags again; memory that was not released is unchanged."""
         async with self._alone():
             back = [tag for tag in tags if tag in self._released]
             if back and self._frees_memory:
                 await self._client.change("/resume_memory_occupation", {"tags": back})
                 if "weights" in back and not self._config.enable_weights_cpu_backup:
-                    self._state.forbid("weights", "the weights were dropped, and none have come since")
+                    self._state.forbid("weights", "the weights were dropped when their memory was released")
             self._released.difference_update(back)
             if back:
                 await self._go_on()
 
     def state_dict(self) -> dict[str, Any]:
-        """``sequences``: how many there were without a seed of the request's; the next ones' come from it."""
+        """Return ``sequences``: the number of sequences without a request seed, from which the next ones' seeds are
+        derived.
+        """
         return {"sequences": self._unseeded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sample on from the state.
+        """Restore the state.
 
         Raises:
-            CheckpointError: it is not what :meth:`state_dict` gives.
+            CheckpointError: the state is not one of :meth:`state_dict`.
         """
         try:
             self._unseeded = int(state["sequences"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is no state of the SGLang rollout: {error!r}") from error
+            raise CheckpointError(f"this is not a state of the SGLang rollout: {error!r}") from error
 
     def close(self) -> None:
-        """Kill the server; requests under way get a RolloutError."""
+        """Kill the server; requests in flight get a RolloutError."""
         self._is_closed = True
         self.server.stop()
         shutil.rmtree(self._folder, ignore_errors=True)
@@ -288,13 +291,15 @@ class SglangRollout(BaseRollout):
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """One change of the server at a time."""
+        """Serialize changes of the server."""
         await self._wait_ready()
         async with self._loop_locks()[1]:
             yield
 
     def _loop_locks(self) -> tuple[asyncio.Lock, asyncio.Lock]:
-        """Locks belong to a loop, and a rollout may be used from one after the other."""
+        """Return locks of the running loop: locks belong to a loop, and a rollout may be used from several in
+        succession.
+        """
         loop = asyncio.get_running_loop()
         if self._locks is None or self._locks[0] is not loop:
             self._locks = (loop, asyncio.Lock(), asyncio.Lock())
@@ -307,7 +312,7 @@ class SglangRollout(BaseRollout):
         return task
 
     def _flush(self) -> None:
-        """Send what is queued as one batch."""
+        """Send the queued requests as one batch."""
         batch = [job for job in self._queue if not job.future.done()]
         if not self._is_open or not batch:
             return
@@ -326,8 +331,8 @@ class SglangRollout(BaseRollout):
                 sequence = read_sequence(row, event)
                 if sequence is not None:
                     row.job.finish(row, sequence)
-            raise RolloutError("SGLang gave no answer")
-        except Exception as error:  # noqa: BLE001  # handed to the waiting callers
+            raise RolloutError("SGLang returned no answer")
+        except Exception as error:  # noqa: BLE001  # raised in the waiting callers
             waiting = [job for job in batch if not job.future.done()]
             if isinstance(error, RefusedError) and len(waiting) > 1:
                 await self._send_apart(waiting)
@@ -339,7 +344,7 @@ class SglangRollout(BaseRollout):
                 row.is_over = True
 
     async def _send_apart(self, batch: Sequence[Job]) -> None:
-        """Send the requests of a refused batch one by one: SGLang refuses all for the sake of one."""
+        """Send the requests of a refused batch one by one: SGLang refuses a whole batch because of one request."""
         # SGLang may have started some of the others.
         names = [row.rid for job in batch for row in job.rows]
         await asyncio.gather(*(self._client.change("/abort_request", {"rid": name}) for name in names))
@@ -348,7 +353,7 @@ class SglangRollout(BaseRollout):
             job.sender = self._start(self._send([job]))
 
     async def _pause(self) -> None:
-        # In this mode SGLang takes requests out and computes them anew, which no other does right.
+        # In this mode SGLang evicts requests and recomputes them; its other modes give wrong results.
         await self._client.change("/pause_generation", {"mode": "retract"})
 
     async def _go_on(self) -> None:
@@ -358,7 +363,7 @@ class SglangRollout(BaseRollout):
             if self.server.is_alive:
                 await self._client.change("/continue_generation")
         finally:
-            # With a dead server too: what waits has to learn of it.
+            # With a dead server too, so that waiting requests fail instead of hanging.
             self._is_open = True
             self._flush()
 
@@ -371,12 +376,12 @@ class SglangRollout(BaseRollout):
         await self._client.change("/abort_request", {"abort_all": True})
 
     async def _end(self, jobs: Sequence[Job]) -> None:
-        """Abort jobs, and wait until they are ended."""
+        """Abort jobs, and wait until they have ended."""
         for job in jobs:
             if job in self._queue:
                 self._queue.remove(job)
                 job.finish_empty()
         while rows := [row for job in jobs for row in job.rows if not row.is_over]:
-            # Again and again: SGLang ignores an abort that is faster than its request.
+            # Repeatedly: SGLang ignores an abort that arrives before its request.
             await asyncio.gather(*(self._client.change("/abort_request", {"rid": row.rid}) for row in rows))
             await asyncio.sleep(_ABORT_POLL_S)

@@ -13,21 +13,23 @@ __all__ = ["SglangRolloutConfig"]
 
 @config
 class SglangRolloutConfig(AdapterRolloutConfig):
-    """Keys of the SGLang rollout, beside those of engines with adapters. Names are verl's, else SGLang's."""
+    """Keys of the SGLang rollout, in addition to those of engines with adapters. Names are verl's, otherwise
+    SGLang's.
+    """
 
     name: str = "sglang"
     """Registry name of the rollout."""
     attention_backend: str | None = None
-    """SGLang's attention backend; null for its choice, and for `torch_native` on a CPU."""
+    """SGLang's attention backend; null for its choice, or `torch_native` on a CPU."""
     mem_fraction_static: Annotated[float, Gt(0), Le(1)] = 0.5
     """Fraction of the GPU's memory for weights and KV cache."""
     max_total_tokens: Positive | None = None
-    """Size of the KV cache in tokens; null for what `mem_fraction_static` leaves, and for 32768 on a CPU."""
+    """Size of the KV cache in tokens; null for the memory that `mem_fraction_static` leaves, or 32768 on a CPU."""
     max_running_requests: Positive = 256
-    """Sequences computed at once, at most."""
+    """Maximum number of sequences computed at once."""
     lora_target_modules: list[str] = field(default_factory=lambda: ["all"])
-    """Modules that adapters may change; `all` for all that SGLang knows."""
+    """Modules that adapters may change; `all` for all that SGLang supports."""
     enable_weights_cpu_backup: bool = True
-    """Keep released weights in host memory; otherwise they are dropped, so that an update has to follow."""
+    """Keep released weights in host memory; false drops them, so that an update must follow."""
     log_level: str = "warning"
     """Log level of SGLang's server."""

@@ -1,4 +1,4 @@
-"""From the ``rollout`` section to SGLang's server arguments."""
+"""Building SGLang's server arguments from the ``rollout`` section."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from rollcast_sglang.schemas import SglangRolloutConfig
 __all__ = ["CUSTOM_LOADER", "SAMPLING_BACKEND", "SPARE_POSITIONS", "build_server_args"]
 
 CUSTOM_LOADER = "rollcast_sglang.server.loading.load"
-#: The one whose sampler is replaced by this package's; SGLang has it on every device.
+#: Sampling backend whose sampler this package replaces; SGLang has it on every device.
 SAMPLING_BACKEND = "pytorch"
-#: KV cache of an engine on a CPU, where SGLang's own default is a share of all the memory there is.
+#: KV cache of an engine on a CPU, where SGLang's own default is a share of all memory.
 CPU_TOTAL_TOKENS = 32768
-#: Positions that SGLang does not give to a request of its context length.
+#: Positions of its context length that SGLang does not use for a request.
 SPARE_POSITIONS = 8
-#: SGLang's names for keys that this package has under verl's.
+#: Keys of the ``rollout`` section, by SGLang's names of the same arguments.
 OWN_NAMES = {
     "context_length": "max_model_len",
     "disable_cuda_graph": "enforce_eager",
@@ -32,15 +32,15 @@ OWN_NAMES = {
 
 
 def build_server_args(setup: RolloutSetup, max_positions: int | None, gpu: bool) -> dict[str, Any]:
-    """Return SGLang's ``ServerArgs`` for a rollout, less where it listens.
+    """Return SGLang's ``ServerArgs`` for a rollout, except the server's address.
 
     Args:
         setup: setup of the rollout.
-        max_positions: most positions of a sequence; None if nothing limits them.
+        max_positions: maximum number of positions of a sequence; None for no limit.
         gpu: True if it runs on a GPU.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has a key that SGLang has not, or that is not the user's to set.
+        ConfigError: ``engine_kwargs`` has a key that SGLang does not know or that rollcast sets.
         PluginLoadError: SGLang is not installed here.
     """
     own = _own_arguments(setup, max_positions, gpu)
@@ -48,7 +48,9 @@ def build_server_args(setup: RolloutSetup, max_positions: int | None, gpu: bool)
 
 
 def _known_arguments(sglang: Path) -> list[str]:
-    """Names of SGLang's arguments, read from its source, because importing it takes seconds; empty if moved."""
+    """Return the names of SGLang's arguments, read from its source because importing takes seconds; empty if not
+    found.
+    """
     source = sglang / "srt" / "arg_groups" / "field_order.py"
     if not source.is_file():
         return []
@@ -81,7 +83,7 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         "sampling_backend": SAMPLING_BACKEND,
         "custom_weight_loader": [CUSTOM_LOADER],
         "weight_version": "0",
-        # Tokens in, tokens out.
+        # Token ids in and out.
         "skip_tokenizer_init": True,
         "grammar_backend": "none",
         "skip_server_warmup": True,
@@ -90,7 +92,7 @@ def _own_arguments(setup: RolloutSetup, max_positions: int | None, gpu: bool) ->
         values |= {
             "max_lora_rank": config.max_lora_rank,
             "lora_target_modules": list(config.lora_target_modules),
-            # The present adapter, and one that requests under way still use; SGLang drops the oldest.
+            # The current adapter, and one that requests in flight still use; SGLang drops the oldest.
             "max_loras_per_batch": 2,
             "max_loaded_loras": 2,
         }

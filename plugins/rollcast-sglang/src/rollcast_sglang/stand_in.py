@@ -1,4 +1,4 @@
-"""What the stand-in packages for CPU machines share; imported by SGLang's processes only."""
+"""Code that the stand-in packages for CPU machines share; imported only by SGLang's processes."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ __all__ = ["stand_in"]
 
 
 class _Missing(type):
-    """The metaclass of a name that is not there: can be passed about and looked into, and not called."""
+    """The metaclass of stand-in names: they can be passed around and have attributes, but cannot be called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -25,7 +25,7 @@ class _Missing(type):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds every module below a package."""
+    """Finder that finds every module below a package."""
 
     def __init__(self, package: str) -> None:
         self._prefix = f"{package}."
@@ -40,7 +40,7 @@ class _Finder(MetaPathFinder, Loader):
 
 
 def stand_in(package: str) -> Callable[[str], Any]:
-    """A module-level ``__getattr__`` for a package whose submodules and names all exist and do nothing."""
+    """Return a module-level ``__getattr__`` for a package whose submodules and names all exist but do nothing."""
     sys.meta_path.append(_Finder(package))
     return _getattr_of(package)
 

@@ -1,4 +1,4 @@
-"""Carrying an update of the weights, or an adapter, to SGLang's server."""
+"""Sending an update of the weights, or an adapter, to SGLang's server."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Buckets = Iterable[Sequence[tuple[str, "Tensor"]]]
 
 
 class WeightUpdater:
-    """Loads weights into a paused server.
+    """Loader of weights into a paused server.
 
     Args:
         client: client of the server.
@@ -47,7 +47,7 @@ class WeightUpdater:
         self._steps = StepUpdater(self._carry, "SGLang", weights, ranks, folder)
 
     async def update(self, buckets: Buckets, version: int) -> WeightReport:
-        """Load all of the weights; keys and values from the old ones are forgotten.
+        """Load all weights, and drop keys and values of the old ones.
 
         Raises:
             WeightSyncError: see :meth:`BaseRollout.update_weights`.
@@ -58,19 +58,19 @@ class WeightUpdater:
         try:
             report = await self._steps.update(buckets, version)
         finally:
-            # A dead server has nothing to end, and the first error says why.
+            # A dead server has no update to end, and the first error has the reason.
             with suppress(RolloutError):
                 await self._client.change("/end_weight_update")
         await self._client.change("/update_weight_version", {"new_version": str(version), "abort_all_requests": False})
-        # A prompt's keys and values from the old weights would otherwise be used for the same prompt again.
+        # Otherwise a prompt's cached keys and values from the old weights would be reused.
         await self._client.change("/flush_cache")
         return dataclasses.replace(report, seconds=time.perf_counter() - start)
 
     async def load_adapter(self, name: str, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load an adapter under a name that is not in use.
+        """Load an adapter under an unused name.
 
         Raises:
-            WeightSyncError: it does not fit the model, or SGLang did not take it.
+            WeightSyncError: it does not fit the model, or SGLang rejected it.
         """
         check_adapter(adapter, self._weights)
         start = time.perf_counter()
@@ -94,7 +94,7 @@ class WeightUpdater:
 
 
 def _encode_name(text: str) -> str:
-    """Return a text as the name of an empty tensor, in the encoding in which SGLang reads tensors."""
+    """Return a text as the name of an empty tensor, in SGLang's encoding of tensors."""
     import torch
 
     buffer = io.BytesIO()

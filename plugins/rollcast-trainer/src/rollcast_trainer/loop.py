@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 class LoopTrainer(StagedTrainer):
     """A trainer whose step is a list of stages; subclasses choose the stages."""
 
-    #: Open while :meth:`fit` runs.
+    #: Timeline file of the run; None outside :meth:`fit`.
     _timeline: TimelineWriter | None = None
 
     @classmethod
@@ -44,7 +44,7 @@ class LoopTrainer(StagedTrainer):
 
     @classmethod
     def _drive(cls, task: TaskRunner, trainer: Self) -> RunResult:
-        """Run to the end; after a loss of processes, with another trainer from the last checkpoint."""
+        """Run to the end; after a loss of processes, go on with a new trainer from the last checkpoint."""
         with task:
             recoveries = Recoveries(task)
             while True:
@@ -59,7 +59,7 @@ class LoopTrainer(StagedTrainer):
                 trainer.recovery = recovery
 
     def fit(self) -> RunResult:
-        """Set up, and run all steps that are left; once, inside the task's context."""
+        """Set up and run all remaining steps. Call it once, inside the task's context."""
         self.setup()
         error: BaseException | None = None
         self.run.emit("on_fit_start")
@@ -123,7 +123,10 @@ class LoopTrainer(StagedTrainer):
         run.emit("on_step_end", step=step, metrics=self.metrics)
 
     def run_stages(self, batch: DataProto, before: Stage | None = None) -> DataProto:
-        """Return the batch after all stages; or, without metrics, as it is before one that asks for further rows."""
+        """Return the batch after all stages.
+
+        With ``before``, stop in front of that stage and record no metrics: a stage calls this to get more rows.
+        """
         recorder = self.run.recorder
         made: dict[str, float] = {}
         last = max((n for n, place in enumerate(self.places) if place.spec.is_recorded), default=-1)
@@ -148,7 +151,7 @@ class LoopTrainer(StagedTrainer):
     def _report(self, metrics: Mapping[str, float]) -> None:
         self.metrics = {"step": float(self.step), **{key: float(value) for key, value in metrics.items()}}
         self.latest |= self.metrics
-        # Before the trackers: the report that one of them writes shows this step too.
+        # Before the trackers run: the report that one of them writes shows this step too.
         line = self.run.timeline.take()
         if self._timeline is not None:
             self._timeline.append(self.step, line)
@@ -156,13 +159,13 @@ class LoopTrainer(StagedTrainer):
 
 
 def _drive(trainer: type[LoopTrainer], config: Mapping[str, Any]) -> RunResult:
-    """Run a trainer in this process, which is one of the cluster's."""
+    """Run a trainer in this process, which is a worker process of the cluster."""
     task = TaskRunner(OmegaConf.create(dict(config)), trainer.schema)
     return trainer._drive(task, trainer(task))
 
 
 def build_loop_trainer(composed: Composed) -> LoopTrainer:
-    """Load the plugins of a config, and return its trainer, built and not started.
+    """Load the plugins of a config and return its trainer, built but not started.
 
     Raises:
         ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
@@ -172,7 +175,7 @@ def build_loop_trainer(composed: Composed) -> LoopTrainer:
 
 
 def build_from_config(config: DictConfig) -> LoopTrainer:
-    """Return the trainer of a resolved config, such as a run's ``config.yaml``, built and not started.
+    """Return the trainer of a resolved config, such as a run's ``config.yaml``, built but not started.
 
     Raises:
         ConfigError: ``trainer.name`` names a trainer that is no :class:`LoopTrainer`.
@@ -181,7 +184,7 @@ def build_from_config(config: DictConfig) -> LoopTrainer:
     trainer_class = trainers.get(name)
     if not issubclass(trainer_class, LoopTrainer):
         raise ConfigError(
-            f"trainer.name={name} is no trainer of rollcast-trainer, so its stages and workers are not known before it "
-            "runs; name one such as ppo"
+            f"trainer.name={name} is not a trainer of rollcast-trainer, so its stages are unknown before it "
+            "runs; choose one that is, such as ppo"
         )
     return trainer_class(TaskRunner(config, trainer_class.schema))

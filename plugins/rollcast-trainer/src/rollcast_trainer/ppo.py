@@ -1,4 +1,4 @@
-"""Trainer ``ppo``: policy optimisation with sampled responses; PPO, GRPO and their relatives by config."""
+"""Trainer ``ppo``: policy optimisation with sampled responses; the config selects PPO, GRPO or a relative."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ logger = logging.getLogger(__name__)
 
 
 class PpoTrainer(LoopTrainer):
-    """The registered stages that lead to an update of the policy, as the recipe changes them.
+    """Trainer that runs the registered stages needed to update the policy, with the recipe's changes.
 
     Attributes:
         algebra: sizes of a step.
     """
 
     schema = PpoConfig
-    #: Stages that a step is for; the others are supplied.
+    #: Stages that a step must run; the stages that they depend on are added.
     goals: ClassVar[tuple[str, ...]] = ("update_actor",)
 
     def __init__(self, task: TaskRunner) -> None:
@@ -55,7 +55,7 @@ def _build_algebra(task: TaskRunner) -> BatchAlgebra:
     """Return the sizes of a step.
 
     Raises:
-        ConfigError: they do not fit; with the nearest that do.
+        ConfigError: the sizes do not divide; the message names the nearest valid ones.
     """
     policy = task.actor
     algebra = BatchAlgebra(

@@ -1,7 +1,8 @@
 """Schemas of the trainers; importable without torch.
 
-A trainer's schema is one class whose fields are the sections that it reads, registered once. A trainer with further
-keys derives from :class:`RunConfig` or :class:`PpoConfig`, replaces the fields that differ, and registers that.
+A trainer's schema is one class whose fields are the config sections that it reads, registered once. A trainer with
+further keys derives a class from :class:`RunConfig` or :class:`PpoConfig`, replaces the fields that differ, and
+registers it.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ __all__ = [
     "TrainerConfig",
 ]
 
-#: The engine of a role beside the actor, with the actor's values where it has the same engine.
+#: Engine section of a role other than the actor; keys left out default to the actor's values if the engine is the same.
 RoleEngine = Annotated[dict[str, Any], Hosts("engine", like="actor.engine")]
 
 
 @config
 class ActorConfig:
-    """The model in training, whatever its loss. Names are verl's where it has one."""
+    """The model in training, independent of its loss. Names are verl's where verl has one."""
 
     engine: Annotated[dict[str, Any], Hosts("engine")] = field(default_factory=dict)
     """The training engine: the keys of `engine=...`."""
@@ -51,21 +52,21 @@ class ActorConfig:
     """Tokens of a micro-batch on each device, with padding unless the engine packs."""
 
     def check(self, longest: int, sequence_ranks: int = 1) -> None:
-        """Refuse micro-batches that cannot hold a row.
+        """Raise if a micro-batch cannot hold the longest row.
 
         Args:
-            longest: Tokens of the longest row that the run allows.
-            sequence_ranks: Devices that share a row's tokens.
+            longest: tokens of the longest row that the run allows.
+            sequence_ranks: devices that share a row's tokens.
 
         Raises:
-            ConfigError: The key, and the keys that it has to fit.
+            ConfigError: the message names the keys and their values.
         """
         if self.use_dynamic_bsz and self.ppo_max_token_len_per_gpu * sequence_ranks < longest:
             shared = f", shared by {sequence_ranks} devices" if sequence_ranks > 1 else ""
             raise ConfigError(
                 f"actor.ppo_max_token_len_per_gpu is {self.ppo_max_token_len_per_gpu}{shared}, but a row may have "
                 f"{longest} tokens (data.max_prompt_length + data.max_response_length); "
-                "raise the one or lower the others"
+                "raise the first or lower the others"
             )
 
 
@@ -78,13 +79,15 @@ class PpoActorConfig(ActorConfig):
     log_prob_micro_batch_size_per_gpu: Positive | None = None
     """Rows per pass that computes log-probs only; null for `ppo_micro_batch_size_per_gpu`."""
     log_prob_check_rows: Literal[-1] | NonNegative = 8
-    """Rows of a step on which the rollout's log-probs are compared with the actor's, where the rollout's serve as the
-    old ones; 0 for none, -1 to compute the old ones of all rows."""
+    """Rows of each step whose log-probs are recomputed by the actor and compared, when the rollout's log-probs serve
+    as the old ones; 0 for none, -1 to recompute the old log-probs of all rows.
+    """
     ppo_epochs: Positive = 1
     """Passes over the step's batch."""
     shuffle: bool = True
-    """Draw the rows of the mini-batches at random, anew in each epoch, from the seed and the step; otherwise they are
-    cut from the batch in its order."""
+    """Shuffle the rows into mini-batches anew in each epoch, seeded by seed and step; false cuts the batch in its
+    order.
+    """
     policy_loss: str = "vanilla"
     """Registry name of the policy loss."""
     policy_loss_kwargs: dict[str, Any] = field(default_factory=dict)
@@ -106,10 +109,11 @@ class PpoActorConfig(ActorConfig):
     kl_loss_type: str = "k3"
     """Registry name of the KL penalty in the loss."""
     skip_zero_advantage: bool = True
-    """Leave rows whose advantage is zero throughout out of the update. The gradient is the same, since the
-    denominators stay; metrics of the policy loss (`actor/kl`, `actor/clip_fraction`) are then means over the rows that
-    took part. Without effect where entropy or KL are in the loss, or where the policy loss has a gradient at a zero
-    advantage."""
+    """Leave out of the update rows whose advantage is zero at every token. The gradient is unchanged, since the
+    denominators still count them; metrics of the policy loss (`actor/kl`, `actor/clip_fraction`) become means
+    over the remaining rows. No effect if the loss contains entropy or KL, or if the policy loss has a gradient at
+    zero advantage.
+    """
 
 
 @config
@@ -130,7 +134,7 @@ class RewardModelPathConfig:
 
 @config
 class RewardModelConfig:
-    """A model that scores responses. Names are verl's where it has one."""
+    """A model that scores responses. Names are verl's where verl has one."""
 
     enable: bool = False
     """Score responses by the model."""
@@ -140,9 +144,9 @@ class RewardModelConfig:
     model: RewardModelPathConfig = field(default_factory=RewardModelPathConfig)
     """The reward model's folder."""
     micro_batch_size_per_gpu: Positive | None = None
-    """Rows per pass; null for the actor's of log-probs."""
+    """Rows per pass; null for the actor's log-prob passes' value."""
     weight: float = 1.0
-    """Weight of the model's score in a row's score. Accuracy is always that of `reward`."""
+    """Weight of the model's score in a row's score. Accuracy always comes from `reward`."""
     rule_weight: float = 0.0
     """Weight of the score of `reward` in a row's score."""
 
@@ -152,8 +156,9 @@ class CriticModelConfig:
     """The critic's initial model."""
 
     path: str | None = None
-    """Hugging Face folder; null for `model.path`. The value head starts at zero, unless the folder is that of an
-    exported critic."""
+    """Hugging Face folder; null for `model.path`. The value head starts at zero, unless the folder is an exported
+    critic.
+    """
 
 
 @config
@@ -166,7 +171,7 @@ class CriticOptimConfig(OptimConfig):
 
 @config
 class CriticConfig:
-    """The value model, which runs where the estimator needs values."""
+    """The value model, used if the advantage estimator needs values."""
 
     engine: RoleEngine = field(default_factory=dict)
     """The critic's engine: the actor's, unless `name` says otherwise; keys left out are those of `actor.engine`."""
@@ -181,7 +186,7 @@ class CriticConfig:
     ppo_epochs: Positive = 1
     """Passes over the step's batch."""
     cliprange_value: Annotated[float, Gt(0)] = 0.5
-    """Clip range of a value around the one before the update, in the loss."""
+    """Clip range in the loss: how far a value may move from its value before the update."""
     loss_agg_mode: str = "token-mean"
     """Registry name of the loss aggregation."""
 
@@ -195,45 +200,49 @@ class TrainerConfig:
     total_steps: Positive | None = None
     """Training steps; null for `total_epochs` passes over the data."""
     total_epochs: Positive = 1
-    """Passes over the training data, where `total_steps` is null."""
+    """Passes over the training data if `total_steps` is null."""
     seed: int = 0
     """Seed of data order, random initial weights, dropout and sampling."""
     save_freq: PositiveOrOff = -1
-    """Steps between checkpoints, with one at the end; -1 for none."""
+    """Steps between checkpoints; the last step is always saved; -1 for no checkpoints."""
     test_freq: PositiveOrOff = -1
-    """Steps between validations, with one at the end; -1 for none."""
+    """Steps between validations; the last step is always validated; -1 for no validation."""
     val_before_train: bool = True
     """Validate before the first step."""
     log_val_generations: Literal[-1] | NonNegative = -1
-    """Samples of a validation that trackers get, evenly over all; -1 for all."""
+    """Samples per validation that are sent to trackers, spread evenly over all; -1 for all."""
     max_ckpt_to_keep: PositiveOrOff = -1
-    """Newest checkpoints that are kept; -1 for all."""
+    """Number of newest checkpoints to keep; -1 for all."""
     keep_best_ckpt: bool = True
-    """Also keep the checkpoint with the highest `val/accuracy`, where a validation was due with a checkpoint."""
+    """Also keep the checkpoint with the highest `val/accuracy`, among checkpoints whose step was validated."""
     async_save: bool = False
-    """Write checkpoints while training goes on, from a copy in host memory."""
+    """Write checkpoints in the background from a copy in host memory, while training goes on."""
     resume_mode: Literal["auto", "disable"] = "auto"
-    """`auto` continues from the newest checkpoint in `run_dir`, `disable` sets an earlier run in `run_dir` aside and
-    starts anew."""
+    """`auto` resumes from the newest checkpoint in `run_dir`; `disable` sets an earlier run in `run_dir` aside and
+    starts from scratch.
+    """
     max_recoveries: NonNegative = 3
-    """Times that the run goes on by itself, from the last checkpoint, after worker processes, a node or a replica
-    died; 0 to end with the error."""
+    """Automatic restarts from the last checkpoint after worker processes, a node or a replica died; 0 ends the run
+    with the error.
+    """
     on_driver: bool = True
-    """Run the training loop in the command's process; false runs it in a process on the cluster, where the runtime
-    can start one. For jobs submitted by `ray job submit`."""
+    """Run the training loop in the command's process; false runs it in a process on the cluster, if the runtime can
+    start one. Use false for jobs submitted by `ray job submit`.
+    """
     warm_start: str | None = None
-    """Recipe that is trained first, in `run_dir/warm_start`; this run starts from the model that it exports."""
+    """Recipe to train first, in `run_dir/warm_start`; this run starts from the model that it exports."""
     export: bool = False
     """Write the final model to `run_dir/export` as a Hugging Face folder."""
     balance_batch: bool = True
-    """Choose the data-parallel rank of each row so that all ranks have about as many tokens; the rows of each
-    mini-batch stay the same. Without effect on one rank."""
+    """Assign rows to data-parallel ranks so that all ranks have about as many tokens; the rows of each mini-batch
+    stay the same. No effect on one rank.
+    """
 
     def check(self) -> None:
-        """Refuse keys that do not fit each other.
+        """Check that the keys fit each other.
 
         Raises:
-            ConfigError: the keys.
+            ConfigError: they do not; the message names the keys.
         """
 
     def steps(self, batches_per_epoch: int) -> int:
@@ -246,11 +255,11 @@ class StagesConfig:
     """A recipe's changes to the list of stages, by names in ``rollcast.stages``."""
 
     insert: list[str] = field(default_factory=list)
-    """Stages that are put in although nothing reads what they write."""
+    """Stages to add although no stage reads their columns."""
     replace: dict[str, str] = field(default_factory=dict)
-    """Name of a stage → name of the one that takes its place."""
+    """Name of a stage → name of its replacement."""
     remove: list[str] = field(default_factory=list)
-    """Stages that are never put in."""
+    """Stages that are never added."""
 
 
 @config
@@ -258,26 +267,30 @@ class PpoTrainerConfig(TrainerConfig):
     """Keys of ``trainer=ppo``."""
 
     max_staleness: NonNegative = 0
-    """Steps of training by which rollouts may start ahead: 0 generates and trains in turns, 1 generates the next step's
-    rollouts while a step trains, more keep more groups under way. Above 0 it needs replicas of their own."""
+    """Steps by which rollouts may start ahead: 0 alternates generation and training, 1 generates the next step's
+    rollouts while a step trains, and larger values keep more groups in flight. Above 0 the rollout needs its own
+    replicas.
+    """
     admission: str = "windowed_fifo"
-    """Registry name of the rule that paces rollouts where `max_staleness` is above 0."""
+    """Registry name of the rule that paces rollouts if `max_staleness` is above 0."""
     replay: str | None = None
-    """Run directory of a run with `runtime.record_trajectories`: train on its rollouts and rewards, and make none."""
+    """Run directory of a run with `runtime.record_trajectories`: train on its recorded rollouts and rewards instead
+    of generating.
+    """
     critic_warmup: NonNegative = 0
-    """Steps at the start that train the critic alone."""
+    """Number of first steps that train only the critic."""
     stages: StagesConfig = field(default_factory=StagesConfig)
-    """Changes to the list of stages, which `rollcast plan` prints."""
+    """Changes to the list of stages; `rollcast plan` prints the list."""
 
 
 @config
 class StopAtConfig:
-    """A goal on the validation files that ends a run."""
+    """A validation metric that ends the run when it reaches a value."""
 
     metric: str = "val/accuracy"
-    """Metric of the validation, sampled as `rollout.val_kwargs` says."""
+    """Name of a validation metric, sampled with the settings of `rollout.val_kwargs`."""
     value: float | None = None
-    """End as soon as the metric is at least this; null to run all steps."""
+    """End the run as soon as the metric is at least this value; null runs all steps."""
 
 
 @config
@@ -287,13 +300,13 @@ class SftTrainerConfig(TrainerConfig):
     name: str = "sft"
     """Registry name of the trainer."""
     stop_at: StopAtConfig = field(default_factory=StopAtConfig)
-    """The goal that ends the run before its last step."""
+    """Goal that ends the run before its last step."""
 
     def check(self) -> None:
-        """Refuse a goal that is never measured.
+        """Check that the goal is measured if there is one.
 
         Raises:
-            ConfigError: The keys that do not fit each other.
+            ConfigError: the goal is set and validation is off; the message names the keys.
         """
         if self.stop_at.value is not None and self.test_freq == -1:
             raise ConfigError(

@@ -1,4 +1,4 @@
-"""From the ``rollout`` section to the arguments and the environment of TensorRT-LLM's server."""
+"""Building the arguments and the environment of TensorRT-LLM's server from the ``rollout`` section."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from rollcast_trtllm.schemas import TrtllmRolloutConfig
 
 __all__ = ["STEP", "build_arguments", "require_trtllm", "server_environment"]
 
-#: Key of a step of an update among the weights of ``/update_weights``.
+#: Key among the weights of ``/update_weights`` that holds a step of an update.
 STEP = "rollcast_step"
-#: TensorRT-LLM's names of keys that have verl's in the ``rollout`` section.
+#: Keys of the ``rollout`` section, by TensorRT-LLM's names of the same arguments.
 _OWN_NAMES = {
     "max_seq_len": "max_model_len",
     "max_batch_size": "max_num_seqs",
@@ -62,18 +62,18 @@ def server_environment(base: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of the server.
 
     Args:
-        base: variables that it inherits; they win where a user may have an opinion.
+        base: inherited variables; they override defaults that users may change.
     """
     wanted = {"TOKENIZERS_PARALLELISM": "false", "TRT_LLM_DISABLE_LOAD_WEIGHTS_IN_PARALLEL": "1"}
-    # The engine's workers are actors of a Ray of its own: in the trainer's they would ask for devices once more.
+    # The engine's workers are actors of a separate Ray: the trainer's would have to reserve their devices twice.
     return {**wanted, **base, "RAY_ADDRESS": "local"}
 
 
 def require_trtllm() -> None:
-    """Check that TensorRT-LLM is installed; it is not imported, which takes long and needs a driver.
+    """Check that TensorRT-LLM is installed, without importing it, which takes long and needs a driver.
 
     Raises:
-        PluginLoadError: it is not.
+        PluginLoadError: it is not installed.
     """
     if importlib.util.find_spec("tensorrt_llm") is None:
         raise PluginLoadError(

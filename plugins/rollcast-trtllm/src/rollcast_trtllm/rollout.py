@@ -1,6 +1,6 @@
-"""Generation with TensorRT-LLM, through the HTTP server that the rollout starts as its child.
+"""Generation with TensorRT-LLM, through an HTTP server that the rollout starts as its child.
 
-The calls are those of TensorRT-LLM 1.2: ``/v1/completions`` with token ids in and out, ``/release_memory``,
+The endpoints are those of TensorRT-LLM 1.2: ``/v1/completions`` with token ids in and out, ``/release_memory``,
 ``/resume_memory``, ``/update_weights``, ``/health`` and ``/metrics``.
 """
 
@@ -67,7 +67,7 @@ class _Job(BaseJob):
     """A request in flight.
 
     Attributes:
-        tasks: calls of the server, one a sequence.
+        tasks: calls to the server, one per sequence.
         is_aborted: True if it was aborted.
     """
 
@@ -76,11 +76,11 @@ class _Job(BaseJob):
 
 
 class TrtllmRollout(BaseRollout):
-    """Generates with a server of its own, which starts with the object; the first call waits until it is ready.
+    """A rollout with its own server, which starts with the object; the first call waits until it is ready.
 
     Raises:
         PluginLoadError: TensorRT-LLM is not installed here.
-        ConfigError: ``engine_kwargs`` has a key that is not the user's to set.
+        ConfigError: ``engine_kwargs`` has a key that rollcast sets.
         CheckpointError: ``setup.model_path`` has no readable config.
     """
 
@@ -112,14 +112,14 @@ class TrtllmRollout(BaseRollout):
         ranks = self._config.tensor_model_parallel_size
         self._updater = StepUpdater(self._load_step, "TensorRT-LLM", weights, ranks, self._folder)
         self._state = WeightState(
-            f"{setup.model_path} has no weights, and none have come yet" if starts_without_weights(setup) else ""
+            f"{setup.model_path} has no weights, and no update has arrived yet" if starts_without_weights(setup) else ""
         )
         self._version = 0
         self._unseeded = 0  # sequences so far whose request had no seed
         self._is_ready = self._is_closed = False
         self._jobs: dict[_Job, None] = {}
         self._released: set[str] = set()
-        #: Resolved when new requests may go to the server; None while they may.
+        #: Resolved when new requests may be sent to the server; None while they may.
         self._held: asyncio.Future[None] | None = None
 
     @classmethod
@@ -127,12 +127,12 @@ class TrtllmRollout(BaseRollout):
         return loaded_dtype(config.dtype, on_cpu=False)
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
-        """Continue one prompt; each sequence is a call of its own, for which the server caches the prompt.
+        """Continue one prompt; each sequence is a separate call, for which the server caches the prompt.
 
         Raises:
-            CapabilityError: the sampling is one whose log-probs TensorRT-LLM does not return.
-            RequestError: the request cannot be served by this model.
-            WeightSyncError: the last weight update failed, or the first has not come yet.
+            CapabilityError: TensorRT-LLM does not return log-probs for this sampling.
+            RequestError: the model cannot serve the request.
+            WeightSyncError: the last weight update failed, or the first has not arrived yet.
             RolloutError: the server died or failed.
         """
         await self._wait_ready()
@@ -163,7 +163,7 @@ class TrtllmRollout(BaseRollout):
         tokens, log_probs = array("i"), array("f")
         reason = "abort"
         try:
-            # A connection that is closed has the server abort its request.
+            # The server aborts a request when its connection is closed.
             async with aclosing(self._stream(prompt, sampling, seed)) as choices:
                 async for choice in choices:
                     reason = _take(choice, tokens, log_probs, matcher) or reason
@@ -186,7 +186,7 @@ class TrtllmRollout(BaseRollout):
             "temperature": sampling.temperature,
             "seed": seed,
             "stop_token_ids": list(self.setup.stop_ids(sampling)),
-            # The stop token stays in the output; what ends a sequence is said by each request alone.
+            # The stop token stays in the output; only the request determines what ends a sequence.
             "include_stop_str_in_output": True,
             "ignore_eos": True,
             "add_special_tokens": False,
@@ -200,7 +200,7 @@ class TrtllmRollout(BaseRollout):
                     yield choice
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (all for None); they come back with the tokens that have arrived by now."""
+        """End the requests (all for None); they return with the tokens that have arrived so far."""
         wanted = None if request_ids is None else frozenset(request_ids)
         for job in self._jobs:
             if wanted is None or job.request.request_id in wanted:
@@ -212,7 +212,7 @@ class TrtllmRollout(BaseRollout):
         """Load full tensors by Hugging Face name, after the requests in flight have ended.
 
         Raises:
-            WeightSyncError: the tensors are not the model's; names one.
+            WeightSyncError: the tensors do not fit the model; the message names one.
             RolloutError: the server failed.
         """
         start = time.perf_counter()
@@ -236,15 +236,15 @@ class TrtllmRollout(BaseRollout):
         await self._client.post(path, content, **headers)
 
     async def check_health(self) -> None:
-        """Wait until the server is ready, then have it look at its engine.
+        """Wait until the server is ready, then check that its engine responds.
 
         Raises:
-            RolloutError: it is dead, with the end of its log, or does not answer in time.
+            RolloutError: it is dead (the message has the end of its log), or does not respond in time.
         """
         await self._wait_ready()
         if not self.server.is_alive:
             raise self.server.death("TensorRT-LLM's server died")
-        if self._held is None:  # while weights are loaded, the engine answers nothing
+        if self._held is None:  # while weights are loaded, the engine does not respond
             await self._client.get("/health", self._config.health_timeout_s)
 
     async def report_load(self) -> EngineLoad:
@@ -262,7 +262,9 @@ class TrtllmRollout(BaseRollout):
         )
 
     async def release(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Give the named memory back, after the requests in flight have ended; new ones wait until all is back."""
+        """Release the memory with these tags after the requests in flight have ended; new ones wait until it is
+        back.
+        """
         new = [tag for tag in tags if tag not in self._released]
         if self._config.free_cache_engine and new:
             async with self._alone():
@@ -270,7 +272,7 @@ class TrtllmRollout(BaseRollout):
                 self._released.update(new)
 
     async def resume(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take the named memory again; after the weights' memory an update has to follow."""
+        """Allocate the memory with these tags again; after the weights' memory an update must follow."""
         back = [tag for tag in tags if tag in self._released]
         if back:
             async with self._alone():
@@ -280,11 +282,11 @@ class TrtllmRollout(BaseRollout):
                     self._state.forbid("weights", "the weights were dropped when their memory was released")
 
     def state_dict(self) -> dict[str, Any]:
-        """Return ``sequences``: number of sequences without a seed of the request's."""
+        """Return ``sequences``: the number of sequences without a request seed."""
         return {"sequences": self._unseeded}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Sample on from the state.
+        """Restore the state.
 
         Raises:
             CheckpointError: the state is not one of :meth:`state_dict`.
@@ -292,7 +294,7 @@ class TrtllmRollout(BaseRollout):
         try:
             self._unseeded = int(state["sequences"])
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"this is no state of the TensorRT-LLM rollout: {error!r}") from error
+            raise CheckpointError(f"this is not a state of the TensorRT-LLM rollout: {error!r}") from error
 
     def close(self) -> None:
         """Kill the server; requests in flight get a RolloutError."""
@@ -309,7 +311,7 @@ class TrtllmRollout(BaseRollout):
 
     @asynccontextmanager
     async def _alone(self) -> AsyncIterator[None]:
-        """Hold new requests back, and wait for those in flight: the server does not say when weights changed."""
+        """Hold new requests, and wait for those in flight: the server does not report when weights changed."""
         await self._wait_ready()
         while self._held is not None:
             await asyncio.shield(self._held)
@@ -317,7 +319,7 @@ class TrtllmRollout(BaseRollout):
         try:
             while tasks := [task for job in self._jobs for task in job.tasks]:
                 await asyncio.wait(tasks)
-                await asyncio.sleep(0)  # their requests leave the list
+                await asyncio.sleep(0)  # let their requests leave the list
             yield
         finally:
             self._held.set_result(None)
@@ -331,10 +333,10 @@ class TrtllmRollout(BaseRollout):
 
 
 def _check_distribution(request: RolloutRequest) -> None:
-    """Refuse sampling for which the server's log-probs, those of the plain softmax, are of another distribution.
+    """Check that the server's log-probs, those of the plain softmax, belong to the sampled distribution.
 
     Raises:
-        CapabilityError: names the request and the parameter.
+        CapabilityError: they do not; the message names the request and the parameter.
     """
     sampling = request.sampling
     found = {"temperature": sampling.temperature, "top_p": sampling.top_p, "top_k": sampling.top_k}
@@ -343,14 +345,14 @@ def _check_distribution(request: RolloutRequest) -> None:
         if value not in allowed[name]:
             raise CapabilityError(
                 f"request {request.request_id!r}: {name} is {value}; TensorRT-LLM's server returns log-probs before "
-                f"temperature, top-p and top-k, so rollout=trtllm takes {' or '.join(map(str, allowed[name]))} alone"
+                f"temperature, top-p and top-k, so rollout=trtllm allows only {' or '.join(map(str, allowed[name]))}"
             )
 
 
 def _take(
     choice: Mapping[str, Any], tokens: array[int], log_probs: array[float], matcher: StopMatcher | None
 ) -> str | None:
-    """Add a part of a sequence, as far as a stop string; return the reason of its end, None while it goes on."""
+    """Append a part of a sequence, up to a stop string; return the reason of its end, None while it continues."""
     new = array("i", choice["token_ids"] or ())
     probs = array("f", (choice.get("logprobs") or {}).get("token_logprobs", ()))
     if len(new) != len(probs):

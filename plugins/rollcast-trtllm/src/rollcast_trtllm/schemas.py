@@ -12,13 +12,13 @@ __all__ = ["TrtllmRolloutConfig"]
 
 @config
 class TrtllmRolloutConfig(EngineRolloutConfig):
-    """Keys of the TensorRT-LLM rollout, beside those of every engine. Names are verl's where it has one."""
+    """Keys of the TensorRT-LLM rollout, in addition to those of every engine. Names are verl's where verl has one."""
 
     name: str = "trtllm"
     """Registry name of the rollout."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     """Fraction of the GPU's free memory for the KV cache."""
     max_num_seqs: Positive = 256
-    """Sequences computed at once, at most."""
+    """Maximum number of sequences computed at once."""
     max_num_batched_tokens: Positive = 8192
-    """Tokens of one step, at most."""
+    """Maximum number of tokens per step."""

@@ -1,4 +1,4 @@
-"""The LoRA adapter in use, written where vLLM reads it."""
+"""The current LoRA adapter, written to a folder for vLLM."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["AdapterFolder"]
 
 
 class AdapterFolder:
-    """The adapter in use, as a PEFT folder: vLLM reads adapters from a path, and may do so at any time."""
+    """The current adapter as a PEFT folder: vLLM reads adapters from a path, and may do so at any time."""
 
     def __init__(self) -> None:
         self._folder = tempfile.TemporaryDirectory(prefix="rollcast-adapter-", ignore_cleanup_errors=True)
@@ -20,11 +20,11 @@ class AdapterFolder:
 
     @property
     def path(self) -> str:
-        """Of the folder."""
+        """Path of the adapter folder."""
         return self._folder.name
 
     def write(self, adapter: AdapterWeights) -> None:
-        """Put an adapter in the place of the one before."""
+        """Write an adapter, replacing the previous one."""
         import torch
 
         shapes = {name: torch.zeros(tensor.shape) for name, tensor in adapter.tensors.items()}
@@ -32,7 +32,7 @@ class AdapterFolder:
         write_adapter(Path(self.path), adapter)
 
     def write_zeros(self) -> None:
-        """Put an adapter there that changes nothing; without an adapter before there is nothing to do."""
+        """Write an adapter of zeros, which changes nothing; does nothing if there was no adapter."""
         if self._zeros is not None:
             write_adapter(Path(self.path), self._zeros)
 

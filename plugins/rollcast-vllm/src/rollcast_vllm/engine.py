@@ -1,7 +1,7 @@
-"""vLLM's AsyncLLM on an event loop of its own, and what happens when its processes die.
+"""vLLM's AsyncLLM on its own event loop, and detection of the death of its processes.
 
-The loop has a thread to itself, because AsyncLLM is bound to the loop that it was made in, and callers
-come and go with theirs. All state of the rollout is touched in that thread only, so nothing needs a lock.
+The loop has its own thread, because AsyncLLM is bound to the loop in which it was created, while callers use different
+loops. All state of the rollout is touched in that thread only, so nothing needs a lock.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ __all__ = ["EngineThread", "build_llm", "prepare_llm"]
 
 T = TypeVar("T")
 
-#: How often the engine's processes are looked at, and how long vLLM then has to fail its own calls.
+#: Seconds between checks of the engine's processes, and seconds that vLLM then has to fail its own calls.
 WATCH_S = 0.2
 GRACE_S = 1.0
-#: How long an engine has to end by itself.
+#: Seconds that an engine has to end by itself.
 STOP_S = 2.0
 
 
 class EngineThread:
-    """Runs an AsyncLLM, and coroutines beside it.
+    """A thread with an event loop that runs an AsyncLLM and coroutines.
 
     Args:
-        build: makes the AsyncLLM; called in the thread.
-        prepare: called with it, before anything else is.
+        build: returns the AsyncLLM; called in the thread.
+        prepare: called with the AsyncLLM before anything else.
 
     Raises:
         RolloutError: the engine did not start; the cause is chained.
@@ -57,16 +57,16 @@ class EngineThread:
 
     @property
     def death(self) -> RolloutError | None:
-        """What is known of the engine's end; None while it lives."""
+        """Error that describes the engine's death; None while it lives."""
         return self._death
 
     @property
     def process_ids(self) -> list[int]:
-        """Of the engine's own processes; those of tensor-parallel workers are their children."""
+        """Process ids of the engine's own processes; tensor-parallel workers are their children."""
         return [process.pid for process in self._processes]
 
     async def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        """The result of a coroutine that runs in the engine's thread; called from any loop.
+        """Return the result of a coroutine that runs in the engine's thread; called from any loop.
 
         A caller that is cancelled cancels the coroutine.
 
@@ -79,7 +79,7 @@ class EngineThread:
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(self._guard(coroutine), self._loop))
 
     def close(self) -> None:
-        """End the engine; whatever still waits for it gets a RolloutError."""
+        """End the engine; callers that still wait for it get a RolloutError."""
         if self._loop.is_closed():
             return
         self._death = self._death or RolloutError("the rollout is closed")
@@ -119,7 +119,7 @@ class EngineThread:
             raise RolloutError(f"vLLM failed: {type(error).__name__}: {error}") from error
 
     async def _watch(self) -> None:
-        """Wait for the engine's death, and then end everything that waits for the engine."""
+        """Wait for the engine's death, then cancel everything that waits for the engine."""
         while not self.llm.errored and all(process.is_alive() for process in self._processes):
             await asyncio.sleep(WATCH_S)
         self._mark_dead()
@@ -132,7 +132,7 @@ class EngineThread:
             self._death = RolloutError(f"vLLM's engine died: {', '.join(ends) or 'see its output for the cause'}")
 
     def _copy_death(self) -> RolloutError:
-        # Raised in many places: one traceback each.
+        # A new error each time, because a shared one would accumulate tracebacks.
         return RolloutError(str(self._death))
 
     def _cancel_tasks(self) -> None:
@@ -140,7 +140,7 @@ class EngineThread:
             task.cancel()
 
     async def _shut_down(self) -> None:
-        """End the engine and everything that runs on the loop, vLLM's own tasks too."""
+        """End the engine and everything on the loop, including vLLM's own tasks."""
         if self._watcher is not None:
             self._watcher.cancel()
         waiting = list(self._tasks)
@@ -166,7 +166,7 @@ def build_llm(arguments: Any, load: LoadReader) -> Any:
         load: reader of the scheduler's statistics.
 
     Raises:
-        ConfigError: vLLM refuses a value, such as a ``max_model_len`` that is not the model's.
+        ConfigError: vLLM rejects a value, such as a ``max_model_len`` above the model's.
     """
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -174,16 +174,16 @@ def build_llm(arguments: Any, load: LoadReader) -> Any:
     try:
         config = arguments.create_engine_config(UsageContext.ENGINE_CONTEXT)
     except ValueError as error:
-        raise ConfigError(f"vLLM does not take the values of the rollout section: {error}") from error
+        raise ConfigError(f"vLLM rejects values of the rollout section: {error}") from error
     llm = AsyncLLM.from_vllm_config(config, stat_loggers=[load.logger_class()], disable_log_stats=True)
-    # vLLM puts a Prometheus logger beside every other, which costs time in each step and which nobody reads.
+    # vLLM adds a Prometheus logger to any other, which costs time in each step and is not read here.
     manager = llm.logger_manager
     manager.stat_loggers = [each for each in manager.stat_loggers if "Prometheus" not in type(each).__name__]
     return llm
 
 
 async def prepare_llm(llm: Any) -> None:
-    """What an engine is told before anything else: who its user is, and that its weights are version 0."""
-    # An engine whose user was killed could not be stopped by it.
+    """Make a new engine watch this process, and set its weight version to 0."""
+    # If this process is killed, it cannot stop its engine, so the engine watches it.
     await llm.collective_rpc("rollcast_watch_parent", args=(os.getpid(),))
     await llm.update_weight_version("0")

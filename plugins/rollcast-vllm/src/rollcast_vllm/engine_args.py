@@ -1,4 +1,4 @@
-"""From the ``rollout`` section to vLLM's engine arguments."""
+"""Building vLLM's engine arguments from the ``rollout`` section."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from rollcast_vllm.schemas import VllmRolloutConfig
 __all__ = ["WORKER_EXTENSION", "build_engine_args"]
 
 WORKER_EXTENSION = "rollcast_vllm.worker.WeightsExtension"
-#: KV cache of an engine on a CPU, where vLLM's own default is a share of all the memory there is.
+#: KV cache of an engine on a CPU, where vLLM's own default is a share of all memory.
 CPU_KV_CACHE_BYTES = 256 << 20
-#: Arguments that are set from a key of their own, or that the contract decides.
+#: rollcast's keys for arguments that ``engine_kwargs`` must not set.
 OWN_KEYS = {"tensor_parallel_size": "tensor_model_parallel_size", "enable_sleep_mode": "free_cache_engine"}
 
-#: Arguments that ``engine_kwargs`` may change.
+#: Default arguments that ``engine_kwargs`` may override.
 DEFAULTS = {"use_tqdm_on_load": False}
 
 
@@ -27,8 +27,7 @@ def build_engine_args(setup: RolloutSetup) -> Any:
     """Return vLLM's ``AsyncEngineArgs`` for a rollout.
 
     Raises:
-        ConfigError: ``engine_kwargs`` has a key that vLLM has not, or that is not the user's to set; or vLLM
-            takes no such value.
+        ConfigError: ``engine_kwargs`` has a key that vLLM does not know or that rollcast sets, or vLLM rejects a value.
     """
     from vllm import AsyncEngineArgs
 
@@ -37,7 +36,7 @@ def build_engine_args(setup: RolloutSetup) -> Any:
     try:
         return AsyncEngineArgs(**{**DEFAULTS, **values})
     except (TypeError, ValueError) as error:
-        raise ConfigError(f"vLLM does not take the arguments of the rollout section: {error}") from error
+        raise ConfigError(f"vLLM rejects arguments of the rollout section: {error}") from error
 
 
 def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
@@ -64,14 +63,14 @@ def _own_arguments(setup: RolloutSetup) -> dict[str, Any]:
         "worker_extension_cls": WORKER_EXTENSION,
         # Log-probs after temperature, top-k and top-p; vLLM's default is before them.
         "logprobs_mode": "processed_logprobs",
-        # Tokens in, tokens out; what ends a sequence is said by each request alone.
+        # Token ids in and out; only the request determines what ends a sequence.
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "disable_log_stats": True,
         "enable_log_requests": False,
     }
     if config.use_request_seeds and not gpu:
-        # A part of a prompt samples a token to be thrown away, and vLLM 0.32 dies where it has to rewind the
-        # random numbers of a CPU for it.
+        # With chunked prefill, an incomplete prompt samples a token that is discarded, and vLLM 0.32 crashes when it
+        # has to rewind a CPU's random numbers for it.
         values["enable_chunked_prefill"] = False
     return values

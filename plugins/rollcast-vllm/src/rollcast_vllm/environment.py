@@ -1,4 +1,4 @@
-"""The environment variables that vLLM's processes run with, and the only place that reads or sets any."""
+"""The environment variables of vLLM's processes; only this module reads or sets any."""
 
 from __future__ import annotations
 
@@ -12,15 +12,17 @@ __all__ = ["prepare_environment", "process_environment", "require_vllm"]
 
 
 def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
-    """Return what an engine's process needs from its start, on any device; a GPU's vLLM reads no CPU variables."""
+    """Return the variables that an engine's process needs at its start, on any device; on a GPU vLLM ignores the
+    CPU's.
+    """
     ranks = config.tensor_model_parallel_size
     bound = bind_threads(ranks) if ranks > 1 else None
     return {
         # Engines with several threads each slow one another down by orders of magnitude on a busy CPU.
         "OMP_NUM_THREADS": "1",
-        # vLLM wants to know the cores of tensor-parallel ranks.
+        # vLLM needs to know the cores of tensor-parallel ranks.
         "VLLM_CPU_OMP_THREADS_BIND": bound or "nobind",
-        # A fork would copy the locks of whatever threads there are.
+        # A fork would copy locks that other threads hold.
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
@@ -28,13 +30,13 @@ def process_environment(config: VllmRolloutConfig) -> dict[str, str]:
 
 
 def prepare_environment(config: VllmRolloutConfig) -> None:
-    """Set what is unset, before vLLM is imported; its engine's processes inherit it."""
+    """Set variables that are unset, before vLLM is imported; its engine's processes inherit them."""
     wanted = process_environment(config)
     if not has_gpu():
-        # Otherwise log-probs are compiled, for which there has to be a C++ compiler.
+        # Otherwise log-probs are compiled, which needs a C++ compiler.
         wanted["TORCHDYNAMO_DISABLE"] = "1"
         if config.tensor_model_parallel_size == 1:
-            # AsyncLLM's engine has a process all the same; this keeps a CPU's from starting one more below it.
+            # AsyncLLM's engine has its own process anyway; on a CPU this keeps it from starting another below it.
             wanted["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     for name, value in wanted.items():
         os.environ.setdefault(name, value)
@@ -44,7 +46,7 @@ def require_vllm() -> None:
     """Import vLLM.
 
     Raises:
-        PluginLoadError: it is not installed here, or broken.
+        PluginLoadError: vLLM is not installed, or broken.
     """
     try:
         import vllm  # noqa: F401

@@ -1,4 +1,4 @@
-"""The scheduler's load, read from the statistics that vLLM hands to its loggers after each step."""
+"""The scheduler's load, read from the statistics that vLLM passes to its loggers after each step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ __all__ = ["LoadReader"]
 
 
 class LoadReader:
-    """The last statistics of an engine's scheduler."""
+    """The latest statistics of an engine's scheduler."""
 
     def __init__(self) -> None:
         self._running = self._waiting = self._preemptions = 0
         self._usage = 0.0
 
     def record(self, scheduler: Any, iteration: Any) -> None:
-        """Take vLLM's ``SchedulerStats`` and ``IterationStats``; either may be None."""
+        """Record vLLM's ``SchedulerStats`` and ``IterationStats``; either may be None."""
         if scheduler is not None:
             self._running, self._waiting = int(scheduler.num_running_reqs), int(scheduler.num_waiting_reqs)
             self._usage = float(scheduler.kv_cache_usage)
@@ -29,13 +29,13 @@ class LoadReader:
         return EngineLoad(limit, self._running, self._waiting, self._usage, self._preemptions)
 
     def logger_class(self) -> type[Any]:
-        """Return a class of vLLM's stat loggers that records here."""
+        """Return a class of vLLM stat loggers that records to this reader."""
         from vllm.v1.metrics.loggers import StatLoggerBase
 
         reader = self
 
         class LoadLogger(StatLoggerBase):  # type: ignore[misc,unused-ignore]
-            """A stat logger that passes statistics on to a :class:`LoadReader`."""
+            """A stat logger that passes statistics to a :class:`LoadReader`."""
 
             def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
                 """Do nothing; vLLM calls it with these arguments."""
@@ -44,6 +44,6 @@ class LoadReader:
                 reader.record(scheduler_stats, iteration_stats)
 
             def log_engine_initialized(self) -> None:
-                """Say nothing."""
+                """Do nothing."""
 
         return LoadLogger

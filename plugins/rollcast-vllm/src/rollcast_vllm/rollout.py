@@ -53,9 +53,11 @@ class _Job:
     """A request that is not answered yet.
 
     Attributes:
-        key: its own id here, which no other request has.
-        keys: ids that vLLM has for it, one a submission.
-        base_only: the engine has it, and computes it without an adapter.
+        request: the caller's request.
+        key: unique id in this rollout.
+        keys: ids in vLLM, one per submission.
+        base_only: True if the engine computes it without an adapter.
+        aborted: True if a caller aborted it.
         failure: error of the update that ended it.
     """
 
@@ -68,13 +70,13 @@ class _Job:
 
 
 class VllmRollout(BaseRollout):
-    """An engine of vLLM, with its computation in processes of its own.
+    """A vLLM engine that computes in its own processes.
 
-    It may be used from any event loop. Weights start as version 0.
+    It may be used from any event loop. Its weights start as version 0.
 
     Raises:
         PluginLoadError: vLLM is not installed here.
-        ConfigError: a key of the ``rollout`` section has a value that vLLM does not take.
+        ConfigError: vLLM rejects the value of a key in the ``rollout`` section.
         CheckpointError: there is no readable model config.
         RolloutError: the engine did not start.
     """
@@ -98,7 +100,7 @@ class VllmRollout(BaseRollout):
         prepare_environment(config)
         require_vllm()
         self._can_release = config.free_cache_engine and has_gpu()
-        # What the class says holds on a GPU, and by the defaults; a CPU has no memory to give back.
+        # The class declares the features on a GPU with default settings; a CPU has no device memory to release.
         self.capabilities = replace(  # type: ignore[misc]
             type(self).capabilities, releases_memory=self._can_release, seeds=config.use_request_seeds
         )
@@ -111,7 +113,7 @@ class VllmRollout(BaseRollout):
         self._jobs: dict[str, _Job] = {}
         self._numbers = itertools.count()
         self._turn = asyncio.Lock()  # one update at a time
-        self._open = asyncio.Event()  # closed while the first adapter waits for requests without one
+        self._open = asyncio.Event()  # cleared while the first adapter waits for requests without one
         self._open.set()
         self._released: set[str] = set()
         self._adapter: AdapterFolder | None = None
@@ -131,11 +133,11 @@ class VllmRollout(BaseRollout):
         return loaded_dtype(config.dtype, device == "cpu")
 
     async def generate(self, request: RolloutRequest) -> RolloutOutput:
-        """Continue one prompt; a caller that is cancelled takes the request back.
+        """Continue one prompt; cancelling the caller aborts the request.
 
         Raises:
-            RequestError: the model or the engine's ``max_model_len`` cannot serve it.
-            WeightSyncError: the engine has no weights that may be used.
+            RequestError: the request exceeds the model's limits or the engine's ``max_model_len``.
+            WeightSyncError: the engine has no usable weights.
             RolloutError: the engine died, or failed at this request.
         """
         self._state.check()
@@ -170,7 +172,7 @@ class VllmRollout(BaseRollout):
             async with self._submitted(job, job.key, prompt, params) as outputs:
                 output = outputs.get_nowait() or await outputs.get()
             return [read_sequence(request.request_id, completion) for completion in output.outputs]
-        # Each on its own, so that one that has stopped ends while the others go on.
+        # Separate requests, so that one that has stopped ends while the others continue.
         tasks = [
             asyncio.ensure_future(
                 self._sample_until_stop(job, prompt, build_params(request, stop_ids, seed, number), number)
@@ -199,9 +201,9 @@ class VllmRollout(BaseRollout):
 
     @asynccontextmanager
     async def _submitted(self, job: _Job, key: str, prompt: list[int], params: Any) -> AsyncIterator[Any]:
-        """Yield the queue of the ``RequestOutput``s; the request is taken back if the caller is cancelled.
+        """Yield the queue of the ``RequestOutput``s; if the caller is cancelled, abort the request.
 
-        Not by AsyncLLM.generate, which would lose an abort that comes before it is queued.
+        AsyncLLM.generate is not used, because it would lose an abort that arrives before the request is queued.
         """
         tokens = {"type": "token", "prompt_token_ids": prompt}
         job.keys.append(key)
@@ -216,7 +218,7 @@ class VllmRollout(BaseRollout):
             raise
 
     async def abort(self, request_ids: Sequence[str] | None = None) -> None:
-        """End the requests (all for None); they come back with the tokens that have arrived by now."""
+        """End the requests (all for None); they return with the tokens that have arrived so far."""
         wanted = None if request_ids is None else frozenset(request_ids)
         await self._engine.run(self._abort(wanted))
 
@@ -227,16 +229,16 @@ class VllmRollout(BaseRollout):
         await self._llm.abort([key for job in jobs for key in job.keys])
 
     async def check_health(self) -> None:
-        """Ask the engine's process for a sign of life.
+        """Check that the engine's process responds.
 
         Raises:
-            RolloutError: it died, or does not answer within ``rollout.health_timeout_s``.
+            RolloutError: it died, or does not respond within ``rollout.health_timeout_s``.
         """
         await self._engine.run(self._check_health())
 
     async def _check_health(self) -> None:
         if self._turn.locked():
-            return  # it answers when the update is through; a death would end that
+            return  # it responds after the update; its death would end the update
         limit = self._config.health_timeout_s
         try:
             await asyncio.wait_for(self._llm.is_paused(), limit)
@@ -244,16 +246,16 @@ class VllmRollout(BaseRollout):
             raise RolloutError(f"vLLM's engine has not answered for {limit:g} s") from error
 
     async def report_load(self) -> EngineLoad:
-        """Return what the scheduler said after its last step."""
+        """Return the load after the scheduler's last step."""
         return self._load.report(self._config.max_num_seqs)
 
     async def update_weights(self, buckets: Iterable[Sequence[tuple[str, Tensor]]], version: int) -> WeightReport:
         """Load full tensors by Hugging Face name.
 
-        Requests under way are held up, lose their keys and values, and go on with the new weights.
+        Requests in flight are paused, lose their keys and values, and continue with the new weights.
 
         Returns:
-            What arrived in the engine's processes.
+            The report of the weights received in the engine's processes.
         """
         return await self._engine.run(self._update_weights(buckets, version))
 
@@ -275,18 +277,18 @@ class VllmRollout(BaseRollout):
             return report
 
     async def update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
-        """Load an adapter. Requests under way go on with it; those from before the first one are waited for.
+        """Load an adapter; requests in flight continue with it, except that the first adapter waits for them to end.
 
         Raises:
-            CapabilityError: ``rollout.enable_lora`` is off, or the rank above ``rollout.max_lora_rank``.
-            WeightSyncError: the adapter does not fit the model; names the tensor. Until an update
-                succeeds nothing is generated.
+            CapabilityError: ``rollout.enable_lora`` is off, or the rank exceeds ``rollout.max_lora_rank``.
+            WeightSyncError: the adapter does not fit the model; the message names the tensor, and generation is blocked
+                until an update succeeds.
         """
         if not self._config.enable_lora:
-            raise CapabilityError("the rollout takes adapters only with rollout.enable_lora=true")
+            raise CapabilityError("the rollout supports adapters only with rollout.enable_lora=true")
         rank, largest = int(adapter.config.get("r", 0)), self._config.max_lora_rank
         if rank > largest:
-            raise CapabilityError(f"the adapter has rank {rank}, and rollout.max_lora_rank is {largest}")
+            raise CapabilityError(f"the adapter has rank {rank}, but rollout.max_lora_rank is {largest}")
         return await self._engine.run(self._update_adapter(adapter, version))
 
     async def _update_adapter(self, adapter: AdapterWeights, version: int) -> WeightReport:
@@ -316,9 +318,9 @@ class VllmRollout(BaseRollout):
             return replace(tally.report(version), seconds=now - start, load_seconds=now - loading)
 
     async def release(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Give memory back, on a GPU; vLLM cannot give back the weights alone, so the cache goes with them.
+        """Release memory on a GPU; vLLM cannot release the weights alone, so the cache is released with them.
 
-        Requests under way are held up; with ``sleep_level=2`` they are aborted.
+        Requests in flight are paused; with ``sleep_level=2`` they are aborted.
 
         Raises:
             CapabilityError: a tag is unknown.
@@ -341,7 +343,7 @@ class VllmRollout(BaseRollout):
                 self._released = {KV_CACHE}
 
     async def resume(self, tags: Sequence[str] = (WEIGHTS, KV_CACHE)) -> None:
-        """Take memory again; after ``sleep_level=2`` new weights have to follow.
+        """Allocate memory again; after ``sleep_level=2`` new weights must follow.
 
         Raises:
             CapabilityError: a tag is unknown.
@@ -361,7 +363,7 @@ class VllmRollout(BaseRollout):
                 self._state.forbid("weights", "the weights were dropped when their memory was released")
 
     def close(self) -> None:
-        """End the engine's processes; requests under way get a RolloutError."""
+        """End the engine's processes; requests in flight get a RolloutError."""
         self._engine.close()
         if self._adapter is not None:
             self._adapter.close()
@@ -373,7 +375,7 @@ class VllmRollout(BaseRollout):
 
     def _raise_if_released(self) -> None:
         if WEIGHTS in self._released:
-            raise WeightSyncError("the memory of the weights is released: call resume before new ones")
+            raise WeightSyncError("the memory of the weights is released: call resume before an update")
 
     async def _expect(self) -> ModelWeights:
         if self._expected is None:
@@ -381,14 +383,14 @@ class VllmRollout(BaseRollout):
         return self._expected
 
     async def _wait_for_base_only(self) -> None:
-        """Before the first adapter: hold new requests back until those that have none are through."""
+        """Before the first adapter: hold new requests until those without an adapter have ended."""
         if self._adapter is None:
             self._open.clear()
             while any(job.base_only for job in self._jobs.values()):
                 await asyncio.sleep(0.01)
 
     async def _pause(self) -> None:
-        """Stop after the present step, and forget all keys and values, those of running requests too."""
+        """Pause after the current step, and drop all keys and values, including those of running requests."""
         if not self._released:
             await self._llm.pause_generation(mode="keep", clear_cache=True)
 
@@ -398,7 +400,7 @@ class VllmRollout(BaseRollout):
             await self._llm.resume_generation()
 
     async def _fail(self, failure: WeightSyncError) -> None:
-        """End every request with the failure of an update."""
+        """End every request with the error of a failed update."""
         jobs = list(self._jobs.values())
         for job in jobs:
             job.failure = failure
@@ -420,10 +422,10 @@ class VllmRollout(BaseRollout):
         except Exception as error:
             if self._llm.errored:
                 raise
-            raise WeightSyncError(f"vLLM does not take the adapter: {error}") from error
+            raise WeightSyncError(f"vLLM rejects the adapter: {error}") from error
 
 
 def _check_tags(tags: Sequence[str]) -> None:
     unknown = [tag for tag in tags if tag not in {WEIGHTS, KV_CACHE}]
     if unknown:
-        raise CapabilityError(f"there is no memory named {unknown[0]!r}; there are {WEIGHTS} and {KV_CACHE}")
+        raise CapabilityError(f"unknown memory tag {unknown[0]!r}; tags: {WEIGHTS}, {KV_CACHE}")

@@ -1,4 +1,4 @@
-"""Between the contract's sampling parameters and sequences, and vLLM's."""
+"""Conversion of sampling parameters and sequences between the rollout contract and vLLM."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ __all__ = [
     "spread_seed",
 ]
 
-#: vLLM samples with this temperature where a smaller one is asked for.
+#: Smallest temperature that vLLM supports; it raises smaller ones to this value.
 SMALLEST_TEMPERATURE = 0.01
 
 
 def check_temperature(request: RolloutRequest) -> None:
-    """Refuse what vLLM would silently sample with another temperature.
+    """Check that vLLM would not silently change the temperature.
 
     Raises:
         RequestError: it is between 0 and :data:`SMALLEST_TEMPERATURE`.
@@ -39,19 +39,21 @@ def check_temperature(request: RolloutRequest) -> None:
 
 
 def spread_seed(seed: int) -> int:
-    """A seed below 2**62 for vLLM, which adds a sequence's number to it: seeds of neighbours must not meet."""
+    """Return a seed below 2**62 whose sums with sequence numbers, which vLLM adds, do not collide between
+    neighbours.
+    """
     digest = hashlib.blake2b(seed.to_bytes(8, "little"), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
 
 def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | None, number: int | None = None) -> Any:
-    """Return vLLM's ``SamplingParams`` for the sampled tokens with their log-probs.
+    """Return vLLM's ``SamplingParams`` that return the sampled tokens with their log-probs.
 
     Args:
         request: request to send.
-        stop_ids: every id that ends a sequence; vLLM adds none of its own.
+        stop_ids: all ids that end a sequence; vLLM adds none of its own.
         seed: seed of the request, or None for the engine's.
-        number: sequence of the request to sample alone, with an output a step; None for all, with one final output.
+        number: index of the sequence to sample alone, with an output per step; None samples all, with one final output.
     """
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -66,7 +68,7 @@ def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | N
         repetition_penalty=sampling.repetition_penalty,
         logit_bias=dict(sampling.logit_bias) or None,
         max_tokens=sampling.max_tokens,
-        # vLLM itself adds a sequence's number where it samples several.
+        # vLLM itself adds a sequence's number when it samples several.
         seed=None if seed is None else spread_seed(seed) + (number or 0),
         stop_token_ids=list(stop_ids),
         ignore_eos=True,
@@ -78,11 +80,11 @@ def build_params(request: RolloutRequest, stop_ids: Sequence[int], seed: int | N
 
 
 class SequenceReader:
-    """One sequence, put together from vLLM's outputs, as far as a stop string.
+    """One sequence, assembled from vLLM's outputs, up to a stop string.
 
     Args:
         request_id: id of the request, for messages.
-        matcher: finds the request's stop strings; None without any.
+        matcher: matcher of the request's stop strings; None without any.
     """
 
     def __init__(self, request_id: str, matcher: StopMatcher | None = None) -> None:
@@ -98,11 +100,11 @@ class SequenceReader:
 
     @property
     def has_stopped(self) -> bool:
-        """True once a stop string is complete; vLLM has to be told to end the sequence."""
+        """True once a stop string is complete; the caller must then make vLLM end the sequence."""
         return self._kept is not None
 
     def add(self, completion: Any) -> None:
-        """Take what a ``CompletionOutput`` adds."""
+        """Add the tokens of a ``CompletionOutput``."""
         tokens = array("i", completion.token_ids)
         if self._matcher is not None and self._kept is None:
             found = count_until_stop(self._matcher, tokens)
@@ -111,14 +113,14 @@ class SequenceReader:
         if tokens:
             self._log_probs += array("f", completion.logprobs.logprobs)
         self._reason = completion.finish_reason
-        for span in completion.weight_versions or ():  # with the last output
+        for span in completion.weight_versions or ():  # only in the last output
             self._versions += array("q", [int(span.version)]) * (span.end - span.start)
 
     def sequence(self) -> RolloutSequence:
         """Return the sequence; call it when it is over.
 
         Raises:
-            RolloutError: vLLM failed at it, or gave fewer log-probs or versions than tokens.
+            RolloutError: vLLM failed, or returned fewer log-probs or versions than tokens.
         """
         parts = (self._tokens, self._log_probs, self._versions)
         reason = self._reason
@@ -133,7 +135,7 @@ class SequenceReader:
 
 
 def read_sequence(request_id: str, completion: Any) -> RolloutSequence:
-    """Return the sequence of a final ``CompletionOutput``; raises as :meth:`SequenceReader.sequence`."""
+    """Return the sequence of a final ``CompletionOutput``; raises like :meth:`SequenceReader.sequence`."""
     reader = SequenceReader(request_id)
     reader.add(completion)
     return reader.sequence()

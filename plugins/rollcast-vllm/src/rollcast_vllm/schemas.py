@@ -12,20 +12,19 @@ __all__ = ["VllmRolloutConfig"]
 
 @config
 class VllmRolloutConfig(AdapterRolloutConfig):
-    """Keys of the vLLM rollout, beside those of engines with adapters. Names are verl's, else vLLM's."""
+    """Keys of the vLLM rollout, in addition to those of engines with adapters. Names are verl's, otherwise vLLM's."""
 
     name: str = "vllm"
     """Registry name of the rollout."""
     gpu_memory_utilization: Annotated[float, Gt(0), Le(1)] = 0.5
     """Fraction of the GPU's memory for weights, activations and cache."""
     kv_cache_memory_bytes: Positive | None = None
-    """Size of the KV cache in bytes; null for what `gpu_memory_utilization` leaves, and for 256 MiB on a CPU."""
+    """Size of the KV cache in bytes; null for the memory that `gpu_memory_utilization` leaves, or 256 MiB on a CPU."""
     max_num_seqs: Positive = 256
-    """Sequences computed at once, at most."""
+    """Maximum number of sequences computed at once."""
     max_num_batched_tokens: Positive | None = None
-    """Tokens of one step, at most; null for vLLM's choice."""
+    """Maximum number of tokens per step; null for vLLM's choice."""
     use_request_seeds: bool = True
-    """Sample a request that has a seed from a stream of its own, so that nothing beside it matters; on a GPU it costs
-    speed."""
+    """Sample a request that has a seed from its own random stream, independent of other requests; slower on a GPU."""
     sleep_level: Literal[1, 2] = 1
-    """Treatment of released weights: 1 keeps them in host memory, 2 drops them, so that an update has to follow."""
+    """What happens to released weights: 1 keeps them in host memory, 2 drops them, so that an update must follow."""

@@ -1,4 +1,4 @@
-"""New weights from this process into vLLM's."""
+"""Loading new weights from this process into vLLM's processes."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ __all__ = ["load_weights"]
 async def load_weights(
     llm: Any, buckets: Iterable[Sequence[tuple[str, Tensor]]], expected: ModelWeights, version: int
 ) -> WeightReport:
-    """Load a whole model into an engine that is paused.
+    """Load a whole model into a paused engine.
 
-    The engine's own processes iterate over buckets that can be pickled. Others are copied to them one by one, through
-    memory of one bucket's size.
+    If the buckets can be pickled, the engine's own processes iterate over them. Others are copied to them one by one,
+    through memory of one bucket's size.
 
     Returns:
-        What arrived, counted and checked in the engine's processes.
+        The report of the weights, counted and verified in the engine's processes.
 
     Raises:
-        WeightSyncError: it is not the model's weights. The engine's are a mixture of old and new then.
+        WeightSyncError: the weights do not fit the model. The engine then holds a mixture of old and new weights.
     """
     start = time.perf_counter()
     pickled = dump_remote(buckets, lambda: pickle.dumps((expected, buckets)))
@@ -61,7 +61,7 @@ async def _call(llm: Any, method: str, *args: Any) -> list[Any]:
     """Call a method of every worker.
 
     Returns:
-        The workers' answers in the order of their ranks.
+        The workers' answers in rank order.
 
     Raises:
         RollcastError: a worker's error.

@@ -1,4 +1,4 @@
-"""What runs inside vLLM's worker processes: loading weights. vLLM mixes the class into its own worker."""
+"""Loading weights inside vLLM's worker processes; vLLM mixes the class into its own worker."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ __all__ = ["WeightsExtension"]
 class WeightsExtension:
     """Methods that the rollout calls by ``collective_rpc``; all of them start with ``rollcast_``.
 
-    Arguments and results that are no plain values are pickled, because vLLM's own encoding loses their
-    types. An error is a result too: it has to arrive with its class and fields.
+    Arguments and results other than plain values are pickled, because vLLM's own encoding loses their types. Errors are
+    returned as results, so that they arrive with their class and fields.
     """
 
     model_runner: Any
@@ -35,7 +35,7 @@ class WeightsExtension:
     _rollcast_load: _Load | None = None
 
     def rollcast_watch_parent(self, pid: int) -> None:
-        """End this process when the one with this id is gone: killed, it could not stop its engine."""
+        """End this process when the process ``pid`` is gone: if that process is killed, it cannot stop its engine."""
         try:
             parent = os.pidfd_open(pid)
         except (AttributeError, OSError):
@@ -43,7 +43,7 @@ class WeightsExtension:
         threading.Thread(target=_die_with, args=(parent,), name="rollcast-watch-parent", daemon=True).start()
 
     def rollcast_load_all(self, pickled: bytes, version: int) -> bytes:
-        """Load all of ``(ModelWeights, buckets)``; returns a report or an error."""
+        """Load all of ``(ModelWeights, buckets)``; return a report or an error."""
 
         def load() -> WeightReport:
             expected, buckets = pickle.loads(pickled)
@@ -55,7 +55,7 @@ class WeightsExtension:
         return _answer(load)
 
     def rollcast_load_begin(self, pickled: bytes) -> bytes:
-        """Begin an update with :class:`ModelWeights`."""
+        """Begin an update with pickled :class:`ModelWeights`."""
 
         def begin() -> None:
             self._rollcast_load = _Load(self, pickle.loads(pickled))
@@ -63,7 +63,7 @@ class WeightsExtension:
         return _answer(begin)
 
     def rollcast_load_bucket(self, pickled: bytes, version: int) -> bytes:
-        """Load one :class:`SharedBucket`; returns a report or an error."""
+        """Load one :class:`SharedBucket`; return a report or an error."""
 
         def load() -> WeightReport:
             bucket: SharedBucket = pickle.loads(pickled)
@@ -72,7 +72,7 @@ class WeightsExtension:
         return _answer(load)
 
     def rollcast_load_finish(self, version: int) -> bytes:
-        """End an update: everything has to be there."""
+        """End an update after checking that it is complete."""
 
         def finish() -> None:
             self._present_load().finish(version)
@@ -81,7 +81,7 @@ class WeightsExtension:
         return _answer(finish)
 
     def rollcast_load_abandon(self) -> None:
-        """Give up an update that failed; what was loaded by then stays."""
+        """Abandon a failed update; tensors that were already loaded stay."""
         if self._rollcast_load is not None:
             self._rollcast_load.abandon()
             self._rollcast_load = None
@@ -93,7 +93,7 @@ class WeightsExtension:
 
 
 class _Load:
-    """One update of a worker's model. vLLM collects a layer's tensors until it has them all, then converts them."""
+    """One update of a worker's model. vLLM collects a layer's tensors until they are complete, then converts them."""
 
     def __init__(self, worker: WeightsExtension, expected: ModelWeights) -> None:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
@@ -121,7 +121,7 @@ class _Load:
     def abandon(self) -> None:
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 
-        # A layer that is half there keeps its old weights; without this it would get memory with nothing in it.
+        # An incomplete layer keeps its old weights; without this it would get uninitialized memory.
         for layer in self._model.modules():
             info = get_layerwise_info(layer)
             info.loaded_weights.clear()
@@ -135,9 +135,9 @@ class _Load:
                 yield known, tensor
 
     def _keep(self, bucket: Sequence[tuple[str, Tensor]]) -> None:
-        """Copy what vLLM keeps of a bucket for layers that are not complete, because its memory is used again.
+        """Copy the parts of a bucket that vLLM keeps for incomplete layers, because the bucket's memory is reused.
 
-        Of complete layers a rank has copied its own shard, straight from the bucket.
+        For complete layers each rank has already copied its shard from the bucket.
         """
         from torch import Tensor
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
@@ -157,10 +157,10 @@ class _Load:
 
 
 def _repack_heads(model: Any) -> None:
-    """Make a tied head compute with the embedding's present weights.
+    """Make a tied head compute with the embedding's current weights.
 
-    On a CPU vLLM 0.32 gives each vocabulary layer a packed copy of its weight when it is loaded, and a head
-    that shares the embedding's weight is not told of a new one.
+    On a CPU vLLM 0.32 packs a copy of each vocabulary layer's weight when it is loaded, but does not repack a head that
+    shares the embedding's weight.
     """
     from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding

@@ -1,1 +1,1 @@
-"""Environments: plain classes, and worlds of other packages."""
+"""Environments: plain classes, and those of other packages."""

@@ -1,4 +1,4 @@
-"""The preprocessor ``episodes``: rows for environments that ask their own questions."""
+"""The preprocessor ``episodes``: rows for environments that generate their own questions."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from rollcast_data.files import write_jsonl
 __all__ = ["INSTRUCTION", "SPLITS", "Episodes"]
 
 SPLITS: Mapping[str, int] = {"train": 10_000, "test": 500}
-"""Rows of each file. No number is in two of them."""
+"""Number of rows of each file; no episode number is in two files."""
 
 INSTRUCTION = "Think step by step, then write the answer between <answer> and </answer>."
 """System message of every row."""
 
 
 class Episodes(BasePreprocessor):
-    """Numbers of episodes: ``index`` says which one the environment begins.
+    """Rows with episode numbers: ``index`` selects the episode that the environment starts.
 
     Writes train.jsonl (10,000 rows) and test.jsonl (500 rows) with the columns prompt (a system message) and index.
     """
 
     def run(self, source: Path | None, output: Path, seed: int = 0) -> PreprocessReport:
-        """Write into ``output``; ``seed`` has no effect.
+        """Write the files into ``output``; ``seed`` has no effect.
 
         Raises:
             DataError: a source was given, but the rows are generated.

@@ -14,12 +14,12 @@ __all__ = ["Gem"]
 
 
 class Gem(BaseEnvironment):
-    """One episode. Each reply is an action; rewards are those of the steps.
+    """An episode of a gem environment. Each reply is an action; rewards are those of the steps.
 
-    A row of the dataset may have ``env``; else it comes from the options. ``seed`` decides what the episode draws.
+    A dataset row may have ``env``; otherwise the options provide it. ``seed`` determines what the episode draws.
 
     gem-llm 0.1 pins versions of math-verify and reasoning-gym that hydra and this package's extras exclude. Install it
-    with ``pip install --no-deps gem-llm`` and what its import asks for.
+    with ``pip install --no-deps gem-llm``, and then the packages that its import needs.
 
     Args:
         env: id of the environment, such as ``game:GuessTheNumber-v0-easy``.
@@ -48,14 +48,14 @@ class Gem(BaseEnvironment):
         return Observation(said, reward=float(reward), done=bool(terminated or truncated))
 
     async def solution(self) -> Sequence[str] | None:
-        # Questions have an answer; games keep theirs in many ways.
+        # Questions have an answer; games store theirs in different ways.
         entry = getattr(self._env, "data", None)
         answer = entry.get("answer") if isinstance(entry, Mapping) else getattr(self._env, "answer", None)
         return None if answer is None else [f"<answer>{answer}</answer> \\boxed{{{answer}}}"]
 
 
 def _text(seen: Any, info: Mapping[str, Any]) -> str:
-    """Return what the model reads: an observation, and what its environment wants behind it."""
+    """Return the text for the model: an observation, followed by its environment's suffix."""
     return "\n".join(part for part in (str(seen).rstrip("\n"), str(info.get("suffix", ""))) if part)
 
 

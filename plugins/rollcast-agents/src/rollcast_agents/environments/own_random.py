@@ -1,4 +1,4 @@
-"""Random states of worlds that draw from the process's global generators."""
+"""Separate random states for environments that draw from the process's global generators."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["OwnRandom"]
 
 T = TypeVar("T")
 
-#: One call at a time, for there is one global generator. A call that never returns blocks the others of its process.
+#: One call at a time, since the generators are global. A call that never returns blocks the others in its process.
 _TURN = threading.Lock()
 
 
 class OwnRandom:
-    """Gives calls the global generators of Python and NumPy in a state of their own.
+    """A separate state of Python's and NumPy's global generators, for calls of one episode.
 
-    Episodes then do not disturb each other, nor the process: the same seed begins the same episode, whatever else runs,
-    and each episode goes on where its last call left the generators. A thread that draws from the global generators
-    during a call is not protected.
+    Episodes then do not disturb each other or the process: the same seed starts the same episode, whatever else runs,
+    and each call continues from the state after the episode's previous call. A thread that draws from the global
+    generators during a call is not protected.
 
     Args:
-        seed: of both generators, not negative.
+        seed: seed of both generators, not negative.
     """
 
     def __init__(self, seed: int) -> None:
-        self._python = random.Random(seed).getstate()  # noqa: S311  # games, no secrets
+        self._python = random.Random(seed).getstate()  # noqa: S311  # games need no cryptographic randomness
         self._numpy = np.random.RandomState(seed % 2**32).get_state()
 
     async def run(self, function: Callable[[], T]) -> T:

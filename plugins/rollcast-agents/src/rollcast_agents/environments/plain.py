@@ -1,4 +1,4 @@
-"""Plain classes as environments: public methods are tools, ``reset`` begins, ``get_reward`` scores."""
+"""Plain classes as environments: public methods are tools, ``reset`` starts, ``get_reward`` scores."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ _OWN = frozenset({"reset", "step", "close", "get_reward", "is_done"})
 
 
 class PlainEnvironment(BaseEnvironment):
-    """Wraps an object of any class.
+    """An environment that wraps an object of any class.
 
     Args:
-        owner: the object. ``reset(**task)`` may return a prompt as text or messages; ``get_reward()`` the reward
-            at the end; ``is_done()`` True to end early; ``close()`` frees what it holds. Each may be ``async``.
+        owner: the object. ``reset(**task)`` may return a prompt as text or messages; ``get_reward()`` returns the
+            reward at the end; ``is_done()`` returns True to end early; ``close()`` releases resources. All are optional
+            and may be ``async``.
     """
 
     def __init__(self, owner: Any) -> None:
         self._owner = owner
-        #: Public methods of the object, ready to call.
+        #: Public methods of the object as tools.
         self.tools: Mapping[str, BaseTool] = {
             name: FunctionTool(method, name) for name, method in public_methods(owner, _OWN).items()
         }
@@ -38,7 +39,7 @@ class PlainEnvironment(BaseEnvironment):
         return Observation(_as_messages(began), [tool.schema for tool in self.tools.values()])
 
     async def step(self, message: Message) -> Observation:
-        """End the episode, as a reply without a tool call is the model's answer; or answer by the class's ``step``."""
+        """Return the observation of the class's ``step``; without one, end the episode with the reply as the answer."""
         answer = await self._ask("step", message.text)
         if isinstance(answer, Observation):
             return answer
@@ -62,7 +63,7 @@ class PlainEnvironment(BaseEnvironment):
 
 
 def _taken(method: Callable[..., Any], task: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a task that a method names; all if it takes any."""
+    """Return the fields of a task that a method accepts; all if it accepts ``**kwargs``."""
     parameters = inspect.signature(method).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return dict(task)
@@ -77,11 +78,11 @@ def _as_messages(value: Any) -> Sequence[Mapping[str, Any]]:
 
 
 def build_environment(name: str, options: Mapping[str, Any] | None = None) -> BaseEnvironment:
-    """Return a new environment of the class called ``name``.
+    """Return a new environment of the class registered as ``name``.
 
     Raises:
         PluginError: the environment does not exist or does not load.
-        ConfigError: it does not take these options.
+        ConfigError: it does not accept these options.
     """
     plugin = environments.get(name)
     try:

@@ -1,4 +1,4 @@
-"""The environment ``reasoning_gym``: procedural tasks of the public package of that name."""
+"""The environment ``reasoning_gym``: procedural tasks of the public package of the same name."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def _dataset(name: str, size: int, seed: int, options: tuple[tuple[str, Any], ..
 
 
 class ReasoningGym(BaseEnvironment):
-    """One question, one answer; the package scores it.
+    """An environment with one question and one answer, which the package scores.
 
-    A row of the dataset may have ``task`` and ``index``, the entry of that task; else they come from the options.
+    A dataset row may have ``task`` and ``index``, the entry of that task; otherwise the options provide the task.
 
     Args:
         task: name of the generator, such as ``basic_arithmetic``.
         size: number of its entries.
-        seed: of the generator.
+        seed: seed of the generator.
         options: further settings of the generator.
     """
 
@@ -65,6 +65,6 @@ class ReasoningGym(BaseEnvironment):
         return Observation(reward=score, done=True)
 
     async def solution(self) -> Sequence[str] | None:
-        # Tasks with many right answers name none.
+        # Tasks with many correct answers name none.
         answer = self._entry["answer"]
         return None if answer is None else [f"<answer>{answer}</answer>"]

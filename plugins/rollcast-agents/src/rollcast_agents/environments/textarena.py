@@ -1,4 +1,4 @@
-"""The environment ``textarena``: games of the public package of that name."""
+"""The environment ``textarena``: games of the public package of the same name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from rollcast_agents.named import load_named
 
 __all__ = ["TextArena"]
 
-#: What an opponent says to the game's text.
+#: Function from the game's text to an opponent's move.
 Opponent = Callable[[str], str]
 _WITHOUT_WRAPPERS = "-raw"
 
 
 class TextArena(BaseEnvironment):
-    """One game. Each reply is a move; the reward is the game's, for the model's player, at the end.
+    """An environment of one game. Each reply is a move; the game's reward for the model's player comes at the end.
 
-    A row of the dataset may have ``game``; else it comes from the options. ``seed`` decides what the game draws.
+    A dataset row may have ``game``; otherwise the options provide it. ``seed`` determines what the game draws.
 
     Args:
         game: id of the game, such as ``GuessTheNumber-v0``.
         options: arguments of the game.
         players: number of players.
-        player: player that the model is, from 0.
-        opponent: ``module:function`` that returns the move of every other player from the text that this player sees.
+        player: index of the model's player, from 0.
+        opponent: ``module:function`` that returns the move of any other player from the text that this player sees.
     """
 
     def __init__(
@@ -41,7 +41,9 @@ class TextArena(BaseEnvironment):
         opponent: str | None = None,
     ) -> None:
         if not 0 <= player < players:
-            raise ConfigError(f"agent.environment_kwargs.player is {player}; with {players} players it is below that")
+            raise ConfigError(
+                f"agent.environment_kwargs.player is {player}; with {players} players it must be below that"
+            )
         if players > 1 and opponent is None:
             raise ConfigError(
                 "agent.environment_kwargs.opponent is missing: the module:function that plays the other players"
@@ -51,7 +53,7 @@ class TextArena(BaseEnvironment):
         if opponent is not None:
             self._opponent = load_named(opponent, "agent.environment_kwargs.opponent")
             if inspect.iscoroutinefunction(self._opponent):
-                raise ConfigError(f"agent.environment_kwargs.opponent: {opponent} has to be a plain function")
+                raise ConfigError(f"agent.environment_kwargs.opponent: {opponent} must not be an async function")
         self._env: Any = None
         self._random = OwnRandom(0)
 
@@ -75,11 +77,11 @@ class TextArena(BaseEnvironment):
 
     def _move(self, text: str) -> Observation:
         done, _ = self._env.step(action=text)
-        # A game that ends at a limit of the run is not won, and no reward function has to score it.
+        # A game that ends at a limit of the run is not won, and does not need a reward function to score it.
         return self._seen(done, 0.0)
 
     def _seen(self, done: bool, reward: float | None) -> Observation:
-        """Let the others move until it is the model's turn or the game is over."""
+        """Let the other players move until it is the model's turn or the game is over."""
         while not done:
             player, said = self._env.get_observation()
             if player == self._player or self._opponent is None:
@@ -91,7 +93,7 @@ class TextArena(BaseEnvironment):
         return Observation(reward=float((rewards or {}).get(self._player, 0.0)), done=True, metrics=metrics)
 
     def _text(self, said: Any, player: int) -> str:
-        """Return what a player has not seen yet; its own moves are in its conversation already."""
+        """Return the text that a player has not seen yet; its own moves are already in its conversation."""
         names = self._env.state.role_mapping
         lines = []
         for speaker, text, _ in said:

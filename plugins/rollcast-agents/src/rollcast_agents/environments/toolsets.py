@@ -1,4 +1,4 @@
-"""Tools of verifiers' toolsets, called in this process in place of a server."""
+"""Tools of verifiers' toolsets, called in this process instead of a server."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class _Method(BaseTool):
         return await self._inner.call(state, arguments)
 
     def _with_state(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        # The one way to set a toolset's state without a server; a context variable, so it holds for this call alone.
+        # The only way to set a toolset's state without a server; a context variable, so it applies to this call alone.
         from verifiers.v1.mcp.server import _call_state
 
         async def call(*arguments: Any, **named: Any) -> Any:
@@ -48,7 +48,7 @@ class _Method(BaseTool):
             finally:
                 _call_state.reset(token)
 
-        # Schema and docstring are those of the method.
+        # Schema and docstring are derived from the method.
         call.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
         call.__annotations__ = inspect.get_annotations(method, eval_str=True)
         call.__name__ = call.__qualname__ = method.__name__
@@ -60,7 +60,7 @@ class _Method(BaseTool):
 async def started_tools(
     shared: Sequence[Any], own: Sequence[Any], data: Any, state: Any
 ) -> AsyncIterator[list[BaseTool]]:
-    """Yield the tools of toolsets that were set up for a task.
+    """Yield the tools of toolsets after setting them up for a task.
 
     Args:
         shared: toolsets of the taskset.
@@ -73,7 +73,7 @@ async def started_tools(
     async with contextlib.AsyncExitStack() as stack:
         tools: list[BaseTool] = []
         for toolset in (*shared, *own):
-            # A toolset enters what it holds into this stack; its server would close it.
+            # A toolset registers its resources in this stack, which its server would close.
             await stack.enter_async_context(toolset._exit_stack)
             await toolset.setup()
             if toolset in own:

@@ -1,4 +1,4 @@
-"""The environment ``verifiers``: tasksets of the public package of that name."""
+"""The environment ``verifiers``: tasksets of the public package of the same name."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ _PROGRAM = "run it with agent.loop=program and verifiers' own agents"
 
 
 class Verifiers(BaseEnvironment):
-    """One task of a taskset: its prompt, its tools, its stops, and its rewards at the end.
+    """An environment of one task of a taskset: its prompt, tools and stops, and its rewards at the end.
 
-    ``index`` in a row of the dataset is the number of the task. A system message of the row takes the place of the
-    task's. A reply without a tool call ends the episode. Tools run in this process, and the commands of a task's setup
-    and scores on this machine without a sandbox.
+    ``index`` in a dataset row is the number of the task. A system message of the row replaces the task's. A reply
+    without a tool call ends the episode. Tools run in this process, and the commands of a task's setup and scores run
+    on this machine without a sandbox.
 
     Args:
-        taskset: taskset as verifiers finds it, by the name of an installed package; or ``module:Class`` or
-            ``file.py:Class``.
+        taskset: name of an installed taskset package, or ``module:Class`` or ``file.py:Class``.
         options: fields of its config.
     """
 
@@ -77,14 +76,14 @@ class Verifiers(BaseEnvironment):
             return await self._end()
         results = await asyncio.gather(*(self._tools.call(call) for call in message.tool_calls))
         answers = [self._answer(call, result.text) for call, result in zip(message.tool_calls, results, strict=True)]
-        # An episode that ends at a limit of the run has no reward of its task.
+        # An episode that ends at a limit of the run gets no reward from its task.
         return Observation(answers, reward=0.0)
 
     async def close(self) -> None:
         await self._held.aclose()
 
     async def _begin(self, taskset: Any) -> None:
-        """Start what the task needs: its trace, its folder, its tools."""
+        """Start the resources that the task needs: its trace, its folder, its tools."""
         import verifiers.v1 as vf
         from verifiers.v1.runtimes import make_runtime
         from verifiers.v1.state import state_cls
@@ -148,7 +147,7 @@ class Verifiers(BaseEnvironment):
 
 
 class _Tasks:
-    """The tasks of a taskset, which may have no end, read as far as they are asked for."""
+    """The tasks of a possibly endless taskset, read only as far as they are requested."""
 
     def __init__(self, taskset: Any) -> None:
         self.taskset = taskset
@@ -157,7 +156,7 @@ class _Tasks:
         self._lock = threading.Lock()
 
     def find(self, index: int) -> Any:
-        """Return a task; beyond the last one they begin again."""
+        """Return a task; numbers beyond the last task wrap around."""
         with self._lock:
             self._read += itertools.islice(self._unread, max(index + 1 - len(self._read), 0))
             if not self._read:
@@ -184,7 +183,7 @@ def _tasks(name: str, options: str) -> _Tasks:
         except (ImportError, AttributeError, TypeError, ValueError) as error:
             raise ConfigError(f"{_KEY}={name}: {error}") from error
         if environment_class(name) is not SingleAgentEnv:
-            raise ConfigError(f"{_KEY}={name} brings an environment of its own; {_PROGRAM}")
+            raise ConfigError(f"{_KEY}={name} has an environment of its own; {_PROGRAM}")
     task = kind.task_type()
     if task.NEEDS_CONTAINER:
         raise ConfigError(f"{_KEY}={name}: its tasks need a container; {_PROGRAM}")
@@ -206,10 +205,10 @@ def _built(name: str, kind: Callable[[Any], Any], fields: Mapping[str, Any]) -> 
 
 
 def _check_hooks(name: str, task: type) -> None:
-    """Refuse tasks that rewrite requests and replies, which sessions must not do.
+    """Check that tasks do not rewrite requests or replies, which a session records as they are.
 
     Raises:
-        ConfigError: names the hooks.
+        ConfigError: they do; the message names the hooks.
     """
     found = [key for cls in task.__mro__ for key, value in vars(cls).items() if getattr(value, "intercept", False)]
     if found:
@@ -223,7 +222,7 @@ def _prompt_of(data: Any, with_system: bool) -> Sequence[Any]:
     if isinstance(data.prompt, str):
         return [*system, vf.UserMessage(content=data.prompt)]
     if not data.prompt:
-        raise ConfigError(f"task {data.idx} of the taskset has no prompt: a user begins it; {_PROGRAM}")
+        raise ConfigError(f"task {data.idx} of the taskset has no prompt: a simulated user starts it; {_PROGRAM}")
     return [*system, *data.prompt]
 
 

@@ -1,4 +1,6 @@
-"""verl's interactions as environments: classes derived from its ``BaseInteraction``, and the YAML files for them."""
+"""verl's interactions as environments: classes derived from its ``BaseInteraction``, and the YAML files that list
+them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,11 @@ __all__ = ["VerlInteraction", "load_interaction_config"]
 
 
 class VerlInteraction(BaseEnvironment):
-    """An interaction written for verl: ``start_interaction``, ``generate_response`` and ``finalize_interaction``.
+    """An environment that wraps an interaction written for verl.
 
-    A row of the dataset names its interaction in ``extra_info.interaction_kwargs.name``, as in verl; a row without a
-    name has the only one. The score of a turn is the reward of the reply before it.
+    The interaction has ``start_interaction``, ``generate_response`` and ``finalize_interaction``. A dataset row selects
+    its interaction by ``extra_info.interaction_kwargs.name``, as in verl; without a name, the only interaction is used.
+    The score of a turn is the reward of the preceding reply.
 
     Args:
         interactions: objects of the run, by name; they keep the state of each rollout by its instance id.
@@ -74,10 +77,12 @@ async def _awaited(value: Any) -> Any:
 
 
 def load_interaction_config(path: str | Path) -> dict[str, Any]:
-    """Return the interactions of verl's YAML file by name: a list ``interaction`` of ``name``, ``class_name`` and such.
+    """Return the interactions of verl's YAML file by name.
+
+    The file has a list ``interaction`` of entries with ``name``, ``class_name`` and ``config``.
 
     Raises:
-        ConfigError: the file or a class cannot be read; names the entry.
+        ConfigError: the file or a class cannot be read; the message names the entry.
     """
     key = f"agent.interaction_config_path={path}"
     try:
@@ -92,7 +97,7 @@ def load_interaction_config(path: str | Path) -> dict[str, Any]:
         where = f"{key}: interaction[{index}]"
         name, built = _interaction(where, entry)
         if name in found:
-            raise ConfigError(f"{where} has the name {name!r}, which another has too")
+            raise ConfigError(f"{where} has the name {name!r}, which another entry already uses")
         found[name] = built
     return found
 
@@ -106,6 +111,6 @@ def _interaction(where: str, entry: Any) -> tuple[str, Any]:
     try:
         cls = getattr(importlib.import_module(module), cls_name)
         return name, cls(config={**(entry.get("config") or {}), "name": name})
-    except Exception as error:  # a stranger's module or constructor
+    except Exception as error:  # the user's module or constructor may raise anything
         reason = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{where}: {entry['class_name']} cannot be imported and built: {reason}") from error

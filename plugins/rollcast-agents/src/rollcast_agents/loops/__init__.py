@@ -1,1 +1,1 @@
-"""Agent loops: one reply, tools, an environment, a program of the user's."""
+"""Agent loops: single reply, tools, environment, and the user's program."""

@@ -1,4 +1,4 @@
-"""The loop ``program``: a command or a function that talks to the gateway as to any OpenAI-compatible endpoint."""
+"""The loop ``program``: a command or function that uses the gateway like any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from rollcast_agents.threads import in_thread
 __all__ = ["ProgramLoop"]
 
 _LAST = 2000
-"""Characters of a failed command's output that its error shows."""
+"""Maximum characters of a failed command's output in its error."""
 _GRACE_S = 2.0
 
 
 class ProgramLoop(BaseAgentLoop):
-    """Runs a program for each task; its reward is what it returns or prints.
+    """A loop that runs a program for each task; the program returns or prints the reward.
 
-    ``agent.program`` is ``module:function``, an ``async def`` (or a plain function, run in a thread) called with the
-    task, the gateway's ``base_url`` and ``api_key``; it returns a reward, an :class:`Outcome` or None. Or it is a
-    command with ``agent.program_kind=command``: it gets the task as JSON on its standard input, ``OPENAI_BASE_URL`` and
-    ``OPENAI_API_KEY`` in its environment, and may print ``{"reward": 1.0}`` as its last line.
+    ``agent.program`` is ``module:function``: an ``async def`` (or a plain function, run in a thread) that is called
+    with the task, the gateway's ``base_url`` and ``api_key``, and returns a reward, an :class:`Outcome` or None. With
+    ``agent.program_kind=command`` it is a command, which receives the task as JSON on its standard input,
+    ``OPENAI_BASE_URL`` and ``OPENAI_API_KEY`` in its environment, and may print ``{"reward": 1.0}`` as its last line.
 
     Raises:
         ConfigError: ``agent.program`` is missing or cannot be imported.
@@ -110,4 +110,4 @@ def _reward_in(output: str) -> float | None:
     try:
         return float(value["reward"])
     except (TypeError, ValueError) as error:
-        raise ProgramFailed(f"the program printed the reward {value['reward']!r}, which is no number") from error
+        raise ProgramFailed(f"the program printed the reward {value['reward']!r}, which is not a number") from error

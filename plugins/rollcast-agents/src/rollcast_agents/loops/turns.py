@@ -20,7 +20,7 @@ __all__ = ["EnvironmentLoop", "SingleTurnLoop", "ToolLoop"]
 
 
 class SingleTurnLoop(BaseAgentLoop):
-    """One reply to the task's prompt."""
+    """A loop with one reply to the task's prompt."""
 
     async def run(self, task: Mapping[str, Any], session: Session, environment: BaseEnvironment | None) -> Outcome:
         prompt = list(task["prompt"])
@@ -29,7 +29,7 @@ class SingleTurnLoop(BaseAgentLoop):
 
 
 class _Episode:
-    """The conversation of one rollout, and what has been given for it."""
+    """The conversation of one rollout, and its rewards and metrics so far."""
 
     def __init__(self, messages: Sequence[ChatMessage]) -> None:
         self.messages: list[ChatMessage] = list(messages)
@@ -66,7 +66,7 @@ class _Episode:
         return reply.message
 
     async def answer(self, session: Session, message: Message, tools: RolloutTools, at_once: int) -> None:
-        """Run the message's calls, at most ``at_once`` of them, and add their results in the order of the calls."""
+        """Run the first ``at_once`` of the message's calls concurrently, and add their results in call order."""
         calls = message.tool_calls[:at_once]
         results = await asyncio.gather(*(tools.call(call) for call in calls))
         for call, result in zip(calls, results, strict=True):
@@ -75,7 +75,7 @@ class _Episode:
             for name, value in result.metrics.items():
                 self.metrics[f"tool/{call.name}/{name}"] = value
         for call in message.tool_calls[at_once:]:
-            self.messages.append(tool_message(call, f"Not run: at most {at_once} calls in one reply are."))
+            self.messages.append(tool_message(call, f"Not run: a reply may have at most {at_once} calls."))
 
     def numbers(self, tools: RolloutTools) -> dict[str, float]:
         """Return the metrics so far."""
@@ -85,7 +85,7 @@ class _Episode:
     def outcome(self, tools: RolloutTools) -> Outcome:
         return Outcome(
             self.end,
-            # What tools gave is added to the score of the reward function, where no environment scores.
+            # Rewards from tools are added to the reward function's score, unless an environment scores.
             reward=sum(self.turn_rewards.values()) if self._is_scored else None,
             turn_rewards=self.turn_rewards,
             reward_components=self.components,
@@ -96,7 +96,7 @@ class _Episode:
 
 
 class ToolLoop(BaseAgentLoop):
-    """Replies and calls of the run's tools, until a reply has no call."""
+    """A loop of replies and tool calls, until a reply has no call."""
 
     def __init__(self, setup: AgentLoopSetup) -> None:
         super().__init__(setup)
@@ -114,10 +114,10 @@ class ToolLoop(BaseAgentLoop):
 
 
 class EnvironmentLoop(BaseAgentLoop):
-    """Replies and the environment's answers, until it says that the episode is over.
+    """A loop of replies and the environment's observations, until the environment ends the episode.
 
-    Calls of the run's tools, and of a plain environment's methods, are run by the loop; every other reply goes to
-    the environment whole.
+    The loop runs calls of the run's tools and of a plain environment's methods; every other reply is passed to the
+    environment.
     """
 
     def __init__(self, setup: AgentLoopSetup) -> None:
@@ -145,7 +145,7 @@ class EnvironmentLoop(BaseAgentLoop):
                     await episode.answer(session, message, tools, self.setup.config.max_parallel_calls)
                     if plain is None or not await plain.done_early():
                         continue
-                # A reply that was cut at its limit is scored too; nothing follows it.
+                # A reply that was cut at its length limit is scored too, as the last one.
                 seen = await environment.step(message)
                 episode.observe(session.turns - 1, seen)
                 offered = _offered(tools, seen, offered)

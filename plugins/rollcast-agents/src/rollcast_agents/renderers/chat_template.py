@@ -1,4 +1,4 @@
-"""The renderer ``chat_template``: any Hugging Face chat template, with a proof that it keeps what is there."""
+"""The renderer ``chat_template``: any Hugging Face chat template, with a check that extending keeps all tokens."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def split_reasoning(text: str) -> tuple[str, str]:
 
 
 class ChatTemplateRenderer(BaseRenderer):
-    """Renders by the tokenizer's chat template; options are passed to the template.
+    """A renderer that uses the tokenizer's chat template; options are passed to the template.
 
-    A conversation is extended by text: the template renders it up to the last reply, and whole. Where the first text
-    begins the second, the rest is tokenized by itself and follows the ids that are there. Where it does not, as in
-    templates that drop earlier thinking, nothing can be proven and the session forks.
+    A conversation is extended by text: the template renders it up to the last reply, and as a whole. If the second text
+    starts with the first, the rest is tokenized separately and appended to the existing ids. Otherwise, as with
+    templates that drop earlier thinking, the tokens may differ and the session forks.
     """
 
     def __init__(self, setup: RendererSetup) -> None:
@@ -86,14 +86,14 @@ class ChatTemplateRenderer(BaseRenderer):
             return None
         closing = self._closing
         if int(ids[-1]) in self.stop_token_ids:
-            # The reply was sampled with its stop token; what the template writes behind that token is missing.
+            # The sampled reply includes its stop token, but not the text that the template writes after that token.
             stop = self._tokenizer.convert_ids_to_tokens(int(ids[-1]))
             closing = closing.removeprefix(stop)
         return np.concatenate([ids, self.encode(closing + whole[len(before) :])])
 
     @cached_property
     def _closing(self) -> str:
-        """Text that the template writes behind a reply, such as ``<|im_end|>`` and a line break."""
+        """Text that the template writes after a reply, such as ``<|im_end|>`` and a line break."""
         messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": _MARK}]
         text = self._text(messages, (), prompt=False)
         return text.rpartition(_MARK)[2]

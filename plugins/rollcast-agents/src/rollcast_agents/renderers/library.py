@@ -17,10 +17,10 @@ __all__ = ["LibraryRenderer"]
 
 
 class LibraryRenderer(BaseRenderer):
-    """Renders by the package ``renderers`` (``pip install "rollcast-agents[renderers]"``).
+    """A renderer that uses the package ``renderers`` (``pip install "rollcast-agents[renderers]"``).
 
-    The option ``name`` chooses a family, such as ``qwen3``; without it the package finds the family by the
-    tokenizer's name. Other options are the family's own, such as ``enable_thinking``.
+    The option ``name`` selects a family, such as ``qwen3``; without it the package finds the family by the tokenizer's
+    name. Other options are the family's own, such as ``enable_thinking``.
 
     Raises:
         RendererError: the package is missing, or has no such family or option.
@@ -62,7 +62,7 @@ class LibraryRenderer(BaseRenderer):
         return extended if np.array_equal(extended[: len(ids)], ids) else None
 
     def _split(self, ids: Tokens) -> tuple[list[int], list[int]]:
-        # The package asks where the reply begins only to trim it at its end; any split before its last token will do.
+        # The package uses the start of the reply only to trim its end, so any split before its last token works.
         return ids[:-1].tolist(), ids[-1:].tolist()
 
     def parse(self, ids: Tokens) -> Message:

@@ -18,13 +18,13 @@ __all__ = ["EnvironmentSuite"]
 
 
 class EnvironmentSuite:
-    """Checks of every environment; subclass it, and name the environment and some tasks.
+    """Checks for environments; subclass it, and set the environment's name and some tasks.
 
     Attributes:
-        name: the environment, as it is announced in ``rollcast.environments``.
+        name: registry name of the environment in ``rollcast.environments``.
         options: its ``agent.environment_kwargs``.
         tasks: rows of the dataset.
-        replies: what a model may say, well-formed or not.
+        replies: replies of a model, well-formed or not.
     """
 
     name: ClassVar[str] = ""
@@ -33,7 +33,7 @@ class EnvironmentSuite:
     replies: ClassVar[Sequence[str]] = ("", "yes", "\ufffd", "#" * 10_000)
 
     def build(self) -> BaseEnvironment:
-        """Return a new environment; override it for one that is not announced."""
+        """Return a new environment; override it for one that is not registered."""
         return build_environment(self.name, self.options)
 
     def _play(self, task: Mapping[str, Any], replies: Sequence[str]) -> list[Observation]:
@@ -52,11 +52,11 @@ class EnvironmentSuite:
         return asyncio.run(run())
 
     def test_suite_is_filled_in(self) -> None:
-        """There is something to test."""
-        assert self.tasks, f"{type(self).__name__}.tasks has to hold rows of a dataset"
+        """Check that there are tasks."""
+        assert self.tasks, f"{type(self).__name__}.tasks must contain rows of a dataset"
 
     def test_an_episode_begins_with_a_prompt(self) -> None:
-        """Reset gives messages, unless the task has a prompt; they and the tools are JSON."""
+        """Check that reset returns messages unless the task has a prompt, and that messages and tools are JSON."""
         for task in self.tasks:
             (seen,) = self._play(task, ())
             assert seen.messages or task.get("prompt"), "neither the task nor the environment has a prompt"
@@ -64,14 +64,14 @@ class EnvironmentSuite:
             assert all("role" in message and "content" in message for message in seen.messages)
 
     def test_a_reset_is_deterministic(self) -> None:
-        """The same task begins the same episode, in this environment and in another."""
+        """Check that the same task starts the same episode in two environments."""
         for task in self.tasks:
             first, second = self._play(task, ()), self._play(task, ())
             assert list(first[0].messages) == list(second[0].messages)
 
     @pytest.mark.parametrize("times", [1, 3])
     def test_any_reply_is_answered(self, times: int) -> None:
-        """Whatever a model says is answered by an observation with a finite reward."""
+        """Check that any reply leads to an observation with a finite reward."""
         for task in self.tasks:
             for reply in self.replies:
                 for seen in self._play(task, [reply] * times):
@@ -79,11 +79,11 @@ class EnvironmentSuite:
                     assert seen.reward is None or math.isfinite(seen.reward)
 
     def test_the_same_replies_have_the_same_rewards(self) -> None:
-        """An episode depends on its task and the replies alone."""
+        """Check that an episode depends only on its task and the replies."""
         for task in self.tasks:
             first, second = (self._play(task, self.replies) for _ in range(2))
             assert [seen.reward for seen in first] == [seen.reward for seen in second]
 
     def test_closing_needs_no_reset(self) -> None:
-        """An environment that was never begun can be closed."""
+        """Check that an environment can be closed without a reset."""
         asyncio.run(self.build().close())

@@ -21,10 +21,10 @@ __all__ = ["AgentLoopSuite"]
 
 
 class AgentLoopSuite:
-    """Checks of every loop that samples through its session; subclass it, and name the loop and its tasks.
+    """Checks for loops that sample through their session; subclass it, and set the loop's name and tasks.
 
     Attributes:
-        name: the loop, as it is announced in ``rollcast.agent_loops``.
+        name: registry name of the loop in ``rollcast.agent_loops``.
         config: its ``agent`` section.
         tasks: rows of the dataset.
         replies: scripts of the model: lists of texts, or of messages with tool calls.
@@ -45,7 +45,7 @@ class AgentLoopSuite:
 
     @pytest.fixture
     def loop(self) -> BaseAgentLoop:
-        """The loop under test."""
+        """Return the loop under test."""
         return agent_loops.get(self.name)(AgentLoopSetup(self.config, ToolBox(self.tools)))
 
     async def _run(self, loop: BaseAgentLoop, task: Mapping[str, Any], session: ScriptedSession) -> Outcome | None:
@@ -60,7 +60,7 @@ class AgentLoopSuite:
                 await environment.close()
 
     def test_every_script_comes_to_an_end(self, loop: BaseAgentLoop) -> None:
-        """A rollout ends with an outcome, or with its session's end; rewards are finite."""
+        """Check that a rollout ends with an outcome or its session's end, and that rewards are finite."""
         for task in self.tasks:
             for script in self.replies:
                 session = ScriptedSession(script, max_turns=8)
@@ -74,14 +74,14 @@ class AgentLoopSuite:
                 assert all(0 <= turn < session.turns for turn in outcome.turn_rewards)
 
     def test_it_samples(self, loop: BaseAgentLoop) -> None:
-        """A rollout asks the model at least once."""
+        """Check that a rollout samples at least once."""
         for task in self.tasks:
             session = ScriptedSession(self.replies[0])
             asyncio.run(self._run(loop, task, session))
             assert session.turns
 
     def test_rollouts_run_at_once(self, loop: BaseAgentLoop) -> None:
-        """One loop serves many rollouts; none sees another's conversation."""
+        """Check that one loop serves many concurrent rollouts without mixing their conversations."""
         task = self.tasks[0]
 
         async def run() -> list[ScriptedSession]:
@@ -95,7 +95,7 @@ class AgentLoopSuite:
         assert repr(sessions[3].prompts) == repr(alone.prompts)
 
     def test_the_task_is_left_alone(self, loop: BaseAgentLoop) -> None:
-        """A rollout does not change its task, which others share."""
+        """Check that a rollout does not modify its task, which others share."""
         for task in self.tasks:
             before = repr(task)
             asyncio.run(self._run(loop, task, ScriptedSession(self.replies[0])))

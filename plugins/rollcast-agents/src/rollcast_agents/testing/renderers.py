@@ -25,14 +25,14 @@ _TOOL = {
 
 
 class RendererSuite:
-    """Checks of every renderer; subclass it, name the renderer and give a model's folder by the fixture.
+    """Checks for renderers; subclass it, set the renderer's name and override the fixture ``model_path``.
 
     Attributes:
-        name: the renderer, as it is announced in ``rollcast.renderers``.
+        name: registry name of the renderer in ``rollcast.renderers``.
         options: its ``agent.renderer_kwargs``.
-        tool_format: its ``agent.tool_format``.
-        replies: texts that the model may sample; a stop token is put behind each.
-        always_extends: True if the template is stable, so that no ``extend`` may return None.
+        tool_format: its ``agent.format``.
+        replies: texts that the model may sample; a stop token is appended to each.
+        always_extends: True if the template is stable, so that ``extend`` may never return None.
     """
 
     name: ClassVar[str] = ""
@@ -43,16 +43,16 @@ class RendererSuite:
 
     @pytest.fixture
     def model_path(self) -> str:
-        """The model's folder; override it."""
+        """Return the model's folder; override it."""
         pytest.fail(f"{type(self).__name__} needs a fixture model_path, the folder of a tokenizer")
 
     @pytest.fixture
     def renderer(self, model_path: str) -> BaseRenderer:
-        """The renderer under test."""
+        """Return the renderer under test."""
         return renderers.get(self.name)(RendererSetup(model_path, self.tool_format, self.options))
 
     def conversations(self) -> list[tuple[list[ChatMessage], list[ChatMessage], Sequence[ToolSchema]]]:
-        """Return prompts, the messages behind the first reply, and tools."""
+        """Return prompts, the messages after the first reply, and tools."""
         prompt: list[ChatMessage] = [{"role": "user", "content": "2+2?"}]
         system: list[ChatMessage] = [{"role": "system", "content": "Be brief."}, *prompt]
         user: ChatMessage = {"role": "user", "content": "Are you sure?"}
@@ -65,11 +65,11 @@ class RendererSuite:
         ]
 
     def test_stop_tokens(self, renderer: BaseRenderer) -> None:
-        """There is a token that ends a reply."""
+        """Check that there is a token that ends a reply."""
         assert renderer.stop_token_ids
 
     def test_ids_are_arrays(self, renderer: BaseRenderer) -> None:
-        """Ids are int32 arrays in one dimension, the same each time."""
+        """Check that ids are one-dimensional int32 arrays, the same each time."""
         for prompt, _, tools in self.conversations():
             ids = renderer.start(prompt, tools)
             assert ids.dtype == np.int32
@@ -78,12 +78,12 @@ class RendererSuite:
             assert np.array_equal(ids, renderer.start(prompt, tools))
 
     def test_tools_are_shown(self, renderer: BaseRenderer) -> None:
-        """A tool changes what the model sees."""
+        """Check that a tool changes the prompt."""
         prompt: list[ChatMessage] = [{"role": "user", "content": "2+2?"}]
         assert not np.array_equal(renderer.start(prompt), renderer.start(prompt, [_TOOL]))
 
     def test_extending_keeps_every_id(self, renderer: BaseRenderer) -> None:
-        """An extended context begins with the exact ids that were there; or it is None."""
+        """Check that an extended context starts with the exact existing ids, or is None."""
         for prompt, more, tools in self.conversations():
             for text in self.replies:
                 ids = np.concatenate([renderer.start(prompt, tools), self._sampled(renderer, text)])
@@ -96,18 +96,18 @@ class RendererSuite:
                 assert len(extended) > len(ids)
 
     def test_a_reply_survives(self, renderer: BaseRenderer) -> None:
-        """A plain reply is read as it was written, but for blanks at its ends."""
+        """Check that a plain reply is parsed unchanged, except for whitespace at its ends."""
         assert renderer.parse(self._sampled(renderer, "four")).text.strip() == "four"
 
     def test_nothing_sampled_raises(self, renderer: BaseRenderer) -> None:
-        """Whatever was sampled can be read: cut, empty and malformed replies."""
+        """Check that any sampled ids can be parsed: cut, empty and malformed replies."""
         for text in (*self.replies, "<tool_call>", "</think>", "{"):
             ids = self._sampled(renderer, text)
             for length in range(len(ids) + 1):
                 renderer.parse(ids[:length])
 
     def test_encode_and_decode(self, renderer: BaseRenderer) -> None:
-        """Plain text survives encoding and decoding."""
+        """Check that plain text survives encoding and decoding."""
         assert renderer.decode(renderer.encode("two and two")) == "two and two"
 
     def _sampled(self, renderer: BaseRenderer, text: str) -> Tokens:

@@ -1,4 +1,4 @@
-"""A session that says what it is told, for tests of loops without a model."""
+"""A session with scripted replies, for tests of loops without a model."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ __all__ = ["ScriptedSession"]
 
 
 class ScriptedSession(Session):
-    """Answers with the next message; the last one is said again and again.
+    """A session that answers with the next scripted message; the last one is repeated.
 
     Args:
         replies: texts, or messages with tool calls.
-        max_turns: replies that it gives before it ends.
+        max_turns: number of replies before the session ends.
 
     Attributes:
-        prompts: what each call was given.
+        prompts: prompt of each call.
         followed: conversation that the loop let the session follow; None if it did not.
     """
 

@@ -17,14 +17,14 @@ __all__ = ["ToolSuite"]
 
 
 class ToolSuite:
-    """Checks of every tool; subclass it, and name the tool and some calls.
+    """Checks for tools; subclass it, and set the tool's name and some calls.
 
     Attributes:
-        name: the tool, as it is announced in ``rollcast.tools``.
+        name: registry name of the tool in ``rollcast.tools``.
         options: its ``agent.tools.<name>``.
         task: row of the dataset that the calls belong to.
-        cases: arguments with a text that the result has to contain.
-        bad: arguments that the tool cannot take.
+        cases: arguments, each with a text that the result must contain.
+        bad: arguments that the tool must reject.
     """
 
     name: ClassVar[str] = ""
@@ -35,7 +35,7 @@ class ToolSuite:
 
     @pytest.fixture
     def tool(self) -> BaseTool:
-        """The tool under test; override it to build one that is not announced."""
+        """Return the tool under test; override it to build one that is not registered."""
         return build_tool(self.name, self.options)
 
     def _call(self, tool: BaseTool, *arguments: Mapping[str, Any], at_once: bool = False) -> list[ToolResult]:
@@ -50,37 +50,37 @@ class ToolSuite:
         return asyncio.run(run())
 
     def test_suite_is_filled_in(self) -> None:
-        """There is something to test."""
-        assert self.cases, f"{type(self).__name__}.cases has to hold (arguments, text of the result) pairs"
+        """Check that there are cases."""
+        assert self.cases, f"{type(self).__name__}.cases must contain (arguments, text of the result) pairs"
 
     def test_schema(self, tool: BaseTool) -> None:
-        """A model can be told of the tool: a name, a description, parameters; as JSON."""
+        """Check that the schema is JSON with a name, a description and parameters."""
         function = json.loads(json.dumps(tool.schema))["function"]
         assert function["name"]
         assert function["description"], "a model needs a description; write a docstring"
         assert function["parameters"]["type"] == "object"
 
     def test_cases(self, tool: BaseTool) -> None:
-        """Each call has its result, and the result is no error."""
+        """Check that each call returns its expected text without an error."""
         for arguments, text in self.cases:
             (result,) = self._call(tool, arguments)
             assert not result.is_error, result.text
             assert text in result.text
 
     def test_bad_arguments_are_answered(self, tool: BaseTool) -> None:
-        """Arguments that do not fit are answered as text, for the model to read."""
+        """Check that invalid arguments are answered with an error text for the model."""
         for arguments in self.bad:
             (result,) = self._call(tool, arguments)
             assert result.is_error
             assert result.text
 
     def test_rollouts_do_not_share_state(self, tool: BaseTool) -> None:
-        """Calls of one rollout change nothing in the next."""
+        """Check that calls of one rollout do not affect the next."""
         arguments = [arguments for arguments, _ in self.cases]
         first = [result.text for result in self._call(tool, *arguments)]
         assert [result.text for result in self._call(tool, *arguments)] == first
 
     def test_calls_at_once(self, tool: BaseTool) -> None:
-        """Calls of one reply may run at once, and none fails."""
+        """Check that concurrent calls of one reply all succeed."""
         results = self._call(tool, *[arguments for arguments, _ in self.cases] * 4, at_once=True)
         assert not any(result.is_error for result in results)

@@ -1,1 +1,1 @@
-"""Tools: functions, MCP servers, and the box from which a rollout calls them."""
+"""Tools: functions, MCP servers, and the box through which a rollout calls them."""

@@ -29,9 +29,10 @@ class ToolLimits:
     """Limits of every call.
 
     Attributes:
-        timeout_s: duration of one call in seconds.
-        max_length: characters of a result that the model sees; the middle of a longer one is cut out.
-        max_concurrency: calls of one tool at once in a process, where the tool names no number; None for any.
+        timeout_s: maximum seconds of one call.
+        max_length: maximum characters of a result that the model sees; the middle of a longer result is cut out.
+        max_concurrency: maximum concurrent calls of one tool in a process, unless the tool sets its own limit; None for
+            no limit.
     """
 
     timeout_s: float = 30.0
@@ -43,12 +44,12 @@ def build_tool(name: str, options: Mapping[str, Any] | None = None) -> BaseTool:
     """Return the tool called ``name``.
 
     Args:
-        name: of a registered tool; with the option ``path``, that of the function found there.
-        options: of the tool. ``path`` is ``file.py:function`` or ``module:function``.
+        name: name of a registered tool, or with the option ``path`` the name for the function found there.
+        options: options of the tool. ``path`` is ``file.py:function`` or ``module:function``.
 
     Raises:
         PluginError: the tool does not exist or does not load.
-        ConfigError: it does not take these options.
+        ConfigError: it does not accept these options.
     """
     options = dict(options or {})
     path = options.pop("path", None)
@@ -66,7 +67,7 @@ def build_tool(name: str, options: Mapping[str, Any] | None = None) -> BaseTool:
 
 def _callable(name: str, built: object) -> Callable[..., Any]:
     if not callable(built):
-        raise ConfigError(f"tool {name}: an object of {type(built).__name__} is no BaseTool and cannot be called")
+        raise ConfigError(f"tool {name}: an object of {type(built).__name__} is not a BaseTool and not callable")
     return built
 
 
@@ -74,11 +75,11 @@ class ToolBox:
     """The tools of a process.
 
     Args:
-        tools: ready to call.
-        limits: of every call.
+        tools: tools ready to call.
+        limits: limits of every call.
 
     Raises:
-        ConfigError: two tools have one name.
+        ConfigError: two tools have the same name.
     """
 
     def __init__(self, tools: Iterable[BaseTool] = (), limits: ToolLimits | None = None) -> None:
@@ -97,12 +98,12 @@ class ToolBox:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The tools as the model sees them."""
+        """Schemas of the tools, for the model."""
         return [tool.schema for tool in self._tools.values()]
 
     @contextlib.asynccontextmanager
     async def rollout(self, task: Mapping[str, Any]) -> AsyncIterator[RolloutTools]:
-        """Yield the tools of one rollout; their state is released at the end, also when it is cancelled."""
+        """Yield the tools of one rollout; their state is released at the end, even on cancellation."""
         opened = RolloutTools(self._tools, self._slots, self.limits, task)
         try:
             yield opened
@@ -110,19 +111,19 @@ class ToolBox:
             await asyncio.shield(opened.release())
 
     async def close(self) -> None:
-        """Free what the tools hold."""
+        """Release the resources of the tools."""
         for tool in self._tools.values():
             await tool.close()
 
 
 @dataclass(eq=False)
 class RolloutTools:
-    """The calls of one rollout.
+    """The tool calls of one rollout.
 
     Attributes:
         counts: ``tool_calls``, ``tool_errors`` and ``tool/<name>/calls``.
-        seconds: of all calls by name of the tool.
-        failures: lines about calls that raised, took too long or said too much.
+        seconds: total seconds of all calls by tool name.
+        failures: messages about calls that raised, timed out or returned too much text.
     """
 
     _tools: Mapping[str, BaseTool]
@@ -136,7 +137,7 @@ class RolloutTools:
 
     @property
     def schemas(self) -> list[ToolSchema]:
-        """The tools as the model sees them."""
+        """Schemas of the tools, for the model."""
         return [tool.schema for tool in self._tools.values()]
 
     def with_tools(self, tools: Mapping[str, BaseTool]) -> RolloutTools:
@@ -154,11 +155,11 @@ class RolloutTools:
         )
 
     def knows(self, calls: Iterable[ToolCall]) -> bool:
-        """Return True if every call is of a tool that is here, or malformed."""
+        """Return True if every call is malformed or names an existing tool."""
         return all(call.error or call.name in self._tools for call in calls)
 
     async def call(self, call: ToolCall) -> ToolResult:
-        """Run one call. Whatever goes wrong becomes a result that the model sees."""
+        """Run one call. Any failure becomes a result that the model sees."""
         name = call.name if call.name in self._tools else "unknown"
         start = time.monotonic()
         result = await self._answer(call)
@@ -168,7 +169,7 @@ class RolloutTools:
         self.seconds[name] = self.seconds.get(name, 0.0) + time.monotonic() - start
         if len(result.text) > self._limits.max_length:
             self.failures.append(
-                f"{name} answered {len(result.text)} characters, of which the model saw {self._limits.max_length}."
+                f"{name} returned {len(result.text)} characters, of which the model saw {self._limits.max_length}."
             )
         return ToolResult(
             _shortened(result.text, self._limits.max_length), result.reward, result.metrics, result.is_error
@@ -188,7 +189,7 @@ class RolloutTools:
             if not limit.expired():
                 return self._failed(f"{call.name} failed: TimeoutError: {error}")
             return self._failed(f"{call.name} did not answer within {self._limits.timeout_s:g} s.")
-        except Exception as error:  # a stranger's code; the model sees what it raised
+        except Exception as error:  # a user's code may raise anything; the model sees the error
             logger.debug("tool %s raised", call.name, exc_info=True)
             return self._failed(f"{call.name} failed: {type(error).__name__}: {error}")
 
@@ -200,19 +201,19 @@ class RolloutTools:
         return self._slots[name] or contextlib.nullcontext()
 
     async def _state(self, name: str) -> Any:
-        # Calls of one turn run at once; the first of them opens the state for all.
+        # Calls of one turn run concurrently; the first opens the state for all of them.
         if name not in self._states:
             self._states[name] = asyncio.ensure_future(self._tools[name].open(self._task))
         return await asyncio.shield(self._states[name])
 
     async def release(self) -> None:
-        """Release the state of every tool that was opened; one that fails does not keep the others."""
+        """Release the state of every opened tool; a failing one does not affect the others."""
         for name, opening in self._states.items():
             try:
                 state = await opening
                 async with asyncio.timeout(self._limits.timeout_s):
                     await self._tools[name].release(state)
-            except Exception:  # a stranger's code must not keep the rollout from its end
+            except Exception:  # a user's code must not prevent the rollout from ending
                 logger.warning("tool %s could not release its state", name, exc_info=True)
         self._states.clear()
 

@@ -1,4 +1,4 @@
-"""Tools made of Python functions: schema, checks and conversion from type hints and docstring."""
+"""Tools from Python functions: schema, checks and conversion by type hints and docstring."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["FunctionTool", "as_result", "describe", "public_methods"]
 
 
 class FunctionTool(BaseTool):
-    """A function or bound method as a tool; ``async def`` runs on the event loop, a plain one in a thread.
+    """A function or bound method as a tool; an ``async def`` runs on the event loop, a plain function in a thread.
 
     Raises:
         ConfigError: its arguments cannot be described to a model.
@@ -29,7 +29,7 @@ class FunctionTool(BaseTool):
     def __init__(self, function: Callable[..., Any], name: str = "") -> None:
         self._name = name or getattr(function, "__name__", type(function).__name__)
         self._schema = describe(function, self._name)
-        # Models write numbers as text and text as numbers; both are taken for the other.
+        # Models write numbers as text and text as numbers; both are converted.
         self._call = validate_call(config=ConfigDict(coerce_numbers_to_str=True))(function)
         self._is_async = inspect.iscoroutinefunction(function)
 
@@ -51,7 +51,7 @@ class FunctionTool(BaseTool):
 
 
 def as_result(value: Any) -> ToolResult:
-    """Return a tool's return value as a result: text as it is, anything else as JSON where it can be."""
+    """Return a tool's return value as a result: text unchanged, other values as JSON if possible."""
     if isinstance(value, ToolResult):
         return value
     if value is None or isinstance(value, str):
@@ -87,7 +87,7 @@ def describe(function: Callable[..., Any], name: str) -> dict[str, Any]:
 
 
 def public_methods(owner: object, without: frozenset[str] = frozenset()) -> dict[str, Callable[..., Any]]:
-    """Return the public methods of an object by name, in the order of their definition."""
+    """Return the public methods of an object by name, in definition order."""
     names: dict[str, None] = {}
     for cls in reversed(type(owner).__mro__[:-1]):
         names |= dict.fromkeys(name for name, value in vars(cls).items() if inspect.isroutine(value))

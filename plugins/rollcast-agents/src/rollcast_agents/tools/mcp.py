@@ -21,8 +21,8 @@ class McpServer:
 
     Args:
         name: name of the server in messages.
-        options: how to reach it.
-        timeout_s: seconds within which it has to answer to the first words.
+        options: URL, or command to start the server.
+        timeout_s: seconds within which it must answer the connection.
 
     Raises:
         ConfigError: the options name no server, or the package ``mcp`` is missing.
@@ -54,10 +54,10 @@ class McpServer:
         """Connect and return the server's tools.
 
         Raises:
-            ConfigError: the server does not answer.
+            ConfigError: the server does not respond.
         """
         ready: asyncio.Future[list[Any]] = asyncio.get_running_loop().create_future()
-        # A connection has to be closed by the task that opened it.
+        # A connection must be closed by the task that opened it.
         self._task = asyncio.ensure_future(self._hold(ready))
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -65,7 +65,7 @@ class McpServer:
         except TimeoutError:
             await self.close()
             raise ConfigError(f"agent.mcp_servers.{self._name} did not answer within {self._timeout_s:g} s") from None
-        except Exception as error:  # of any transport
+        except Exception as error:  # any transport
             raise ConfigError(f"agent.mcp_servers.{self._name}: {_first(error)}") from error
         return [_McpTool(self, tool) for tool in found]
 

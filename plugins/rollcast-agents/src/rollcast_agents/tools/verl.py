@@ -1,4 +1,4 @@
-"""verl's tools: classes derived from its ``BaseTool``, and the YAML files that name them (``tool_config_path``)."""
+"""verl's tools: classes derived from its ``BaseTool``, and the YAML files that list them (``tool_config_path``)."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ __all__ = ["VerlTool", "load_tool_config"]
 
 
 class VerlTool(BaseTool):
-    """A tool written for verl: ``create``, ``execute``, ``calc_reward`` and ``release``, each ``async``.
+    """A tool written for verl, with ``create``, ``execute``, ``calc_reward`` and ``release``, each ``async``.
 
-    The tool is created once a rollout, not once a call, so its state lives as long as the trajectory.
+    The tool is created once per rollout instead of once per call, so its state lives as long as the trajectory.
 
     Args:
-        inner: object of the class.
+        inner: object of verl's class.
+        schema: schema of the tool in OpenAI's format.
     """
 
     def __init__(self, inner: Any, schema: Mapping[str, Any]) -> None:
@@ -60,7 +61,7 @@ def load_tool_config(path: str | Path) -> list[BaseTool]:
     """Return the tools of verl's YAML file: a list ``tools`` of ``class_name``, ``config`` and ``tool_schema``.
 
     Raises:
-        ConfigError: the file or a class cannot be read; names the entry.
+        ConfigError: the file or a class cannot be read; the message names the entry.
     """
     key = f"agent.tool_config_path={path}"
     try:
@@ -91,7 +92,7 @@ def _built(where: str, cls: Any, entry: Mapping[str, Any]) -> VerlTool:
     try:
         inner = cls(config=dict(entry.get("config") or {}), tool_schema=_model(schema))
         found = schema or _plain(inner.get_openai_tool_schema())
-    except Exception as error:  # a stranger's constructor
+    except Exception as error:  # the user's constructor may raise anything
         raise ConfigError(f"{where}: {cls.__name__} cannot be built: {type(error).__name__}: {error}") from error
     if not isinstance(found, Mapping) or "function" not in found:
         raise ConfigError(f"{where} has no tool_schema with a function")
@@ -99,7 +100,7 @@ def _built(where: str, cls: Any, entry: Mapping[str, Any]) -> VerlTool:
 
 
 def _model(schema: Any) -> Any:
-    """Return the schema as verl's own class where verl is installed, since its tools read attributes of it."""
+    """Return the schema as verl's own class if verl is installed, since its tools read the class's attributes."""
     if schema is None:
         return None
     try:

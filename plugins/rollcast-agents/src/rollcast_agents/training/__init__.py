@@ -1,1 +1,1 @@
-"""Agent loops in a training run: workers that run them, and the stage that asks for rollouts."""
+"""Agent loops in a training run: workers that run them, and the stage that requests rollouts."""

@@ -1,4 +1,4 @@
-"""Turns of many rollouts, generated together by a rollout that computes in batches."""
+"""Batching the turns of many rollouts, for a rollout engine that computes in batches."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ __all__ = ["TurnCollector"]
 
 
 class TurnCollector:
-    """Holds requests back until every rollout under way waits for one.
+    """A collector that holds requests until every rollout in flight waits for one.
 
-    A batch then has the same rows in the same order in every run of the same seed, as long as tools and environments
-    answer in time. A rollout that takes longer is waited for ``wait_s``, and its turn joins a later batch.
+    A batch then has the same rows in the same order in every run with the same seed, provided that tools and
+    environments answer in time. A slower rollout is awaited for ``wait_s``, and its turn then joins a later batch.
 
     Args:
-        generate: of the rollout; requests that it gets together are computed together.
-        wait_s: seconds from the first request that waits.
+        generate: the engine's method; requests that it receives together are computed together.
+        wait_s: maximum seconds to wait, counted from the first waiting request.
     """
 
     def __init__(self, generate: Callable[[RolloutRequest], Awaitable[RolloutOutput]], wait_s: float) -> None:
@@ -29,20 +29,20 @@ class TurnCollector:
         self._timer: asyncio.TimerHandle | None = None
 
     def enter(self) -> None:
-        """Count a rollout that is about to begin."""
+        """Count a rollout that is about to start."""
         self._under_way += 1
 
     def leave(self) -> None:
-        """Count a rollout that has ended; the others need not wait for it."""
+        """Count a rollout that has ended, so that others do not wait for it."""
         self._under_way -= 1
         self._check()
 
     async def generate(self, number: int, request: RolloutRequest) -> RolloutOutput:
-        """Return the rollout's output.
+        """Return the engine's output for a request.
 
         Args:
-            number: of the session, which orders the requests of a batch.
-            request: of its next turn.
+            number: number of the session, which orders the requests of a batch.
+            request: request of the session's next turn.
         """
         gate = asyncio.get_running_loop().create_future()
         self._gates[gate] = number
@@ -67,7 +67,7 @@ class TurnCollector:
             self._timer = None
 
     def _open(self) -> None:
-        """Let all that wait go on; they reach the rollout in the order of their sessions."""
+        """Release all waiting requests in the order of their sessions."""
         self._stop_timer()
         gates, self._gates = self._gates, {}
         for gate in sorted(gates, key=gates.__getitem__):

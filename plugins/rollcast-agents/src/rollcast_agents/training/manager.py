@@ -1,4 +1,4 @@
-"""The AgentLoopManager: prompts to rollouts, over the workers of a run, and rollouts to a batch."""
+"""The AgentLoopManager: it runs rollouts for prompts on the workers of a run, and assembles a batch."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ _REPLACED = ("prompts", "seed")
 
 @dataclass(frozen=True, eq=False)
 class Rollouts:
-    """What became of a batch of prompts.
+    """Result of a batch of prompts.
 
     Attributes:
-        batch: a row for each trajectory, those of one prompt row next to each other, with the prompts' columns.
-        trajectories: of the rows.
+        batch: one row per trajectory, those of one prompt row adjacent, with the prompts' columns.
+        trajectories: trajectory of each row.
         sources: prompt row of each row.
     """
 
@@ -41,16 +41,16 @@ class Rollouts:
 
 
 def has_failed(trajectory: Trajectory) -> bool:
-    """True if nothing of the trajectory's rollout may be trained."""
+    """Return True if the trajectory's rollout must not be trained on."""
     return trajectory.failure is not None or trajectory.end in ("error", "timeout", "aborted")
 
 
 class AgentLoopManager:
-    """Has the AgentLoopWorkers of a run roll out prompts.
+    """A manager that runs rollouts of prompts on the AgentLoopWorkers of a run.
 
     Args:
-        group: the workers.
-        addresses: returns the replicas that they sample from; None where they sample beside the actor.
+        group: worker group.
+        addresses: returns the replicas to sample from; None if the workers sample in the actor's processes.
     """
 
     def __init__(self, group: WorkerGroup, addresses: Callable[[], Sequence[Any]] | None = None) -> None:
@@ -62,11 +62,12 @@ class AgentLoopManager:
         """Run a rollout for each row of prompts.
 
         Args:
-            prompts: columns of a dataset's batch; rows with the same ``uid`` are one group, without it each is its own.
-            seeds: of the rollouts, int64 ``[B]``.
-            sampling: of every reply that names none.
-            name: beginning of the ids of these rollouts.
-            seed: of the run, from which the seeds of tasks follow.
+            prompts: columns of a dataset's batch; rows with the same ``uid`` form a group; without ``uid`` each row is
+                a group.
+            seeds: seeds of the rollouts, int64 ``[B]``.
+            sampling: default sampling parameters of a reply.
+            name: prefix of the ids of these rollouts.
+            seed: seed of the run, from which the seeds of tasks are derived.
 
         Raises:
             WorkerError: a worker was lost, or the agents cannot be built.
@@ -79,11 +80,11 @@ class AgentLoopManager:
 
 
 def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int, ranks: int) -> DataProto:
-    """Return the rows that workers get.
+    """Return the rows to send to workers.
 
     Returns:
-        ``seed`` int64 and ``filler`` bool ``[B]``, and the objects ``task``, ``rollout_id``, ``group_id``. Fillers,
-        which are not run, make the rows divisible by the ranks.
+        ``seed`` int64 and ``filler`` bool ``[B]``, and the objects ``task``, ``rollout_id``, ``group_id``. Padding rows
+        (``filler``), which are not run, make the number of rows divisible by the ranks.
     """
     count = len(prompts)
     groups = prompts["uid"].tolist() if "uid" in prompts else list(range(count))
@@ -106,7 +107,7 @@ def rows_of(prompts: DataProto, seeds: torch.Tensor, name: str, seed: int, ranks
 
 
 def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
-    """Return each row as a loop sees it: the dataset's columns, ``prompt`` as messages, and ``seed`` if it has none."""
+    """Return each row's task for a loop: the dataset's columns, ``prompt`` as messages, and a ``seed`` by default."""
     columns = prompts.non_tensor_batch
     numbers = prompts["index"].tolist() if "index" in prompts else list(range(len(prompts)))
     tasks = []
@@ -115,7 +116,7 @@ def _tasks(prompts: DataProto, seed: int) -> list[dict[str, Any]]:
         prompt = columns["raw_prompt"][row]
         known = {key: columns[key][row] for key in _TASK if key in columns}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-        # Rollouts of one prompt begin the same episode, in every epoch and after a restart.
+        # Rollouts of one prompt start the same episode, in every epoch and after a restart.
         drawn = int(np.random.SeedSequence([seed % 2**32, number]).generate_state(1)[0])
         tasks.append({"seed": drawn, "index": number, **(extra or {}), **known, "prompt": messages})
     return tasks
@@ -128,7 +129,7 @@ def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rol
     bounds = given.offsets.tolist()
     for place, (row, each) in enumerate(zip(sources, trajectories, strict=True)):
         if not each.segments:
-            # Nothing was sampled, perhaps not even rendered; a row without a prompt could not be decoded.
+            # Nothing was sampled or even rendered; use the prompt, because an empty row could not be decoded.
             ids = given.values[bounds[row] : bounds[row + 1]].to(torch.int32).numpy()
             trajectories[place] = replace(each, segments=(Segment(ids, sampled=False, turn=0),))
     objects: Mapping[str, list[Any]] = {
@@ -142,10 +143,10 @@ def _assembled(prompts: DataProto, lists: Sequence[Sequence[Trajectory]]) -> Rol
 
 
 def refuse_if_empty(rollouts: Rollouts, step: int) -> None:
-    """Refuse a step in which no rollout has anything to train.
+    """Check that at least one rollout of a step can be trained on.
 
     Raises:
-        RolloutError: with the number of failures of each boundary, and the first.
+        RolloutError: none can; the message counts the failures by boundary, and quotes the first.
     """
     if any(each.sampled_tokens and not has_failed(each) for each in rollouts.trajectories):
         return

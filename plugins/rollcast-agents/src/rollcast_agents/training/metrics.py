@@ -13,10 +13,10 @@ _COUNTED = ("turns", "tool_calls", "tool_errors", "forks")
 
 
 def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return means over rollouts, shares of ends, failures by boundary, and seconds of a call by tool.
+    """Return means over rollouts, shares of ends, failures by boundary, and seconds per call by tool.
 
     Args:
-        trajectories: of whole rollouts; what a rollout says of itself counts once.
+        trajectories: trajectories of complete rollouts; metrics of a rollout count once.
     """
     rollouts = {each.rollout_id: each for each in trajectories}
     count = max(len(rollouts), 1)
@@ -30,7 +30,7 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     found |= {f"agent/ends/{end}": ends[end] / count for end in ENDS}
     failures = Counter(each.failure.boundary for each in rollouts.values() if each.failure is not None)
     found["agent/failures"] = float(failures.total())
-    # Answered to the model, and no failure of the rollout.
+    # Reported to the model; not a failure of the rollout.
     found["agent/tool_failures"] = float(sum(len(each.extra.get("tool_failures", ())) for each in rollouts.values()))
     found |= {f"agent/failures/{boundary}": float(number) for boundary, number in failures.items()}
     sampled = sum(each.sampled_tokens for each in trajectories)
@@ -40,7 +40,7 @@ def agent_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tools(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return calls of a rollout and seconds of a call for each tool."""
+    """Return calls per rollout and seconds per call for each tool."""
     sums: Counter[str] = Counter()
     for given in numbers:
         sums.update({name: value for name, value in given.items() if _is_time(name) or _is_count(name)})
@@ -53,7 +53,7 @@ def _tools(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def _others(numbers: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Return the mean of every other number over the rollouts that have it."""
+    """Return the mean of every other metric over the rollouts that have it."""
     values: dict[str, list[float]] = {}
     for given in numbers:
         for name, value in given.items():

@@ -1,4 +1,4 @@
-"""The stages ``agent_rollout``, in the place of ``rollout``, and ``save_trajectories``."""
+"""The stages ``agent_rollout``, which replaces ``rollout``, and ``save_trajectories``."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ from rollcast_trainer.workers.roles import Role
 
 __all__ = ["AgentGenerator", "AgentRollout", "SaveTrajectories"]
 
-#: Role of the workers that run loops against replicas.
+#: Role of workers that run loops with replicas.
 AGENT_LOOP = "agent_loop"
-#: Role of those that run them beside the actor's rollout.
+#: Role of workers that run loops with the actor's rollout, in its processes.
 IN_PROCESS = "agent_loop_in_process"
 _NEW = ("rollout_index", "rollout_id", "turn_ids", "environment_scores", "is_scored", "is_final", "messages")
 _TASK = ("ground_truth", "data_source", "extra_info")
 
 
 class AgentGenerator:
-    """Generates by rollouts of the agent loop, for training, validation and baselines.
+    """A generator that runs the agent loop, for training, validation and baselines.
 
     Args:
-        run: started before the first call.
-        role: of the workers.
+        run: the run; started before the first call.
+        role: role of the workers.
     """
 
     def __init__(self, run: TrainingRun, role: str) -> None:
@@ -59,14 +59,14 @@ class AgentGenerator:
 
     @property
     def manager(self) -> AgentLoopManager:
-        """The manager of the run's workers, which have started."""
+        """Manager of the run's workers, which must have started."""
         if self._manager is None:
             addresses = self._run.sampler.serve if self._role == AGENT_LOOP else None
             self._manager = AgentLoopManager(self._run.groups[self._role], addresses)
         return self._manager
 
     def __call__(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the rows of a rollout for each row of prompts, failed ones included."""
+        """Return the rows of one rollout per row of prompts, including failed ones."""
         return self.roll_out(prompts, sampling).batch
 
     def roll_out(self, prompts: DataProto, sampling: SamplingParams) -> Rollouts:
@@ -79,7 +79,7 @@ class AgentGenerator:
             return self.manager.roll_out(prompts, run.seeds.draw(len(prompts)), sampling, name, run.task.trainer.seed)
 
     def roll_out_group(self, group: PromptGroup, sampling: SamplingParams) -> Rollouts:
-        """Run the rollouts of one prompt; several threads may do so at once."""
+        """Run the rollouts of one prompt; thread-safe."""
         seed = self._run.task.trainer.seed
         with self._run.timeline.replicas_busy("generate"):
             return self.manager.roll_out(group.rows, group.seeds, sampling, f"group {group.number}", seed)
@@ -99,9 +99,9 @@ class AgentGenerator:
 
 
 class AgentRollout(Stage):
-    """``rollout.n`` rollouts of the agent loop for each prompt; rows of a prompt share ``uid`` (int64 ``[B]``).
+    """Stage that runs ``rollout.n`` agent rollouts per prompt; rows of a prompt share a ``uid`` (int64 ``[B]``).
 
-    A rollout has a row for each of its trajectories, which share ``rollout_index`` (int64 ``[B]``).
+    A rollout has one row per trajectory; these rows share a ``rollout_index`` (int64 ``[B]``).
     """
 
     run: TrainingRun
@@ -134,7 +134,7 @@ class AgentRollout(Stage):
         self._generator = AgentGenerator(run, self._role)
         run.generator = self._generator
         self._beside = RolloutsBeside(run, self._roll_out) if run.max_staleness else None
-        # A thread for each group that may be under way waits for the group's workers.
+        # One thread per group in flight, which waits for the group's workers.
         threads = (run.max_staleness + 1) * run.task.data.train_batch_size
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="rollcast-agents")
 
@@ -176,7 +176,7 @@ class AgentRollout(Stage):
         return generated
 
     async def _roll_out(self, group: PromptGroup) -> Rollouts:
-        """Return the scored rollouts of one prompt, in the event loop of the replicas."""
+        """Return the scored rollouts of one prompt; runs in the event loop of the replicas."""
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._score_group, group)
 
     def _score_group(self, group: PromptGroup) -> Rollouts:
@@ -191,7 +191,7 @@ class AgentRollout(Stage):
             self._beside.load_state_dict(state)
 
     def _without_failed(self, batch: DataProto) -> DataProto:
-        """Return the batch as ``agent.on_failure`` has it; a row in which nothing was sampled goes in any case."""
+        """Return the batch with ``agent.on_failure`` applied; rows without sampled tokens are always removed."""
         failed, mask = batch["rollout_failed"], Jagged.of(batch["response_mask"])
         sampled = mask.sums() > 0
         if self._config.on_failure == "mask":
@@ -213,7 +213,7 @@ def _together(parts: Sequence[Rollouts]) -> Rollouts:
 
 
 class SaveTrajectories(Stage):
-    """A file of the step's trajectories with their scores; see :mod:`rollcast_agents.records`."""
+    """Stage that saves the step's trajectories with their scores to a file; see :mod:`rollcast_agents.records`."""
 
     run: TrainingRun
 
@@ -236,7 +236,7 @@ class SaveTrajectories(Stage):
         generator = self.run.generator
         if not isinstance(generator, AgentGenerator):
             raise ConfigError(
-                "trainer.stages: save_trajectories saves what agent_rollout has sampled, which is not in the list"
+                "trainer.stages: save_trajectories saves the samples of agent_rollout, which is not in the list"
             )
         records = generator.take()
         if self.run.step % self._config.save_trajectories == 0:
@@ -264,7 +264,7 @@ def _role_of(run: TrainingRun) -> str:
     """Return the role of the workers that run the loops.
 
     Raises:
-        ConfigError: loops beside the actor's rollout are placed elsewhere.
+        ConfigError: loops must run in the actor's processes, but are placed elsewhere.
     """
     if run.task.uses_replicas:
         return AGENT_LOOP
@@ -272,6 +272,6 @@ def _role_of(run: TrainingRun) -> str:
         raise ConfigError(
             f"placement.mapping.{IN_PROCESS} is another pool than the actor's, but rollout.name="
             f"{run.task.rollout.name} with rollout.weight_sync={run.task.rollout.weight_sync} generates in the actor's "
-            f"processes, and its agents run beside it; leave {IN_PROCESS} out of placement.mapping"
+            f"processes, and its agents run in them too; remove {IN_PROCESS} from placement.mapping"
         )
     return IN_PROCESS

@@ -1,4 +1,4 @@
-"""AgentLoopWorkers: processes that run agent loops, against replicas or beside a rollout in the actor's processes."""
+"""AgentLoopWorkers: processes that run agent loops, with replicas or with a rollout in the actor's processes."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class AgentWorkerSetup:
     """Arguments that a worker is built from.
 
     Attributes:
-        host: of its agents.
-        routing: how requests are spread over replicas; None without replicas.
+        host: setup of its agents.
+        routing: routing of requests to replicas; None without replicas.
     """
 
     host: HostSetup
@@ -35,7 +35,7 @@ class AgentWorkerSetup:
 
 
 class _AgentWorker(Worker):
-    """Holds the agents of a process."""
+    """A worker that holds the agents of its process."""
 
     def __init__(self, setup: AgentWorkerSetup) -> None:
         self.setup = setup
@@ -49,29 +49,29 @@ class _AgentWorker(Worker):
         return self._host
 
     async def close(self) -> None:
-        """Free what the agents hold."""
+        """Release the agents' resources."""
         if self._host is not None:
             await self._host.close()
 
 
 class AgentLoopWorker(_AgentWorker):
-    """Runs agent loops that sample from replicas; the requests of a rollout go to one replica as long as it lives."""
+    """Worker for agent loops that sample from replicas; a rollout's requests go to one replica while it lives."""
 
     def __init__(self, setup: AgentWorkerSetup) -> None:
         super().__init__(setup)
-        #: By the replicas: a manager, and how many calls use it.
+        #: By replicas: their manager, and the number of calls that use it.
         self._managers: dict[tuple[ReplicaAddress, ...], tuple[ServerManager, int]] = {}
 
     @register(dispatch_mode="dp_compute_proto")
     async def run_rollouts(
         self, rows: DataProto, sampling: SamplingParams, addresses: Sequence[ReplicaAddress]
     ) -> DataProto:
-        """Return the object column ``trajectories``, a list for each row; empty for fillers.
+        """Return the object column ``trajectories``, a list for each row; empty for padding rows.
 
         Args:
-            rows: as :func:`rollcast_agents.training.manager.rows_of` makes them.
-            sampling: of every reply that names none.
-            addresses: of the replicas.
+            rows: rows of :func:`rollcast_agents.training.manager.rows_of`.
+            sampling: default sampling parameters of a reply.
+            addresses: addresses of the replicas.
         """
         host = await self._started()
         async with self._connected(tuple(addresses)) as manager:
@@ -83,9 +83,9 @@ class AgentLoopWorker(_AgentWorker):
 
     @asynccontextmanager
     async def _connected(self, addresses: tuple[ReplicaAddress, ...]) -> AsyncIterator[ServerManager]:
-        """Give the manager of these replicas, which other calls may use at the same time.
+        """Yield the manager of these replicas, which concurrent calls share.
 
-        A manager of replicas that were started again since is closed when its last call ends.
+        A manager of replicas that have been restarted since is closed when its last call ends.
         """
         from rollcast_serving.manager import ServerManager
 
@@ -101,25 +101,25 @@ class AgentLoopWorker(_AgentWorker):
                 await self._managers.pop(key)[0].close()
 
     async def close(self) -> None:
-        """Free what the agents hold, and close the connections."""
+        """Release the agents' resources, and close the connections."""
         await super().close()
         for manager, _ in self._managers.values():
             await manager.close()
 
 
 class InProcessAgentLoopWorker(_AgentWorker):
-    """Runs agent loops beside the actor's rollout, in its event loop."""
+    """Worker for agent loops that sample from the actor's rollout, in its event loop."""
 
     #: Generation computes in the thread of all other calls; see the actor's worker.
     concurrent_async: ClassVar[bool] = False
 
     @register(dispatch_mode="dp_compute_proto")
     async def run_rollouts(self, rows: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the object column ``trajectories``, a list for each row; empty for fillers.
+        """Return the object column ``trajectories``, a list for each row; empty for padding rows.
 
         Args:
-            rows: as :func:`rollcast_agents.training.manager.rows_of` makes them.
-            sampling: of every reply that names none.
+            rows: rows of :func:`rollcast_agents.training.manager.rows_of`.
+            sampling: default sampling parameters of a reply.
         """
         host, rollout = await self._started(), self._rollout()
         collector = TurnCollector(rollout.generate, self.setup.host.config.batch_wait_s)
@@ -136,7 +136,7 @@ class InProcessAgentLoopWorker(_AgentWorker):
         rollout = next((each for each in found if isinstance(each, BaseRollout)), None)
         if rollout is None:
             raise CapabilityError(
-                "agents run beside a rollout in the actor's processes, and there is none here; leave the role out of "
+                "agents need a rollout in the actor's processes, and there is none here; remove the role from "
                 "placement.mapping"
             )
         return rollout

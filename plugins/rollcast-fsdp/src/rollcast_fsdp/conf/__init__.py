@@ -1,4 +1,4 @@
-"""The engine's config files, announced to the core by an entry point in ``rollcast.configs``."""
+"""The engine's config files, registered by an entry point in ``rollcast.configs``."""
 
 from rollcast.contracts.config import ConfigSchema
 from rollcast_fsdp.schemas import FsdpConfig

@@ -1,4 +1,4 @@
-"""The registry of weight syncs, against which ``rollout.weight_sync`` is checked, and the schema of ``judge``."""
+"""The registry of weight syncs, which validates ``rollout.weight_sync``, and the schema of ``judge``."""
 
 from rollcast.contracts.config import ConfigSchema
 from rollcast_serving.schemas import JudgeConfig

@@ -1,4 +1,4 @@
-"""From the ``rollout`` section to the arguments of an engine."""
+"""Building an engine's arguments from the ``rollout`` section."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _WEIGHT_FILES = {".safetensors", ".bin", ".pt"}
 def join_arguments(
     own: Mapping[str, Any], config: Any, known: Collection[str], of: str, names: Mapping[str, str]
 ) -> dict[str, Any]:
-    """Return an engine's arguments with those of ``rollout.engine_kwargs``.
+    """Return an engine's arguments, including those of ``rollout.engine_kwargs``.
 
     Args:
         own: arguments that rollcast sets.
         config: ``rollout`` section.
         known: all of the engine's arguments; empty if unknown.
         of: class or command that takes the arguments, for messages.
-        names: engine's names of keys that the section has under another name.
+        names: rollcast's key for engine arguments that the section names differently.
 
     Raises:
-        ConfigError: a key of ``rollout.engine_kwargs`` is set by rollcast, or is no argument of the engine.
+        ConfigError: a key of ``rollout.engine_kwargs`` is set by rollcast, or is not an argument of the engine.
     """
     extra: dict[str, Any] = dict(config.engine_kwargs)
     for key in extra:
@@ -40,29 +40,29 @@ def join_arguments(
             problem = (
                 f": set rollout.{name} instead"
                 if hasattr(config, name)
-                else " cannot be set: what rollcast does depends on its value"
+                else " cannot be set: rollcast depends on its value"
             )
             raise ConfigError(f"rollout.engine_kwargs.{key}{problem}")
         if known and key not in known:
             near = difflib.get_close_matches(key, known, 3)
             hint = f"; did you mean {' or '.join(near)}?" if near else ""
-            raise ConfigError(f"rollout.engine_kwargs.{key} is no argument of {of}{hint}")
+            raise ConfigError(f"rollout.engine_kwargs.{key} is not an argument of {of}{hint}")
     return {**extra, **own}
 
 
 def starts_without_weights(setup: RolloutSetup) -> bool:
-    """Return True if the engine starts with meaningless weights, and an update has to follow."""
+    """Return True if the engine starts with meaningless weights, and an update must follow."""
     load_format = setup.config.load_format
     return load_format == "dummy" or (load_format == "auto" and not _has_weights(Path(setup.model_path)))
 
 
 def _has_weights(folder: Path) -> bool:
-    # A path that is no folder is taken for a model hub's name.
+    # A path that is not a folder is treated as a name on a model hub.
     return not folder.is_dir() or any(path.suffix in _WEIGHT_FILES for path in folder.iterdir())
 
 
 def limit_positions(limits: ModelLimits, positions: int | None, key: str) -> ModelLimits:
-    """Return the limits, with fewer positions if ``key`` allows no more."""
+    """Return the limits, lowered to ``positions`` if that is fewer; ``key`` names the limiting setting."""
     if positions is None or (limits.max_positions is not None and limits.max_positions <= positions):
         return limits
     return replace(limits, max_positions=positions, key=key)
@@ -79,7 +79,7 @@ def bind_threads(ranks: int) -> str | None:
     """Return one core of this process for each rank of a tensor-parallel engine on a CPU, as ``0|1``.
 
     Returns:
-        None if there are fewer cores than ranks, or the system does not say.
+        None if there are fewer cores than ranks, or the system cannot list them.
     """
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else []
     return "|".join(str(core) for core in cores[:ranks]) if len(cores) >= ranks else None

@@ -1,7 +1,7 @@
-"""Calls of an engine's HTTP server.
+"""Calls to an engine's HTTP server.
 
-Each call has a connection of its own: a rollout is used from several event loops one after the other, and a server that
-closes an idle connection at the wrong moment would lose a request.
+Each call opens its own connection: a rollout is used from several event loops in succession, and a server that closes
+an idle connection at the wrong moment would lose a request.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ __all__ = ["EngineClient", "RefusedError"]
 
 _READY_POLL_S = 0.1
 _HEALTH_S = 5.0
-#: Time for a process to end after its connections broke, in seconds.
+#: Seconds that a process may take to end after its connections broke.
 _DEATH_S = 2.0
 _PREFIX = b"data: "
 _END = b"[DONE]"
 
 
 class RefusedError(RolloutError):
-    """The server is well, and refused a call."""
+    """The server is healthy but refused a call."""
 
 
 class EngineClient:
-    """A client of one server. Every call raises RolloutError if the server is gone, or answers with an error.
+    """A client of one server; every call raises RolloutError if the server is gone or answers with an error.
 
     Args:
-        server: server's process.
+        server: process of the server.
     """
 
     def __init__(self, server: ServerProcess) -> None:
@@ -58,7 +58,7 @@ class EngineClient:
             await asyncio.sleep(_READY_POLL_S)
 
     async def get(self, path: str, timeout_s: float) -> Any:
-        """Return the JSON value that an endpoint answers with."""
+        """Return the JSON answer of an endpoint."""
         async with self._telling(path), self._request("GET", path, None, timeout_s) as response:
             await self._refuse(path, response)
             return await response.json(content_type=None)
@@ -67,14 +67,14 @@ class EngineClient:
         """Call an endpoint that changes something; return the text of its answer.
 
         Raises:
-            RefusedError: the status is not one of success.
+            RefusedError: the status is not a success.
         """
         async with self._telling(path), self._request("POST", path, body or {}, None, headers) as response:
             await self._refuse(path, response)
             return await response.text()
 
     async def stream(self, path: str, body: Mapping[str, Any]) -> AsyncGenerator[dict[str, Any], None]:
-        """Yield the server-sent events of a call as they come."""
+        """Yield the server-sent events of a call as they arrive."""
         async with self._telling(path), self._request("POST", path, body, None) as response:
             await self._refuse(path, response)
             rest = bytearray()
@@ -118,7 +118,7 @@ class EngineClient:
 
     @asynccontextmanager
     async def _telling(self, path: str) -> AsyncIterator[None]:
-        """Explain a broken connection by the end of the server."""
+        """Report the end of the server if it explains a broken connection."""
         name = f"{self._server.engine}'s server"
         try:
             yield

@@ -1,4 +1,4 @@
-"""A request in flight, and the caller that waits for it."""
+"""A request in flight, and its waiting caller."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["BaseJob", "derive_seed", "empty_output", "request_failure"]
 
 
 def derive_seed(seed: int, number: int) -> int:
-    """Return a seed below 2**62 of one of many sequences that share a seed."""
+    """Return a seed below 2**62 for one of several sequences that share a seed."""
     digest = hashlib.blake2b(f"{seed}:{number}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 2
 
@@ -28,7 +28,7 @@ def empty_output(request: RolloutRequest) -> RolloutOutput:
 
 
 def request_failure(error: Exception, request_id: str) -> RolloutError:
-    """Return an error for one of many callers that fail by the same cause: each is raised in another place."""
+    """Return a separate error for one of several callers that fail for the same cause; each raises its own."""
     if isinstance(error, RolloutError):
         failure: RolloutError = copy.copy(error)
     else:
@@ -42,24 +42,24 @@ class BaseJob:
     """A request in flight.
 
     Attributes:
-        request: caller's request.
-        future: answer that the caller waits for.
+        request: the caller's request.
+        future: answer that the caller awaits.
     """
 
     request: RolloutRequest
     future: asyncio.Future[RolloutOutput] = field(repr=False)
 
     def answer(self, sequences: Sequence[RolloutSequence]) -> None:
-        """Answer with the sequences, unless there is an answer or the caller has gone."""
+        """Answer with the sequences, unless the job is already answered or cancelled."""
         if not self.future.done():
             request = self.request
             self.future.set_result(RolloutOutput(request.request_id, list(sequences), request.sampling))
 
     def answer_empty(self) -> None:
-        """Answer that nothing was generated."""
+        """Answer with empty sequences."""
         self.answer(empty_output(self.request).sequences)
 
     def fail(self, error: Exception) -> None:
-        """Raise an error in the caller, unless there is an answer or the caller has gone."""
+        """Raise an error in the caller, unless the job is already answered or cancelled."""
         if not self.future.done():
             self.future.set_exception(error)

@@ -13,34 +13,37 @@ __all__ = ["AdapterRolloutConfig", "EngineRolloutConfig"]
 
 @config
 class EngineRolloutConfig(RolloutConfig):
-    """Keys of a rollout that runs an engine. Names are verl's where it has one."""
+    """Keys of a rollout that runs an engine. Names are verl's where verl has one."""
 
     dtype: Literal["auto", "float32", "float", "bfloat16", "float16", "half"] = "auto"
-    """Dtype of weights and activations; `auto` is float32 on a CPU, and the engine's choice on a GPU.
-    A weight sync casts to a dtype that is named before it sends; with `auto` on a GPU it sends the actor's."""
+    """Dtype of weights and activations; `auto` is float32 on a CPU, and the engine's choice on a GPU. If a dtype is
+    named, a weight sync casts to it before sending; with `auto` on a GPU it sends the actor's dtype.
+    """
     load_format: str = "auto"
-    """The engine's way to read the folder's weights. `dummy` starts without them and waits for the first update, as
-    does `auto` with a folder that has none."""
+    """The engine's format for loading the folder's weights. `dummy` starts without weights and waits for the first
+    update, as does `auto` for a folder without weights.
+    """
     enforce_eager: bool = False
-    """Run without CUDA graphs and compiled graphs; on a CPU always."""
+    """Run without CUDA graphs and compiled graphs; always true on a CPU."""
     max_model_len: Positive | None = None
-    """Longest sequence in tokens, prompt included; null for the model's own."""
+    """Maximum length of a sequence in tokens, prompt included; null for the model's own limit."""
     enable_prefix_caching: bool = True
-    """Keep the keys and values of prompts and use them again."""
+    """Cache the keys and values of prompts and reuse them."""
     free_cache_engine: bool = True
-    """Release memory between the turns of a rollout on the trainer's devices; without effect on a CPU."""
+    """Release memory between generation phases if the rollout shares devices with the trainer; no effect on a CPU."""
     health_timeout_s: Annotated[float, Gt(0)] = 60.0
-    """Timeout of the engine's answer to a health check in seconds."""
+    """Timeout of a health check in seconds."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
     """Further arguments of the engine, by its own names: vLLM's `AsyncEngineArgs`, SGLang's `ServerArgs`,
-    TensorRT-LLM's `TorchLlmArgs`."""
+    TensorRT-LLM's `TorchLlmArgs`.
+    """
 
 
 @config
 class AdapterRolloutConfig(EngineRolloutConfig):
-    """Keys of a rollout whose engine takes LoRA adapters."""
+    """Keys of a rollout whose engine supports LoRA adapters."""
 
     enable_lora: bool = False
-    """Take adapters apart from the model."""
+    """Load adapters separately from the model."""
     max_lora_rank: Positive = 16
-    """Largest rank of an adapter."""
+    """Maximum rank of an adapter."""

@@ -1,4 +1,4 @@
-"""An engine's server as a child process: started, watched, and ended by its own handle."""
+"""An engine's server as a child process: started, watched and stopped by its owner."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ _PARENT_POLL_S = 0.5
 
 
 class ServerProcess:
-    """A server that listens on this machine's loopback, in a process group of its own.
+    """A server that listens on this machine's loopback, in its own process group.
 
     It ends with :meth:`stop`, and by itself when this process is gone.
 
     Args:
         engine: engine's name, for messages.
-        module: module that serves, run as ``python -m``; it begins with :func:`read_spec`.
-        args: arguments of the engine by name, less where it listens.
+        module: module that serves, run as ``python -m``; it must call :func:`read_spec` first.
+        args: arguments of the engine by name, except its address.
         environment: environment variables of the process.
         folder: folder of its log and its temporary files.
-        leftovers: beginning of the paths of files in shared memory that the engine removes only if it ends by itself.
+        leftovers: path prefix of files in shared memory that the engine removes only if it ends by itself.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ServerProcess:
             )
         listening = {"host": _HOST, "port": port, "api_key": self.api_key}
         message = {"args": dict(args), "listening": listening, "parent": os.getpid()}
-        # death() tells of a process that is gone already.
+        # If the process is already gone, death() reports it later.
         with suppress(BrokenPipeError), self._popen.stdin as pipe:  # type: ignore[union-attr]
             pipe.write(json.dumps(message).encode())
 
@@ -82,7 +82,7 @@ class ServerProcess:
         return self._popen.poll() is None
 
     def death(self, problem: str) -> RolloutError:
-        """Return an error with the way in which the server ended, and the end of its log."""
+        """Return an error that says how the server ended, with the end of its log."""
         code = self._popen.poll()
         if code is None:
             end = "while its process runs"
@@ -94,12 +94,12 @@ class ServerProcess:
         return RolloutError(f"{problem}, {end}; the end of its log:" + "".join(f"\n    {line}" for line in lines))
 
     def stop(self) -> None:
-        """End the server and all processes that it started; it has nothing to save."""
+        """End the server and all processes that it started; there is nothing to save."""
         self._reserved.close()
         group = self._popen.pid
         leftovers = self._mapped_files()
         with suppress(ProcessLookupError):
-            # Python's resource tracker lets this signal pass, and removes the semaphores of the others.
+            # Python's resource tracker survives SIGTERM and removes the semaphores of the other processes.
             os.killpg(group, signal.SIGTERM)
         self._popen.kill()
         self._popen.wait()
@@ -113,19 +113,19 @@ class ServerProcess:
             path.unlink(missing_ok=True)
 
     def _mapped_files(self) -> set[Path]:
-        """Return the files of the group in shared memory that would be left behind."""
+        """Return the group's files in shared memory that would be left behind."""
         found: set[Path] = set()
         for maps in Path("/proc").glob("[0-9]*/maps") if self._leftovers else ():
             with suppress(OSError):
                 if os.getpgid(int(maps.parent.name)) == self._popen.pid:
                     lines = [line for line in maps.read_text().splitlines() if self._leftovers in line]
                     found.update(Path(line[line.index(self._leftovers) :]) for line in lines)
-        # A file that was unlinked while it was mapped is listed with a note behind its name.
+        # The kernel marks a file that was unlinked while mapped by a note after its name.
         return {path for path in found if path.exists()}
 
 
 def read_spec() -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read in the server's process what to serve; from now on the process ends with its parent.
+    """Read in the server's process what to serve; from then on the process ends with its parent.
 
     The spec comes through standard input, because a command line would show the API key to every user of the machine.
 
@@ -138,19 +138,19 @@ def read_spec() -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Kill this process and all that it started once the rollout's process is gone."""
+    """Kill this process and everything that it started once the rollout's process is gone."""
     while os.getppid() == parent:
         time.sleep(_PARENT_POLL_S)
-    # The first ends the others, except Python's resource tracker, which removes their semaphores.
+    # SIGTERM ends all processes except Python's resource tracker, which then removes their semaphores.
     os.killpg(0, signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _reserve_port() -> socket.socket:
-    """Return a socket that keeps a port from other processes until it is closed.
+    """Return a socket that reserves a port until it is closed.
 
-    It does not listen. The server, which binds with SO_REUSEADDR too, can therefore bind the same port, and a process
-    that asks for any free one does not get it.
+    The socket does not listen, so the server, which also binds with SO_REUSEADDR, can bind the port, while a process
+    that asks for any free port does not get it.
     """
     holder = socket.socket()
     holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

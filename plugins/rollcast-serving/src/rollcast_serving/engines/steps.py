@@ -1,7 +1,7 @@
-"""An update of the weights through an engine's own call for updates, which takes texts and returns nothing.
+"""Updating weights through an engine's own update call, which takes strings and returns nothing.
 
-The update is a series of steps. Each travels as a text into every rank's process, and is answered by a file a rank: the
-answers carry checksums, counts and errors that the engine's call would lose.
+An update is a series of steps. Each travels as a string to every rank's process, which answers with a file: the answers
+carry checksums, counts and errors that the engine's call would lose.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class LoadStep:
     """Part of an update, or all of it.
 
     Attributes:
-        answer: beginning of the path of each rank's answer.
+        answer: path prefix of each rank's answer.
         version: version of the weights.
-        begins: names and shapes of the model's weights, if the update begins here.
-        buckets: buckets to load; can be pickled.
-        ends: True if the update ends here.
+        begins: names and shapes of the model's weights if this is the first step, else None.
+        buckets: picklable buckets to load.
+        ends: True if this is the last step.
     """
 
     answer: str
@@ -48,20 +48,20 @@ class LoadStep:
     ends: bool = False
 
     def encode(self) -> str:
-        """Return the step as a text.
+        """Return the step as a string.
 
         Raises:
             TypeError, AttributeError, pickle.PicklingError: the buckets cannot be pickled.
         """
-        # The path apart, so that a step that cannot be unpickled is answered too.
+        # The path is not pickled, so that a step that cannot be unpickled is answered too.
         return f"{self.answer}\n{base64.b64encode(pickle.dumps(self)).decode()}"
 
 
 class StepUpdater:
-    """The rollout's side of updates in steps.
+    """The rollout's side of an update in steps.
 
     Args:
-        carry: sends a step's text to every rank, and returns when all have carried it out.
+        carry: sends a step's string to every rank, and returns when all have carried it out.
         engine: engine's name, for messages.
         weights: names and shapes of the model's weights.
         ranks: number of processes that load weights.
@@ -76,10 +76,10 @@ class StepUpdater:
         self._steps = 0
 
     async def update(self, buckets: Buckets, version: int) -> WeightReport:
-        """Load all of the weights into an engine that computes nothing meanwhile.
+        """Load all weights into an engine that computes nothing meanwhile.
 
-        The ranks iterate over buckets that can be pickled themselves. Others are copied to them one by one, through
-        memory of one bucket's size.
+        If the buckets can be pickled, the ranks iterate over them themselves. Others are copied to them one by one,
+        through memory of one bucket's size.
 
         Raises:
             WeightSyncError: see :meth:`BaseRollout.update_weights`.
@@ -98,7 +98,7 @@ class StepUpdater:
 
     def _encode_whole(self, buckets: Any, version: int) -> tuple[LoadStep, str]:
         if dataclasses.is_dataclass(buckets) and hasattr(buckets, "readers"):
-            # The sender waits for each process that iterates over them.
+            # The sender waits for each process that iterates over the buckets.
             buckets = dataclasses.replace(buckets, readers=self._ranks)  # type: ignore[type-var]
         step = LoadStep(self._answer_path(), version, self._weights, buckets, ends=True)
         return step, step.encode()
@@ -124,7 +124,7 @@ class StepUpdater:
 
 
 class StepLoader:
-    """The side of a rank: loads the weights of a step after the other into one model.
+    """A rank's side of an update: loads one step after the other into its model.
 
     Args:
         load: loads ``(name, tensor)`` pairs into the model.
@@ -140,7 +140,7 @@ class StepLoader:
         """Load a step's buckets, checked against the model.
 
         Raises:
-            WeightSyncError: a tensor is not the model's, or the engine does not take it; names the tensor.
+            WeightSyncError: the model has no such tensor, or the engine cannot load it; the message names the tensor.
         """
         if step.begins is not None:
             self._check = UpdateCheck(step.begins)
@@ -167,7 +167,7 @@ class StepLoader:
             self._name = name
             known = check.admit(name, tensor)
             if known is not None:
-                # SGLang's FusedMoE keeps a tensor until its partner comes, and the bucket's memory is used again.
+                # A copy: SGLang's FusedMoE keeps a tensor until its partner arrives, but the bucket's memory is reused.
                 yield known, tensor.clone()
 
 

@@ -1,4 +1,4 @@
-"""An update of the weights on its way into an engine's own processes."""
+"""Passing an update of the weights on to an engine's own processes."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ def dump_remote(buckets: Buckets, dump: Callable[[], T]) -> T | None:
     """Return ``dump()``, which pickles the buckets, if the engine's processes can iterate over them themselves.
 
     Returns:
-        None if the buckets exist in this process only; see :func:`share_buckets`.
+        None if the buckets exist only in this process; see :func:`share_buckets`.
     """
-    # Tensors that lie in this process would all be copied into the pickle at once.
+    # Tensors of this process would all be copied into the pickle at once.
     if isinstance(buckets, (list, tuple, Iterator)):
         return None
     try:
@@ -62,7 +62,7 @@ def _next_bucket(source: Iterator[Sequence[tuple[str, Tensor]]], memory: BucketM
 
 
 def same_report(answers: Sequence[WeightReport | RollcastError], version: int) -> WeightReport:
-    """Return the first rank's report, which has to be that of all.
+    """Return the first rank's report after checking that all ranks report the same.
 
     Args:
         answers: a report or an error of each rank.
@@ -79,7 +79,7 @@ def same_report(answers: Sequence[WeightReport | RollcastError], version: int) -
         reports.append(answer)
     for rank, report in enumerate(reports):
         if report.checksums != reports[0].checksums:
-            raise WeightSyncError(f"rank {rank} of the engine received other weights of version {version} than rank 0")
+            raise WeightSyncError(f"rank {rank} of the engine got weights of version {version} unlike rank 0's")
     return reports[0]
 
 

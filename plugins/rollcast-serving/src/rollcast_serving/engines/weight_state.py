@@ -1,4 +1,4 @@
-"""Usability of an engine's weights between updates."""
+"""State of an engine's weights between updates: usable or not."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ Part = Literal["weights", "adapter"]
 
 
 class WeightState:
-    """The reasons why an engine must not generate with its present weights and adapter.
+    """The reasons why an engine must not generate with its current weights and adapter.
 
     Args:
-        problem: reason from the start, such as an engine without weights; empty for none.
+        problem: initial reason, such as an engine without weights; empty for none.
     """
 
     def __init__(self, problem: str = "") -> None:
@@ -24,29 +24,29 @@ class WeightState:
             self.forbid("weights", problem)
 
     def forbid(self, part: Part, problem: str, tensor: str = "") -> WeightSyncError:
-        """Refuse to generate until :meth:`accept`; return the error for requests that wait."""
-        error = WeightSyncError(f"{problem}; nothing is generated until an update succeeds", tensor=tensor)
+        """Block generation until :meth:`accept`; return the error for waiting requests."""
+        error = WeightSyncError(f"{problem}; generation is blocked until an update succeeds", tensor=tensor)
         self._problems[part] = error
         return error
 
     def fail(self, part: Part, version: int, error: BaseException) -> WeightSyncError:
-        """Refuse to generate after a failed update; return the error for requests that wait."""
+        """Block generation after a failed update; return the error for waiting requests."""
         problem = f"the update of the {part} to version {version} failed: {str(error) or type(error).__name__}"
         return self.forbid(part, problem, getattr(error, "tensor", ""))
 
     def accept(self, part: Part) -> None:
-        """Allow generating with a part that is right now; new weights also replace a wrong adapter."""
+        """Allow generation with a part that is valid now; new weights also clear the problem of an adapter."""
         if part == "weights":
             self._problems.clear()
         else:
             self._problems.pop(part, None)
 
     def check(self) -> None:
-        """Raise if nothing may be generated.
+        """Raise if generation is blocked.
 
         Raises:
             WeightSyncError: no update has arrived, or the last one failed.
         """
         for error in self._problems.values():
-            # Raised in many places: one traceback each.
+            # A new error each time, because a shared one would accumulate tracebacks.
             raise WeightSyncError(str(error), tensor=error.tensor)

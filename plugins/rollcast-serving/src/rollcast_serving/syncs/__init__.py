@@ -1,1 +1,1 @@
-"""How weights travel from a trainer to replicas."""
+"""Weight syncs: transports of weights from a trainer to replicas."""

@@ -1,8 +1,8 @@
 """Weight sync ``collective``: broadcasts in a process group that trainer and replicas join for it.
 
-Gloo between CPUs, NCCL where the weights lie on CUDA devices; any nodes that reach each other. What a bucket holds
-travels through the group's store, its bytes in one broadcast. The group is kept from one sync to the next, as long as
-the targets are the same and every one of them got its weights.
+Gloo between CPUs, NCCL if the weights are on CUDA devices; between any nodes that can reach each other. A bucket's
+entries travel through the group's store, its bytes in one broadcast. The group is kept between syncs while the targets
+stay the same and all of them received their weights.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, its stubs do not
+from torch._C._distributed_c10d import PrefixStore, Store, TCPStore  # torch.distributed has them, but its stubs do not
 
 from rollcast.contracts.rendezvous import serve_store
 from rollcast.contracts.rollout import RolloutMode
@@ -36,14 +36,14 @@ __all__ = ["CollectiveSync"]
 
 _POLL_S = 0.01
 _WORK_POLL_S = 0.0005
-#: Longest time for a sender to accept a connection, in seconds; a node that does not answer is gone.
+#: Seconds for a sender to accept a connection; a node that does not answer counts as gone.
 _PROBE_S = 1.0
-#: Longest time for all members to meet, once each has announced itself.
+#: Timeout for all members to connect once each has announced itself.
 _JOIN = timedelta(seconds=60)
 
 
 class CollectiveSync(BucketSync):
-    """See the module."""
+    """The weight sync ``collective``; see the module."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -57,13 +57,13 @@ class CollectiveSync(BucketSync):
     )
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
-        """See :meth:`BucketSync.sync`."""
+        """Send the weights; see :meth:`BucketSync.sync`."""
         complete = False
         try:
             deliveries = await super().sync(version, only_adapter)
             complete = all(isinstance(result, WeightReport) for result in deliveries)
         finally:
-            # Also after a report that was refused: a target that got something else is not trusted with the group.
+            # Also after a refused report: a target that received something else must not stay in the group.
             if not complete:
                 self._sender = None
         return deliveries
@@ -71,7 +71,7 @@ class CollectiveSync(BucketSync):
     @contextmanager
     def transport(self) -> Iterator[Transport]:
         members = tuple(getattr(target, "address", target) for target in self.targets)
-        # Taken out: after a failure the members have left the group, and the next sync needs a new one.
+        # Removed first: after a failure the members have left the group, and the next sync needs a new one.
         sender, self._sender = self._sender, None
         if sender is None or members != self._members:
             nodes = {target.node for target in self.targets}  # type: ignore[union-attr]
@@ -86,10 +86,10 @@ class CollectiveSync(BucketSync):
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
-        """See :meth:`BaseWeightSync.open`.
+        """Return the buckets in a target's process; see :meth:`BaseWeightSync.open`.
 
         Raises:
-            WeightSyncError: from the iteration; the group broke.
+            WeightSyncError: during iteration, if the group broke.
         """
         return _receive(source)
 
@@ -98,12 +98,12 @@ class CollectiveSync(BucketSync):
 
 
 def _join(store: Store, rank: int, size: int, host: str, timeout: timedelta, backend: str) -> Any:
-    """A process group of its own, beside whatever the process has."""
+    """Return a process group that is independent of the process's other groups."""
     if backend == "nccl":
         nccl: Any = dist.ProcessGroupNCCL.Options()
         nccl._timeout = timeout
         return dist.ProcessGroupNCCL(store, rank, size, nccl)
-    # The constructors' own options are in no stub.
+    # The stubs lack the constructors' options.
     gloo: Any = dist.ProcessGroupGloo
     options = gloo._Options()
     options._devices = [gloo.create_device(hostname=host)]
@@ -112,7 +112,7 @@ def _join(store: Store, rank: int, size: int, host: str, timeout: timedelta, bac
 
 
 def _own_address(nodes: set[str]) -> str:
-    """The address under which the targets' nodes reach this one."""
+    """Return the address under which the targets' nodes reach this node."""
     if nodes <= {"127.0.0.1", "localhost"}:
         return "127.0.0.1"
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
@@ -121,13 +121,13 @@ def _own_address(nodes: set[str]) -> str:
 
 
 class _Room:
-    """A flat buffer that is used for one bucket after the other."""
+    """A flat buffer that is reused for each bucket."""
 
     def __init__(self) -> None:
         self._flat = torch.empty(0, dtype=torch.uint8)
 
     def take(self, size: int, device: torch.device) -> Tensor:
-        """The first ``size`` bytes; what lies between tensors is whatever was there."""
+        """Return the first ``size`` bytes; bytes between tensors are undefined."""
         if len(self._flat) < size:
             self._flat = torch.empty(size, dtype=torch.uint8, device=device)
         return self._flat[:size]
@@ -142,7 +142,7 @@ class _Sender(Transport):
         self._work: Any = None
         self._sent = self._number = 0
         self._room = _Room()
-        #: Buffer and entries of the bucket that is staged.
+        #: Buffer and entries of the staged bucket.
         self._flat = self._room.take(0, torch.device("cpu"))
         self._entries: list[dict[str, Any]] = []
         self._targets = targets
@@ -154,7 +154,7 @@ class _Sender(Transport):
         }
 
     def begin(self) -> None:
-        """Start a sync: its buckets have keys of their own in the store."""
+        """Start a sync, with its own keys in the store."""
         for number in range(self._sent + 1):
             self._store.delete_key(f"{self._number}/bucket/{number}")
         self._number += 1
@@ -187,7 +187,7 @@ class _Sender(Transport):
         flat, entries = self._flat, self._entries
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"size": len(flat), "tensors": entries}))
         self._work = self._group.broadcast([flat], _root())
-        # Not wait(): with a target dead or silent it would take the whole timeout.
+        # Not wait(): it would take the whole timeout if a target is dead or silent.
         while not self._work.is_completed():
             receivers.check_all()
             time.sleep(_WORK_POLL_S)
@@ -199,7 +199,7 @@ class _Sender(Transport):
         self._store.set(f"{self._number}/bucket/{self._sent}", json.dumps({"end": True}))
 
     def break_off(self) -> None:
-        """Leave the group in the middle of a broadcast; members that wait for this one learn that it is gone."""
+        """Leave the group in the middle of a broadcast; members that wait for this one notice that it is gone."""
         group, work = self._group, self._work
         self._group = self._work = None
         if group is not None and work is not None:
@@ -207,9 +207,9 @@ class _Sender(Transport):
 
 
 def _outlive(group: Any, work: Any) -> None:
-    """Keep a group until its broadcast has ended, which a silent member holds up until its process is killed.
+    """Keep a group until its broadcast has ended; a silent member delays that until its process is killed.
 
-    The end of the group closes its connections, and waits for the broadcast with Python's lock held.
+    Destroying the group closes its connections, and would wait for the broadcast while holding Python's lock.
     """
     while not work.is_completed():
         time.sleep(_POLL_S)
@@ -230,7 +230,7 @@ class _Member:
         store: store of the group.
         group: process group.
         device: device of the broadcasts.
-        meeting: host and port of the sender's store, which are others for each group.
+        meeting: host and port of the sender's store, different for each group.
         room: buffer for the buckets.
     """
 
@@ -250,19 +250,19 @@ class _Member:
         return False
 
 
-#: Groups that this process is in between two syncs, by the sender's name, target and reader.
+#: Groups that this process has joined, between two syncs, by the sender's name, target and reader.
 _members: dict[tuple[str, int, int], _Member] = {}
 
 
 def _drop_orphans() -> None:
-    """Leave the groups of senders that are gone, such as a trainer's that was killed and started again."""
+    """Leave the groups of senders that are gone, such as a trainer that was killed and restarted."""
     for key, member in list(_members.items()):
         if member.is_orphan():
             _members.pop(key, None)
 
 
 def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
-    """Meet the sender and the other members."""
+    """Join the group of the sender and the other members."""
     store = TCPStore(source["host"], int(source["port"]), is_master=False, timeout=timeout)
     store.set(f"readers/{source['target']}", str(source.get("readers", 1)))
     plan = json.loads(store.get("group"))
@@ -277,12 +277,12 @@ def _enter(source: Mapping[str, Any], timeout: timedelta) -> _Member:
 def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     timeout = timedelta(seconds=float(source["timeout_s"]))
     key = (source["sender"], int(source["target"]), int(source.get("reader", 0)))
-    # Taken out: whoever breaks off has left the group.
+    # Removed first: a member that breaks off has left the group.
     member = _members.pop(key, None)
     try:
         meeting = (source["host"], int(source["port"]))
         if source["number"] == 1:
-            member = None  # the sender's group before, if there was one, ends here
+            member = None  # the sender's previous group, if there was one, ends here
             _drop_orphans()
             member = _enter(source, timeout)
         elif member is None or member.meeting != meeting:
@@ -302,5 +302,5 @@ def _receive(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
             raise
         raise WeightSyncError(f"the group that carries the weights broke: {error}") from error
     finally:
-        # Members that wait for this one learn of its end from closed connections, so no traceback may keep the group.
+        # Members that wait for this one notice its end by closed connections, so no traceback may keep the group alive.
         del member

@@ -1,7 +1,7 @@
 """Weight sync ``cuda_ipc``: between processes that share a GPU, through two buffers in its memory.
 
 Only handles of the buffers travel, over the Unix socket of ``shared_memory``; the weights never leave the device. While
-a replica loads one buffer the other is filled.
+a replica loads one buffer, the other is filled.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from rollcast_serving.weight_sync import WeightSyncCapabilities
 
 __all__ = ["CudaIpcSync", "DeviceMemory", "describe_tensor", "open_tensor"]
 
-#: Parameters of torch's function that opens a handle; how they are passed on is checked against the installed one.
+#: Expected parameters of torch's function that opens a handle; checked against the installed version.
 _PARAMETERS = (
     *("tensor_cls", "tensor_size", "tensor_stride", "tensor_offset", "storage_cls", "dtype", "storage_device"),
     *("storage_handle", "storage_size_bytes", "storage_offset_bytes", "requires_grad", "ref_counter_handle"),
@@ -36,7 +36,9 @@ _HANDLES = ("storage_handle", "ref_counter_handle", "event_handle")
 
 
 class CudaIpcSync(BucketSync):
-    """See the module. The two buffers are kept between syncs, as large as the largest bucket was."""
+    """The weight sync ``cuda_ipc``; see the module. Its two buffers are kept between syncs at the largest bucket's
+    size.
+    """
 
     name: ClassVar[str] = "cuda_ipc"
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
@@ -54,11 +56,10 @@ class CudaIpcSync(BucketSync):
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
-        """See :meth:`BaseWeightSync.open`.
+        """Return the buckets in a target's process; see :meth:`BaseWeightSync.open`.
 
         Raises:
-            WeightSyncError: from the iteration; the sender cannot be reached, or went away, or its device is none of
-                this process's.
+            WeightSyncError: during iteration, if the sender is unreachable or gone, or this process lacks its device.
         """
         return receive_buckets(source, _open_message, settle)
 
@@ -84,14 +85,14 @@ class DeviceMemory:
         self._flat: Tensor | None = None
 
     def reserve(self, size: int) -> Tensor:
-        """Return at least ``size`` bytes, uint8; in another allocation if the present one is too small."""
+        """Return at least ``size`` bytes, uint8; in a new allocation if the current one is too small."""
         if self._flat is None or len(self._flat) < size:
             self._flat = allocate(size)
             self.number += 1
         return self._flat
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """Return how one more process opens the memory, and no file descriptors.
+        """Return a handle with which one more process opens the memory, and no file descriptors.
 
         Raises:
             RuntimeError: nothing was reserved.
@@ -101,11 +102,11 @@ class DeviceMemory:
         return {"handle": describe_tensor(self._flat)}, []
 
     def settle(self) -> None:
-        """Wait until what was written is there for other processes."""
+        """Wait until writes are visible to other processes."""
         settle()
 
     def close(self) -> None:
-        """Give the memory back, as soon as no other process has it."""
+        """Release the memory; it is freed when no other process maps it."""
         self._flat = None
 
 
@@ -115,24 +116,24 @@ def allocate(size: int) -> Tensor:
 
 
 def settle() -> None:
-    """Wait until the current device has done what it was asked for."""
+    """Wait until the current device has finished its work."""
     torch.cuda.synchronize()
 
 
 def describe_tensor(flat: Tensor) -> dict[str, Any]:
-    """Return how one other process opens a tensor of this one, JSON-like.
+    """Return a JSON-like handle with which one other process opens a tensor of this one.
 
     Args:
-        flat: contiguous, uint8 ``[N]`` on a CUDA device.
+        flat: contiguous tensor, uint8 ``[N]`` on a CUDA device.
 
     Raises:
-        WeightSyncError: the installed torch describes tensors in another way.
+        WeightSyncError: the installed torch has another format of handles.
     """
     rebuild, values = reductions.reduce_tensor(flat)  # type: ignore[no-untyped-call]
     given = tuple(inspect.signature(rebuild).parameters)
     if given != _PARAMETERS or len(values) != len(_PARAMETERS):
         raise WeightSyncError(
-            f"rollout.weight_sync=cuda_ipc does not know how torch {torch.__version__} opens memory of another process "
+            f"rollout.weight_sync=cuda_ipc does not support how torch {torch.__version__} shares memory of a process "
             f"({', '.join(given)}); choose shared_memory"
         )
     named = dict(zip(_PARAMETERS, values, strict=True))
@@ -149,15 +150,15 @@ def open_tensor(described: Mapping[str, Any]) -> Tensor:
     """Return the tensor of another process, uint8 ``[N]``, as a view of the same memory.
 
     Raises:
-        WeightSyncError: its device is none of this process's.
+        WeightSyncError: this process does not see the tensor's device.
     """
     seen = [_uuid(index) for index in range(torch.cuda.device_count())]
     if described["device"] not in seen:
         raise WeightSyncError(
-            f"the weights lie on device {described['device']}, and this process sees {', '.join(seen) or 'none'}; "
-            "rollout.weight_sync=cuda_ipc needs actor and replica on one device, choose shared_memory"
+            f"the weights are on device {described['device']}, but this process sees {', '.join(seen) or 'none'}; "
+            "rollout.weight_sync=cuda_ipc needs actor and replica on one device; choose shared_memory"
         )
-    # The number of the device may differ from the sender's, who may see others.
+    # The device's index may differ from the sender's, which may see other devices.
     flat: Tensor = reductions.rebuild_cuda_tensor(  # type: ignore[no-untyped-call]
         tensor_cls=torch.Tensor,
         tensor_size=torch.Size([described["size"]]),

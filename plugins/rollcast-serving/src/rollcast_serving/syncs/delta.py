@@ -1,9 +1,9 @@
 """Weight sync ``delta``: only the elements that changed since a replica's last update, in files.
 
-A step of training at a small learning rate leaves most bfloat16 weights as they were, bit for bit. The sender keeps a
-copy of what it sent last, and writes the positions and values of the elements that differ; a replica keeps a copy too,
-and patches it. Both copies lie in host memory, in the rollout's dtype. Every tensor is attested whole, so a patch on
-other weights than the sender's is refused.
+A training step at a small learning rate leaves most bfloat16 weights bit for bit unchanged. The sender keeps a copy of
+the weights that it sent last, and writes the positions and values of the elements that differ; a replica keeps a copy
+too, and patches it. Both copies are in host memory, in the rollout's dtype. Every patched tensor is verified as a
+whole, so a patch on weights other than the sender's is refused.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ from rollcast_serving.weight_sync import Delivery, WeightSyncCapabilities
 __all__ = ["DeltaSync"]
 
 _MANIFEST = "manifest.json"
-#: Integers as wide as an element, to compare bits: NaN differs from itself, and 0 does not from -0.
+#: Integer dtypes of an element's width, to compare bits: NaN differs from itself, and 0 equals -0.
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-#: Bytes of a position. A tensor goes whole where its positions and values would take more.
+#: Bytes of a position. A tensor is sent whole if its positions and values would take more.
 _POSITION = 4
 _MOST_POSITIONS = 2**31
 
 
 class DeltaSync(BucketSync):
-    """See the module. A replica that is new, or whose last update failed, gets every tensor whole."""
+    """The weight sync ``delta``; see the module. A replica that is new, or whose last update failed, gets all
+    tensors whole.
+    """
 
     name: ClassVar[str] = "delta"
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(modes=frozenset(RolloutMode))
@@ -46,7 +48,7 @@ class DeltaSync(BucketSync):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._last = _Last()
-        #: By the target, the name under which its process keeps what it received last.
+        #: By target, the name under which its process stores the weights that it received last.
         self._holders: dict[Any, str] = {}
         #: Targets that hold the weights of the last sync.
         self._current: set[Any] = set()
@@ -56,11 +58,11 @@ class DeltaSync(BucketSync):
         self._lacking: set[str] = set()
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
-        """See :meth:`BucketSync.sync`."""
+        """Send the weights; see :meth:`BucketSync.sync`."""
         keys = [getattr(target, "address", target) for target in self.targets]
         known, self._current = self._current, set()  # after a failure every replica gets all tensors
         try:
-            # A target keeps its name, so that its process replaces the copy that it has.
+            # A target keeps its name, so that its process replaces its old copy.
             self._names = [self._holders.setdefault(key, secrets.token_hex(8)) for key in keys]
             self._lacking = {name for name, key in zip(self._names, keys, strict=True) if key not in known}
             deliveries = await super().sync(version, only_adapter)
@@ -80,10 +82,10 @@ class DeltaSync(BucketSync):
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
-        """See :meth:`BaseWeightSync.open`.
+        """Return the buckets in a target's process; see :meth:`BaseWeightSync.open`.
 
         Raises:
-            WeightSyncError: from the iteration; a file is missing or malformed, or this process holds no weights to
+            WeightSyncError: during iteration, if a file is missing or malformed, or this process has no weights to
                 patch.
         """
         return _read(source)
@@ -99,11 +101,11 @@ class _Last:
     tensors: dict[str, Tensor] = field(default_factory=dict)
 
     def difference(self, name: str, tensor: Tensor) -> tuple[Tensor, Tensor] | None:
-        """Return positions, int32 ``[K]``, and values ``[K]`` of the changed elements; None if all are to be sent.
+        """Return positions, int32 ``[K]``, and values ``[K]`` of the changed elements; None to send all elements.
 
         Args:
             name: name of the weight.
-            tensor: new value on the CPU, contiguous; kept as the last one.
+            tensor: new value on the CPU, contiguous; stored for the next comparison.
         """
         last = self.tensors.get(name)
         if last is None or last.shape != tensor.shape or last.dtype != tensor.dtype:
@@ -120,7 +122,7 @@ class _Last:
 
 
 class _Writer(Transport):
-    """Writes each bucket as a patch, and whole if a target lacks what the patch is for."""
+    """Writer of each bucket as a patch, and also whole if a target lacks the base of the patch."""
 
     calls_first: ClassVar[bool] = False
 
@@ -131,7 +133,7 @@ class _Writer(Transport):
         self.written_bytes = 0
         self.source = {"folder": folder.url, "holders": list(names), "whole": sorted(lacking)}
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # nobody receives yet
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # no target receives yet
         held = [(name, tensor.detach().contiguous().cpu()) for name, tensor in bucket]
         patch: dict[str, Tensor] = {}
         for index, (name, tensor) in enumerate(held):
@@ -149,20 +151,20 @@ class _Writer(Transport):
                 self.written_bytes += self._folder.save(entry[kind], tensors)
         self._manifest.append(entry)
 
-    def finish(self, receivers: Receivers) -> None:  # nobody receives yet
+    def finish(self, receivers: Receivers) -> None:  # no target receives yet
         self._folder.write_text(_MANIFEST, json.dumps(self._manifest))
 
 
-#: By the name that the sender gave to this process, the tensors that it received last.
+#: The tensors that this process received last, by the name that the sender gave to it.
 _held: dict[str, dict[str, Tensor]] = {}
 
 
 def _read(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
     holder = source["holders"][source["target"]]
-    # Each process of a tensor-parallel engine has its own copy, and so has each target that shares a process.
+    # Each process of a tensor-parallel engine has its own copy, and so has each target in a process.
     key = f"{holder}.{source.get('reader', 0)}"
     kind = "whole" if holder in source["whole"] else "patch"
-    # Taken out: an update that is broken off leaves a mixture, which must not be patched again.
+    # Removed first: an update that breaks off leaves a mixture, which must not be patched again.
     held = _held.pop(key, {})
     try:
         folder = SharedFolder(source["folder"])
@@ -178,10 +180,10 @@ def _read(source: Mapping[str, Any]) -> Iterator[WeightBucket]:
 def _patched(held: dict[str, Tensor], name: str, tensors: Mapping[str, Tensor], index: int) -> Tensor:
     whole = tensors.get(f"{index}.whole")
     if whole is not None:
-        # A copy: a tensor that is mapped from a file keeps the file, which the sender removes.
+        # A copy: a tensor mapped from a file keeps the file, which the sender removes.
         held[name] = whole.clone()
     elif name not in held:
-        raise WeightSyncError(f"weight {name!r} came as a change, and this replica holds no earlier one", tensor=name)
+        raise WeightSyncError(f"weight {name!r} arrived as a patch, but this replica has no earlier value", tensor=name)
     else:
         held[name].view(-1)[tensors[f"{index}.at"].long()] = tensors[f"{index}.to"]
     return held[name]

@@ -24,7 +24,7 @@ _MANIFEST = "manifest.json"
 
 
 class DiskSync(BucketSync):
-    """One file a bucket. The folder is removed once every target has loaded it."""
+    """The weight sync ``disk``: one file per bucket; the folder is removed once every target has loaded it."""
 
     name: ClassVar[str] = "disk"
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(modes=frozenset(RolloutMode))
@@ -36,17 +36,17 @@ class DiskSync(BucketSync):
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
-        """See :meth:`BaseWeightSync.open`.
+        """Return the buckets in a target's process; see :meth:`BaseWeightSync.open`.
 
         Raises:
-            WeightSyncError: from the iteration; a file is missing or malformed.
+            WeightSyncError: during iteration, if a file is missing or malformed.
         """
         return read_files(source["folder"])
 
 
 @contextmanager
 def temporary_folder(parent: str | None) -> Iterator[SharedFolder]:
-    """Yield a new folder for one sync, in ``parent`` or else in the node's temporary folder, and remove it."""
+    """Yield a new folder for one sync, in ``parent`` or in the node's temporary folder, and remove it afterwards."""
     folder = SharedFolder(f"{parent or tempfile.gettempdir()}/weights-{secrets.token_hex(8)}")
     folder.make()
     try:
@@ -56,7 +56,7 @@ def temporary_folder(parent: str | None) -> Iterator[SharedFolder]:
 
 
 class FileWriter(Transport):
-    """Writes one file a bucket, and the manifest last; targets are called when all is there.
+    """Writer of one file per bucket, and a manifest last; targets are called when all files exist.
 
     Args:
         folder: folder for the files.
@@ -69,12 +69,12 @@ class FileWriter(Transport):
         self._manifest: list[dict[str, Any]] = []
         self.source = {"folder": folder.url}
 
-    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # nobody receives yet
+    def send(self, bucket: WeightBucket, receivers: Receivers) -> None:  # no target receives yet
         name = f"bucket_{len(self._manifest):05d}.safetensors"
         self._folder.save(name, dict(bucket))
         self._manifest.append({"file": name, "checksums": dict(bucket.expected)})
 
-    def finish(self, receivers: Receivers) -> None:  # nobody receives yet
+    def finish(self, receivers: Receivers) -> None:  # no target receives yet
         self._folder.write_text(_MANIFEST, json.dumps(self._manifest))
 
 

@@ -1,4 +1,4 @@
-"""A folder of safetensors files that trainer and replicas see, by a path or by an fsspec URL."""
+"""A folder of safetensors files that trainer and replicas share, by a path or an fsspec URL."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class SharedFolder:
     """Files in one folder.
 
     Args:
-        url: path, or URL of a file system that fsspec knows, such as ``s3://bucket/weights``.
+        url: path, or URL of a file system that fsspec supports, such as ``s3://bucket/weights``.
 
     Raises:
-        WeightSyncError: no file system for the URL is installed; names the package.
+        WeightSyncError: no file system for the URL is installed; the message names the package.
     """
 
     def __init__(self, url: str) -> None:
@@ -37,7 +37,7 @@ class SharedFolder:
         self._is_local = isinstance(self._files, LocalFileSystem)
 
     def make(self) -> None:
-        """Create the folder, and those above it."""
+        """Create the folder and its parents."""
         self._files.makedirs(self._path, exist_ok=True)
 
     def remove(self) -> None:
@@ -61,11 +61,11 @@ class SharedFolder:
         return load(self._files.cat_file(f"{self._path}/{name}"))
 
     def write_text(self, name: str, text: str) -> None:
-        """Write a text."""
+        """Write a text file."""
         self._files.pipe_file(f"{self._path}/{name}", text.encode())
 
     def read_text(self, name: str) -> str:
-        """Return a text."""
+        """Return the content of a text file."""
         content: Any = self._files.cat_file(f"{self._path}/{name}")
         return bytes(content).decode()
 

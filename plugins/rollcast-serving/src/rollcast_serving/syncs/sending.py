@@ -1,4 +1,4 @@
-"""Weight syncs that send buckets: packing, sending, attestation, and targets that die meanwhile."""
+"""Weight syncs that send buckets: packing, sending, verification, and targets that die meanwhile."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ if TYPE_CHECKING:
 __all__ = ["ACCOUNT_S", "BucketSync", "Receivers", "TargetLostError", "Transport", "pack_buckets"]
 
 
-#: How long a target that hung up may take to say why, in seconds.
+#: Seconds that a target which closed the connection may take to report the reason.
 ACCOUNT_S = 5.0
-#: How long living targets have to end, whose group has broken, in seconds.
+#: Seconds that living targets have to end after their group broke.
 _BREAK_S = 1.0
 
 
 def pack_buckets(
     named: Iterable[tuple[str, Tensor]], size: int, cast: WeightCast | None = None
 ) -> Iterator[list[Outgoing]]:
-    """Yield tensors in their order, in buckets of at most ``size`` bytes; a larger tensor goes alone.
+    """Yield tensors in order, in buckets of at most ``size`` bytes; a larger tensor is sent alone.
 
     Args:
         named: names and tensors.
-        size: largest bucket in bytes, after the cast.
+        size: maximum size of a bucket in bytes, after the cast.
         cast: conversion of each tensor; None for none.
     """
     bucket: list[Outgoing] = []
@@ -60,26 +60,26 @@ def pack_buckets(
 
 
 class TargetLostError(Exception):
-    """A target died, and the transport cannot go on for the others."""
+    """A target died, and the transport cannot continue for the others."""
 
 
 class Receivers:
-    """The targets' calls in flight while a transport sends.
+    """The calls to the targets in flight while a transport sends.
 
     Args:
-        calls: calls of :meth:`RemoteRollout.receive_weights`, one a target.
+        calls: calls of :meth:`RemoteRollout.receive_weights`, one per target.
     """
 
     def __init__(self, calls: Sequence[Future[WeightReport]]) -> None:
         self._calls = calls
-        #: By a target's place, the error of one that died.
+        #: Errors of dead targets, by index.
         self.lost: dict[int, RolloutError] = {}
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def check(self, wait_s: float = 0.0) -> None:
-        """Note the targets that died, or do within ``wait_s``.
+        """Record targets that have died, waiting up to ``wait_s`` seconds.
 
         Raises:
             WeightSyncError: a living target refused the weights.
@@ -92,13 +92,13 @@ class Receivers:
                 self.lose(place, error)
 
     def lose(self, place: int, error: BaseException) -> None:
-        """Note that a target died; raise the error if it is none of a death."""
+        """Record that a target died; re-raise the error if it has another cause."""
         if isinstance(error, WeightSyncError) or not isinstance(error, RolloutError):
             raise error
         self.lost[place] = error
 
     def check_all(self) -> None:
-        """Note the targets that died.
+        """Record targets that have died.
 
         Raises:
             TargetLostError: a target died.
@@ -116,7 +116,7 @@ class Receivers:
         return [self.lost[place] if place in self.lost else call.result() for place, call in enumerate(self._calls)]
 
     def interrupted(self, wait_s: float) -> list[Delivery]:
-        """Return the errors of the targets that died; the others, whose transport is gone, have been interrupted."""
+        """Return the errors of dead targets; the others, whose transport is gone, count as interrupted."""
         wait(self._calls, wait_s)
         for place, call in enumerate(self._calls):
             error = call.exception() if call.done() else None
@@ -128,22 +128,22 @@ class Receivers:
 
 
 class Transport(ABC):
-    """One sync's way; a context manager that closes whatever it opened.
+    """Transport of one sync; a context manager that closes whatever it opened.
 
     Attributes:
         source: JSON-like description with which the targets open their end.
-        calls_first: True if targets are called before the first bucket, else after the last.
+        calls_first: True if targets are called before the first bucket, False if after the last.
     """
 
     source: Mapping[str, Any]
     calls_first: ClassVar[bool] = True
 
     def stage(self, bucket: Sequence[Outgoing], room: CastRoom, receivers: Receivers) -> WeightBucket:
-        """Return a bucket as it is sent, with its checksums, for :meth:`send`; raises as :meth:`send`.
+        """Return a bucket as it is sent, with its checksums, for :meth:`send`; raises the same errors.
 
         Args:
             bucket: names, tensors, and the dtypes to send them in.
-            room: memory for tensors that are cast, if the transport has none of its own.
+            room: memory for cast tensors, if the transport has none of its own.
             receivers: calls of the targets.
         """
         named = list(room.cast(bucket))
@@ -151,22 +151,22 @@ class Transport(ABC):
 
     @abstractmethod
     def send(self, bucket: WeightBucket, receivers: Receivers) -> None:
-        """Send the bucket that was staged last; returns when the engine's tensors may change.
+        """Send the staged bucket; return when the engine's tensors may change.
 
         Raises:
-            WeightSyncError: a living target did not take the bucket.
+            WeightSyncError: a living target refused the bucket.
             TargetLostError: a target died, and the others cannot be served without it.
         """
 
     @abstractmethod
     def finish(self, receivers: Receivers) -> None:
-        """Say that there are no more; raises as :meth:`send`."""
+        """Announce that there are no more buckets; raises the same errors as :meth:`send`."""
 
 
 class BucketSync(BaseWeightSync):
-    """Sends full tensors in buckets of bounded size, and holds each target's report against them."""
+    """A weight sync that sends full tensors in buckets of bounded size, and verifies each target's report."""
 
-    #: Its name in the registry, which the targets are told.
+    #: Name in the registry, which is sent to the targets.
     name: ClassVar[str]
 
     def __init__(
@@ -180,10 +180,10 @@ class BucketSync(BaseWeightSync):
 
     @abstractmethod
     def transport(self) -> AbstractContextManager[Transport]:
-        """A way to the present targets, for one sync."""
+        """Return a transport to the current targets, for one sync."""
 
     async def sync(self, version: int, only_adapter: bool = False) -> list[Delivery]:
-        """See :meth:`BaseWeightSync.sync`; a rank without targets takes part in the collectives."""
+        """Send the weights; see :meth:`BaseWeightSync.sync`. A rank without targets takes part in the collectives."""
         adapter = self.engine.get_adapter()
         reports: list[Delivery] = []
         if adapter is None or not only_adapter:
@@ -203,7 +203,7 @@ class BucketSync(BaseWeightSync):
         try:
             return self._send(buckets, version, described or {}) if self.targets else []
         finally:
-            for _ in buckets:  # without targets, or after a failure: the other ranks are in the collectives
+            for _ in buckets:  # without targets or after a failure: the other ranks wait in the collectives
                 pass
 
     def _send(self, buckets: Iterator[list[Outgoing]], version: int, described: Mapping[str, Any]) -> list[Delivery]:
@@ -252,7 +252,7 @@ class BucketSync(BaseWeightSync):
                 transport.send(staged, receivers)
             transport.finish(receivers)
         except (OSError, RuntimeError, EOFError) as error:
-            # What a target says of it is nearer to the cause than that it hung up.
+            # A target's own report explains more than its closed connection.
             receivers.check(ACCOUNT_S)
             if receivers.lost:
                 raise TargetLostError from error
@@ -262,7 +262,7 @@ class BucketSync(BaseWeightSync):
 
 
 class _Sent:
-    """What was sent, to hold the reports against."""
+    """Record of the sent tensors, to verify reports."""
 
     def __init__(self) -> None:
         self.tensors = 0
@@ -279,10 +279,10 @@ class _Sent:
         self.bytes += sum(tensor.numel() * tensor.element_size() for _, tensor in bucket)
 
     def attest(self, report: WeightReport, version: int, who: str) -> None:
-        """Refuse a report that is not of what was sent.
+        """Check that a report matches the sent tensors.
 
         Raises:
-            WeightSyncError: says what differs, with the first tensor that can be named.
+            WeightSyncError: it does not; the message says what differs, with the first tensor if it is known.
         """
         if report.version != version:
             raise WeightSyncError(f"{who} reports version {report.version} after an update to version {version}")
@@ -290,8 +290,8 @@ class _Sent:
             if report.checksums.get(number) != checksum:
                 names = self.last_names[number]
                 raise WeightSyncError(
-                    f"{who} reports checksum {report.checksums.get(number)} of bucket {number} ({names[0]} to "
-                    f"{names[-1]}), of which {checksum} was sent",
+                    f"{who} reports checksum {report.checksums.get(number)} for bucket {number} ({names[0]} to "
+                    f"{names[-1]})), but {checksum} was sent",
                     tensor=names[0],
                 )
         if (report.tensors, report.bytes) != (self.tensors, self.bytes):

@@ -1,7 +1,7 @@
 """Weight sync ``shared_memory``: between processes of one node, through two buffers that both ends map.
 
-The buffers are anonymous files whose descriptors travel over a Unix socket: nothing has a name that could
-be left behind, and no mount's size limits them. While a replica loads one buffer the other is filled.
+The buffers are anonymous files whose descriptors travel over a Unix socket: they have no name that could be left
+behind, and no mount's size limits them. While a replica loads one buffer, the other is filled.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ _POLL_S = 0.05
 
 
 class SharedMemorySync(BucketSync):
-    """See the module. The two buffers are kept between syncs, as large as the largest bucket was."""
+    """The weight sync ``shared_memory``; see the module. Its two buffers are kept between syncs at the largest
+    bucket's size.
+    """
 
     name: ClassVar[str] = "shared_memory"
     capabilities: ClassVar[WeightSyncCapabilities] = WeightSyncCapabilities(
@@ -56,10 +58,10 @@ class SharedMemorySync(BucketSync):
 
     @classmethod
     def open(cls, source: Mapping[str, Any]) -> Iterator[WeightBucket]:
-        """See :meth:`BaseWeightSync.open`.
+        """Return the buckets in a target's process; see :meth:`BaseWeightSync.open`.
 
         Raises:
-            WeightSyncError: from the iteration; the sender cannot be reached, or went away.
+            WeightSyncError: during iteration, if the sender is unreachable or gone.
         """
         return receive_buckets(source, _map_message)
 
@@ -71,7 +73,7 @@ class SharedMemorySync(BucketSync):
 
 @dataclass
 class _Reader:
-    """A connected process that takes buckets: how many it has taken, and which buffers it has mapped."""
+    """A connected reader: the number of buckets that it has taken, and the buffers that it has mapped."""
 
     connection: socket.socket
     target: int
@@ -89,24 +91,24 @@ class SharableMemory(Protocol):
     number: int
 
     def reserve(self, size: int) -> Tensor:
-        """Return at least ``size`` bytes, uint8; in another allocation if the present one is too small."""
+        """Return at least ``size`` bytes, uint8; in a new allocation if the current one is too small."""
         ...
 
     def describe(self) -> tuple[Mapping[str, Any], Sequence[int]]:
-        """Return how one more process opens the present allocation: JSON-like entries, and file descriptors."""
+        """Return what one more process needs to open the allocation: JSON-like entries, and file descriptors."""
         ...
 
     def settle(self) -> None:
-        """Wait until what was written is there for other processes."""
+        """Wait until writes are visible to other processes."""
         ...
 
 
 class SocketSender(Transport):
-    """Listens, fills buffers, and waits until all readers have taken them.
+    """Transport that listens on a socket, fills buffers, and waits until all readers have taken them.
 
     Args:
-        buffers: filled in turn.
-        settings: deadline for a reader to come, and to take a bucket.
+        buffers: buffers to fill in turn.
+        settings: deadline for a reader to connect, and to take a bucket.
     """
 
     def __init__(self, buffers: Sequence[SharableMemory], settings: SyncSettings) -> None:
@@ -121,9 +123,9 @@ class SocketSender(Transport):
         self._readers: list[_Reader] = []
         self._connected = False
         self._sent = 0
-        #: Entries of the bucket that is staged.
+        #: Entries of the staged bucket.
         self._entries: list[dict[str, Any]] = []
-        # A reader waits longer than this end does for another reader that hangs.
+        # A reader's timeout is longer than this end's for another reader that hangs.
         self.source = {"path": str(self._folder / "socket"), "token": self._token, "timeout_s": 2 * self._timeout_s}
 
     def __enter__(self) -> SocketSender:
@@ -158,7 +160,7 @@ class SocketSender(Transport):
         self._wait_taken(self._sent + 1, receivers)
 
     def _connect(self, receivers: Receivers) -> None:
-        """Wait until every process of every living target is there."""
+        """Wait until all processes of every living target have connected."""
         if self._connected:
             return
         wanted = dict.fromkeys(range(len(receivers)), 1)
@@ -170,7 +172,7 @@ class SocketSender(Transport):
             receivers.check()
             if time.monotonic() > deadline:
                 for target in absent:
-                    receivers.lose(target, _late(f"did not come for its weights within {self._timeout_s:g} s"))
+                    receivers.lose(target, _late(f"did not fetch its weights within {self._timeout_s:g} s"))
                 break
             try:
                 connection, _ = self._listener.accept()
@@ -212,17 +214,17 @@ def _late(problem: str) -> RolloutError:
 
 @contextmanager
 def _broken_means_lost(reader: _Reader, receivers: Receivers) -> Iterator[None]:
-    """Take a broken connection for the target's death, if the target has died, or does not say why it hung up.
+    """Treat a broken connection as the target's death if it has died or does not report another reason.
 
     Raises:
-        WeightSyncError: the target lives and refused the weights.
+        WeightSyncError: the target is alive and refused the weights.
     """
     try:
         yield
     except (OSError, EOFError) as error:
         receivers.check(ACCOUNT_S)
         if reader.target not in receivers.lost:
-            receivers.lose(reader.target, RolloutError(f"a replica hung up during a weight update: {error}"))
+            receivers.lose(reader.target, RolloutError(f"a replica disconnected during a weight update: {error}"))
 
 
 def _map_message(message: Mapping[str, Any], fds: Sequence[int]) -> Tensor | None:  # noqa: ARG001  # it says no more
@@ -241,12 +243,12 @@ def receive_buckets(
     """Yield the buckets of a :class:`SocketSender`.
 
     Args:
-        source: the sender's.
-        open_buffer: returns the memory that a message and its file descriptors describe; None if it describes none.
-        settle: waits until what was done with a bucket is done; the sender may fill its buffer afterwards.
+        source: description from the sender.
+        open_buffer: returns the memory that a message and its file descriptors describe; None if they describe none.
+        settle: waits until the work on a bucket is finished; afterwards the sender may fill its buffer again.
 
     Raises:
-        WeightSyncError: the sender cannot be reached, or went away.
+        WeightSyncError: the sender is unreachable or gone.
     """
     buffers: dict[int, Tensor] = {}
     taken = 0
@@ -268,7 +270,7 @@ def receive_buckets(
                 taken += 1
                 _send(connection, {"taken": taken})
         except (OSError, EOFError) as error:
-            raise WeightSyncError(f"the trainer went away while it sent weights: {error}") from error
+            raise WeightSyncError(f"the trainer disconnected while it sent weights: {error}") from error
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], fds: Sequence[int] = ()) -> None:

@@ -1,1 +1,1 @@
-"""What runs inside SGLang's own processes."""
+"""Code that runs inside SGLang's own processes."""

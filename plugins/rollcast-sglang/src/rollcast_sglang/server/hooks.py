@@ -1,4 +1,4 @@
-"""What this package changes in SGLang, through SGLang's own plugin interface."""
+"""Changes to SGLang, made through SGLang's own plugin interface."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ __all__ = ["register"]
 
 
 def register() -> None:
-    """Entry point ``sglang.srt.plugins``; does nothing in a server that no rollout started."""
+    """Register this package's changes, as entry point of ``sglang.srt.plugins``; does nothing unless rollcast
+    started the server.
+    """
     if SERVER_VARIABLE not in os.environ:
         return
     from sglang.srt.layers.sampler import register_sampler_backend
@@ -42,7 +44,7 @@ def _build_sampler() -> Any:
 
 
 def _give_seeds(info: Any, _: type, batch: Any, *__: object, **___: object) -> Any:
-    """Give each row its request's seed, which SGLang does in its deterministic mode only."""
+    """Set each row's seed to its request's, which SGLang does only in its deterministic mode."""
     import torch
 
     seeds = [request.sampling_params.sampling_seed or 0 for request in batch.reqs]
@@ -51,9 +53,9 @@ def _give_seeds(info: Any, _: type, batch: Any, *__: object, **___: object) -> A
 
 
 def _stop_at_stops(request: Any, new_tokens: Sequence[int]) -> bool:
-    """End a sequence at its request's stop tokens, or at the token that completes a stop string, and at nothing else.
+    """End a sequence only at its request's stop tokens, or at the token that completes a stop string.
 
-    SGLang would add whatever the model's folder calls an end of sequence, and with ``ignore_eos`` ignore the
+    SGLang would add every end-of-sequence token of the model's folder, and with ``ignore_eos`` it would ignore the
     request's own stop tokens too.
     """
     from sglang.srt.managers.schedule_batch import FINISH_MATCHED_TOKEN
@@ -70,7 +72,7 @@ def _stop_at_stops(request: Any, new_tokens: Sequence[int]) -> bool:
 
 
 def _matcher(request: Any) -> StopMatcher | None:
-    """Return the search for a request's stop strings, which goes on from token to token."""
+    """Return the matcher of a request's stop strings, which is kept from token to token."""
     texts = (request.sampling_params.custom_params or {}).get(STOP_STRINGS)
     if not texts:
         return None
@@ -86,7 +88,7 @@ def _stop_strings() -> StopStrings:
 
 
 def _do_without_pinning(*_: object, **__: object) -> None:
-    """Let SGLang's LoRA code run on a machine without a GPU, where there is no pinned memory to ask for."""
+    """Make SGLang's LoRA code run on a machine without a GPU, where pinned memory is not available."""
     import torch
 
     if torch.accelerator.is_available():
@@ -100,7 +102,7 @@ def _do_without_pinning(*_: object, **__: object) -> None:
 
 
 def _read_adapter_files(adapter: Any) -> None:
-    """Read an adapter's files also in a server whose model came without weights; SGLang has one setting for both."""
+    """Load an adapter's files even if the server started without weights; SGLang has one setting for both."""
     from sglang.srt.configs.load_config import LoadFormat
 
     if adapter.load_config.load_format == LoadFormat.DUMMY:
@@ -112,7 +114,7 @@ def _stay(tensor: Any, *_: object) -> Any:
 
 
 class _TorchWithoutPinning:
-    """``torch`` with factories to which ``pin_memory`` means nothing."""
+    """A view of ``torch`` whose factories ignore ``pin_memory``."""
 
     def __getattr__(self, name: str) -> Any:
         import torch

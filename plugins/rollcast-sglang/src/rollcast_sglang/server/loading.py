@@ -1,7 +1,7 @@
-"""Loading weights inside SGLang's schedulers, as a custom weight loader of SGLang's.
+"""Loading weights inside SGLang's schedulers, as a custom weight loader of SGLang.
 
-SGLang hands a loader the model and named tensors, and takes nothing back, and an error of a loader ends the
-scheduler. So the name of the one tensor is a step of :mod:`rollcast_serving.engines.steps`.
+SGLang passes the model and named tensors to a loader, ignores its result, and ends the scheduler on an error. So a
+single tensor is sent whose name is a step of :mod:`rollcast_serving.engines.steps`.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 __all__ = ["load"]
 
-#: The loader of this process's model, whose update may be in several steps.
+#: Loaders of this process's models, kept because an update may have several steps.
 _loaders: dict[int, StepLoader] = {}
 
 
 def load(model: Any, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Carry out the step in the first tensor's name; SGLang calls it."""
+    """Carry out the step in the first tensor's name; called by SGLang."""
     from sglang.srt.runtime_context import get_parallel
 
     loader = _loaders.setdefault(id(model), StepLoader(model.load_weights, "SGLang"))

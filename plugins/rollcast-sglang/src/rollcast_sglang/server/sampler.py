@@ -1,4 +1,4 @@
-"""Sampling inside SGLang: log-probs of the distribution that was sampled from, and a seed for each request."""
+"""Sampling inside SGLang: log-probs of the sampled distribution, and a seed for each request."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ __all__ = ["RequestSampler"]
 
 
 class RequestSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped
-    """SGLang's sampler with another draw.
+    """SGLang's sampler with another way to draw tokens.
 
-    SGLang's own reports log-probs from before top-k and top-p, takes both from the same distribution instead
-    of one after the other, and draws with a generator that all requests share.
+    SGLang's own sampler reports log-probs from before top-k and top-p, applies both to the same distribution instead of
+    one after the other, and draws from a generator that all requests share.
     """
 
     def _sample_from_probs(
@@ -25,7 +25,7 @@ class RequestSampler(Sampler):  # type: ignore[misc]  # SGLang is untyped
     ) -> tuple[Tensor, None]:
         greedy = sampling_info.top_ks <= 1
         if not simple_sampling_case:
-            # In place: the caller takes the log-probs from this tensor.
+            # In place: the caller computes the log-probs from this tensor.
             filter_probs(probs, sampling_info.top_ks, sampling_info.top_ps, greedy)
         tokens = pick_tokens(probs, uniform_numbers(sampling_info.sampling_seed, positions))
         if sampling_info.is_any_greedy:

@@ -9,13 +9,13 @@ __all__ = ["filter_probs", "pick_tokens", "uniform_numbers"]
 
 
 def filter_probs(probs: Tensor, top_ks: Tensor, top_ps: Tensor, untouched: Tensor) -> None:
-    """Keep each row's ``top_k`` likeliest tokens, then of those the likeliest that hold ``top_p``; in place.
+    """Keep each row's ``top_k`` likeliest tokens, then the likeliest of these that hold ``top_p``; in place.
 
     Args:
-        probs: float ``[B, V]``; what is left sums to 1 again.
+        probs: float ``[B, V]``; renormalized to sum 1.
         top_ks: integers ``[B]``, at least 1.
         top_ps: float ``[B]``.
-        untouched: bool ``[B]``, the rows that stay as they are.
+        untouched: bool ``[B]``, True for rows that stay unchanged.
     """
     ordered, order = probs.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(probs.shape[-1], device=probs.device)
@@ -28,21 +28,21 @@ def filter_probs(probs: Tensor, top_ks: Tensor, top_ps: Tensor, untouched: Tenso
 
 
 def pick_tokens(probs: Tensor, numbers: Tensor) -> Tensor:
-    """The token of each row in whose share of the distribution the row's number lies.
+    """Return for each row the token whose interval of the cumulative distribution contains the row's number.
 
     Args:
         probs: float ``[B, V]``.
         numbers: float64 ``[B]`` in [0, 1).
 
     Returns:
-        int64 ``[B]``; the probability of each is above 0.
+        int64 ``[B]``; each token has a probability above 0.
     """
     edges = probs.cumsum(-1, dtype=torch.float64)
     return torch.searchsorted(edges, (numbers * edges[:, -1])[:, None], right=True)[:, 0]
 
 
 def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One number in [0, 1) for each seed and position, always the same.
+    """Return a deterministic number in [0, 1) for each seed and position.
 
     Args:
         seeds, positions: integers ``[B]``.
@@ -55,7 +55,7 @@ def uniform_numbers(seeds: Tensor, positions: Tensor) -> Tensor:
 
 
 def _mix(values: Tensor) -> Tensor:
-    """SplitMix64's finishing steps, on int64 that wraps around."""
+    """Apply SplitMix64's finalizer on int64 that wraps around."""
     values = values + -7046029254386353131
     values = (values ^ _shift(values, 30)) * -4658895280553007687
     values = (values ^ _shift(values, 27)) * -7723592293110705685

@@ -1,4 +1,4 @@
-"""Balance of rows over data-parallel ranks, by tokens.
+"""Balance of rows over data-parallel ranks by token count.
 
 Mini-batches are formed in ``mini_batches``; this module only chooses the rank of each row.
 """
@@ -17,9 +17,9 @@ T = TypeVar("T", DataProto, DataProtoFuture)
 
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Return the tokens of each row, prompt and response.
+    """Return the number of tokens of each row, prompt and response together.
 
-    The mask has the rows of ``responses`` and a quarter of their bytes.
+    The response is measured on its mask: the mask has the same rows and a quarter of the bytes.
     """
     lengths = Jagged.of(batch["prompts"], "prompts").lengths + Jagged.of(batch["response_mask"]).lengths
     found: list[int] = lengths.tolist()
@@ -27,15 +27,14 @@ def row_lengths(batch: DataProto) -> list[int]:
 
 
 def deal_rows(lengths: Sequence[int], parts: int, homes: Sequence[int] | None = None) -> list[list[int]]:
-    """Return rows (their numbers) in ``parts`` parts of one size.
+    """Return the row numbers split into ``parts`` parts of equal size, balanced by tokens.
 
-    The heaviest part is never heavier than if the rows were dealt out one after the other, which is
-    what happens where that is as good.
+    The heaviest part is never heavier than with round-robin dealing; round-robin is used if it is as good.
 
     Args:
-        lengths: tokens of each row; ``parts`` divides their number.
-        parts: at least 1.
-        homes: part on whose rank each row lies; rows then leave it only as far as the balance needs it.
+        lengths: tokens of each row; their number is a multiple of ``parts``.
+        parts: number of parts, at least 1.
+        homes: part whose rank already holds each row; rows leave their home only as far as the balance needs it.
     """
     in_turn = [list(range(part, len(lengths), parts)) for part in range(parts)]
     if parts == 1 or len(set(lengths)) < 2:
@@ -49,7 +48,7 @@ def deal_rows(lengths: Sequence[int], parts: int, homes: Sequence[int] | None = 
 
 
 def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
-    """Return the rows of each part, as many in each; rows for which their home has no place fill up the others."""
+    """Return the rows of each part, equally many in each; rows that find no place at home fill the other parts."""
     size = len(homes) // parts
     found: list[list[int]] = [[] for _ in range(parts)]
     left: list[int] = []
@@ -63,13 +62,13 @@ def _at_home(homes: Sequence[int], parts: int) -> list[list[int]]:
 
 
 def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks: int) -> T:
-    """Return what ``call`` returns for each row, in the batch's order, with the rows spread over the ranks.
+    """Return the output row of ``call`` for each row, in the batch's order; the rows are balanced over the ranks.
 
     Args:
-        call: splits a batch into equal shards in a row, one a rank, and returns a row for each row.
+        call: splits a batch into equal consecutive shards, one per rank, and returns one output row per row.
         batch: ``B`` rows, or a handle to them.
         lengths: tokens of each row.
-        ranks: at least 1.
+        ranks: number of ranks, at least 1.
     """
     if ranks == 1 or not len(batch):
         return call(batch)
@@ -80,7 +79,7 @@ def spread_rows(call: Callable[[T], T], batch: T, lengths: Sequence[int], ranks:
 
 
 def _spread(shards: Sequence[Shard], rows: int) -> tuple[list[int], list[int]]:
-    """Return the rows in the order of the shards, filler included, and the place of each row in it."""
+    """Return the rows in shard order, padding included, and the position of each row in that order."""
     sent: list[int] = []
     places = [0] * rows
     for shard in shards:
@@ -91,10 +90,10 @@ def _spread(shards: Sequence[Shard], rows: int) -> tuple[list[int], list[int]]:
 
 
 def seqlen_metrics(lengths: Sequence[int], ranks: int) -> dict[str, float]:
-    """Tokens of a step's rows on the ranks, by verl's names ``global_seqlen/...``.
+    """Return the tokens of a step's rows per rank, under verl's names ``global_seqlen/...``.
 
-    ``min``, ``max`` and ``minmax_diff`` are of the rows in their order, ``balanced_min`` and
-    ``balanced_max`` of the rows as they are spread, filler not counted; ``mean`` is a rank's share.
+    ``min``, ``max`` and ``minmax_diff`` describe the rows in their original order; ``balanced_min`` and
+    ``balanced_max`` describe the balanced shards without padding; ``mean`` is the average per rank.
     """
     size = -(-len(lengths) // ranks)
     before = [sum(lengths[start : start + size]) for start in range(0, size * ranks, size)]

@@ -1,7 +1,7 @@
 """Names of the columns that the stages of this package read and write.
 
-Columns of tokens are jagged, ids int32; ``response_mask`` is bool, and like all columns of quantities of response
-tokens it has the rows of ``responses``. Axes: ``B`` rows.
+Token columns are jagged; ids are int32 and ``response_mask`` is bool. A column with one value per response token has
+the same jagged rows as ``responses``. Axes: ``B`` rows.
 """
 
 from __future__ import annotations
@@ -11,20 +11,21 @@ from typing import Final
 __all__ = ["DATA", "GENERATED", "MODEL", "POLICY_GAP", "PROMPT"]
 
 PROMPT: Final = ("prompts",)
-"""Column of a prompt before generation."""
+"""Columns of a prompt before generation."""
 
 DATA: Final = (*PROMPT, "raw_prompt", "ground_truth", "data_source", "extra_info")
 """Columns of a batch of prompts as a dataset collates it."""
 
 MODEL: Final = ("prompts", "responses", "response_mask")
-"""Columns that a model's pass reads."""
+"""Columns that a forward pass of the model reads."""
 
 POLICY_GAP: Final = ("entropy_sum", "log_prob_gap_sum", "log_prob_gap_max")
-"""Columns of a pass of the policy, float32 ``[B]``: over the tokens under the mask the sum of the entropy, and the sum
-and the largest of the differences between the rollout's log-probs and the policy's."""
+"""Columns of a policy pass, float32 ``[B]``, reduced over the masked tokens: the sum of the entropy, and the sum and
+the maximum of the absolute difference between the log-probs of rollout and policy.
+"""
 
 GENERATED: Final = (
     *("uid", "finished", "rollout_log_probs", "rollout_weight_version", "rollout_weight_version_min"),
     *MODEL,
 )
-"""Columns of a generated batch; rows of one prompt share ``uid`` (int64 ``[B]``)."""
+"""Columns of a generated batch; the rows of one prompt share a ``uid`` (int64 ``[B]``)."""

@@ -1,4 +1,4 @@
-"""Groups: the rows of one prompt, told apart by ``uid``."""
+"""Groups: the rows of one prompt, which share a ``uid``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ __all__ = ["first_groups", "first_rows", "groups_that_differ", "join_groups"]
 
 
 def groups_that_differ(uid: torch.Tensor, score: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the rows (bool ``[B]``) of groups in which not all scores are the same.
+    """Return a mask (bool ``[B]``) of the rows whose group has at least two different scores.
 
     Args:
         uid: group of each row, int64 ``[B]``.
-        score: float ``[B]``.
+        score: score of each row, float ``[B]``.
         counted: rows whose scores are compared, bool ``[B]``; None for all.
     """
     groups = int(uid.max()) + 1 if len(uid) else 0
@@ -27,7 +27,7 @@ def groups_that_differ(uid: torch.Tensor, score: torch.Tensor, counted: torch.Te
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:
-    """The rows of the first ``count`` groups, which are numbered anew from 0."""
+    """Return the rows of the first ``count`` groups, renumbered from 0."""
     found, uid = batch["uid"].unique(return_inverse=True)
     kept = batch.with_columns({"uid": uid})
     return kept if len(found) <= count else kept.select_idxs((uid < count).nonzero().flatten())
@@ -37,8 +37,8 @@ def join_groups(kept: Sequence[DataProto], wanted: int) -> DataProto:
     """Return the first ``wanted`` groups of several generated batches.
 
     Args:
-        kept: generated rows that stay, at least one in all; groups are told apart by ``uid`` within a batch.
-        wanted: groups at most.
+        kept: generated batches with the rows to keep, at least one row in total; ``uid`` is unique within a batch only.
+        wanted: maximum number of groups.
     """
     joined: list[DataProto] = []
     names = [name for name in ("uid", "rollout_index") if name in kept[0]]
@@ -51,7 +51,7 @@ def join_groups(kept: Sequence[DataProto], wanted: int) -> DataProto:
 
 
 def first_rows(batch: DataProto) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the first row of each group, and the place of each row's group among them, both int64."""
+    """Return the first row of each group, and for each row the index of its group; both int64."""
     groups, place = batch["uid"].unique(return_inverse=True)
     rows = torch.arange(len(place)).flip(0)
     first = torch.empty(len(groups), dtype=torch.int64).scatter_(0, place.flip(0), rows)

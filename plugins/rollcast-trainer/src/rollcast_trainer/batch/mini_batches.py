@@ -1,4 +1,4 @@
-"""Mini-batches: how they are drawn from a batch, and how their rows become shards."""
+"""Mini-batches: drawing them from a batch, and arranging their rows into shards."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ __all__ = ["UpdatePlan", "count_denominators", "draw_mini_batches", "plan_update
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """Mini-batches of a rank's rows: contiguous, the same number of rows on every rank.
+    """Mini-batches of a rank's rows: contiguous, with the same number of rows on every rank.
 
     Attributes:
         rows_per_rank: rows of each mini-batch on each rank.
-        denominators: counts of each whole mini-batch, rows that were left out included.
+        denominators: counts of each whole mini-batch, including rows that are not sent.
         epochs: passes over all mini-batches.
     """
 
@@ -32,7 +32,7 @@ class UpdatePlan:
 
 
 def count_denominators(tokens: torch.Tensor, max_tokens: int) -> Denominators:
-    """Return the counts of a mini-batch from its rollouts' tokens under the mask, int64 ``[R]``."""
+    """Return the counts of a mini-batch from the masked token count of each rollout, int64 ``[R]``."""
     return Denominators(
         tokens=float(tokens.sum()),
         sequences=float((tokens > 0).sum()),
@@ -43,17 +43,17 @@ def count_denominators(tokens: torch.Tensor, max_tokens: int) -> Denominators:
 def draw_mini_batches(
     rows: int, count: int, epochs: int, seed: int | None, rollouts: torch.Tensor | None = None
 ) -> tuple[list[torch.Tensor], int]:
-    """Row indices (int64) of each mini-batch, and how often to go through them all.
+    """Return the row indices (int64) of each mini-batch, and how often to iterate over them.
 
-    Rollouts are drawn one by one: the samples of a prompt may fall into different mini-batches, the rows of a rollout
-    stay in one.
+    Rollouts are drawn one by one: the samples of a prompt may fall into different mini-batches, but all rows of a
+    rollout stay in one.
 
     Args:
         rows: rows of the batch.
-        count: mini-batches an epoch.
+        count: mini-batches per epoch.
         epochs: passes over the batch.
-        seed: of the order, which is new in each epoch; None for the order of the batch.
-        rollouts: rollout of each row, int64 ``[B]`` from 0; None if each row is one.
+        seed: seed of the order, which differs in each epoch; None keeps the order of the batch.
+        rollouts: rollout of each row, int64 ``[B]`` from 0; None if each row is a rollout.
     """
     if rollouts is not None:
         drawn, repeats = draw_mini_batches(int(rollouts.max()) + 1, count, epochs, seed)
@@ -76,23 +76,23 @@ def plan_update(
     skip_rows: torch.Tensor | None = None,
     lengths: Sequence[int] | None = None,
 ) -> tuple[DataProto, UpdatePlan]:
-    """Arrange rows so that equal shards in a row give each rank its part of every mini-batch.
+    """Arrange rows so that equal consecutive shards contain each rank's part of every mini-batch.
 
     Args:
         batch: ``B`` rows with at least ``response_mask``, and ``rollout_index`` if rollouts have several rows.
         mini_batches: row indices (int64) of each mini-batch, none of them empty.
-        dp_size: shards; any number, the rows need not divide.
-        max_tokens: the longest response that the run allows.
-        epochs: how often the workers go through all mini-batches.
-        skip_rows: bool ``[B]``; these rows add nothing to the gradient and are not sent. They stay
-            in the denominators.
-        lengths: tokens of each row; a mini-batch's rows are then spread over the shards by
-            :func:`deal_rows`, and without them dealt out in turn.
+        dp_size: number of shards; the number of rows need not be a multiple of it.
+        max_tokens: length in tokens of the longest response that the run allows.
+        epochs: passes of the workers over all mini-batches.
+        skip_rows: bool ``[B]``; these rows add nothing to the gradient and are not sent, but still count in the
+            denominators.
+        lengths: tokens of each row; :func:`deal_rows` then balances the rows of a mini-batch over the shards. Without
+            lengths the rows are dealt round-robin.
 
     Returns:
-        The arranged batch, and the plan for the workers. Rows that fill up a rank's part repeat
-        another row under a zero mask. In place of ``rollout_index`` the batch has ``sequence_tokens``, the tokens of
-        each row's rollout in its mini-batch, if rollouts have several rows.
+        The arranged batch, and the plan for the workers. Padding rows repeat another row under a zero mask. If rollouts
+            have several rows, ``rollout_index`` is replaced by ``sequence_tokens``: the tokens of each row's rollout in
+            its mini-batch.
     """
     tokens = Jagged.of(batch["response_mask"], "response_mask").sums()
     rollouts = rollouts_of(batch)
@@ -109,7 +109,7 @@ def plan_update(
         denominators.append(_denominators(tokens, rows, kept, max_tokens, sums))
         own = tokens if rollouts is None else sums[rollouts]
         indices = kept.tolist()
-        # At least one row each: ranks that share a model run every pass together.
+        # At least one row per rank: ranks that share a model run every pass together.
         per_rank = max(-(-len(indices) // dp_size), 1)
         missing = per_rank * dp_size - len(indices)
         real = [True] * len(indices) + [False] * missing
@@ -117,7 +117,7 @@ def plan_update(
         indices += [candidates[0] if lengths is None else min(candidates, key=lengths.__getitem__)] * missing
         rows_per_rank.append(per_rank)
         weights = [0] * len(indices) if lengths is None else [lengths[index] for index in indices]
-        # The workers' columns lie in the order of the batch, a run of rows on each rank.
+        # The workers hold their columns in batch order, one contiguous run of rows per rank.
         homes = [index // run for index in indices]
         for rank, part in enumerate(deal_rows(weights, dp_size, homes)):
             blocks[rank] += [indices[place] for place in part]
@@ -136,7 +136,7 @@ def plan_update(
 
 
 def _rollout_tokens(tokens: torch.Tensor, rows: torch.Tensor, rollouts: torch.Tensor | None) -> torch.Tensor:
-    """Return the tokens of each rollout in the mini-batch of these rows, int64; 0 for rollouts that are not in it."""
+    """Return the tokens of each rollout within the mini-batch of these rows, int64; 0 for rollouts outside it."""
     if rollouts is None:
         return tokens[rows]
     return tokens.new_zeros(int(rollouts.max()) + 1).index_add_(0, rollouts[rows], tokens[rows])
@@ -152,6 +152,6 @@ def _denominators(
 
 
 def without_advantage(batch: DataProto) -> torch.Tensor:
-    """Return the rows (bool ``[B]``) whose advantage is zero at every token."""
+    """Return a mask (bool ``[B]``) of the rows whose advantage is zero at every token."""
     advantages = Jagged.of(batch["advantages"], "advantages")
     return advantages.with_values(advantages.values != 0).sums() == 0

@@ -1,6 +1,6 @@
-"""Rollouts of several trajectories: rows that share ``rollout_index`` (int64 ``[B]``) and count once.
+"""Rollouts of several trajectories: rows that share a ``rollout_index`` (int64 ``[B]``) count as one rollout.
 
-A batch without that column has a rollout a row.
+In a batch without that column each row is a rollout.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ __all__ = ["FINAL", "ROLLOUT", "JoinedRollouts", "rollouts_of"]
 ROLLOUT: Final = "rollout_index"
 """Column ``[B]``: rollout of each row."""
 FINAL: Final = "is_final"
-"""Column ``[B]``, bool: the row with the last reply of its rollout."""
+"""Column ``[B]``, bool: True for the row with the last reply of its rollout."""
 
 
 def rollouts_of(batch: DataProto) -> torch.Tensor | None:
-    """Return the rollout of each row, int64 ``[B]`` from 0; None if each row is one."""
+    """Return the rollout of each row, int64 ``[B]`` from 0; None if each row is a rollout of its own."""
     if ROLLOUT not in batch:
         return None
     found, place = batch[ROLLOUT].unique(return_inverse=True)
@@ -30,13 +30,13 @@ def rollouts_of(batch: DataProto) -> torch.Tensor | None:
 
 @dataclass(frozen=True)
 class JoinedRollouts:
-    """Rows of a batch arranged so that those of a rollout stand one after the other, by their turns.
+    """Rows of a batch arranged so that the rows of a rollout are consecutive, ordered by turn.
 
     Attributes:
-        order: rows in this order, int64 ``[B]``.
+        order: row indices in this order, int64 ``[B]``.
         positions: positions of the tokens in the batch's jagged values, in this order, int64 ``[N]``.
         offsets: start of each rollout's tokens and the end of the last, int64 ``[R + 1]``.
-        final: row that stands for each rollout in columns ``[B]``: the one with the last reply, int64 ``[R]``.
+        final: row that represents each rollout in columns ``[B]``: the row with the last reply, int64 ``[R]``.
     """
 
     order: torch.Tensor
@@ -51,14 +51,14 @@ class JoinedRollouts:
         """Join the rows of each rollout.
 
         Args:
-            rollouts: rollout of each row, int64 ``[B]``, ``0 .. R - 1``, each at least once.
+            rollouts: rollout of each row, int64 ``[B]``, values ``0 .. R - 1``, each at least once.
             mask: jagged response mask.
-            turn_ids: turns of the tokens; None for the order of the rows.
-            is_final: bool ``[B]``, one row of each rollout; None for the last row of each.
+            turn_ids: turn of each token, jagged; None orders by row.
+            is_final: bool ``[B]``, True for one row of each rollout; None selects the last row of each.
         """
         order = torch.arange(len(rollouts))
         if turn_ids is not None:
-            # A row without trained tokens comes before those with some: it has no reply that could be the last.
+            # A row without trained tokens sorts before rows with some: it has no reply that could be the last.
             last = torch.full((len(rollouts),), -1, dtype=torch.int64)
             turns = torch.where(mask.values.bool(), turn_ids.values.long(), -1)
             order = last.scatter_reduce_(0, mask.rows, turns, "amax").argsort(stable=True)
@@ -73,13 +73,13 @@ class JoinedRollouts:
         return cls(order, picked.values, offsets, final)
 
     def join(self, column: torch.Tensor) -> torch.Tensor:
-        """Return a column with a row for each rollout: of a jagged one all tokens, of another the final row."""
+        """Return a column with one row per rollout: all tokens of a jagged column, the final row of any other."""
         if column.layout == torch.jagged:
             return Jagged(Jagged.of(column).values[self.positions], self.offsets).column()
         return column[self.final]
 
     def split(self, joined: Jagged, like: Jagged) -> Jagged:
-        """Return the values of ``joined``, a row for each rollout, in the rows of ``like``."""
+        """Return the values of ``joined``, which has one row per rollout, in the row layout of ``like``."""
         values = torch.empty_like(joined.values)
         values[self.positions] = joined.values
         return like.with_values(values)

@@ -13,11 +13,11 @@ __all__ = ["BatchAlgebra", "ParallelSizes", "data_parallel_size", "pass_tokens"]
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """Ranks that work on the same rows.
+    """Degrees of parallelism within one model replica: the ranks that work on the same rows.
 
     Attributes:
-        tensor, pipeline: along the width of layers, and along the layers.
-        context: along the tokens of a row.
+        tensor, pipeline: tensor-parallel and pipeline-parallel size.
+        context: ranks that split the tokens of a row.
     """
 
     tensor: int = 1
@@ -26,7 +26,7 @@ class ParallelSizes:
 
     @classmethod
     def read(cls, engine: Any) -> ParallelSizes:
-        """From the engine's keys (``actor.engine``), by their usual names; 1 for those that it does not have."""
+        """Read the sizes from the engine's keys (``actor.engine``); a key that the engine lacks counts as 1."""
 
         def size(key: str) -> int:
             return max(int(getattr(engine, key, None) or 1), 1)
@@ -36,21 +36,21 @@ class ParallelSizes:
 
     @property
     def model(self) -> int:
-        """Ranks over which the layers' weights are split."""
+        """Number of ranks that the model's weights are split over."""
         return self.tensor * self.pipeline
 
     def data(self, ranks: int) -> int:
-        """Parts of a batch that ``ranks`` ranks compute at the same time, at least 1."""
+        """Return the number of data-parallel shards on ``ranks`` ranks, at least 1."""
         return max(ranks // (self.model * self.context), 1)
 
 
 def data_parallel_size(engine: Any, ranks: int) -> int:
-    """Into how many shards a batch is split, by the engine's own keys (``actor.engine``)."""
+    """Return the number of shards that a batch is split into, from the engine's keys (``actor.engine``)."""
     return ParallelSizes.read(engine).data(ranks)
 
 
 def pass_tokens(actor: Any, engine: Any) -> int | None:
-    """The token budget of a pass, on all devices that share its rows; None without ``use_dynamic_bsz``."""
+    """Return the token budget of a pass over all devices that share its rows; None without ``use_dynamic_bsz``."""
     return actor.ppo_max_token_len_per_gpu * ParallelSizes.read(engine).context if actor.use_dynamic_bsz else None
 
 
@@ -59,13 +59,13 @@ class BatchAlgebra:
     """The sizes of one training step.
 
     Attributes:
-        prompts: prompts a step (``data.train_batch_size``).
-        samples: responses for each prompt (``rollout.n``).
-        mini_batch_prompts: prompts an optimizer step (``actor.ppo_mini_batch_size``).
+        prompts: prompts per step (``data.train_batch_size``).
+        samples: responses per prompt (``rollout.n``).
+        mini_batch_prompts: prompts per optimizer step (``actor.ppo_mini_batch_size``).
         epochs: passes over the batch (``actor.ppo_epochs``).
         dp_size: data-parallel ranks.
-        micro_batch_rows: rows a forward and backward pass; None for a rank's whole part.
-        micro_batch_tokens: token budget of a pass, which takes precedence; None without one.
+        micro_batch_rows: rows per forward and backward pass; None takes all of a rank's rows at once.
+        micro_batch_tokens: token budget of a pass, which takes precedence over rows; None for no budget.
     """
 
     prompts: int
@@ -78,24 +78,24 @@ class BatchAlgebra:
 
     @property
     def rows(self) -> int:
-        """Responses a step."""
+        """Responses per step."""
         return self.prompts * self.samples
 
     @property
     def mini_batches(self) -> int:
-        """Optimizer steps an epoch."""
+        """Optimizer steps per epoch."""
         return self.prompts // self.mini_batch_prompts
 
     @property
     def rows_per_rank(self) -> int:
-        """Rows of a mini-batch on each rank, those that only fill up included."""
+        """Rows of a mini-batch on each rank, padding included."""
         return -(-self.mini_batch_prompts * self.samples // self.dp_size)
 
     def check(self) -> None:
-        """Refuse sizes that do not fit.
+        """Check that the sizes divide.
 
         Raises:
-            ConfigError: with the nearest sizes that do.
+            ConfigError: the batch does not divide into mini-batches; the message names the nearest valid sizes.
         """
         if self.prompts % self.mini_batch_prompts:
             divisors = [size for size in range(1, self.prompts + 1) if self.prompts % size == 0]
@@ -109,7 +109,7 @@ class BatchAlgebra:
             )
 
     def describe(self) -> str:
-        """The algebra in one line."""
+        """Return the sizes as one line for the log."""
         if self.micro_batch_tokens is not None:
             passes = f"passes of at most {_count(self.micro_batch_tokens, 'token')}"
         elif self.micro_batch_rows is not None:

@@ -1,1 +1,1 @@
-"""What a run stands on: task runner, run directory, checkpoints, sampling and scoring."""
+"""The parts of a run: task runner, run directory, checkpoints, sampling and scoring."""

@@ -1,4 +1,4 @@
-"""A run's checkpoints, written while the workers wait, or while they train on."""
+"""Checkpoints of a run, written synchronously or while the workers go on training."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """Has all groups write their parts, and makes a checkpoint of them when the last is there.
+    """Writer of checkpoints: every group writes its part, and the checkpoint is complete when all have finished.
 
     Args:
-        checkpoints: of the run.
-        groups: whose state is kept.
-        in_background: groups go on as soon as their state is copied; one checkpoint is under way at a time.
-        on_saved: called with step and folder of each that is complete.
+        checkpoints: checkpoint folder of the run.
+        groups: worker groups whose state is saved.
+        in_background: let groups go on as soon as their state is copied; one checkpoint is in flight at a time.
+        on_saved: called with step and folder of each completed checkpoint.
     """
 
     def __init__(
@@ -41,10 +41,10 @@ class CheckpointSaver:
         self._pending: tuple[int, AbstractContextManager[Path]] | None = None
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write a checkpoint, or begin to; the one before is waited for.
+        """Write a checkpoint, or start writing it in the background, after the previous one is complete.
 
         Raises:
-            CheckpointError: it cannot be written, or the one before could not; earlier ones are whole.
+            CheckpointError: this checkpoint or the previous one cannot be written; earlier checkpoints are intact.
         """
         self.settle(wait=True)
         writing = self._checkpoints.writing(step, state)
@@ -59,13 +59,13 @@ class CheckpointSaver:
         self.settle(wait=not self._in_background)
 
     def settle(self, wait: bool = False) -> None:
-        """Complete the checkpoint that is under way, if all of it is written.
+        """Complete the checkpoint in flight if all of it is written.
 
         Args:
-            wait: until it is.
+            wait: block until it is written.
 
         Raises:
-            CheckpointError: it could not be written; earlier ones are whole.
+            CheckpointError: it could not be written; earlier checkpoints are intact.
         """
         if self._pending is None:
             return
@@ -80,14 +80,14 @@ class CheckpointSaver:
             self._on_saved(step, self._checkpoints.path(step))
 
     def rescue(self) -> None:
-        """Complete the checkpoint under way although the run has failed, if that still works."""
+        """Try to complete the checkpoint in flight after the run has failed; log a warning if that fails."""
         try:
             self.settle(wait=True)
         except RollcastError as error:
             logger.warning("the checkpoint that was under way is lost: %s", error)
 
     def _give_up(self, error: BaseException) -> None:
-        """Remove what was written; an error of the disk is raised as one of the checkpoint."""
+        """Remove the unfinished checkpoint; an OSError is re-raised as CheckpointError."""
         if self._pending is not None:
             (_, writing), self._pending = self._pending, None
             writing.__exit__(type(error), error, error.__traceback__)

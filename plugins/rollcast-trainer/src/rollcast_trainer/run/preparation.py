@@ -1,4 +1,4 @@
-"""What a run checks and prepares before its workers start."""
+"""Checks and preparations of a run before its workers start."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 def preprocess_data(data: DataConfig, seed: int) -> None:
-    """Run ``data.preprocess`` unless the data files are there.
+    """Run ``data.preprocess`` unless all data files exist.
 
     Raises:
-        ConfigError: there is no folder to write into.
+        ConfigError: ``data.preprocess_dir`` is not set.
         DataError: the source is missing or malformed.
     """
     if data.preprocess is None:
@@ -44,20 +44,20 @@ def preprocess_data(data: DataConfig, seed: int) -> None:
 
 
 def check_positions(model_path: str, data: DataConfig) -> None:
-    """Refuse rows that are longer than the model has positions for; a model without the number passes.
+    """Raise if rows can be longer than the model has positions; a model that does not state its number passes.
 
     Raises:
-        ConfigError: the keys and the model's number; or its ``config.json`` cannot be read.
+        ConfigError: rows are too long for the model, or its ``config.json`` cannot be read.
     """
     file = Path(model_path).expanduser() / "config.json"
     if not file.is_file():
-        return  # the tokenizer is looked for next, and says what is missing
+        return  # loading the tokenizer comes next and reports what is missing
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         text = content.get("text_config") or content
         most = text.get("max_position_embeddings")
         scaling = text.get("rope_parameters") or text.get("rope_scaling") or {}
-        # Stretched rotary positions: some families keep the number that the model had before.
+        # Scaled rotary positions: some families leave max_position_embeddings at the value before scaling.
         if type(most) is int and most == scaling.get("original_max_position_embeddings"):
             most = int(most * float(scaling.get("factor") or 1.0))
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -72,13 +72,13 @@ def check_positions(model_path: str, data: DataConfig) -> None:
 
 
 def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[str, Any]) -> Path:
-    """Train ``recipe`` in ``run_dir/warm_start``, unless its exported model is there already.
+    """Train ``recipe`` in ``run_dir/warm_start``, unless its exported model exists.
 
     Args:
         recipe: name of the recipe.
-        run_dir: of the run that it is for.
-        seed: that run's.
-        sections: parts of the config that both share, such as ``runtime``.
+        run_dir: run directory of the run that starts from the warm start.
+        seed: seed of that run.
+        sections: config sections that both share, such as ``runtime``.
 
     Returns:
         The folder of the exported model.
@@ -99,7 +99,7 @@ def train_warm_start(recipe: str, run_dir: Path, seed: int, sections: Mapping[st
     config: DictConfig = OmegaConf.create({**composed.plain(), **sections})
     if exported.is_dir():
         check_same_run(folder, OmegaConf.to_container(config))  # type: ignore[arg-type]
-        logger.info("warm start: the model in %s is there already", exported)
+        logger.info("warm start: using the existing model in %s", exported)
         return exported
     logger.info("warm start: training recipe %s in %s", recipe, folder)
     trainers.get(config.trainer.name).launch(config)

@@ -12,7 +12,7 @@ __all__ = ["Prompts"]
 
 
 class Prompts:
-    """Batches of prompts, with the position in the data before the last one.
+    """Batches of prompts, with the data position before the last batch.
 
     Args:
         batches: batches of the run's dataset.
@@ -20,7 +20,7 @@ class Prompts:
 
     def __init__(self, batches: EpochIterator) -> None:
         self._batches = batches
-        #: Position before the batch that was drawn last.
+        #: Position before the last drawn batch.
         self.position: Mapping[str, Any] = batches.state_dict()
 
     def draw(self) -> DataProto:
@@ -29,5 +29,9 @@ class Prompts:
         return next(self._batches)
 
     def rewind(self, position: Mapping[str, Any]) -> None:
-        """Go on at an earlier position; raises CheckpointError if it is not one of these data."""
+        """Continue from an earlier position.
+
+        Raises:
+            CheckpointError: the position does not belong to this data.
+        """
         self._batches.load_state_dict(position)

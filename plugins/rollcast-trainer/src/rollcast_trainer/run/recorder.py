@@ -1,4 +1,4 @@
-"""Metrics and phase times of the step under way."""
+"""Metrics and phase times of the current step."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["Recorder"]
 
 
 class Recorder:
-    """Collects the metrics of a step; given to stages when they are built.
+    """Collector of a step's metrics; stages receive it when they are built.
 
     Args:
-        on_phase: called with name, start and end (wall-clock seconds) of each stretch of a phase.
+        on_phase: called with name, start and end (wall-clock seconds) of each uninterrupted stretch of a phase.
     """
 
     def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
@@ -36,17 +36,17 @@ class Recorder:
             self._collected.update(metrics)
 
     def record_later(self, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Add metrics that are asked for at the end of the step, because calls that they need go on; see `record`."""
+        """Add metrics that are computed at the end of the step, because the calls that they need are still running."""
         if self._is_muted:
             return
         if self._collected is not None:
-            self.record(metrics())  # whoever collects has to have them now
+            self.record(metrics())  # a collected metric must be known when the block ends
         else:
             self._later.append(metrics)
 
     @contextmanager
     def muted(self, is_muted: bool = True) -> Iterator[None]:
-        """Ignore metrics that are recorded in the block, if ``is_muted``."""
+        """Ignore metrics that are recorded in the block if ``is_muted``."""
         before, self._is_muted = self._is_muted, self._is_muted or is_muted
         try:
             yield
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def collecting(self, into: dict[str, float] | None) -> Iterator[None]:
-        """Put metrics that are recorded in the block into a dict too, if there is one."""
+        """Copy metrics that are recorded in the block into ``into`` as well, unless it is None."""
         before, self._collected = self._collected, into
         try:
             yield
@@ -64,7 +64,7 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a block as ``time/<name>_s``, without the phases inside it; profilers show the name."""
+        """Time a block as ``time/<name>_s``, excluding nested phases; profilers show the name."""
         self._stop_clock()
         self._running.append((name, time.perf_counter()))
         try:
@@ -86,11 +86,11 @@ class Recorder:
                 self._on_phase(name, now - seconds, now)
 
     def seconds(self, phase: str) -> float:
-        """Return the seconds that a phase of this step has taken so far."""
+        """Return the seconds that a phase has taken so far in this step."""
         return self._seconds.get(phase, 0.0)
 
     def take(self) -> dict[str, float]:
-        """Return the metrics and ``time/<phase>_s`` of the step, and start the next."""
+        """Return the metrics and ``time/<phase>_s`` of the step, and reset them for the next."""
         later, self._later = self._later, []
         for metrics in later:
             self._metrics.update(metrics())

@@ -1,4 +1,4 @@
-"""Recovery of a run that has lost worker processes: bounded retries, each from the last checkpoint."""
+"""Recovery of a run that has lost worker processes: a bounded number of restarts from the last checkpoint."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from rollcast_trainer.run.task_runner import TaskRunner
 __all__ = ["RECOVERIES_FILE", "Recoveries", "Recovery", "describe_loss"]
 
 logger = logging.getLogger(__name__)
-#: The file in the run directory with one JSON line a recovery.
+#: File in the run directory with one JSON line per recovery.
 RECOVERIES_FILE = "recoveries.jsonl"
-#: A failure that a death causes elsewhere, such as a broken collective, is often seen before the death itself:
-#: a runtime's heartbeat needs up to six seconds.
+#: Seconds to wait for a death to be noticed. A failure that it causes elsewhere, such as a broken collective, is often
+#: seen first: a runtime's heartbeat needs up to six seconds.
 _NOTICE_S = 7.0
 _LOOK_S = 0.05
 _CONFIRM_S = 60.0
@@ -32,12 +32,12 @@ class Recovery:
     """One recovery of a run.
 
     Attributes:
-        number: number of this recovery, from 1.
+        number: number of this recovery, counted from 1.
         limit: ``trainer.max_recoveries``.
-        failed_step: training steps that were done when the processes were lost.
-        step: step that the run goes on from.
+        failed_step: training steps that were complete when the processes were lost.
+        step: step that the run continues from.
         reason: the lost processes, in one line.
-        when: wall-clock seconds of the failure.
+        when: time of the failure, in seconds since the epoch.
     """
 
     number: int
@@ -48,12 +48,12 @@ class Recovery:
     when: float
 
     def describe(self) -> str:
-        """Return what happened, for people."""
+        """Return a one-line description for logs."""
         source = f"checkpoints/step_{self.step}" if self.step else "the beginning, as there is no checkpoint yet"
         return f"recovery {self.number} of {self.limit} after step {self.failed_step}, from {source}: {self.reason}"
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of the first step after the recovery."""
+        """Return the metrics to record with the first step after the recovery."""
         return {
             "recovery/count": float(self.number),
             "recovery/seconds": time.time() - self.when,
@@ -62,7 +62,7 @@ class Recovery:
 
 
 class Recoveries:
-    """Decides whether a run goes on after a failure, at most ``trainer.max_recoveries`` times.
+    """Decision whether a run goes on after a failure, at most ``trainer.max_recoveries`` times.
 
     Args:
         task: the run.
@@ -76,17 +76,17 @@ class Recoveries:
         self._when = 0.0
 
     def accept(self, error: BaseException) -> bool:
-        """Return True if the run has lost processes and may go on; call :meth:`begin` then.
+        """Return True if the run has lost processes and may go on; then call :meth:`begin`.
 
-        The next trainer starts as after ``rollcast train`` on the same run directory, so data position, random
-        states and metrics are those of a run that was interrupted.
+        The next trainer starts like ``rollcast train`` on the same run directory, so data position, random states and
+        metrics are those of an interrupted run.
         """
         when = time.time()
         reason = describe_loss(error, self._task.groups.values(), _NOTICE_S) if self._limit else None
         if reason is None:
             return False
         if self._number == self._limit:
-            error.add_note(f"the run ends here: trainer.max_recoveries={self._limit}, and all of them are used")
+            error.add_note(f"the run ends here: all recoveries are used (trainer.max_recoveries={self._limit})")
             return False
         self._number, self._reason, self._when = self._number + 1, reason, when
         if not _died_at_start(error):
@@ -94,13 +94,13 @@ class Recoveries:
         return True
 
     def begin(self, failed_step: int) -> Recovery:
-        """End what is left of the failed trainer, and return the recovery that begins.
+        """Shut down the rest of the failed trainer, and return the recovery that begins.
 
         Args:
-            failed_step: training steps that the failed trainer had done.
+            failed_step: training steps that the failed trainer had completed.
         """
         step = self._task.begin_again()
-        # A trainer that failed while it was set up had not gone back to its checkpoint yet.
+        # A trainer that failed during setup had not yet resumed from its checkpoint.
         recovery = Recovery(self._number, self._limit, max(failed_step, step), step, self._reason, self._when)
         logger.warning("%s", recovery.describe())
         _write(self._task.run_dir, recovery)
@@ -108,19 +108,19 @@ class Recoveries:
 
 
 def describe_loss(error: BaseException, groups: Iterable[WorkerGroup], notice_s: float = 0.0) -> str | None:
-    """Return which processes a run has lost, in one line; None if it has lost none.
+    """Describe in one line which processes a run has lost; return None if it has lost none.
 
     Args:
-        error: ended the run.
-        groups: of the run.
-        notice_s: seconds within which a death may still be noticed that ``error`` is a consequence of.
+        error: error that ended the run.
+        groups: worker groups of the run.
+        notice_s: seconds to wait for a death that may have caused ``error`` and is not noticed yet.
     """
     chain = _worker_errors(error)
     for each in chain:
         if each.cause_type == CallFailed.DIED:
             return _one_line(str(each))
     groups = list({group.name: group for group in groups}.values())
-    # One process alone cannot fail for another's death.
+    # A group of one process cannot fail because of another's death.
     if not chain or sum(group.world_size for group in groups) < 2:
         notice_s = 0.0
     deadline = time.monotonic() + notice_s
@@ -145,14 +145,14 @@ def _worker_errors(error: BaseException) -> list[WorkerError]:
 
 
 def _died_at_start(error: BaseException) -> bool:
-    """Return True if a process died before its group existed, which then knows nothing of it."""
+    """Return True if a process died during start-up; its group then does not exist and cannot report the loss."""
     return any(each.method == "__init__" and each.cause_type == CallFailed.DIED for each in _worker_errors(error))
 
 
 def _await_death(groups: Iterable[WorkerGroup]) -> None:
-    """Wait until the runtime knows the dead processes; a cluster takes a while to give up a node that is silent.
+    """Wait until the runtime knows about the dead processes.
 
-    Until then it would place the new processes there again.
+    A cluster takes a while to drop a silent node, and until then would place the new processes there again.
     """
     groups, deadline = list(groups), time.monotonic() + _CONFIRM_S
     while groups and time.monotonic() < deadline and not any(group.lost_ranks for group in groups):
@@ -168,5 +168,5 @@ def _write(run_dir: Path, recovery: Recovery) -> None:
         with open(run_dir / RECOVERIES_FILE, "a", encoding="utf-8") as file:
             file.write(json.dumps(asdict(recovery)) + "\n")
     except OSError as error:
-        # The run is worth more than the note about it.
+        # A failed note must not end the run.
         logger.warning("%s cannot be written: %s", run_dir / RECOVERIES_FILE, error)

@@ -1,4 +1,6 @@
-"""Rollouts on disk: a run writes those of each step (``runtime.record_trajectories``), another trains on them again."""
+"""Recorded rollouts: a run writes those of each step (``runtime.record_trajectories``) and another can train on
+them.
+"""
 
 from __future__ import annotations
 
@@ -34,24 +36,24 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-#: Folder of a record in its run directory, and the file in it that says what the record belongs to.
+#: Folder of a record in its run directory, and the index file in it that identifies model and tokenizer.
 FOLDER, INDEX_FILE = "rollouts", "index.json"
 _VERSION = 1
 _STEP = re.compile(r"step_(\d+)\.batch")
-#: Key of a batch's meta info with the metrics of the recorded stages.
+#: Meta-info key of a recorded batch that holds the metrics of the recorded stages.
 _METRICS = "metrics"
-#: Metrics of a recorded stage that say how fast it was.
+#: Suffix of metrics that say how fast a stage was; they are not recorded.
 _RATES = "_per_s"
-#: Bytes of each weight file that a fingerprint covers; its size is part of it.
+#: Bytes at the start of each weight file that its fingerprint covers, besides its size.
 _HEAD = 1 << 20
-#: Keys that may differ between a recorded run and its replay, beside those of a continued run.
+#: Keys that may differ between a recorded run and its replay, besides those that may differ on resume.
 _FREE = ("trainer.replay", "data.val_files", "data.val_batch_size", "data.val_max_samples", "trainer.val_before_train")
 
 
 def fingerprints(task: TaskRunner) -> dict[str, str]:
-    """Return name → digest of what a record depends on beside its configuration: ``tokenizer`` and ``model``.
+    """Return digests of ``tokenizer`` and ``model``, which a record depends on besides its configuration.
 
-    Large files of a model are covered by their size and their first MiB.
+    A weight file is covered by its name, its size and its first MiB.
     """
     tokenizer = task.tokenizer
     known = [sorted(tokenizer.get_vocab().items()), sorted(tokenizer.all_special_ids), list(task.stop_token_ids)]
@@ -66,7 +68,7 @@ def fingerprints(task: TaskRunner) -> dict[str, str]:
 
 
 class RolloutRecord:
-    """The record of a run's rollouts: a file a step, and an index.
+    """Recorded rollouts of a run: one file per step, and an index.
 
     Args:
         run_dir: run directory of the recorded run.
@@ -77,7 +79,7 @@ class RolloutRecord:
         self.folder = run_dir / FOLDER
 
     def steps(self) -> list[int]:
-        """Return the recorded steps, rising."""
+        """Return the recorded steps in ascending order."""
         if not self.folder.is_dir():
             return []
         return sorted(int(found[1]) for file in self.folder.iterdir() if (found := _STEP.fullmatch(file.name)))
@@ -88,7 +90,7 @@ class RolloutRecord:
     # -- writing ------------------------------------------------------------------------------
 
     def begin(self, prints: Mapping[str, str], start_step: int) -> None:
-        """Write the index, and drop the steps that a run which goes on from ``start_step`` will write again.
+        """Write the index, and delete recorded steps after ``start_step``, which the run will write again.
 
         Raises:
             OSError: the folder cannot be written.
@@ -101,7 +103,7 @@ class RolloutRecord:
         replace_file(self.folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
     def write(self, step: int, batch: DataProto, metrics: Mapping[str, float]) -> None:
-        """Write the batch of a step, whole or not at all.
+        """Write the batch of a step atomically.
 
         Raises:
             DataProtoError: an object column is not JSON.
@@ -115,10 +117,10 @@ class RolloutRecord:
     # -- reading ------------------------------------------------------------------------------
 
     def read(self, step: int) -> tuple[DataProto, dict[str, float]]:
-        """Return the batch of a step, and the metrics of the stages that made it.
+        """Return the batch of a step, and the metrics of the stages that produced it.
 
         Raises:
-            ConfigError: the step is not there, or its file is damaged.
+            ConfigError: the step is not recorded, or its file is damaged.
         """
         try:
             batch = DataProto.load(self._file(step))
@@ -128,14 +130,14 @@ class RolloutRecord:
         return batch, metrics
 
     def check_config(self, config: Mapping[str, Any]) -> None:
-        """Refuse to replay the record in a run with other settings.
+        """Check that the replay has the settings of the recorded run.
 
         Raises:
-            ConfigError: there is no record, or keys differ; names them.
+            ConfigError: there is no record, or keys differ; the message names them.
         """
         if not (self.folder / INDEX_FILE).is_file():
             raise ConfigError(
-                f"trainer.replay={self.run_dir} holds no record of rollouts ({FOLDER}/{INDEX_FILE} is missing); give "
+                f"trainer.replay={self.run_dir} holds no record of rollouts ({FOLDER}/{INDEX_FILE} is missing); use "
                 "the run directory of a run with runtime.record_trajectories=true"
             )
         different = differing_settings(read_config(self.run_dir / CONFIG_FILE), config, _FREE)
@@ -147,24 +149,24 @@ class RolloutRecord:
             )
 
     def check_parts(self, prints: Mapping[str, str], model_path: str) -> None:
-        """Refuse to replay the record with another tokenizer or model.
+        """Check that the replay uses the tokenizer and model of the recorded run.
 
         Raises:
-            ConfigError: names what differs.
+            ConfigError: the tokenizer or the model differs.
         """
         index = self._index()
         different = [name for name, digest in prints.items() if index.get(name) != digest]
         if different:
             raise ConfigError(
                 f"trainer.replay={self.run_dir} was recorded with another {' and another '.join(different)} than "
-                f"model.path={model_path} has now; give the one that the recorded run started from"
+                f"model.path={model_path} has now; use the one that the recorded run started from"
             )
 
     def check_steps(self, first: int, last: int) -> None:
-        """Refuse a record that lacks a step from ``first`` to ``last``.
+        """Check that all steps from ``first`` to ``last`` are recorded.
 
         Raises:
-            ConfigError: names the first missing step, and those that are there.
+            ConfigError: a step is missing; the message names the first one and the recorded range.
         """
         steps = self.steps()
         missing = sorted({*range(first, last + 1)}.difference(steps))
@@ -183,19 +185,19 @@ class RolloutRecord:
         except (OSError, ValueError) as error:
             raise ConfigError(f"trainer.replay={self.run_dir}: {file} cannot be read: {error}") from error
         if not isinstance(index, dict) or index.get("version") != _VERSION:
-            raise ConfigError(f"trainer.replay={self.run_dir}: {file} is no index of version {_VERSION}")
+            raise ConfigError(f"trainer.replay={self.run_dir}: {file} is not an index of version {_VERSION}")
         return index
 
 
 def replayed_places(places: Sequence[Place]) -> list[Place]:
-    """Return the list of stages with the replay, which comes first, in place of the recorded ones."""
+    """Return the stages of a replay: first the replay itself, then all stages that are not recorded."""
     writes = tuple(dict.fromkeys(name for place in places if place.spec.is_recorded for name in place.spec.writes))
     replay = Place("replay", StageSpec(writes=writes), "trainer.replay")
     return [replay, *(place for place in places if not place.spec.is_recorded)]
 
 
 class StoppedSampler(Sampler):
-    """The sampler of a replay: it takes no weights, and nothing may be generated."""
+    """Sampler of a replay: it ignores weights and refuses to generate."""
 
     def generate(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         raise ConfigError(
@@ -208,7 +210,7 @@ class StoppedSampler(Sampler):
 
 
 def recorded_columns(batch: DataProto, places: Sequence[Place]) -> list[str]:
-    """Return the columns of a record: tensors that no other stage writes, and objects that a later stage reads."""
+    """Return the columns to record: tensors that no later stage writes, and objects that a later stage reads."""
     later = [place.spec for place in places if not place.spec.is_recorded]
     computed = {name for spec in later for name in spec.writes}
     computed -= {name for place in places if place.spec.is_recorded for name in place.spec.writes}

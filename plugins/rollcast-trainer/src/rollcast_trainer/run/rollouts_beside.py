@@ -1,4 +1,4 @@
-"""Rollouts beside training: groups that start ahead of the step that trains them (``trainer.max_staleness``)."""
+"""Asynchronous rollouts: groups that start ahead of the step that trains on them (``trainer.max_staleness``)."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ R = TypeVar("R")
 
 
 def refuse_without_replicas(run: TrainingRun) -> None:
-    """Refuse rollouts beside training where they have no engine of their own.
+    """Check that asynchronous rollouts have an engine of their own.
 
     Raises:
-        CapabilityError: names the keys.
+        CapabilityError: they do not; the message names the keys.
     """
     task, rollout = run.task, run.task.rollout
     if run.max_staleness and (not task.uses_replicas or rollout.mode == RolloutMode.HYBRID.value):
@@ -46,10 +46,10 @@ def refuse_without_replicas(run: TrainingRun) -> None:
 
 
 def replicas_of(run: TrainingRun) -> Replicas:
-    """Return the replicas of a run that has some.
+    """Return the replicas of a run.
 
     Raises:
-        CapabilityError: it generates in the actor's processes.
+        CapabilityError: the run generates in the actor's processes.
     """
     if not isinstance(run.sampler, ReplicaSampler):
         raise CapabilityError(f"trainer.max_staleness={run.max_staleness} needs replicas, and this run has none")
@@ -58,12 +58,12 @@ def replicas_of(run: TrainingRun) -> Replicas:
 
 @dataclass(frozen=True)
 class PromptGroup:
-    """One prompt whose rollouts are to be made.
+    """One prompt and the seeds of its rollouts.
 
     Attributes:
-        number: place of the prompt among those of the run, from 0.
-        rows: the prompt's row ``rollout.n`` times, with ``uid`` 0.
-        seeds: of the rollouts, int64 ``[n]``.
+        number: index of the prompt in the run, from 0.
+        rows: the prompt's row repeated ``rollout.n`` times, with ``uid`` 0.
+        seeds: seeds of the rollouts, int64 ``[n]``.
     """
 
     number: int
@@ -72,9 +72,9 @@ class PromptGroup:
 
 
 class RolloutsBeside(Generic[R]):
-    """The rollout service of a stage: it draws prompts ahead of the steps, and returns the groups of each step.
+    """Asynchronous rollouts of a stage: prompts are drawn ahead, and each step receives its finished groups.
 
-    A checkpoint keeps the numbers of the trained groups. After a restart the other groups are generated again from the
+    A checkpoint stores the numbers of the trained groups. After a restart the other groups are generated again from the
     same prompts, so that none is lost or trained twice.
 
     Args:
@@ -90,15 +90,15 @@ class RolloutsBeside(Generic[R]):
         self.admission: BaseAdmission = admissions.get(run.task.trainer.admission)(settings)
         self._service: RolloutService[PromptGroup, R] | None = None
         self._version = 0
-        #: By the number of a batch of prompts that some step still has to train: the data's position before it, and
-        #: the numbers of its groups that no step has taken.
+        #: Batches with untrained groups, by number: the data position before the batch, and the numbers of its groups
+        #: that no step has taken.
         self._open: dict[int, tuple[Mapping[str, Any], set[int]]] = {}
         self._batches = 0
         #: Trained groups of batches that are read again after a restart.
         self._trained: set[int] = set()
 
     def take(self) -> list[TakenGroup[PromptGroup, R]]:
-        """Return the groups of this step; wait until there are enough."""
+        """Return the groups of this step; block until there are enough."""
         replicas = replicas_of(self._run)
         service = self._service
         if service is None:
@@ -122,13 +122,13 @@ class RolloutsBeside(Generic[R]):
         return taken
 
     def publish(self, version: int) -> None:
-        """Tell the service which weights the replicas have now."""
+        """Tell the service the current weight version of the replicas."""
         self._version = version
         if self._service is not None:
             replicas_of(self._run).run(self._service.publish(version))
 
     def _is_short(self, service: RolloutService[PromptGroup, R]) -> bool:
-        """True if fewer groups are there than the admission may start, and later steps need more."""
+        """Return True if more groups may start than exist, and later steps need them."""
         ahead = (self._run.max_staleness + 1) * self._size
         left = (self._run.total_steps - self._run.step + 1) * self._size
         return len(service.queue) < min(ahead, left)
@@ -157,7 +157,7 @@ class RolloutsBeside(Generic[R]):
     # -- checkpoints --------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return where the data of untrained groups begin, and which groups from there on were trained, as JSON."""
+        """Return the data position of the first untrained group and the trained groups after it, as JSON."""
         first = min(self._open, default=self._batches)
         untrained = {number for _, numbers in self._open.values() for number in numbers}
         drawn = range(first * self._size, self._batches * self._size)
@@ -169,22 +169,22 @@ class RolloutsBeside(Generic[R]):
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on with the groups that no step had trained, from their prompts."""
+        """Continue with the untrained groups, from their prompts."""
         self._batches, self._trained = int(state["first_batch"]), set(state["trained"])
         if state["position"] is not None:
             self._run.prompts.rewind(state["position"])
 
 
 def age_metrics(batch: DataProto, version: int) -> dict[str, float]:
-    """Return how old the tokens of a step are, in versions of the weights.
+    """Return metrics of the age of a step's tokens, in weight versions.
 
     Args:
         batch: ``rollout_weight_version`` and ``rollout_weight_version_min`` int64 ``[B]``, and ``response_mask``.
-        version: that the step begins with.
+        version: weight version at the start of the step.
 
     Returns:
-        Mean over the tokens under the mask of their row's oldest token's age, the largest, the share of tokens of each
-        age, and the share of rows whose tokens come from several versions.
+        Mean and maximum age, the share of tokens of each age, and the share of rows sampled from several versions. Each
+        token counts with the age of the oldest token of its row; only masked tokens count.
     """
     tokens = Jagged.of(batch["response_mask"]).sums()
     sampled = (batch["rollout_weight_version_min"] >= 0) & (tokens > 0)
@@ -201,7 +201,7 @@ def age_metrics(batch: DataProto, version: int) -> dict[str, float]:
 
 
 def numbered(parts: Sequence[DataProto]) -> Iterator[DataProto]:
-    """Yield the groups of a step with their places as ``uid``, and rollouts counted on over all of them."""
+    """Yield the groups of a step with their index as ``uid``, and with ``rollout_index`` unique over all groups."""
     rollouts = 0
     for place, part in enumerate(parts):
         columns = {"uid": torch.full((len(part),), place)}

@@ -1,4 +1,4 @@
-"""The run directory: where it starts from, its config, and its checkpoints."""
+"""The run directory: its config, its checkpoints, and the step that a run resumes from."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ CONFIG_FILE = "config.yaml"
 logger = logging.getLogger(__name__)
 _STEP = re.compile(r"step_(\d+)")
 _UNFINISHED = ".unfinished-"
-#: The file beside the checkpoints that names the newest.
+#: File beside the checkpoints that names the newest.
 LATEST = "latest"
-#: Types of the values in ``trainer.json``, and those that a run needs to go on.
+#: Types of the values in ``trainer.json``, and the keys that a resumed run needs.
 _STATE: Mapping[str, tuple[type, ...]] = {
     "step": (int,),
     "data": (dict,),
@@ -88,10 +88,10 @@ _FREE = (
 
 @contextmanager
 def replacing_folder(final: Path) -> Iterator[Path]:
-    """A temporary folder beside ``final``, which it replaces if the block ends well.
+    """Yield a temporary folder beside ``final``; it replaces ``final`` if the block succeeds.
 
     Raises:
-        CheckpointError: something could not be written, here or by a worker; ``final`` is as before.
+        CheckpointError: something could not be written, here or by a worker; ``final`` is unchanged.
     """
     temporary = final.with_name(f"{_UNFINISHED}{final.name}")
     try:
@@ -112,7 +112,7 @@ def replacing_folder(final: Path) -> Iterator[Path]:
 
 
 def remove_folder(folder: Path) -> None:
-    """Delete ``folder`` if it exists; killed halfway, it is gone under its own name."""
+    """Delete ``folder`` if it exists. The folder is renamed first, so that a kill midway leaves no partial one."""
     if folder.exists():
         leaving = folder.with_name(f"{_UNFINISHED}removed-{folder.name}")
         shutil.rmtree(leaving, ignore_errors=True)
@@ -125,8 +125,8 @@ class Checkpoints:
 
     Args:
         folder: ``<run_dir>/checkpoints``.
-        keep: how many are kept, the newest; -1 for all.
-        keep_best: keep the one with the highest validation accuracy too.
+        keep: number of newest checkpoints to keep; -1 keeps all.
+        keep_best: also keep the checkpoint with the highest validation accuracy.
     """
 
     def __init__(self, folder: Path, keep: int = -1, keep_best: bool = True) -> None:
@@ -135,27 +135,27 @@ class Checkpoints:
         self.keep_best = keep_best
 
     def steps(self) -> list[int]:
-        """Steps of the complete checkpoints, rising."""
+        """Return the steps of the complete checkpoints in ascending order."""
         if not self.folder.is_dir():
             return []
         found = (_STEP.fullmatch(entry.name) for entry in self.folder.iterdir() if entry.is_dir())
         return sorted(int(match.group(1)) for match in found if match)
 
     def path(self, step: int) -> Path:
-        """Folder of a complete checkpoint."""
+        """Return the folder of a complete checkpoint."""
         return self.folder / f"step_{step}"
 
     @contextmanager
     def writing(self, step: int, state: Mapping[str, Any]) -> Iterator[Path]:
-        """A temporary folder to write into; it takes its final name when the block ends well.
+        """Yield a temporary folder to write into; it gets its final name if the block succeeds.
 
         Args:
-            step: whose state it holds.
-            state: the trainer's own state, written as ``trainer.json``; ``accuracy`` in it, unless None,
-                is what the best checkpoint is chosen by.
+            step: training step of the checkpoint.
+            state: the trainer's own state, written as ``trainer.json``. The best checkpoint is chosen by its
+                ``accuracy``, which may be None.
 
         Raises:
-            CheckpointError: something could not be written; older checkpoints are untouched.
+            CheckpointError: something could not be written; older checkpoints are unchanged.
         """
         try:
             with replacing_folder(self.path(step)) as temporary:
@@ -171,10 +171,10 @@ class Checkpoints:
         self._prune()
 
     def load_state(self, step: int) -> dict[str, Any]:
-        """The trainer's own state of a checkpoint.
+        """Return the trainer's own state of a checkpoint.
 
         Raises:
-            CheckpointError: there is none that can be read, or a value in it has a wrong type.
+            CheckpointError: ``trainer.json`` cannot be read, or a value in it has a wrong type.
         """
         file = self.path(step) / "trainer.json"
         try:
@@ -188,14 +188,14 @@ class Checkpoints:
                 allowed = " or ".join("null" if kind is type(None) else kind.__name__ for kind in kinds)
                 raise CheckpointError(f"{file}: {key} has to be {allowed}, this is {state[key]!r:.60}")
         if state.get("step") != step:
-            raise CheckpointError(f"{file}: step is {state.get('step')!r}, but the folder is that of step {step}")
+            raise CheckpointError(f"{file}: step is {state.get('step')!r}, but the folder belongs to step {step}")
         return state
 
     def require_state(self, step: int) -> None:
-        """Refuse a checkpoint from which a run cannot go on, as far as ``trainer.json`` shows.
+        """Check that a run can resume from a checkpoint, as far as ``trainer.json`` shows.
 
         Raises:
-            CheckpointError: names the file, what is wrong with it, and the checkpoints beside it.
+            CheckpointError: it cannot; the message names the file, the reason and the other checkpoints.
         """
         others = ", ".join(f"step_{each}" for each in self.steps() if each != step) or "none"
         try:
@@ -204,24 +204,28 @@ class Checkpoints:
                 raise CheckpointError(f"{self.path(step) / 'trainer.json'} lacks {', '.join(missing)}")
         except CheckpointError as error:
             raise CheckpointError(
-                f"{error}. Restore the file; or move {self.path(step)} away to go on from the checkpoint before "
+                f"{error}. Restore the file; or move {self.path(step)} away to resume from the previous checkpoint "
                 f"(other ones: {others})"
             ) from error
 
     def clean(self) -> None:
-        """Remove what a killed run left half-written or half-deleted."""
+        """Remove checkpoints that a killed run left half-written or half-deleted."""
         for left in (*self.folder.glob(f"{_UNFINISHED}*"), *self.folder.glob(f".{LATEST}.tmp")):
             shutil.rmtree(left) if left.is_dir() else left.unlink()
 
     def _point_to(self, step: int) -> None:
-        """Write the name of the newest checkpoint into ``latest``, for tools; last, when all of it is there."""
+        """Write the name of the newest checkpoint into ``latest``, for tools. Call it last, when the checkpoint is
+        complete.
+        """
         try:
             replace_file(self.folder / LATEST, f"{self.path(step).name}\n")
         except OSError as error:
             raise CheckpointError(f"checkpoint: {self.folder / LATEST} cannot be written: {error}") from error
 
     def best_step(self) -> int | None:
-        """Step of the complete checkpoint with the highest accuracy, the newest of equal ones."""
+        """Return the step of the complete checkpoint with the highest accuracy, the newest among equals; None
+        without any.
+        """
         accuracies = {step: self._accuracy(step) for step in self.steps()}
         rated = [(float(accuracy), step) for step, accuracy in accuracies.items() if accuracy is not None]
         return max(rated)[1] if rated else None
@@ -229,7 +233,7 @@ class Checkpoints:
     def _accuracy(self, step: int) -> float | None:
         try:
             accuracy: float | None = self.load_state(step).get("accuracy")
-        except CheckpointError as error:  # no reason to end a run that does not go on from it
+        except CheckpointError as error:  # an unreadable old checkpoint is no reason to end the run
             logger.warning("%s; it counts as a checkpoint without an accuracy", error)
             return None
         return accuracy
@@ -243,12 +247,12 @@ class Checkpoints:
 
 
 def lock_run_dir(run_dir: Path, resume_mode: str) -> RunLock:
-    """Make the directory if there is none, and lock it; with ``disable`` an earlier run in it is set aside first.
+    """Create the directory if needed and lock it; with ``disable`` an earlier run in it is set aside first.
 
     Raises:
-        ConfigError: it is a file.
-        ResourceError: another run is on in it.
-        CheckpointError: it cannot be made.
+        ConfigError: ``run_dir`` is a file.
+        ResourceError: another run uses the directory.
+        CheckpointError: the directory cannot be created.
     """
     lock = _make_and_lock(run_dir)
     if resume_mode != "disable" or not _holds_anything(run_dir):
@@ -273,15 +277,15 @@ def _make_and_lock(run_dir: Path) -> RunLock:
 
 
 def prepare_run_dir(run_dir: Path, config: Mapping[str, Any]) -> int:
-    """Make the directory ready and return the step that the run goes on from (0 for a fresh one).
+    """Prepare the directory and return the step to resume from, 0 for a fresh run.
 
     Args:
-        run_dir: from :func:`lock_run_dir`.
+        run_dir: directory locked by :func:`lock_run_dir`.
         config: the run's whole config.
 
     Raises:
         ConfigError: the directory holds a run with other settings.
-        CheckpointError: the newest checkpoint cannot be gone on from.
+        CheckpointError: the run cannot resume from the newest checkpoint.
     """
     if _holds_a_run(run_dir):
         check_same_run(run_dir, config)
@@ -296,7 +300,7 @@ def prepare_run_dir(run_dir: Path, config: Mapping[str, Any]) -> int:
 
 
 def _holds_a_run(run_dir: Path) -> bool:
-    # A run that was refused at its start leaves its config, and nothing that could be lost.
+    # A run that was refused at its start leaves only its config, which may be overwritten.
     return any((run_dir / name).exists() for name in ("metrics.jsonl", "checkpoints"))
 
 
@@ -313,10 +317,10 @@ def _set_aside(run_dir: Path) -> None:
 
 
 def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
-    """Refuse to go on in ``run_dir`` with a config that would make another run of it.
+    """Check that ``config`` continues the run that ``run_dir`` holds.
 
     Raises:
-        ConfigError: names the keys that differ, or the config of the run before cannot be read.
+        ConfigError: keys differ, or the earlier run's config cannot be read; the message names them.
     """
     if not (run_dir / CONFIG_FILE).exists():
         return
@@ -330,7 +334,7 @@ def check_same_run(run_dir: Path, config: Mapping[str, Any]) -> None:
 
 
 def differing_settings(earlier: Mapping[str, Any], config: Mapping[str, Any], free: Collection[str] = ()) -> list[str]:
-    """Return the keys in which a run differs from an earlier one, with both values; keys that may differ are left out.
+    """Return the keys whose values differ from an earlier run, each with both values; keys that may differ are skipped.
 
     Args:
         earlier: the earlier run's config.
@@ -343,7 +347,7 @@ def differing_settings(earlier: Mapping[str, Any], config: Mapping[str, Any], fr
         f"{key}: {before.get(key)!r} then, {now.get(key)!r} now"
         for key in sorted({*before, *now})
         if not any(key == each or key.startswith(f"{each}.") for each in (*_FREE, *free))
-        # A directory that was moved is still the same run's.
+        # Moving a run directory does not make another run of it.
         and _without(before.get(key), old_home) != _without(now.get(key), new_home)
     ]
 
@@ -363,12 +367,12 @@ def read_config(file: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError, yaml.YAMLError, OmegaConfBaseException) as error:
         reason = " ".join(str(error).split())
         raise ConfigError(
-            f"{file} of the run that {file.parent} holds cannot be read: {reason:.200}. Restore the file, remove it to "
+            f"{file} of the run in {file.parent} cannot be read: {reason:.200}. Restore the file, remove it to "
             "go on without comparing the settings, or set trainer.resume_mode=disable to set that run aside"
         ) from error
     if not isinstance(config, dict):
         raise ConfigError(
-            f"{file} of the run that {file.parent} holds is no mapping but a {type(config).__name__}. Restore the "
+            f"{file} of the run in {file.parent} is not a mapping but a {type(config).__name__}. Restore the "
             "file, remove it to go on without comparing the settings, or set trainer.resume_mode=disable"
         )
     return config
@@ -383,7 +387,7 @@ def _without(value: Any, run_dir: str) -> Any:
 
 
 def write_config(run_dir: Path, text: str) -> None:
-    """Write ``config.yaml``, whole or not at all.
+    """Write ``config.yaml`` atomically.
 
     Raises:
         CheckpointError: it cannot be written.

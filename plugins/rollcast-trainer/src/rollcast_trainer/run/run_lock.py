@@ -1,4 +1,4 @@
-"""The lock on a run directory: one run at a time writes into it."""
+"""The lock of a run directory: only one run at a time writes into it."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ __all__ = ["LOCK_FILE", "RunLock"]
 LOCK_FILE = ".lock"
 
 logger = logging.getLogger(__name__)
-#: Descriptors of the locks that this process holds.
+#: File descriptors of the locks that this process holds.
 _held: set[int] = set()
 
 
 class RunLock:
-    """A lock that this process holds on a run directory until :meth:`release`; the kernel releases it at its death.
+    """A lock on a run directory, held until :meth:`release` or the death of this process.
 
     Args:
-        run_dir: The directory, which exists.
+        run_dir: an existing directory.
 
     Raises:
-        ResourceError: another run holds the lock; names its host and process.
+        ResourceError: another run holds the lock; the message names its host and process.
         CheckpointError: the lock file cannot be written.
     """
 
@@ -64,7 +64,7 @@ class RunLock:
             raise CheckpointError(f"{self._file} cannot be written: {error}") from error
 
     def release(self) -> None:
-        """Let the next run in; may be called twice."""
+        """Release the lock; may be called twice."""
         if self._descriptor >= 0:
             _held.discard(self._descriptor)
             os.close(self._descriptor)
@@ -73,7 +73,7 @@ class RunLock:
 
 @cache
 def _close_in_children() -> None:
-    # A forked child, such as a data loader's, shares the lock and would keep it after its parent's death.
+    # A forked child, such as a data loader's, inherits the lock and would keep it after its parent's death.
     os.register_at_fork(after_in_child=_close_all)
 
 

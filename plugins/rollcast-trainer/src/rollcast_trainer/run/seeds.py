@@ -1,4 +1,4 @@
-"""Seeds of the rows that are generated: the same on any number of ranks, and after a restart."""
+"""Seeds of generated rows: independent of the number of ranks, and the same after a restart."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["RowSeeds"]
 class RowSeeds:
     """A seed for each row of each generated batch.
 
-    It follows from the run's seed, from what the batch is for, and from its number since that began.
+    Seeds are derived from the run's seed, the purpose of the batch, and its number since :meth:`begin`.
 
     Args:
-        seed: of the run.
+        seed: seed of the run.
     """
 
     def __init__(self, seed: int) -> None:
@@ -24,16 +24,16 @@ class RowSeeds:
         self._batches = 0
 
     def begin(self, purpose: str) -> None:
-        """What the next batches are for, such as a step by its number."""
+        """Set the purpose of the next batches, such as "step 3", and restart their numbering."""
         self._purpose, self._batches = purpose, 0
 
     def draw(self, rows: int) -> torch.Tensor:
-        """The next batch's, int64 ``[rows]``, 0 or above."""
+        """Return the seeds of the next batch, int64 ``[rows]``, 0 or above."""
         number, self._batches = self._batches, self._batches + 1
         return self.of(f"{self._purpose}/{number}", rows)
 
     def of(self, purpose: str, rows: int) -> torch.Tensor:
-        """Return seeds that follow from the run's seed and a purpose alone, int64 ``[rows]``, 0 or above."""
+        """Return seeds derived only from the run's seed and ``purpose``, int64 ``[rows]``, 0 or above."""
         text = f"{self._seed}/{purpose}"
         digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))

@@ -1,4 +1,4 @@
-"""A trainer made of stages: how it is built, set up, saved and resumed; the loop itself is in ``loop``."""
+"""Base of the trainers made of stages: construction, setup, saving and resuming. The loop itself is in ``loop``."""
 
 from __future__ import annotations
 
@@ -34,23 +34,24 @@ logger = logging.getLogger(__name__)
 
 
 class StagedTrainer(BaseTrainer):
-    """A trainer whose step is a list of stages, before its loop.
+    """A trainer whose step is a list of stages, without its loop.
 
     Attributes:
         task: config sections, run directory, data and runtime of the run.
         run: workers, sampling, scoring and metrics that the stages share.
-        places, stages: the stages of a step by name, with the reason for each, and the stages themselves.
-        step, total_steps: training steps that are done, and those of the run; the latter known after :meth:`setup`.
-        best_accuracy: the highest ``val/accuracy`` so far, ``-inf`` before any.
+        places, stages: the stages of a step: name and reason of each, and the stage objects.
+        step, total_steps: completed training steps, and steps of the whole run; the latter is known after
+            :meth:`setup`.
+        best_accuracy: highest ``val/accuracy`` so far, ``-inf`` before any.
         metrics, latest: metrics of the last step, and the last value of each metric of the run.
         batches, val_batches: training and validation prompts; set by :meth:`setup`.
-        saver: writes the checkpoints; set by :meth:`setup`.
+        saver: writer of the checkpoints; set by :meth:`setup`.
         record: rollouts that this run writes or trains on.
-        records: True if it writes them.
-        recovery: the loss of processes that this trainer goes on after; None for the first trainer of a run.
+        records: True if the run writes rollouts.
+        recovery: the recovery that this trainer continues after; None for the first trainer of a run.
 
     Args:
-        task: the run, not yet entered; a config that cannot work is refused here.
+        task: the run, not yet entered.
 
     Raises:
         RollcastError: the config cannot work.
@@ -81,42 +82,45 @@ class StagedTrainer(BaseTrainer):
         self.stages: list[Stage] = [stage for _, stage in built]
         if self.records and not any(place.spec.is_recorded for place in self.places):
             raise ConfigError(
-                f"runtime.record_trajectories records rollouts, and trainer={task.trainer.name} makes none; leave the "
-                "key out"
+                f"runtime.record_trajectories records rollouts, but trainer={task.trainer.name} makes none; remove the "
+                "key"
             )
         self.run.use(self.places)
         self.run.resample = lambda stage: self.run_stages(self.draw_prompts(), stage)
 
     @property
     def run_name(self) -> str:
-        """The run directory's name."""
+        """Name of the run directory."""
         return self.task.run_dir.name
 
     @abstractmethod
     def build_stages(self) -> list[tuple[Place, Stage]]:
-        """Return the stages of a step in their order; nothing has been started."""
+        """Return the stages of a step in order, without starting anything."""
 
     @abstractmethod
     def run_stages(self, batch: DataProto, before: Stage | None = None) -> DataProto:
-        """Return the batch after all stages; or as it is before one that asks for further rows, without metrics."""
+        """Return the batch after all stages.
+
+        With ``before``, stop in front of that stage and record no metrics: a stage calls this to get more rows.
+        """
 
     def load_val_batches(self) -> list[DataProto]:
         """Return the validation prompts, collated."""
         return self.task.val_batches(self.task.data.dataset)
 
     def should_stop(self) -> bool:
-        """True to end before ``total_steps``; asked before each step."""
+        """Return True to end before ``total_steps``; called before each step."""
         return False
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the trainer beside its stages, as JSON."""
+        """Return the trainer's state for a checkpoint, besides that of its stages, as JSON."""
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state that :meth:`state_dict` returned."""
 
     def setup(self) -> None:
-        """Read the data, start the workers, and go back to the last checkpoint if there is one."""
+        """Read the data, start the workers, and resume from the last checkpoint if there is one."""
         task, run = self.task, self.run
         self.batches = task.train_batches()
         run.prompts = Prompts(self.batches)
@@ -125,7 +129,7 @@ class StagedTrainer(BaseTrainer):
             run.scorer = task.scorer()
             self.val_batches = self.load_val_batches()
         else:
-            self.val_batches = []  # a validation generates
+            self.val_batches = []  # validation would need to generate
             self.record.check_steps(task.start_step + 1, self.total_steps)
         check_timeline(task.run_dir, task.start_step)
         task.start()
@@ -140,7 +144,7 @@ class StagedTrainer(BaseTrainer):
             self._resume(task.start_step)
 
     def sync_weights(self) -> dict[str, float]:
-        """Send the actor's weights to the rollout, as the version of the present step."""
+        """Send the actor's weights to the rollout, with the current step as their version."""
         with self.run.timeline.replicas_busy("update_weights"):
             metrics = self.run.sampler.sync(self.step)
         for tell in self.run.on_synced:
@@ -148,23 +152,25 @@ class StagedTrainer(BaseTrainer):
         return metrics
 
     def draw_prompts(self) -> DataProto:
-        """Return the prompts of a step; no rows where the rollout stage draws them itself, ahead of the steps."""
+        """Return the prompts of a step; empty if the rollout stage draws its own prompts ahead of time, or in a
+        replay.
+        """
         drawn_elsewhere = self.run.max_staleness or self.task.replay_of is not None
         return DataProto.from_dict({}) if drawn_elsewhere else self.run.prompts.draw()
 
     def validate(self) -> dict[str, float]:
-        """Generate and score the validation prompts."""
+        """Generate and score the validation prompts, and return the metrics."""
         metrics = validate(self.run, self.val_batches, self.step)
         self.best_accuracy = max(self.best_accuracy, metrics["val/accuracy"])
         return metrics
 
     def export(self) -> None:
-        """Write the actor as a Hugging Face folder, complete or not at all; raises CheckpointError."""
+        """Write the actor as a Hugging Face folder, atomically; raises CheckpointError if it cannot be written."""
         with replacing_folder(self.task.run_dir / "export") as folder:
             self.run.actor.group.export(str(folder.resolve()))
 
     def save_checkpoint(self) -> None:
-        """Write ``checkpoints/step_N``, complete or not at all; raises CheckpointError. Earlier ones stay whole."""
+        """Write ``checkpoints/step_N``, atomically; raises CheckpointError, with earlier checkpoints intact."""
         kept = {place.name: stage.state_dict() for place, stage in zip(self.places, self.stages, strict=True)}
         state: dict[str, Any] = {
             "step": self.step,
@@ -201,11 +207,9 @@ class StagedTrainer(BaseTrainer):
 
 @contextmanager
 def _naming_state(step: int, key: str) -> Iterator[None]:
-    """Errors from a state of the wrong shape name the checkpoint and the key in its ``trainer.json``."""
+    """Re-raise an error from a state of the wrong shape with the checkpoint and the key in its ``trainer.json``."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise CheckpointError(
-            f"trainer.json of checkpoint step_{step}: {key} is not what was saved: {reason}"
-        ) from error
+        raise CheckpointError(f"trainer.json of checkpoint step_{step}: {key} cannot be restored: {reason}") from error

@@ -1,4 +1,4 @@
-"""The list of stages of a step: stages are put in for the columns that a later stage reads."""
+"""The list of stages of a step: stages are added for the columns that later stages read."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Place:
     Attributes:
         name: registry name.
         spec: declaration for this run.
-        reason: reader and column, goal, or stage for which it is in the list.
+        reason: why the stage is in the list: the reader and its column, a goal, or a stage that brings it.
     """
 
     name: str
@@ -35,9 +35,9 @@ class Changes:
     """A recipe's changes to the list (``trainer.stages``).
 
     Attributes:
-        insert: names of stages that are put in although nothing reads what they write.
-        replace: name of a stage to the name of the one that takes its place.
-        remove: names of stages that are never put in.
+        insert: names of stages to add although no stage reads their columns.
+        replace: mapping from the name of a stage to the name of its replacement.
+        remove: names of stages that are never added.
     """
 
     insert: Sequence[str] = ()
@@ -46,12 +46,12 @@ class Changes:
 
 
 def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
-    """Return the declarations of all registered stages that have a part in this run.
+    """Return the declarations of all registered stages that apply to this run.
 
     A stage that cannot be loaded is left out with a warning, unless the recipe names it.
 
     Raises:
-        ConfigError: the recipe names a stage that does not exist or has no part in the run.
+        ConfigError: the recipe names a stage that does not exist or does not apply to the run.
         PluginError: a stage that the recipe names cannot be loaded.
     """
     wanted = {*changes.insert, *changes.replace.values()}
@@ -69,31 +69,31 @@ def declare_stages(run: Any, changes: Changes) -> dict[str, StageSpec]:
                 raise
             logger.warning("left out the stage %r: %s", name, error)
             continue
-        # Outside of the handler: a stage whose own plugins are missing is wanted, and its error ends the run.
+        # Outside the handler: if declare() fails because a plugin of the stage is missing, the error must end the run.
         spec = stage.declare(run)
         if spec is not None:
             found[name] = spec
         elif name in wanted:
-            raise ConfigError(f"trainer.stages names {name!r}, which has no part in a run with this configuration")
+            raise ConfigError(f"trainer.stages names {name!r}, which does not apply to a run with this configuration")
     return found
 
 
 def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[dict[str, StageSpec], Changes]:
-    """Return the declarations without those that another one replaces, and the changes with these replacements.
+    """Return the declarations without replaced stages, and the changes with these replacements added.
 
     Raises:
-        ConfigError: two stages replace the same one, or the recipe puts in a stage that is replaced.
+        ConfigError: two stages replace the same one, or the recipe inserts a stage that is replaced.
     """
     taken: dict[str, str] = {}
     for name, spec in specs.items():
         for old in spec.replaces:
             if old in taken:
                 raise ConfigError(
-                    f"the stages {taken[old]!r} and {name!r} both take the place of {old!r}; choose one with "
+                    f"the stages {taken[old]!r} and {name!r} both replace {old!r}; choose one with "
                     f"trainer.stages.remove=[{taken[old]}] or trainer.stages.remove=[{name}]"
                 )
             if old in changes.insert:
-                raise ConfigError(f"trainer.stages.insert names {old!r}, which {name!r} takes the place of in this run")
+                raise ConfigError(f"trainer.stages.insert names {old!r}, which {name!r} replaces in this run")
             taken[old] = name
     kept = {name: spec for name, spec in specs.items() if name not in taken}
     return kept, Changes(changes.insert, {**taken, **changes.replace}, changes.remove)
@@ -102,16 +102,16 @@ def _with_replaced(specs: Mapping[str, StageSpec], changes: Changes) -> tuple[di
 def supply(
     goals: Sequence[str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes | None = None
 ) -> list[Place]:
-    """Return the stages that reach the goals, in the order in which they run.
+    """Return the stages that reach the goals, in execution order.
 
     Args:
         goals: names of stages; each is in the list unless the recipe removes it.
         specs: declarations by name.
-        given: columns of the batch that the first stage gets.
-        changes: of the recipe.
+        given: columns of the batch that the first stage receives.
+        changes: changes of the recipe; None for none.
 
     Raises:
-        ConfigError: nothing writes a column that is read, two stages write it, or stages wait for each other.
+        ConfigError: no stage writes a column that is read, two stages write it, or stages depend on each other.
     """
     specs, changes = _with_replaced(specs, changes or Changes())
     reasons: dict[str, str] = {}
@@ -127,12 +127,12 @@ def supply(
 
 def _known(name: str, asked: str, specs: Mapping[str, StageSpec]) -> str:
     if name not in specs:
-        raise ConfigError(f"{asked} is the stage {name!r}, which is not there; stages: {', '.join(sorted(specs))}")
+        raise ConfigError(f"{asked} is the stage {name!r}, which this run lacks; stages: {', '.join(sorted(specs))}")
     return name
 
 
 def _close(reasons: dict[str, str], specs: Mapping[str, StageSpec], given: Collection[str], changes: Changes) -> None:
-    """Add the stages that those in ``reasons`` need, until nothing is missing."""
+    """Add the stages that those in ``reasons`` need, until no column is missing."""
     while True:
         missing: list[tuple[str, str, list[str]]] = []
         for name in list(reasons):
@@ -145,7 +145,7 @@ def _close(reasons: dict[str, str], specs: Mapping[str, StageSpec], given: Colle
                 missing.append((name, column, [each for each in specs if _writes(specs[each], column)]))
         if not missing:
             return
-        # A column with two writers may get one of them for another column's sake.
+        # Columns with a single writer first: that writer may also provide a column which otherwise has two candidates.
         reader, column, writers = min(missing, key=lambda each: len(each[2]) != 1)
         _refuse(reader, column, [each for each in writers if each != reader], given, specs)
         reasons[next(each for each in writers if each != reader)] = f"{reader} reads {column}"
@@ -172,7 +172,7 @@ def _refuse(
 
 
 def _order(names: Sequence[str], specs: Mapping[str, StageSpec], changes: Changes) -> list[str]:
-    """Return the names so that each comes after what it depends on; otherwise in the order of their reads."""
+    """Return the names in dependency order; otherwise the order of ``names`` is kept."""
     needs = {name: _dependencies(name, names, specs, changes) for name in names}
     for barrier in (name for name in names if specs[name].changes_rows):
         before = _all_before(barrier, needs)
@@ -208,7 +208,7 @@ def _visit(name: str, needs: Mapping[str, Sequence[str]], order: list[str], path
     if name in order:
         return
     if name in path:
-        raise ConfigError(f"stages wait for each other: {' -> '.join((*path[path.index(name) :], name))}")
+        raise ConfigError(f"stages depend on each other: {' -> '.join((*path[path.index(name) :], name))}")
     for other in needs[name]:
         _visit(other, needs, order, (*path, name))
     order.append(name)

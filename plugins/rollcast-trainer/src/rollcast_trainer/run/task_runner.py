@@ -1,4 +1,4 @@
-"""TaskRunner: everything a run stands on, started in order and stopped whatever happens."""
+"""TaskRunner: the resources of a run, started in order and always stopped."""
 
 from __future__ import annotations
 
@@ -58,20 +58,20 @@ if TYPE_CHECKING:
 __all__ = ["TaskRunner"]
 
 logger = logging.getLogger(__name__)
-#: Most tokens of the canary's prompt.
+#: Maximum number of tokens of the canary's prompt.
 _CANARY_PROMPT = 8
 
 
 class TaskRunner:
-    """What the trainers share: config sections, run directory, data, runtime, groups, trackers.
+    """The resources that trainers share: config sections, run directory, data, runtime, groups and trackers.
 
-    Built, it has read the config and found the parts, and nothing has been started or written.
-    Entered as a context manager, it has its run directory and the data files. :meth:`start` brings
-    up the runtime. Leaving the context stops the workers and closes the trackers.
+    The constructor reads the config and loads the plugins; it starts and writes nothing. Entering the context locks the
+    run directory and prepares the data files. :meth:`start` starts the runtime. Leaving the context stops the workers
+    and closes the trackers.
 
     Args:
         config: the composed config.
-        schema: The trainer's schema, whose fields are the sections that it reads.
+        schema: the trainer's schema; its fields are the sections that the trainer reads.
 
     Raises:
         ConfigError: a section has a wrong value.
@@ -83,7 +83,7 @@ class TaskRunner:
         self.config = config
         self.plain = cast("dict[str, Any]", OmegaConf.to_container(config))
         self.run_dir = Path(config.run_dir)
-        #: Typed by the trainer, whose schema it is.
+        #: Instance of ``schema``; untyped here because each trainer brings its own.
         self.sections: Any = build_section(cast("type[Any]", schema), config)
         self.trainer = self.sections.trainer
         self._runtime_class: type[Runtime] = runtimes.get(self._name_of("runtime"), requested_by="runtime.name")
@@ -98,7 +98,7 @@ class TaskRunner:
         self.rollout_class: type[BaseRollout] = rollouts.get(self._name_of("rollout"))
         self.rollout: Any = take_adapters(self.section("rollout", self.rollout_class.config_schema), self.model)
         self.served = ServedRole(Role.ROLLOUT, "rollout", self.rollout, self.rollout_class)
-        #: The replicas that rewards ask; None in a run without a judge.
+        #: Replicas of the judge model that rewards call; None in a run without a judge.
         self.judge: CommandJudge | None = None
         choice = self._choice()
         check_choice(choice, self.engine_class, self.rollout_class)
@@ -121,7 +121,7 @@ class TaskRunner:
             self.run_dir / "checkpoints", self.trainer.max_ckpt_to_keep, self.trainer.keep_best_ckpt
         )
         self.start_step = 0
-        #: By role, as :meth:`start_roles` has started them.
+        #: Worker groups by role, as :meth:`start_roles` started them.
         self.groups: dict[str, WorkerGroup] = {}
         self._with_model: set[str] = set()
         self.hooks: PluginManager = build_hook_manager(without=config.disabled_hooks)
@@ -136,7 +136,7 @@ class TaskRunner:
         self.emit("on_configure", config=config)
 
     def _leave_out_replicas(self) -> None:
-        """Drop the pool of replicas, of which a replay starts none."""
+        """Remove the pool of replicas: a replay starts none."""
         mapping = self.pools.mapping
         own = mapping[Role.ROLLOUT]
         mapping[Role.ROLLOUT] = mapping[Role.ACTOR_ROLLOUT]
@@ -151,7 +151,7 @@ class TaskRunner:
         return Choice(*names, size, trains_adapter, rollout.update_in_flight)
 
     def section(self, path: str, schema: type) -> Any:
-        """A section of the config as an instance of its dataclass.
+        """Return a section of the config as an instance of its dataclass.
 
         Raises:
             ConfigError: a value has the wrong type.
@@ -183,7 +183,7 @@ class TaskRunner:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         with ExitStack() as stack:
-            # Workers of the runtime `local` were in this process.
+            # With the runtime `local` the workers ran in this process, so their clock has to be stopped here.
             stack.callback(stop_watch)
             if self._lock is not None:
                 stack.callback(self._lock.release)
@@ -194,7 +194,9 @@ class TaskRunner:
         self._runtime = None
 
     def _close_parts(self, stack: ExitStack) -> None:
-        """Have a stack close what one trainer has used: samplers first, rewards before their judge, trackers last."""
+        """Push the close calls of one trainer's resources, so that samplers close first, rewards before their judge,
+        and trackers last.
+        """
         stack.callback(self._trackers.close)
         if self._replica_loop is not None:
             stack.callback(self._replica_loop.close)
@@ -207,9 +209,9 @@ class TaskRunner:
         self._scorers, self._samplers, self._judges, self._replica_loop = [], [], [], None
 
     def begin_again(self) -> int:
-        """Close what the failed trainer has used, and return the step that the next one goes on from.
+        """Close the resources of the failed trainer, and return the step that the next one resumes from.
 
-        The runtime stays, and so do the groups, which :meth:`start_roles` restarts.
+        The runtime and the groups are kept; :meth:`start_roles` restarts the groups.
         """
         with ExitStack() as stack:
             self._close_parts(stack)
@@ -217,16 +219,16 @@ class TaskRunner:
         return self.start_step
 
     def start(self) -> None:
-        """Bring up the runtime, train the warm start if there is one, and start the trackers.
+        """Start the runtime, train the warm start if there is one, and start the trackers.
 
         Raises:
-            ResourceError: the machines do not have what the run asks for.
+            ResourceError: the machines lack the resources that the run asks for.
         """
         if self._runtime is None:
             self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
-            # These keys mean the calls and rollouts of the run itself.
+            # Recording applies to the run itself, not to its warm start.
             shared = {
                 "runtime": {**self.plain["runtime"], "record": None, "record_trajectories": False},
                 "placement": self.plain["placement"],
@@ -236,10 +238,10 @@ class TaskRunner:
         self._trackers.start(self.hooks, self.run_dir, self.plain, self.start_step)
 
     def run_on_cluster(self, function: Callable[..., RunResult], *args: Any) -> RunResult:
-        """Run a function in a process of the cluster, and return its result; for ``trainer.on_driver=false``.
+        """Run a function in a process of the cluster and return its result; used for ``trainer.on_driver=false``.
 
         Raises:
-            ResourceError: the runtime has no such processes.
+            ResourceError: the runtime has no such process.
         """
         with self._build_runtime() as runtime:
             result: RunResult = runtime.run_driver(function, *args)
@@ -256,50 +258,52 @@ class TaskRunner:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        """The model's tokenizer."""
+        """Tokenizer of the model."""
         if self._tokenizer is None:
             self._tokenizer = load_tokenizer(self.model.path, self.model.trust_remote_code)
         return self._tokenizer
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end every response: the tokenizer's EOS, then those of the model's generation_config.json."""
+        """Token ids that end every response: the tokenizer's EOS, then the ids in the model's
+        generation_config.json.
+        """
         if self._stop_token_ids is None:
             self._stop_token_ids = read_stop_token_ids(self.model.path, self.tokenizer)
         return self._stop_token_ids
 
     @property
     def world_size(self) -> int:
-        """Worker processes of the actor."""
+        """Number of worker processes of the actor."""
         return self.pools.get_resource_pool(Role.ACTOR_ROLLOUT).world_size
 
     @property
     def processes(self) -> int:
-        """Worker processes of all pools."""
+        """Number of worker processes in all pools."""
         return sum(pool.world_size for pool in self.pools.resource_pool_dict.values())
 
     def pool_of(self, role: str) -> str:
-        """Return the name of the pool that a role lives in."""
+        """Return the name of the pool of a role."""
         return str(self.pools.mapping[role])
 
     def has_own_pool(self, role: str) -> bool:
-        """True if a role lives apart from the actor."""
+        """Return True if a role is not in the actor's pool."""
         return self.pools.mapping[role] != self.pools.mapping[Role.ACTOR_ROLLOUT]
 
     def build_dataset(self, files: list[str], name: str, **changes: Any) -> BaseDataset:
-        """A dataset over ``files`` with the config's settings and some changed."""
+        """Return a dataset over ``files`` with the config's settings; ``changes`` override some of them."""
         settings = {**cast("dict[str, Any]", OmegaConf.to_container(self.config.data)), **changes}
         dataset_class = cast("Any", datasets.get(name))
         return cast("BaseDataset", dataset_class(files, self.tokenizer, settings))
 
     def train_batches(self) -> EpochIterator:
-        """Endless training batches of ``data.train_batch_size`` rows.
+        """Return an endless iterator of training batches with ``data.train_batch_size`` rows.
 
         Raises:
-            ConfigError, DataError: there are no files, or they do not make one batch.
+            ConfigError, DataError: there are no files, or they hold less than one batch.
         """
         if not self.data.train_files:
-            raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
+            raise ConfigError("data.train_files is empty; list at least one JSONL or Parquet file")
         with _naming("data.train_files"):
             dataset = self.build_dataset(self.data.train_files, self.data.dataset)
         with _naming("data.train_batch_size"):
@@ -307,11 +311,11 @@ class TaskRunner:
             return EpochIterator(build_loader(dataset, size, self.data.shuffle, self.trainer.seed, True, workers))
 
     def val_batches(self, dataset_name: str, **changes: Any) -> list[DataProto]:
-        """One pass over the validation prompts; empty without ``data.val_files``.
+        """Return the validation prompts in batches; empty without ``data.val_files``.
 
         Args:
-            dataset_name: of a dataset that gives prompts.
-            **changes: keys of the ``data`` section that differ for it.
+            dataset_name: registry name of a dataset of prompts.
+            **changes: keys of the ``data`` section to override.
 
         Raises:
             DataError: a file or row is missing or malformed.
@@ -325,17 +329,17 @@ class TaskRunner:
             return list(build_loader(rows, size, False, self.trainer.seed, drop_last=False))
 
     def scorer(self) -> RewardScorer:
-        """The run's reward.
+        """Return a scorer with the run's reward; it is closed with the run.
 
         Raises:
-            ConfigError: it asks a judge, and the run has none.
+            ConfigError: the reward needs a judge, and the run has none.
         """
         scorer = RewardScorer(RewardSetup.of(self.reward, self.data.max_response_length), self.tokenizer)
         self._scorers.append(scorer)
         if scorer.uses_judge and self.has_reward_workers:
             raise ConfigError(
-                f"placement.mapping.reward gives the rewards a pool, but reward.name={self.reward.name} asks the "
-                "judge, and waits for it in the trainer's process; leave the role reward out of placement.mapping"
+                f"placement.mapping.reward puts the rewards in a pool, but reward.name={self.reward.name} calls the "
+                "judge from the trainer's process; remove the role reward from placement.mapping"
             )
         if scorer.uses_judge and self.judge is None:
             raise ConfigError(f"reward.name={self.reward.name} {NEEDS_JUDGE}")
@@ -349,11 +353,11 @@ class TaskRunner:
     def start_rewards(
         self, groups: Mapping[str, WorkerGroup], busy: Callable[[], AbstractContextManager[None]]
     ) -> None:
-        """Give the rewards what they need of the cluster: workers of their own, or a judge.
+        """Connect the rewards to their workers, and start the judge if the run has one.
 
         Args:
-            groups: as :meth:`start_roles` has started them.
-            busy: makes the block in which the judge generates a reply.
+            groups: groups that :meth:`start_roles` started.
+            busy: returns a context manager that is entered while the judge generates a reply.
 
         Raises:
             WorkerError: a replica of the judge cannot be started.
@@ -371,23 +375,26 @@ class TaskRunner:
         return self._replica_loop
 
     def role_engine(self, section: str) -> Any:
-        """Return ``<section>.engine`` as an instance of its engine's schema; the actor's for a role without the key."""
+        """Return ``<section>.engine`` as an instance of its engine's schema; the actor's engine if the role has
+        none.
+        """
         path = f"{section}.engine"
         if section == "actor" or not OmegaConf.select(self.config, path):
             return self.engine
         name = self._name_of(path)
         built = self.section(path, engines.get(name, requested_by=f"{path}.name").config_schema)
         if section == "ref" and name == self.engine.name and hasattr(built, "param_offload"):
-            # The worker moves the frozen weights, whatever the engine; a copy beside the actor stays possible.
+            # ref.engine.param_offload is applied by the worker, not by the engine. The engine's own key must equal the
+            # actor's, or the reference could not share the actor's workers.
             built = dataclasses.replace(built, param_offload=self.engine.param_offload)
         return built
 
     def worker_role(self, role: str) -> str:
-        """Return the name in ``rollcast.roles`` of the class that plays a role."""
+        """Return the name in ``rollcast.roles`` of the worker class of a role."""
         return placed_as(role)
 
     def worker_setup(self, **parts: Any) -> WorkerSetup:
-        """Return the setup of a role's workers; ``parts`` are the fields beside seed and token ids."""
+        """Return the setup of a role's workers; ``parts`` are the fields other than seed and token ids."""
         tokenizer = self.tokenizer
         return WorkerSetup(
             seed=self.trainer.seed,
@@ -418,7 +425,7 @@ class TaskRunner:
         return dict(self.groups)
 
     def _start_groups(self, runtime: Runtime, chosen: dict[str, ClassWithInitArgs[Any]]) -> set[str]:
-        """Start the groups of a run; return their roles."""
+        """Start the groups of a run, and return their roles."""
         self.emit("on_start_workers", workers=chosen, runtime=runtime)
         everyone: dict[Hashable, ClassWithInitArgs[Any]] = dict(chosen.items())
         logs = str((self.run_dir / "logs").resolve())
@@ -444,17 +451,17 @@ class TaskRunner:
         return set(self.groups)
 
     def rollout_model(self) -> ServedModel:
-        """Return the model as the rollout's replicas begin with it."""
+        """Return the model that the rollout's replicas load at start."""
         return ServedModel.of(self.model.path, self.tokenizer, self.stop_token_ids)
 
     def _restart_groups(self, chosen: Mapping[str, ClassWithInitArgs[Any]]) -> set[str] | None:
-        """Restart the groups of a run that has lost some of their processes; return the roles of new processes.
+        """Restart groups after a run has lost processes; return the roles whose processes are new.
 
-        Groups that live and hold nothing but frozen models stay as they are. Trained models go back to the
-        checkpoint, and replicas may have half of an update, so theirs are restarted too.
+        Groups that are alive and hold only frozen models are kept. Trained models go back to the checkpoint, and
+        replicas may hold half an update, so their groups are restarted too.
 
         Returns:
-            None if a group cannot be placed where it was: all of them are ended then.
+            None if a group cannot be placed where it was; all groups are then shut down.
         """
         fresh: set[str] = set()
         views = {group.name: group for group in self.groups.values()}
@@ -468,39 +475,41 @@ class TaskRunner:
                     group.restart()
                     fresh |= roles
         except ResourceError as error:
-            logger.warning("the workers cannot be started where they were, and are placed anew: %s", error)
+            logger.warning("the workers cannot be restarted in place and are placed again: %s", error)
             for group in views.values():
                 group.shutdown()
             self.groups = {}
             return None
-        # Workers that were writing a checkpoint have ended by now.
+        # Safe now: workers that were writing a checkpoint have ended.
         self.checkpoints.clean()
         return fresh
 
     @property
     def uses_replicas(self) -> bool:
-        """Whether the rollout runs in processes of its own."""
+        """True if the rollout runs in processes of its own."""
         sync: type[BaseWeightSync] = weight_syncs.get(self.rollout.weight_sync, requested_by="rollout.weight_sync")
         return not sync.capabilities.same_process
 
     @property
     def replay_of(self) -> Path | None:
-        """Run directory whose rollouts this run trains on, if it makes none itself (``trainer.replay``)."""
+        """Run directory whose recorded rollouts this run trains on (``trainer.replay``); None if it generates its
+        own.
+        """
         found = getattr(self.trainer, "replay", None)
         return None if found is None else Path(found)
 
     @property
     def starts_replicas(self) -> bool:
-        """True if the run has replicas that generate."""
+        """True if this run starts replicas for the rollout."""
         return self.uses_replicas and self.replay_of is None
 
     @property
     def rollout_dtype(self) -> str | None:
-        """Dtype that replicas hold weights in; None if only their engine knows."""
+        """Dtype in which replicas hold the weights; None if only their engine knows."""
         return self.rollout_class.weight_dtype(self.rollout, self.model.path, self.placement.device)
 
     def start_sampler(self, groups: Mapping[str, WorkerGroup]) -> Sampler:
-        """What generates with the actor's weights, over the groups that :meth:`start_roles` gave.
+        """Return a sampler that generates with the actor's weights on the groups of :meth:`start_roles`.
 
         Raises:
             WorkerError: a replica cannot be started.
@@ -515,7 +524,7 @@ class TaskRunner:
         return sampler
 
     def _canary(self) -> Canary:
-        """Token ids from all over the vocabulary; what they mean does not matter."""
+        """Return a canary whose prompt is spread over the vocabulary; the tokens need no meaning."""
         size, count = len(self.tokenizer), min(_CANARY_PROMPT, self.data.max_prompt_length)
         sampling = SamplingParams(
             temperature=self.rollout.temperature or 1.0,
@@ -527,7 +536,7 @@ class TaskRunner:
         return Canary(ids, sampling, self.rollout.canary, actor, self.rollout_dtype)
 
     def emit(self, event: str, **values: Any) -> None:
-        """Call a hook of every tracker and plugin."""
+        """Call a hook of all trackers and plugins."""
         getattr(self.hooks.hook, event)(**values)
 
 
@@ -539,7 +548,7 @@ def _tell_if_nothing_recorded(recorder: object) -> None:
 
 @contextmanager
 def _naming(key: str) -> Iterator[None]:
-    """Errors about the data say which key they come from."""
+    """Prefix data errors of the block with the config key that they come from."""
     try:
         yield
     except DataError as error:

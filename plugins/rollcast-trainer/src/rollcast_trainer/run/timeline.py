@@ -1,4 +1,4 @@
-"""The timeline of a run: when each stage of a step, and each pool's processes, were at work (``timeline.jsonl``)."""
+"""The timeline of a run: when each stage of a step and the processes of each pool were busy (``timeline.jsonl``)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from rollcast_trainer.workers.roles import Role, is_served
 __all__ = ["TIMELINE_FILE", "Timeline", "TimelineWriter", "check_timeline"]
 
 logger = logging.getLogger(__name__)
-#: The file in the run directory with one JSON line a step.
+#: File in the run directory with one JSON line per step.
 TIMELINE_FILE = "timeline.jsonl"
-#: Most intervals of a stage in a line.
+#: Maximum number of intervals of a stage in a line.
 _MOST_SPANS = 64
-#: Decimals of a second in the file.
+#: Decimal places of seconds in the file.
 _DECIMALS = 4
-#: Methods of the workers → the phase of a step that calls them, as in ``time/<phase>_s``.
+#: Phase of a step, as in ``time/<phase>_s``, by the worker method that it calls.
 _PHASES = {
     "generate_sequences": "generate",
     "compute_rm_score": "reward",
@@ -32,31 +32,36 @@ _PHASES = {
     "compute_ref_log_prob": "ref_log_prob",
     "compute_values": "values",
 }
-#: Calls by which the trainer asks about the workers.
+#: Calls that only query the workers; they do not count as work.
 _QUESTIONS = frozenset({"run_function", "query_mesh"})
 
 
 class Timeline:
-    """Collects when stages and pools were at work since the last line.
+    """Collector of the busy intervals of stages and pools since the last line.
 
-    Lines follow each other without a gap: each covers the time from the end of the one before. Times are those of the
+    Consecutive lines leave no gap: each covers the time since the end of the previous one. Times come from the
     machines' wall clocks.
 
     Args:
-        pool_of: returns the name of the pool that a role lives in.
+        pool_of: returns the name of the pool of a role.
     """
 
     def __init__(self, pool_of: Callable[[str], str]) -> None:
         self._pool_of = pool_of
         self._groups: list[WorkerGroup] = []
         self._stages: dict[str, list[Span]] = {}
-        #: By the role that replicas play.
+        #: Clocks of replicas, by role.
         self._replicas: dict[str, BusyClock] = {}
         self._began = time.time()
 
     def watch(self, groups: Mapping[str, WorkerGroup]) -> None:
-        """Record the calls on the workers of these groups, by role, from now on."""
-        # Roles of one pool share its processes, which are asked once. Those of replicas compute in child processes.
+        """Record calls on the workers of these groups from now on.
+
+        Args:
+            groups: worker groups by role.
+        """
+        # Roles of one pool share its processes, which are queried once. Replicas compute in child processes, which the
+        # trainer times itself.
         self._groups = list({group.name: group for role, group in groups.items() if not is_served(role)}.values())
         self._replicas = {role: BusyClock() for role in groups if is_served(role)}
         for group in self._groups:
@@ -64,12 +69,12 @@ class Timeline:
         self._began = time.time()
 
     def add_stage(self, name: str, start: float, end: float) -> None:
-        """Add an interval in which the trainer was in a stage."""
+        """Add an interval that the trainer spent in a stage."""
         self._stages.setdefault(name, []).append((start, end))
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Record a block of the trainer's as a stage."""
+        """Record a block of the trainer's time as a stage."""
         start = time.time()
         try:
             yield
@@ -78,7 +83,7 @@ class Timeline:
 
     @contextmanager
     def replicas_busy(self, stage: str, role: str = Role.ROLLOUT) -> Iterator[None]:
-        """Record a block in which the replicas of a role, if the run has some, generate; any thread may do so."""
+        """Record a block in which the replicas of a role generate; does nothing without such replicas. Thread-safe."""
         clock = self._replicas.get(role)
         if clock is None:
             yield
@@ -87,7 +92,7 @@ class Timeline:
             yield
 
     def take(self) -> dict[str, Any]:
-        """Return the line of the time since the last one, and begin the next.
+        """Return the line for the time since the previous one, and start the next.
 
         Returns:
             ``began`` in seconds since 1970, ``seconds``, ``stages`` (stage → intervals) and ``pools`` (pool →
@@ -116,7 +121,7 @@ class Timeline:
         }
 
     def _pool_spans(self) -> dict[str, dict[str, list[Span]]]:
-        """Return pool → stage → intervals of its processes, of pools that did nothing too."""
+        """Return pool → stage → intervals of its processes, including idle pools."""
         pools: dict[str, dict[str, list[Span]]] = {}
         for group in self._groups:
             for role in group.roles:
@@ -140,20 +145,20 @@ def _busy_seconds(calls: Iterable[Sequence[Span]], began: float, ended: float) -
 
 
 def check_timeline(run_dir: Path, start_step: int) -> None:
-    """Check that a run that goes on from ``start_step`` can append to the timeline; change nothing.
+    """Check that a run that resumes from ``start_step`` can append to the timeline, without changing it.
 
     Raises:
-        DataError: the path is no regular file, or a line of it cannot be read.
+        DataError: the path is not a regular file, or one of its lines cannot be read.
     """
     check_records(run_dir / TIMELINE_FILE, start_step)
 
 
 class TimelineWriter:
-    """Appends lines to ``timeline.jsonl``; a run that goes on drops the lines that it will write again.
+    """Writer of ``timeline.jsonl``; a resumed run drops the lines that it will write again.
 
     Args:
         run_dir: run directory.
-        start_step: step that the run goes on from.
+        start_step: step that the run resumes from.
 
     Raises:
         DataError: the file of the earlier run cannot be continued.
@@ -164,18 +169,18 @@ class TimelineWriter:
         self._file: RecordWriter | None = RecordWriter(self._path, start_step)
 
     def append(self, step: int, line: Mapping[str, Any]) -> None:
-        """Append the line of a step; if it cannot be written, warn and write no more."""
+        """Append the line of a step; after a write error, warn and stop writing."""
         if self._file is None:
             return
         try:
             self._file.append(step, line)
         except OSError as error:
-            # The run is worth more than its timeline.
-            logger.warning("%s cannot be written, and goes on no further: %s", self._path, error)
+            # A write error of the timeline must not end the run.
+            logger.warning("%s cannot be written and is not continued: %s", self._path, error)
             self.close()
 
     def close(self) -> None:
-        """Close the file; may be called again."""
+        """Close the file; may be called twice."""
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -42,25 +42,25 @@ __all__ = ["TrainingRun"]
 
 
 class TrainingRun:
-    """What stages, validation and the loop share.
+    """State shared by stages, validation and the training loop.
 
     Attributes:
         task: config sections, run directory, data and runtime.
-        trainer: argument ``trainer`` of the hooks.
+        trainer: value of the argument ``trainer`` of hooks.
         roles: names of the roles that the stages call, the actor's first.
-        groups: workers by role; empty before :meth:`start`.
-        recorder: metrics and times of the step under way.
-        timeline: when stages and pools are at work.
+        groups: worker groups by role; empty before :meth:`start`.
+        recorder: metrics and times of the current step.
+        timeline: busy intervals of stages and pools.
         columns_read: columns that the stages of the list read.
         model_paths: folder of each role's model; filled by :meth:`start`.
-        meter: counts what calls to workers cost; a hook may set another in ``on_fit_start``.
-        seeds: seeds of the rows that are generated.
-        total_steps: training steps of the run; 0 before the data are read.
-        scorer, sampler: the reward, and the rollout; set when the run starts.
-        generator: returns responses to prompts; a stage that samples in its own way sets another.
-        resample: returns the rows of further prompts as they are before a stage that changes rows.
+        meter: counter of the cost of worker calls; a hook may replace it in ``on_fit_start``.
+        seeds: seeds of generated rows.
+        total_steps: training steps of the run; 0 before the data is read.
+        scorer, sampler: the reward's scorer and the rollout's sampler; set when the run starts.
+        generator: function from prompts to responses; a stage that samples in its own way replaces it.
+        resample: function that returns the rows of further prompts as they reach the given stage.
         prompts: training prompts; set before the run starts.
-        on_synced: called with the version after each weight sync.
+        on_synced: callbacks that receive the weight version after each weight sync.
     """
 
     scorer: RewardScorer
@@ -92,7 +92,7 @@ class TrainingRun:
 
     @property
     def step(self) -> int:
-        """Number of the step under way, from 1."""
+        """Number of the current step, from 1."""
         return int(self.trainer.step) + 1
 
     def section(self, path: str, schema: type) -> Any:
@@ -100,21 +100,23 @@ class TrainingRun:
         return self.task.section(path, schema)
 
     def record(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics to those of the step."""
+        """Add metrics to the current step."""
         self.recorder.record(metrics)
 
     def workers(self, role: str) -> WorkerGroup:
-        """Return the worker group that plays a role."""
+        """Return the worker group of a role."""
         return self._playing(role).group
 
     def call(self, role: str, method: str, batch: DataProto) -> DataProto:
-        """Return the rows that a method of a role's workers returns for the rows of ``batch``, in order."""
+        """Call a method of a role's workers on the rows of ``batch``, and return its output rows in the same order."""
         handle = RoleHandle(self._playing(role))
         return handle.infer(method, getattr(handle.group, method).remote, batch)
 
     @property
     def max_staleness(self) -> int:
-        """Versions by which rollouts may start ahead of the step that trains them; 0 if they take turns with it."""
+        """Steps by which rollouts may start ahead of the step that trains on them; 0 alternates generation and
+        training.
+        """
         return int(getattr(self.task.trainer, "max_staleness", 0))
 
     # -- typed workers ------------------------------------------------------------------------
@@ -140,7 +142,7 @@ class TrainingRun:
         return RewardModelHandle(self._playing(Role.REWARD_MODEL))
 
     def _playing(self, role: str) -> Playing:
-        # A replica engine that takes turns gives its memory up before the workers compute.
+        # A replica engine that shares devices with the workers frees its memory before they compute.
         self.sampler.rest()
         played_as = self.played_as(role)
         settings = self.task.trainer
@@ -148,24 +150,24 @@ class TrainingRun:
         return Playing(role, played_as, self.groups[played_as], self.meter, settings.balance_batch, longest)
 
     def played_as(self, role: str) -> str:
-        """Return the role itself if it has workers of its own, else the actor's, which play it too."""
+        """Return the role itself if it has workers of its own, else the actor's role, whose workers then serve both."""
         return role if role in self.groups else next(iter(self.groups))
 
     def ranks_of(self, role: str) -> int:
-        """Return the number of data-parallel ranks of the workers that play a role."""
+        """Return the number of data-parallel ranks of a role's workers."""
         played_as = self.played_as(role)
         return Playing(role, played_as, self.groups[played_as], self.meter, False, 0).ranks
 
     # -- start --------------------------------------------------------------------------------
 
     def use(self, places: Sequence[Place]) -> None:
-        """Take the list of stages: which roles they call, and which columns they read."""
+        """Set the list of stages, which determines the roles to start and the columns that are read."""
         called = [role for place in places for role in place.spec.roles]
         self.roles = list(dict.fromkeys([str(Role.ACTOR_ROLLOUT), *map(str, called)]))
         self.columns_read = frozenset(name for place in places for name in (*place.spec.reads, *place.spec.optional))
 
     def start(self, stages: Sequence[Stage]) -> None:
-        """Start the workers of all roles, set up by the stages that call them, and the sampler."""
+        """Start the sampler and the workers of all roles; the stages that call a role configure its workers."""
         setups = {role: self._base_setup(role) for role in self.roles}
         for stage in stages:
             setups = {role: stage.configure(role, setup) for role, setup in setups.items()}
@@ -180,7 +182,7 @@ class TrainingRun:
         self.task.start_rewards(self.groups, lambda: self.timeline.replicas_busy("reward", Role.JUDGE))
 
     def _base_setup(self, role: str) -> WorkerSetup:
-        """Return the setup of a role's workers before its stages adjust it: a frozen model on the role's engine."""
+        """Return the default setup of a role's workers: a frozen model on the role's engine. Stages adjust it."""
         task, settings = self.task, self.forward_settings()
         is_actor = role == Role.ACTOR_ROLLOUT
         key = "actor" if is_actor else role
@@ -198,7 +200,7 @@ class TrainingRun:
         )
 
     def _fuse_reference(self, setups: Mapping[str, WorkerSetup]) -> dict[str, WorkerSetup]:
-        """Put a reference with the actor's engine and pool into the actor's workers."""
+        """Merge the reference into the actor's workers if both have the same engine and pool."""
         actor, reference = setups[Role.ACTOR_ROLLOUT], setups.get(Role.REF)
         if reference is None or self.task.has_own_pool(Role.REF) or reference.engine != actor.engine:
             return dict(setups)
@@ -207,13 +209,13 @@ class TrainingRun:
         return {Role.ACTOR_ROLLOUT_REF: fused, **others}
 
     def schedule(self, optim: Any) -> Any:
-        """Return optimizer settings whose schedule is as long as the run, unless they say how long it is."""
+        """Return optimizer settings with the schedule as long as the run, unless they set a length."""
         if optim.total_training_steps >= 1:
             return optim
         return replace(optim, total_training_steps=self.total_steps)
 
     def forward_settings(self) -> ForwardSettings:
-        """Return how batches go through the model in updates."""
+        """Return the settings of forward passes in updates."""
         actor = self.task.actor
         return ForwardSettings(
             temperature=self.task.rollout.temperature or 1.0,
@@ -223,11 +225,11 @@ class TrainingRun:
         )
 
     def is_read(self, column: str) -> bool:
-        """True if a stage of the list reads a column; one that ends with ``/`` stands for all with this prefix."""
+        """Return True if a stage of the list reads a column; a name that ends with ``/`` is a prefix."""
         return any(name == column or (column.endswith("/") and name.startswith(column)) for name in self.columns_read)
 
     def order_seed(self, stream: int) -> int | None:
-        """Return the seed of the order of rows in this step's mini-batches; None to keep the batch's order."""
+        """Return the seed for shuffling this step's rows into mini-batches; None keeps the batch's order."""
         if not self.task.actor.shuffle:
             return None
         seed = int(self.task.trainer.seed)
@@ -236,22 +238,22 @@ class TrainingRun:
     # -- generation and events ----------------------------------------------------------------
 
     def sampling(self, validation: bool = False) -> SamplingParams:
-        """Return the sampling of responses, for training or for validation."""
+        """Return the sampling parameters of responses for training or validation."""
         return configured_sampling(self.task.rollout, self.task.data.max_response_length, validation)
 
     def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """Return the rows that ``generator`` makes of each prompt, with the prompts' other columns."""
+        """Return the rows that ``generator`` makes from each prompt, with the prompts' other columns."""
         return self.generator(prompts, sampling)
 
     def respond(self, prompts: DataProto, sampling: SamplingParams, stragglers: Stragglers | None = None) -> DataProto:
         """Return one response for each prompt.
 
-        Each row has a seed of its own, so that a rollout that uses it samples the same on any number of ranks.
+        Each row has its own seed, so that rollouts that use it sample the same on any number of ranks.
 
         Args:
             prompts: columns of a dataset's batch.
-            sampling: of every response.
-            stragglers: responses that may be cut; None to wait for all.
+            sampling: sampling parameters of all responses.
+            stragglers: policy for cutting late responses; None waits for all.
         """
         seeds = {"seed": self.seeds.draw(len(prompts))}
         with self.timeline.replicas_busy("generate"):
@@ -259,9 +261,9 @@ class TrainingRun:
         return prompts.drop(PROMPT).joined(output)
 
     def emit(self, event: str, **values: Any) -> None:
-        """Call a hook of every tracker and plugin with the trainer."""
+        """Call a hook of all trackers and plugins, with the trainer as an argument."""
         self.task.emit(event, trainer=self.trainer, **values)
 
     def emit_batch(self, event: str, batch: DataProto) -> None:
-        """Call a hook about the batch of the step under way."""
+        """Call a hook with the current step and its batch."""
         self.emit(event, step=self.step, batch=batch)

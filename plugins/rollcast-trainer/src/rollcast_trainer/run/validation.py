@@ -1,4 +1,4 @@
-"""Validation: the validation prompts are generated, scored and summarized."""
+"""Validation: generate, score and summarize the validation prompts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def validate(run: TrainingRun, batches: Sequence[DataProto], step: int) -> dict[
     """Generate and score the validation prompts, call ``on_validation_end``, and return the metrics.
 
     Args:
-        run: started.
+        run: the started run.
         batches: validation prompts, collated.
-        step: training steps that are done.
+        step: number of completed training steps.
     """
     task = run.task
     sampling, repeats = run.sampling(validation=True), task.rollout.val_kwargs.n

@@ -25,14 +25,14 @@ __all__ = ["SftTrainer", "UpdateSupervised"]
 
 
 class UpdateSupervised(Stage):
-    """One optimizer step on the batch's responses."""
+    """Stage that takes one optimizer step on the batch's responses."""
 
     run: TrainingRun
     phase: ClassVar[str] = "update_actor"
     spec: ClassVar[StageSpec] = StageSpec(reads=MODEL, roles=(Role.ACTOR_ROLLOUT,))
 
     def configure(self, role: str, setup: Any) -> Any:
-        # A rollout's temperature has no part in a supervised loss.
+        # The rollout's temperature must not scale the logits of a supervised loss.
         settings = replace(setup.forward, temperature=1.0)
         return replace(setup, loss_function=SftLoss(), forward=settings, infer=settings)
 
@@ -47,29 +47,29 @@ class UpdateSupervised(Stage):
 
 
 class SftTrainer(LoopTrainer):
-    """One optimizer step a batch; ends early at a goal on the validation files (``trainer.stop_at``)."""
+    """A trainer with one optimizer step per batch; it can stop early at a validation goal (``trainer.stop_at``)."""
 
     schema = SftConfig
 
     def __init__(self, task: TaskRunner) -> None:
         super().__init__(task)
-        self._highest = float("-inf")  # of trainer.stop_at.metric
+        self._highest = float("-inf")  # highest value so far of trainer.stop_at.metric
 
     def build_stages(self) -> list[tuple[Place, Stage]]:
         place = Place("update_supervised", UpdateSupervised.spec, "goal of the trainer")
         return [(place, UpdateSupervised(self.run))]
 
     def load_val_batches(self) -> list[DataProto]:
-        """Return the prompts of supervised rows; a generated response is compared with the row's own.
+        """Return the prompts of supervised rows; each generated response is compared with the row's own response.
 
         Raises:
-            ConfigError: ``trainer.stop_at`` has nothing to measure.
+            ConfigError: ``trainer.stop_at`` is set, but there are no validation files.
         """
         goal = self.task.trainer.stop_at
         if goal.value is not None and not self.task.data.val_files:
             raise ConfigError(
                 f"trainer.stop_at.value is {goal.value:g}, but data.val_files is empty, so {goal.metric} is never "
-                "measured; give at least one file, or leave trainer.stop_at.value empty"
+                "measured; add at least one file, or leave trainer.stop_at.value empty"
             )
         return self.task.val_batches("prompts", ground_truth_key=self.task.data.response_key)
 
@@ -94,6 +94,6 @@ class SftTrainer(LoopTrainer):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         kept = state.get("stop_at", {})
-        # The goal may be another now, and its metric too.
+        # The resumed run may have another goal with another metric.
         if kept.get("metric") == self.task.trainer.stop_at.metric and kept["highest"] is not None:
             self._highest = float(kept["highest"])

@@ -1,4 +1,4 @@
-"""The advantage estimator."""
+"""The stage that estimates advantages."""
 
 from __future__ import annotations
 
@@ -22,18 +22,20 @@ from rollcast_trainer.stages.policy_gap import correction_of
 
 __all__ = ["Advantage", "estimate_advantages", "estimate_rollout_advantages"]
 
-#: Padded positions of the chunks that an estimator sees; whole small batches are one.
+#: Padded positions per chunk that an estimator receives; a smaller batch is one chunk.
 CHUNK_TOKENS = 1 << 16
 
-#: Columns that tell which rows are one rollout, and in which order.
+#: Columns that identify the rows of a rollout and their order.
 _ROLLOUT = (ROLLOUT, FINAL, "turn_ids")
 
-#: Columns that the engine of a role computes only if it can: column to section and capability.
+#: Columns that only some engines can compute: column → config section of the role, and the capability.
 _CAPABILITIES = {"sum_pi_squared": ("actor", "sum_pi_squared"), "values": ("critic", "value_model")}
 
 
 class Advantage(Stage):
-    """``advantages`` and ``returns`` jagged float32 of the estimator ``algorithm.adv_estimator``."""
+    """Stage that writes ``advantages`` and ``returns``, jagged float32, with the estimator
+    ``algorithm.adv_estimator``.
+    """
 
     run: TrainingRun
     phase: ClassVar[str] = "advantage"
@@ -52,7 +54,7 @@ class Advantage(Stage):
             engine = run.task.role_engine(section).name
             if column in needs.columns and not getattr(engines.get(engine).capabilities, capability):
                 raise CapabilityError(
-                    f"algorithm.adv_estimator={name} needs {column}, which {section}.engine.name={engine} cannot give"
+                    f"algorithm.adv_estimator={name} needs {column}, which {section}.engine.name={engine} lacks"
                 )
         weights = ["rollout_is_weights"] if correction_of(run).rollout_is is not None else []
         return StageSpec(
@@ -88,7 +90,7 @@ def estimate_rollout_advantages(
 ) -> tuple[Jagged, Jagged]:
     """Return ``advantages`` and ``returns`` of a batch in which rollouts may have several rows.
 
-    The estimator sees a row for each rollout, so that baselines, lengths and discounts are those of rollouts.
+    The estimator receives one row per rollout, so that baselines, lengths and discounts refer to whole rollouts.
 
     Args:
         batch: ``uid``, ``rollout_index`` if rollouts have several rows, and the columns of :func:`estimate_advantages`.
@@ -115,17 +117,18 @@ def estimate_advantages(
     algorithm: AlgorithmConfig,
     chunk_tokens: int = CHUNK_TOKENS,
 ) -> tuple[Jagged, Jagged]:
-    """Return ``advantages`` and ``returns`` of a batch, with the rows of ``response_mask``.
+    """Return ``advantages`` and ``returns`` of a batch, in the row layout of ``response_mask``.
 
-    An estimator that declares ``by_group`` sees whole groups of at most ``chunk_tokens`` padded positions at a time, or
-    a single larger group; whitening is then over the whole batch, up to rounding as the estimator would do it. A row
-    without any token under the mask, such as a failed rollout that was kept, has no part in the baseline of its group.
+    An estimator that declares ``by_group`` receives whole groups of at most ``chunk_tokens`` padded positions at a
+    time, or a single larger group; whitening then covers the whole batch and equals the estimator's own up to rounding.
+    A row without any masked-in token, such as a failed rollout that was kept, does not enter the baseline of its group.
 
     Args:
-        columns: ``token_level_rewards``, ``response_mask`` and what the estimator declares; jagged or ``[B]``.
-        group_ids: Group of each row, int64 ``[B]``.
-        algorithm: Discounts and options.
-        chunk_tokens: Padded positions of a chunk.
+        columns: ``token_level_rewards``, ``response_mask`` and the columns that the estimator declares; jagged or
+            ``[B]``.
+        group_ids: group of each row, int64 ``[B]``.
+        algorithm: discounts and options.
+        chunk_tokens: padded positions per chunk.
     """
     needs = needs_of(estimator)
     mask = Jagged.of(columns["response_mask"], "response_mask")
@@ -162,7 +165,7 @@ def estimate_advantages(
                 batch_scores=scores,
             )
         )
-        # Most outcome estimators return one tensor for both, which is then whitened once for both.
+        # Most outcome estimators return the same tensor for advantages and returns; it is then whitened once for both.
         parts = (output.advantages,) if output.returns is output.advantages else (output.advantages, output.returns)
         found = found or [torch.zeros(len(mask.values)) for _ in parts]
         for target, padded in zip(found, parts, strict=True):
@@ -181,20 +184,20 @@ def _rows_of(column: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _whiten(values: torch.Tensor, mask: torch.Tensor, total: float, square: float) -> None:
-    """Give the values under the mask mean 0 and sample variance 1, in place; the others are 0.
+    """Scale the masked-in values to mean 0 and sample variance 1 in place; the others become 0.
 
     Args:
-        total, square: Sums of the values and of their squares.
+        total, square: sum of the values, and sum of their squares.
     """
     count = int(mask.count_nonzero())
     mean = total / max(count, 1)
     variance = max(square - count * mean * mean, 0.0) / max(count - 1, 1)
-    # logical_not, because a comparison of bools with a number goes through eight bytes for each.
+    # logical_not, because comparing bools with a number takes eight bytes per element.
     values.sub_(mean).mul_((variance + WHITEN_EPSILON) ** -0.5).masked_fill_(mask.logical_not(), 0.0)
 
 
 def _chunks(groups: torch.Tensor, lengths: torch.Tensor, limit: int | None) -> tuple[torch.Tensor, list[int]]:
-    """Return an order of the rows in which groups stand together, and the bounds of the chunks in it."""
+    """Return an order of the rows in which groups are contiguous, and the chunk bounds in it."""
     if limit is None or not len(groups):
         return torch.arange(len(groups)), [0, len(groups)]
     order = groups.argsort(stable=True)

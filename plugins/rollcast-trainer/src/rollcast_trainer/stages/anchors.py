@@ -1,4 +1,4 @@
-"""Anchors: which turns of a batch answer the same observation."""
+"""Anchors: ids of the observations that turns respond to, equal for turns with the same observation."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["AnchorStates", "find_anchors"]
 
 
 class AnchorStates(Stage):
-    """``anchor_ids`` jagged int64: a number for the observation that a token's turn answers."""
+    """Stage that writes ``anchor_ids``, jagged int64: the number of the observation that a token's turn responds to."""
 
     run: TrainingRun
     phase: ClassVar[str] = "advantage"
@@ -28,11 +28,11 @@ class AnchorStates(Stage):
 
 
 def find_anchors(prompts: Jagged, responses: Jagged, response_mask: Jagged, turn_ids: Jagged) -> Jagged:
-    """Return the anchor of each response token, int64 from 0, with the rows of ``responses``.
+    """Return the anchor of each response token, int64 from 0, in the row layout of ``responses``.
 
-    The observation of a turn is what the policy did not write between its last token before the turn and the turn's
-    first; for the first turn of a row it is the prompt and what follows it. Turns have the same anchor if their
-    observations are the same tokens. Tokens that the policy did not write have 0.
+    The observation of a turn consists of the tokens between the policy's last token before the turn and the first token
+    of the turn; for the first turn of a row, of the prompt and the response tokens up to the turn. Turns with equal
+    observation tokens have the same anchor. Tokens that the policy did not write have anchor 0.
     """
     inside = response_mask.values.bool()
     places = inside.nonzero().flatten()
@@ -44,7 +44,7 @@ def find_anchors(prompts: Jagged, responses: Jagged, response_mask: Jagged, turn
     new_row[1:] = rows[1:] != rows[:-1]
     new_turn = new_row.clone()
     new_turn[1:] |= turns[1:] != turns[:-1]
-    # Where the observation starts: behind the last token that the policy wrote, or at the start of the response.
+    # Start of the observation: after the last token that the policy wrote, or at the start of the response.
     behind = torch.where(new_row, responses.offsets[rows], torch.cat([places[:1], places[:-1] + 1]))
     ids, texts = (each.values.to(torch.int32).numpy() for each in (responses, prompts))
     bounds = prompts.offsets.tolist()

@@ -1,4 +1,4 @@
-"""The critic: values of the states, and its update."""
+"""Stages of the critic: values of the states, and the critic's update."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["UpdateCritic", "Values"]
 
 
 class Values(Stage):
-    """``values`` jagged float32: the critic's values of the states in which tokens were chosen."""
+    """Stage that writes ``values``, jagged float32: the critic's value of the state before each token."""
 
     run: TrainingRun
     phase: ClassVar[str] = "values"
@@ -48,7 +48,7 @@ class Values(Stage):
 
 
 class UpdateCritic(Stage):
-    """Mini-batches over all rows, each an optimizer step of the critic."""
+    """Stage that updates the critic on mini-batches of all rows, one optimizer step each."""
 
     run: TrainingRun
     phase: ClassVar[str] = "update_critic"

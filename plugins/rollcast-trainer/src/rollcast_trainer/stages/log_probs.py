@@ -28,7 +28,7 @@ __all__ = ["OldLogProb", "RefLogProb", "RolloutCorrection", "add_old_log_probs",
 
 
 def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
-    """Return the batch with ``old_log_probs`` and, where a stage reads it, ``sum_pi_squared``; record the gap."""
+    """Return the batch with ``old_log_probs`` and, if a stage reads it, ``sum_pi_squared``; record the log-prob gap."""
     writes = ["old_log_probs", *(["sum_pi_squared"] if run.is_read("sum_pi_squared") else [])]
     output, tokens = run.actor.compute_log_prob(batch, writes), int(Jagged.of(batch["response_mask"]).values.sum())
     run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
@@ -36,7 +36,7 @@ def add_old_log_probs(run: TrainingRun, batch: DataProto) -> DataProto:
 
 
 class OldLogProb(Stage):
-    """``old_log_probs`` jagged float32, and ``sum_pi_squared`` where a stage reads it."""
+    """Stage that writes ``old_log_probs``, jagged float32, and ``sum_pi_squared`` if a stage reads it."""
 
     run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
@@ -68,29 +68,29 @@ class OldLogProb(Stage):
 
 
 def _refuse_cut_distributions(run: TrainingRun) -> None:
-    """Refuse ``bypass_mode`` for log-probs that are not the policy's.
+    """Check that ``bypass_mode`` may use the rollout's log-probs as the policy's.
 
-    They are those of the distribution after top-p and the like, whose probabilities are larger: as ``old_log_probs``
-    they would make every ratio too small.
+    It may not if top-p or a similar key truncates the distribution: the rollout's log-probs are then renormalized to
+    larger probabilities, and as ``old_log_probs`` they would make every ratio too small.
 
     Raises:
-        ConfigError: a key of the rollout changes the distribution; names it.
+        ConfigError: a key of the rollout changes the distribution; the message names it.
     """
     cuts = cut_keys(configured_sampling(run.task.rollout, 1))
     if cuts:
         values = ", ".join(f"rollout.{name}={getattr(run.task.rollout, name)}" for name in cuts)
         raise ConfigError(
-            "algorithm.rollout_correction.bypass_mode takes the rollout's log-probs for the policy's, but with "
-            f"{values} they are those of another distribution; leave these keys at their defaults, or set "
+            "algorithm.rollout_correction.bypass_mode uses the rollout's log-probs as the policy's, but with "
+            f"{values} they belong to another distribution; leave these keys at their defaults, or set "
             "bypass_mode=false"
         )
 
 
 class RolloutCorrection(Stage):
-    """Weights and rejection by the log-probs of rollout and actor.
+    """Stage that weights and rejects tokens by the gap between the log-probs of rollout and actor.
 
-    With ``bypass_mode`` this stage also chooses, from the gap that was last measured, whether the step computes
-    ``old_log_probs`` or takes the rollout's; the gap is part of a checkpoint.
+    With ``bypass_mode`` this stage also decides, from the gap that was last measured, whether the step computes
+    ``old_log_probs`` or uses the rollout's. The gap is saved in checkpoints.
     """
 
     run: TrainingRun
@@ -122,7 +122,7 @@ class RolloutCorrection(Stage):
         return self._correct(add_old_log_probs(self.run, batch))
 
     def _bypass(self, batch: DataProto) -> DataProto:
-        """Return the batch with the rollout's log-probs for the old ones, and so with weights of 1."""
+        """Return the batch with the rollout's log-probs as the old ones, and therefore with all weights 1."""
         old = batch.select(["rollout_log_probs"], []).rename({"rollout_log_probs": "old_log_probs"})
         mask = Jagged.of(batch["response_mask"])
         columns = {KEPT: mask.column()}
@@ -131,7 +131,7 @@ class RolloutCorrection(Stage):
         return batch.joined(old, overwrite=True).with_columns(columns)
 
     def _correct(self, batch: DataProto) -> DataProto:
-        """Return the batch with weights and with the mask of what is kept.
+        """Return the batch with importance weights and the mask of the kept tokens.
 
         Raises:
             ConfigError: a key of ``algorithm.rollout_correction`` is not valid.
@@ -158,7 +158,7 @@ class RolloutCorrection(Stage):
 
 
 def configure_reference(run: TrainingRun, role: str, setup: Any) -> Any:
-    """Return the setup of the reference's workers: offloaded between passes if ``ref.engine`` says so.
+    """Return the setup of the reference's workers, offloaded between passes if ``ref.engine.param_offload`` is set.
 
     Raises:
         CapabilityError: the engine cannot move its weights.
@@ -178,10 +178,10 @@ def _offloads(run: TrainingRun) -> bool:
 
 
 def check_offload(run: TrainingRun) -> None:
-    """Refuse to offload the reference of an engine that cannot.
+    """Check that the reference's engine can offload if ``ref.engine.param_offload`` is set.
 
     Raises:
-        CapabilityError: names the engine.
+        CapabilityError: it cannot; the message names the engine.
     """
     name = run.task.role_engine("ref").name
     if _offloads(run) and not engines.get(name).capabilities.offload:
@@ -189,7 +189,7 @@ def check_offload(run: TrainingRun) -> None:
 
 
 class RefLogProb(Stage):
-    """``ref_log_prob`` jagged float32: log-probs under the reference policy."""
+    """Stage that writes ``ref_log_prob``, jagged float32: log-probs under the reference policy."""
 
     run: TrainingRun
     phase: ClassVar[str] = "ref_log_prob"

@@ -1,4 +1,4 @@
-"""The gap between the policy that sampled and the policy in training: when it is measured, and what corrects it."""
+"""The gap between the sampling policy and the policy in training: when it is measured and how it is corrected."""
 
 from __future__ import annotations
 
@@ -12,17 +12,19 @@ from rollcast_trainer.run.training_run import TrainingRun
 __all__ = ["KEPT", "acts", "correction_columns", "correction_of", "log_prob_metrics", "rollout_log_probs_serve"]
 
 KEPT = "kept_mask"
-"""Jagged column: the response mask without what the correction rejected."""
+"""Jagged column: the response mask without the tokens that the correction rejected."""
 
 
 def correction_of(run: TrainingRun) -> RolloutCorrectionConfig:
-    """Return the run's correction; where rollouts may be older than their step, it weights their tokens by default."""
+    """Return the run's correction; if rollouts may be older than their step, it weights their tokens by default."""
     config: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
     return config.rollout_correction.resolved(is_stale=run.max_staleness > 0)
 
 
 def acts(config: RolloutCorrectionConfig) -> bool:
-    """True if the configuration asks for weights, for rejection or for steps without the old log-probs' pass."""
+    """Return True if the configuration asks for weights, for rejection, or for steps without a pass for old
+    log-probs.
+    """
     asked = (config.rollout_is, config.rollout_rs, config.rollout_token_veto_threshold)
     return config.bypass_mode or any(value is not None for value in asked)
 
@@ -35,10 +37,10 @@ def correction_columns(config: RolloutCorrectionConfig) -> tuple[str, ...]:
 
 
 def rollout_log_probs_serve(run: TrainingRun) -> bool:
-    """True if the rollout's log-probs are the policy's own, so that they serve as ``old_log_probs``.
+    """Return True if the rollout's log-probs equal the policy's, so that they can serve as ``old_log_probs``.
 
-    They are where the rollout shares the actor's weights in its process, samples at the temperature of the update,
-    and cuts nothing off the distribution.
+    This holds if the rollout shares the actor's weights in its process, samples at the temperature of the update, and
+    does not truncate the distribution.
     """
     task, rollout = run.task, run.task.rollout
     if task.actor.log_prob_check_rows < 0 or acts(correction_of(run)):
@@ -48,10 +50,10 @@ def rollout_log_probs_serve(run: TrainingRun) -> bool:
 
 
 def log_prob_metrics(tokens: int, output: DataProto) -> dict[str, float]:
-    """Return the entropy, and the gap between the rollout's log-probs and the actor's.
+    """Return the mean entropy, and the maximum and mean gap between the log-probs of rollout and actor.
 
     Args:
-        tokens: tokens under the mask.
+        tokens: number of masked-in tokens.
         output: columns ``POLICY_GAP`` of the actor's pass.
     """
     found = output.local(POLICY_GAP)

@@ -15,7 +15,7 @@ __all__ = ["ReplayedRollouts"]
 
 
 class ReplayedRollouts(Stage):
-    """The recorded batch of the step, in place of the stages that made and scored it."""
+    """Stage that reads the recorded batch of the step; it replaces the stages that generated and scored it."""
 
     run: TrainingRun
     phase = "replay"

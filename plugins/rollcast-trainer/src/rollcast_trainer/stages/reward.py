@@ -1,4 +1,4 @@
-"""Scores: of the reward, of a reward model, less a KL penalty, and the groups in which they differ."""
+"""Stages of scoring: the reward, a reward model, the KL penalty, and the filter of groups with equal scores."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ from rollcast_trainer.workers.roles import Role
 __all__ = ["FilterGroups", "KlInReward", "Reward", "RewardModelScores", "filtered_scores"]
 
 logger = logging.getLogger(__name__)
-#: Column of the scores that the samples of a kept group differ in, float32 ``[B]``.
+#: Column with the score by which groups are filtered, float32 ``[B]``.
 _FILTERED = "filter_groups_score"
-#: Extra number of a result by which a manager changed the score.
+#: Key in a result's extra numbers: the amount by which a reward manager changed the score.
 _SHAPING = "overlong_penalty"
 
 
 class RewardModelScores(Stage):
-    """``rm_scores`` float32 ``[B]``: the reward model's score of each response."""
+    """Stage that writes ``rm_scores``, float32 ``[B]``: the reward model's score of each response."""
 
     run: TrainingRun
     phase: ClassVar[str] = "reward"
@@ -67,9 +67,9 @@ class RewardModelScores(Stage):
 
 
 class Reward(Stage):
-    """``token_level_scores`` jagged float32: the score of each response at its last token.
+    """Stage that writes ``token_level_scores``, jagged float32: the score of each response at its last token.
 
-    Rows that ``reward.on_error=drop`` drops leave the batch.
+    With ``reward.on_error=drop`` rows whose reward failed leave the batch.
     """
 
     run: TrainingRun
@@ -120,10 +120,10 @@ class Reward(Stage):
 
 
 def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
-    """Return the number by which groups are filtered, float32 ``[B]``; the same for all rows of a rollout.
+    """Return the score by which groups are filtered, float32 ``[B]``; equal for all rows of a rollout.
 
     Raises:
-        ConfigError: the metric is none of the reward's numbers.
+        ConfigError: the reward has no number with the metric's name.
     """
     if metric == "shaped_score":
         return scored.rollout_scores
@@ -142,10 +142,10 @@ def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
 
 
 class FilterGroups(Stage):
-    """Groups whose scores differ; further prompts are sampled in place of the others.
+    """Stage that keeps groups with differing scores, and samples further prompts to replace the others.
 
-    The metrics of sampling and reward are those of the first batch; ``rollout/gen_batches`` and
-    ``rollout/kept_groups`` count.
+    Metrics of sampling and reward describe the first batch only; ``rollout/gen_batches`` and ``rollout/kept_groups``
+    count generated batches and kept groups.
     """
 
     run: TrainingRun
@@ -169,7 +169,7 @@ class FilterGroups(Stage):
         current, groups, count = batch, 0, 0
         while True:
             count += 1
-            # The score of a failed rollout that was kept without trained tokens says nothing about its group.
+            # A failed rollout that was kept has no trained tokens; its score must not decide about its group.
             counted = Jagged.of(current["response_mask"]).sums() > 0
             differ = groups_that_differ(current["uid"], current[_FILTERED], counted)
             differing = current.select_idxs(differ.nonzero().flatten())
@@ -188,7 +188,9 @@ class FilterGroups(Stage):
 
 
 class KlInReward(Stage):
-    """``token_level_rewards`` jagged float32: the scores less ``coefficient * penalty`` at each token."""
+    """Stage that writes ``token_level_rewards``, jagged float32: the scores minus ``coefficient * penalty`` at each
+    token.
+    """
 
     run: TrainingRun
     phase: ClassVar[str] = "advantage"
@@ -209,7 +211,7 @@ class KlInReward(Stage):
         if needs_vocabulary(self._penalty):
             raise CapabilityError(
                 f"algorithm.kl_penalty={algorithm.kl_penalty} needs the log-probs of the whole vocabulary; in the "
-                "reward only penalties of the sampled tokens can stand, such as k1"
+                "reward only penalties of the sampled tokens are possible, such as k1"
             )
         settings = KlControllerSettings(algorithm.kl_coef, algorithm.target_kl, algorithm.horizon)
         self._controller = kl_controllers.get(algorithm.kl_controller)(settings)
@@ -218,8 +220,8 @@ class KlInReward(Stage):
         scores = Jagged.of(batch["token_level_scores"])
         inside = Jagged.of(batch["response_mask"]).values.bool()
         log_probs = batch.local(["old_log_probs", "ref_log_prob"])
-        # Nothing wild may stand under the zeros of the mask. A penalty of the sampled tokens sees each by itself, so
-        # that all of them can stand in one row.
+        # Zero the positions outside the mask first, so that no NaN or infinity survives there. A penalty of sampled
+        # tokens is elementwise, so all tokens can form one row.
         old, ref = (
             Jagged.of(log_probs[name]).values.masked_fill(~inside, 0.0).unsqueeze(0)
             for name in ("old_log_probs", "ref_log_prob")

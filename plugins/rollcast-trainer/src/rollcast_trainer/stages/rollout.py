@@ -32,7 +32,9 @@ __all__ = ["LogProbCheck", "RewardBaselines", "Rollout"]
 
 
 class Rollout(Stage):
-    """``rollout.n`` responses for each prompt; rows of a prompt share ``uid`` (int64 ``[B]``)."""
+    """Stage that generates ``rollout.n`` responses for each prompt; rows of a prompt share a ``uid`` (int64
+    ``[B]``).
+    """
 
     run: TrainingRun
     phase: ClassVar[str] = "generate"
@@ -85,7 +87,7 @@ class Rollout(Stage):
         return generated
 
     async def _roll_out(self, group: PromptGroup) -> DataProto:
-        """Return the scored responses to one prompt, in the event loop of the replicas."""
+        """Return the scored responses to one prompt; runs in the event loop of the replicas."""
         run, replicas = self.run, replicas_of(self.run)
         prompts = group.rows.select(PROMPT).with_columns({"seed": group.seeds})
         with run.timeline.replicas_busy(self.phase):
@@ -101,10 +103,10 @@ class Rollout(Stage):
 
 
 def _refuse_stragglers(run: TrainingRun) -> None:
-    """Refuse to cut responses where nothing can cut them.
+    """Check that the rollout can cut responses if ``rollout.stragglers.share`` is set.
 
     Raises:
-        CapabilityError: names the keys.
+        CapabilityError: it cannot; the message names the keys.
     """
     task, share = run.task, run.task.rollout.stragglers.share
     if share and not (task.uses_replicas and task.rollout_class.capabilities.abort):
@@ -116,7 +118,7 @@ def _refuse_stragglers(run: TrainingRun) -> None:
 
 
 class LogProbCheck(Stage):
-    """The gap between the rollout's log-probs and the actor's, and the entropy, on some rows of the batch."""
+    """Stage that measures the log-prob gap between rollout and actor, and the entropy, on some rows of the batch."""
 
     run: TrainingRun
     phase: ClassVar[str] = "old_log_prob"
@@ -124,7 +126,7 @@ class LogProbCheck(Stage):
 
     def __call__(self, batch: DataProto) -> DataProto:
         count = min(self.run.task.actor.log_prob_check_rows, len(batch))
-        # Rows of different prompts, the same in a run that is resumed.
+        # Rows of different prompts; a deterministic choice, so that a resumed run selects the same.
         rows = batch.select_idxs(torch.arange(count) * len(batch) // max(count, 1))
         output, tokens = self.run.actor.compute_log_prob(rows), int(Jagged.of(rows["response_mask"]).values.sum())
         self.run.recorder.record_later(lambda: log_prob_metrics(tokens, output))
@@ -132,7 +134,7 @@ class LogProbCheck(Stage):
 
 
 class RewardBaselines(Stage):
-    """The score of a greedy response to each row's prompt: ``reward_baselines`` float32 ``[B]``."""
+    """Stage that writes ``reward_baselines``, float32 ``[B]``: the score of a greedy response to each row's prompt."""
 
     run: TrainingRun
     phase: ClassVar[str] = "baseline"

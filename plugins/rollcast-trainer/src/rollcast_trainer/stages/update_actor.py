@@ -1,4 +1,4 @@
-"""The update of the policy."""
+"""The stage that updates the policy."""
 
 from __future__ import annotations
 
@@ -27,11 +27,12 @@ __all__ = ["UpdateActor", "build_loss", "find_vocabulary_kl", "needs_advantage"]
 
 
 class UpdateActor(Stage):
-    """Mini-batches over the rows, each an optimizer step of the policy.
+    """Stage that updates the policy on mini-batches of the rows, one optimizer step each.
 
     Attributes:
         loss_function: loss that the update minimises.
-        vocabulary_kl: name of the KL penalty in the loss, if it is one that the engine calculates.
+        vocabulary_kl: name of the KL penalty in the loss if the engine computes it over the whole vocabulary, else
+            None.
     """
 
     run: TrainingRun
@@ -81,7 +82,7 @@ class UpdateActor(Stage):
             run.record(seqlen_metrics(row_lengths(batch), ranks))
         if Role.CRITIC in run.roles and run.step <= run.task.trainer.critic_warmup:
             return batch
-        # What the correction rejected is not under the update's mask.
+        # Train only on tokens that the correction kept.
         kept = [KEPT] if KEPT in batch else []
         rows = batch.joined(batch.select(kept, []).rename(dict.fromkeys(kept, "response_mask")), overwrite=True)
         loss = self.loss_function
@@ -113,11 +114,11 @@ class UpdateActor(Stage):
 
 
 def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
-    """Return True if updates leave out rows without any advantage.
+    """Return True if updates leave out rows whose advantage is zero everywhere.
 
     Args:
-        run: run, which need not have started.
-        loss: loss of the run's actor; built here without one.
+        run: the run; it need not be started.
+        loss: loss of the run's actor; None builds it here.
     """
     policy: PpoActorConfig = run.task.actor
     loss = loss or build_loss(policy, correction_of(run).rollout_is is not None)
@@ -125,13 +126,13 @@ def may_skip_rows(run: TrainingRun, loss: PpoLoss | None = None) -> bool:
 
 
 def needs_advantage(loss: PpoLoss) -> bool:
-    """Whether a row with zero advantages has no gradient, so that it may be left out of an update.
+    """Return True if a row with zero advantages has no gradient, so that an update may leave it out.
 
-    Terms beside the policy loss always have one. The policy loss itself is tried on a few tokens,
-    which also finds options that it refuses.
+    Loss terms other than the policy loss always have a gradient. The policy loss itself is evaluated on a few tokens,
+    which also validates its options.
 
     Raises:
-        ConfigError: it does not take its options.
+        ConfigError: the policy loss rejects its options.
     """
     generator = torch.Generator().manual_seed(0)
     old = torch.rand((4, 16), generator=generator).log()
@@ -155,11 +156,11 @@ def needs_advantage(loss: PpoLoss) -> bool:
 
 
 def find_vocabulary_kl(run: TrainingRun) -> str | None:
-    """Return the name of the KL penalty in the loss if it is one of the whole vocabulary, which the engine calculates.
+    """Return the name of the KL penalty in the loss if it needs the whole vocabulary, else None.
 
     Raises:
-        CapabilityError: the engine cannot.
-        ConfigError: the reference is not where the actor is.
+        CapabilityError: the engine cannot compute such a penalty.
+        ConfigError: the reference does not share the actor's pool or engine.
     """
     task, policy = run.task, run.task.actor
     name = str(policy.kl_loss_type)
@@ -174,19 +175,19 @@ def find_vocabulary_kl(run: TrainingRun) -> str | None:
     if task.has_own_pool(Role.REF):
         raise ConfigError(
             f"actor.kl_loss_type={name} compares policy and reference in one process, but placement.mapping.ref is "
-            f"{task.pools.mapping[Role.REF]!r}, where the actor is not; take ref out of placement.mapping, or choose a "
+            f"{task.pools.mapping[Role.REF]!r}, not the actor's pool; remove ref from placement.mapping, or choose a "
             "penalty of the sampled tokens, such as k3"
         )
     if task.role_engine("ref") != task.engine:
         raise ConfigError(
             f"actor.kl_loss_type={name} compares policy and reference in one engine, but ref.engine differs from "
-            "actor.engine; take ref.engine out, or choose a penalty of the sampled tokens, such as k3"
+            "actor.engine; remove ref.engine, or choose a penalty of the sampled tokens, such as k3"
         )
     return name
 
 
 def build_loss(policy: PpoActorConfig, use_rollout_is_weights: bool) -> PpoLoss:
-    """What the update minimises."""
+    """Return the loss that the update minimises."""
     return make_ppo_loss(
         policy_losses.get(policy.policy_loss),
         loss_aggregations.get(policy.loss_agg_mode),

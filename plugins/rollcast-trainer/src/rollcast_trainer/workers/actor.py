@@ -1,4 +1,4 @@
-"""The actor's worker: policy, rollout and (if asked for) reference policy in one process."""
+"""The actor's worker: policy, rollout and, if needed, the reference policy in one process."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ __all__ = ["ActorRolloutRefWorker"]
 
 
 def _seed_process(seed: int) -> None:
-    """Dropout and the like draw from the process's own streams."""
+    """Seed the process's global random streams, which dropout and the like use."""
     torch.manual_seed(seed)
     random.seed(seed)
     np.random.seed(seed % 2**32)
@@ -52,9 +52,9 @@ def _compare(data: DataProto, output: DataProto) -> dict[str, torch.Tensor]:
 
 
 class ActorRolloutRefWorker(Worker):
-    """Actor, rollout and (if asked for) reference policy in one process; the mesh is ``actor``."""
+    """Worker with actor, rollout and, if needed, the reference policy in one process; its mesh is ``actor``."""
 
-    #: Generation and training compute in one thread, which has one team of OpenMP threads.
+    #: Generation and training run in one thread, so that they share one team of OpenMP threads.
     concurrent_async: ClassVar[bool] = False
     trains: ClassVar[bool] = True
     mesh: ClassVar[str] = "actor"
@@ -67,7 +67,7 @@ class ActorRolloutRefWorker(Worker):
         self.is_built = False
         self.rollout: BaseRollout | None = None
         self.weight_sync: BaseWeightSync | None = None
-        #: Replicas that have had the base weights.
+        #: Replicas that have received the base weights.
         self._based: set[ReplicaAddress] = set()
 
     @register(dispatch_mode="one_to_all")
@@ -115,23 +115,23 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     async def generate_sequences(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
-        """A response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
+        """Return one response for each prompt; see :func:`rollcast_serving.generation.generate_sequences`."""
         if self.rollout is None:
             raise CapabilityError("this worker was built without a rollout; set rollout=... in the config")
         return await generate_sequences(self.rollout, prompts, sampling)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """Return ``old_log_probs`` under the actor, and what else the setup asks for, jagged float32.
+        """Return ``old_log_probs`` under the actor and the other outputs that the setup asks for, jagged float32.
 
-        With ``rollout_log_probs`` in the batch the columns ``POLICY_GAP`` too.
+        If the batch has ``rollout_log_probs``, the columns ``POLICY_GAP`` are returned too.
         """
         output = self.actor.infer_batch(data, self.setup.infer).rename({"log_probs": "old_log_probs"})
         return output.with_columns(_compare(data, output)) if "rollout_log_probs" in data else output
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the reference policy, jagged float32."""
+        """Return ``ref_log_prob`` under the reference policy, jagged float32."""
         if not self.setup.has_reference:
             raise CapabilityError(
                 "this worker holds no reference policy; set actor.use_kl_loss or algorithm.use_kl_in_reward"
@@ -146,7 +146,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("actor"))
     def update_actor(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
-        """Optimizer steps over the plan's mini-batches; metrics, the same on every rank."""
+        """Take optimizer steps over the plan's mini-batches, and return metrics, which are the same on every rank."""
         if self.setup.loss_function is None:
             raise CapabilityError("this worker was built without a loss function and cannot train")
         compared = self.ref if self.setup.forward.vocabulary_kl is not None else None
@@ -157,19 +157,19 @@ class ActorRolloutRefWorker(Worker):
     async def update_weights(
         self, version: int, replicas: Sequence[ReplicaAddress] = (), whole: bool = False
     ) -> SyncOutcome:
-        """Make the rollout, or replicas, generate with the actor's current weights, as ``version``.
+        """Send the actor's current weights, as ``version``, to the rollout or to replicas.
 
         Args:
             version: version of the weights.
-            replicas: targets outside this process. With a sync within nodes the first rank of each node serves its
-                node's, else rank 0 serves all.
-            whole: send the base weights beside an adapter even to replicas that were sent them before.
+            replicas: targets outside this process. With a same-node sync the first rank of each node sends to the
+                node's replicas; otherwise rank 0 sends to all.
+            whole: also send the base weights of an adapter to replicas that have received them before.
 
         Returns:
-            Metrics, and the replicas that have not got the weights.
+            Metrics, and the errors of replicas that did not receive the weights.
 
         Raises:
-            WeightSyncError: the weights did not arrive as they are.
+            WeightSyncError: the rollout reports another version than it was sent.
         """
         if self.weight_sync is None:
             return SyncOutcome()
@@ -178,14 +178,14 @@ class ActorRolloutRefWorker(Worker):
             silence_s = self.setup.rollout.replica.heartbeat_timeout_s
             self.weight_sync.targets = [ReplicaReceiver(address, silence_s=silence_s) for address in served]
         start = time.perf_counter()
-        # Decided by every rank alike: gathering the weights is a collective.
+        # Every rank decides the same: gathering the weights is a collective.
         only_adapter = not whole and self._based.issuperset(replicas)
         answers = await self.weight_sync.sync(version, only_adapter)
         reports = [answer for answer in answers if isinstance(answer, WeightReport)]
         for report in reports:
             if report.version != version:
                 raise WeightSyncError(
-                    f"weight sync {self.setup.rollout.weight_sync!r} was to bring version {version} to the rollout, "
+                    f"weight sync {self.setup.rollout.weight_sync!r} was to send version {version} to the rollout, "
                     f"which reports {report.version}"
                 )
         failed = {
@@ -213,7 +213,7 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def save_checkpoint(self, path: str) -> None:
-        """Write the actor's state and the rollout's sampler under ``path``.
+        """Write the actor's state and the rollout's sampler state under ``path``.
 
         Raises:
             CheckpointError: something could not be written.
@@ -223,13 +223,13 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def start_checkpoint(self, path: str) -> None:
-        """The same, but what can be written meanwhile is; see :meth:`finish_checkpoint`."""
+        """Start writing a checkpoint in the background; complete it with :meth:`finish_checkpoint`."""
         self.actor.engine.start_checkpoint(Path(path) / "actor")
         self._save_rollout(Path(path))
 
     @register(dispatch_mode="one_to_all")
     def finish_checkpoint(self, wait: bool) -> bool:
-        """Whether all that :meth:`start_checkpoint` began is written.
+        """Return True if everything that :meth:`start_checkpoint` began is written.
 
         Raises:
             CheckpointError: it could not be written.
@@ -246,10 +246,10 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def load_checkpoint(self, path: str) -> None:
-        """Take back what :meth:`save_checkpoint` wrote; a rank that was not there then samples anew.
+        """Restore the state that :meth:`save_checkpoint` wrote; a rank without a saved sampler state keeps its new one.
 
         Raises:
-            CheckpointError: it is incomplete or of another model.
+            CheckpointError: the state is incomplete or belongs to another model.
         """
         folder = Path(path)
         self.actor.engine.load_checkpoint(folder / "actor")
@@ -258,17 +258,17 @@ class ActorRolloutRefWorker(Worker):
             return
         try:
             self.rollout.load_state_dict(torch.load(state, weights_only=True))
-        except Exception as error:  # torch's unpickler and the rollout raise whatever the bytes lead to
+        except Exception as error:  # torch's unpickler and the rollout can raise any exception on damaged bytes
             reason = str(error).partition("\n")[0]
             raise CheckpointError(f"{state} cannot be read: {type(error).__name__}: {reason}") from error
 
     def record_state(self, folder: str) -> None:
-        """A checkpoint, if there is a model already."""
+        """Save a checkpoint for a record of calls, if the model is built."""
         if self.is_built:
             self.save_checkpoint(folder)
 
     def replay_state(self, folder: str) -> None:
-        """The model and its checkpoint, if the record has one."""
+        """Build the model, and load its checkpoint if the record has one."""
         if (Path(folder) / "actor").exists():
             self.init_model()
             self.load_checkpoint(folder)

@@ -1,4 +1,4 @@
-"""When a process is at work: intervals of its calls, for the run's timeline."""
+"""Busy times of a process: intervals of its calls, for the run's timeline."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ __all__ = ["BusyClock", "Span", "clipped", "limited", "merged", "start_watch", "
 
 #: Start and end in wall-clock seconds.
 Span: TypeAlias = tuple[float, float]
-#: Most intervals that are kept of a name until they are taken.
+#: Maximum number of intervals that are kept per name until they are taken.
 _MOST_KEPT = 2048
 
 
 def merged(spans: Iterable[Span]) -> list[Span]:
-    """Return the intervals in order, with those that overlap or touch joined."""
+    """Return the intervals in order; those that overlap or touch are joined."""
     joined: list[Span] = []
     for start, end in sorted(spans):
         if joined and start <= joined[-1][1]:
@@ -31,7 +31,7 @@ def merged(spans: Iterable[Span]) -> list[Span]:
 
 
 def limited(spans: Iterable[Span], most: int) -> list[Span]:
-    """Return at most ``most`` merged intervals: those with the shortest gaps between them are joined."""
+    """Return at most ``most`` merged intervals, by joining those with the shortest gaps between them."""
     joined = merged(spans)
     if len(joined) <= most:
         return joined
@@ -47,9 +47,9 @@ def clipped(spans: Iterable[Span], start: float, end: float) -> list[Span]:
 
 
 class BusyClock:
-    """Intervals of named blocks, which may lie within and beside each other in any thread.
+    """Recorder of the busy intervals of named blocks, which may nest and may run in several threads.
 
-    As many are kept as :func:`limited` leaves, whatever the number of blocks.
+    The number of intervals per name stays bounded, whatever the number of blocks; see :func:`limited`.
     """
 
     def __init__(self) -> None:
@@ -78,7 +78,7 @@ class BusyClock:
             self._ended[name] = limited(spans, _MOST_KEPT)
 
     def take(self) -> dict[str, list[Span]]:
-        """Return the merged intervals of each name since the last call; those of open blocks up to now."""
+        """Return the merged intervals of each name since the last call, including open blocks up to now."""
         with self._lock:
             now = time.time()
             for block, (name, start) in self._open.items():
@@ -89,7 +89,7 @@ class BusyClock:
 
 
 class _CallClock(BusyClock):
-    """A listener that records the blocks that a host marks as ``role.method``."""
+    """Listener that records the blocks that a host marks as ``role.method``."""
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
@@ -105,8 +105,8 @@ _clock: _CallClock | None = None
 
 
 def start_watch(worker: Worker) -> None:  # noqa: ARG001  # called as every function on workers is
-    """Record this process's calls from now on."""
-    global _clock  # noqa: PLW0603  # one for the process, which hosts the workers of several roles
+    """Start recording this process's calls; drops intervals recorded before."""
+    global _clock  # noqa: PLW0603  # one clock per process, which may host the workers of several roles
     if _clock is None:
         _clock = _CallClock()
         add_listener(_clock)
@@ -114,12 +114,12 @@ def start_watch(worker: Worker) -> None:  # noqa: ARG001  # called as every func
 
 
 def take_spans(worker: Worker) -> dict[str, Sequence[Span]]:  # noqa: ARG001
-    """Return the intervals of this process's calls, ``role.method``, since the last time."""
+    """Return the intervals of this process's calls since the last time, by ``role.method``."""
     return {} if _clock is None else dict(_clock.take())
 
 
 def stop_watch() -> None:
-    """Record no more calls of the process in which this is called."""
+    """Stop recording calls in this process."""
     global _clock  # noqa: PLW0603
     if _clock is not None:
         remove_listener(_clock)

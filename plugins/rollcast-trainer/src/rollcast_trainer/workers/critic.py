@@ -16,7 +16,7 @@ __all__ = ["CriticWorker"]
 
 
 class CriticWorker(Worker):
-    """A value model behind registered methods; the mesh is ``critic``."""
+    """Worker with a value model; its mesh is ``critic``."""
 
     trains: ClassVar[bool] = True
     mesh: ClassVar[str] = "critic"
@@ -36,12 +36,12 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"), rows="same")
     def compute_values(self, data: DataProto) -> DataProto:
-        """``values`` of the states in which the response tokens were chosen, jagged float32."""
+        """Return ``values``, jagged float32: the value of the state before each response token."""
         return self.critic.infer_batch(data, self.setup.infer)
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("critic"))
     def update_critic(self, data: DataProto, plan: UpdatePlan) -> list[dict[str, float]]:
-        """Optimizer steps over the plan's mini-batches; metrics, the same on every rank."""
+        """Take optimizer steps over the plan's mini-batches, and return metrics, which are the same on every rank."""
         if self.setup.loss_function is None:
             raise CapabilityError("this worker was built without a loss function and cannot train")
         return self.critic.train_mini_batches(data, plan, self.setup.loss_function, self.setup.forward)
@@ -57,12 +57,12 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def start_checkpoint(self, path: str) -> None:
-        """The same, but what can be written meanwhile is; see :meth:`finish_checkpoint`."""
+        """Start writing a checkpoint in the background; complete it with :meth:`finish_checkpoint`."""
         self.critic.engine.start_checkpoint(Path(path) / "critic")
 
     @register(dispatch_mode="one_to_all")
     def finish_checkpoint(self, wait: bool) -> bool:
-        """Whether all that :meth:`start_checkpoint` began is written.
+        """Return True if everything that :meth:`start_checkpoint` began is written.
 
         Raises:
             CheckpointError: it could not be written.
@@ -71,20 +71,20 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def load_checkpoint(self, path: str) -> None:
-        """Take back what :meth:`save_checkpoint` wrote.
+        """Restore the state that :meth:`save_checkpoint` wrote.
 
         Raises:
-            CheckpointError: it is incomplete or of another model.
+            CheckpointError: the state is incomplete or belongs to another model.
         """
         self.critic.engine.load_checkpoint(Path(path) / "critic")
 
     def record_state(self, folder: str) -> None:
-        """A checkpoint, if there is a model already."""
+        """Save a checkpoint for a record of calls, if the model is built."""
         if self.is_built:
             self.save_checkpoint(folder)
 
     def replay_state(self, folder: str) -> None:
-        """The model and its checkpoint, if the record has one."""
+        """Build the model and load its checkpoint, if the record has one."""
         if (Path(folder) / "critic").exists():
             self.init_model()
             self.load_checkpoint(folder)

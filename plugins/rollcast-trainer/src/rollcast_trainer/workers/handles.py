@@ -1,4 +1,4 @@
-"""Typed calls to the workers of a role: rows are balanced over the ranks, and every call is metered."""
+"""Typed calls to the workers of a role; rows are balanced over the ranks, and every call is metered."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from rollcast_trainer.workers.roles import mesh_of
 
 __all__ = ["ActorHandle", "CriticHandle", "Playing", "ReferenceHandle", "RewardModelHandle", "RoleHandle"]
 
-#: Starts a method of a group.
+#: Function that starts a method of a group.
 Call = Callable[[DataProtoFuture], DataProtoFuture]
 
 
 @dataclass(frozen=True)
 class Playing:
-    """The workers that play a role, and how they are called.
+    """The workers of a role and the settings of calls to them.
 
     Attributes:
         role: role whose model runs.
         played_as: role under which the workers were started.
-        group: the workers.
-        meter: counts each call.
-        balances: spread rows so that all ranks have about as many tokens.
-        max_tokens: the longest response that the run allows.
+        group: worker group of the role.
+        meter: counter of each call.
+        balances: True to spread rows so that all ranks have about as many tokens.
+        max_tokens: length in tokens of the longest response that the run allows.
     """
 
     role: str
@@ -44,25 +44,25 @@ class Playing:
 
     @property
     def ranks(self) -> int:
-        """Data-parallel ranks."""
+        """Number of data-parallel ranks."""
         return max(place.dp_rank for place in self.group.mesh(mesh_of(self.played_as))) + 1
 
 
 class RoleHandle:
-    """Workers of any role."""
+    """Handle to the workers of any role."""
 
     def __init__(self, playing: Playing) -> None:
         self.playing = playing
         self.group = playing.group
 
     def infer(self, method: str, call: Call, batch: DataProto, writes: Iterable[str] | None = None) -> LazyBatch:
-        """Start a call that returns a row for each row of ``batch``, and return its columns.
+        """Start a call that returns one row for each row of ``batch``, and return its columns lazily.
 
         Args:
             method: name of the call, for the meter.
             call: starts the method of the group and returns a handle.
-            batch: columns that the method gets, among them ``prompts`` and ``response_mask``.
-            writes: columns of the result; without them this waits for the end of the call.
+            batch: columns to send, among them ``prompts`` and ``response_mask``.
+            writes: columns of the result; None waits for the end of the call to know them.
         """
         playing = self.playing
         lengths, tokens = row_lengths(batch), int(Jagged.of(batch["response_mask"]).values.sum())
@@ -79,7 +79,7 @@ class RoleHandle:
         epochs: int = 1,
         skip_rows: torch.Tensor | None = None,
     ) -> dict[str, float]:
-        """Take optimizer steps, one a mini-batch and epoch, and return their metrics.
+        """Take optimizer steps, one per mini-batch and epoch, and return their metrics.
 
         The arguments after ``call`` are those of :func:`~rollcast_trainer.batch.mini_batches.plan_update`.
         """
@@ -96,13 +96,13 @@ class RoleHandle:
 
 
 class ActorHandle(RoleHandle):
-    """The policy in training."""
+    """Handle to the policy in training."""
 
     def compute_log_prob(self, batch: DataProto, writes: Iterable[str] = ("old_log_probs",)) -> LazyBatch:
         """Return ``old_log_probs``, jagged float32, and further columns that the setup asks for.
 
-        With ``rollout_log_probs`` in the batch there are ``POLICY_GAP`` too: float32 ``[B]``, what the metrics of a
-        pass need of each row.
+        If the batch has ``rollout_log_probs``, the columns ``POLICY_GAP`` (float32 ``[B]``) are returned too; they hold
+        the per-row sums that the metrics need.
         """
         given = [name for name in ("rollout_log_probs",) if name in batch]
         return self.infer(
@@ -125,7 +125,7 @@ class ActorHandle(RoleHandle):
 
 
 class ReferenceHandle(RoleHandle):
-    """The frozen initial policy."""
+    """Handle to the frozen initial policy."""
 
     def compute_ref_log_prob(self, batch: DataProto) -> LazyBatch:
         """Return ``ref_log_prob``, jagged float32."""
@@ -134,7 +134,7 @@ class ReferenceHandle(RoleHandle):
 
 
 class CriticHandle(RoleHandle):
-    """The value model."""
+    """Handle to the value model."""
 
     def compute_values(self, batch: DataProto) -> LazyBatch:
         """Return ``values``, jagged float32."""
@@ -149,7 +149,7 @@ class CriticHandle(RoleHandle):
 
 
 class RewardModelHandle(RoleHandle):
-    """The model that scores responses."""
+    """Handle to the model that scores responses."""
 
     def compute_rm_score(self, batch: DataProto) -> LazyBatch:
         """Return ``rm_scores``, float32 ``[B]``."""

@@ -1,7 +1,7 @@
-"""Keeps Python's garbage collector off the objects that stay for the whole run.
+"""Settings of Python's garbage collector for objects that live as long as the run.
 
-The imported libraries make some 400,000 of them. A full collection looks at each, which takes 0.2 s;
-a step makes enough objects of its own to cause one every ten steps or so.
+The imported libraries create about 400,000 such objects. A full collection visits each, which takes 0.2 s, and a step
+creates enough objects to trigger one about every ten steps.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ __all__ = ["freeze_heap", "frozen_heap", "unfreeze_heap"]
 
 
 def freeze_heap() -> None:
-    """Collect once, and leave everything that is alive out of later collections."""
+    """Collect once, and exclude all live objects from later collections."""
     gc.collect()
     gc.freeze()
 
 
 def unfreeze_heap() -> None:
-    """Let collections look at everything again."""
+    """Include all objects in collections again."""
     gc.unfreeze()
 
 
 @contextmanager
 def frozen_heap() -> Iterator[None]:
-    """Freeze the heap for a block; a heap that was frozen before stays so."""
+    """Freeze the heap during a block; a heap that was already frozen stays frozen."""
     was_frozen = gc.get_freeze_count() > 0
     freeze_heap()
     try:

@@ -1,4 +1,4 @@
-"""The seam for metering: a plugin replaces the trainer's meter to count what worker calls cost."""
+"""The extension point for metering: a plugin replaces the trainer's meter to count the cost of worker calls."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["Meter"]
 
 
 class Meter:
-    """A meter that counts nothing; ``on_fit_start`` of a hook may set another as ``trainer.run.meter``."""
+    """A meter that counts nothing; a hook may set another as ``trainer.run.meter`` in ``on_fit_start``."""
 
     def count_tokens(self, tokens: int) -> None:
         """Add to the tokens of this step, prompts included."""
@@ -23,15 +23,15 @@ class Meter:
         head_tokens: int,
         kind: Literal["forward", "train"] = "forward",
     ) -> None:
-        """Count a call, which may not have ended, that sends rows through the model of ``role``.
+        """Count a call that sends rows through the model of ``role``; the call may still be running.
 
         Args:
             role: role whose model runs.
             played_as: role whose workers run the model.
             method: name of the workers' method.
-            lengths: tokens of each row, once for each pass of the row.
-            head_tokens: response tokens of those rows, which go through the head.
-            kind: passes of each row.
+            lengths: tokens of each row, repeated for each pass of the row.
+            head_tokens: response tokens of those rows, which go through the output head.
+            kind: type of the passes.
         """
 
     def metrics(self, step_seconds: float) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""The reference policy in a pool of its own."""
+"""The worker of a reference policy in its own pool."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["RefWorker"]
 
 
 class RefWorker(Worker):
-    """A frozen copy of the initial model; the mesh is ``ref``."""
+    """Worker with a frozen copy of the initial model; its mesh is ``ref``."""
 
     trains: ClassVar[bool] = False
     mesh: ClassVar[str] = "ref"
@@ -33,13 +33,13 @@ class RefWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("ref"), rows="same")
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """``ref_log_prob`` under the reference policy, float32 ``[B, T]``."""
+        """Return ``ref_log_prob`` under the reference policy, jagged float32."""
         plain = replace(self.setup.infer, calculate_entropy=False, calculate_sum_pi_squared=False)
         output = self.ref.infer_batch(data, plain)
         return output.rename({"log_probs": "ref_log_prob"})
 
     def replay_state(self, folder: str) -> None:
-        """The model; it has no state beside."""
+        """Build the model; it has no other state."""
         self.init_model()
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The reward model: a value model that is not trained, read at each response's last token."""
+"""The worker of the reward model: a frozen value model, read at each response's last token."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ __all__ = ["RewardModelWorker", "check_reward_model", "with_end_state"]
 
 
 def check_reward_model(path: str | None) -> str:
-    """The folder of a reward model, if it is one: a transformer's body and a head ``score`` with one output.
+    """Return the folder of a reward model after checking that it has a head ``score`` with one output.
 
     Raises:
-        ConfigError: there is no such folder, or no head in it.
+        ConfigError: the folder does not exist or has no such head.
     """
     from safetensors import safe_open
 
     if not path:
-        raise ConfigError("reward_model.enable is true, but reward_model.model.path is empty; give a model's folder")
+        raise ConfigError("reward_model.enable is true, but reward_model.model.path is empty; set it to its folder")
     if not Path(path).is_dir():
         raise ConfigError(f"reward_model.model.path is {path!r}, which is not a folder")
     for file in sorted(Path(path).glob("*.safetensors")):
@@ -33,25 +33,26 @@ def check_reward_model(path: str | None) -> str:
             if "score.weight" in tensors.keys():  # noqa: SIM118  # it is no mapping
                 shape = list(tensors.get_slice("score.weight").get_shape())
                 if shape[0] != 1:
-                    raise ConfigError(f"reward_model.model.path {path}: its head gives {shape[0]} numbers, not one")
+                    raise ConfigError(f"reward_model.model.path {path}: its head has {shape[0]} outputs, not one")
                 return path
     raise ConfigError(
-        f"reward_model.model.path {path} has no head `score.weight` in its *.safetensors; give a model of the class "
+        f"reward_model.model.path {path} has no head `score.weight` in its *.safetensors; use a model of the class "
         "...ForSequenceClassification or ...ForTokenClassification with one label"
     )
 
 
 def with_end_state(batch: DataProto, pad_token_id: int) -> DataProto:
-    """Return the batch with one more token in each row, after its last.
+    """Return the batch with one token appended to each row.
 
-    The state in which that token would be chosen is the one after the last token. Nothing before it sees it.
+    The value of the state before the appended token is the value after the last real token. No real token attends to
+    it.
 
     Args:
         batch: ``prompts``, ``responses`` and ``response_mask``.
-        pad_token_id: the token.
+        pad_token_id: id of the appended token.
 
     Returns:
-        The same columns; ``response_mask`` is True at the new token, and nowhere else.
+        The same columns; ``response_mask`` is True only at the appended token.
     """
     responses = Jagged.of(batch["responses"], "responses")
     lengths = responses.lengths + 1
@@ -64,7 +65,7 @@ def with_end_state(batch: DataProto, pad_token_id: int) -> DataProto:
 
 
 class RewardModelWorker(Worker):
-    """A frozen value model; the mesh is ``reward_model``."""
+    """Worker with a frozen value model; its mesh is ``reward_model``."""
 
     trains: ClassVar[bool] = False
     mesh: ClassVar[str] = "reward_model"
@@ -82,13 +83,13 @@ class RewardModelWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("reward_model"), rows="same")
     def compute_rm_score(self, data: DataProto) -> DataProto:
-        """``rm_scores`` float32 ``[B]``: the model's value after each response's last token."""
+        """Return ``rm_scores``, float32 ``[B]``: the model's value after each response's last token."""
         rows = with_end_state(data, self.setup.pad_token_id)
         values = self.model.infer_batch(rows, self.setup.infer)["values"]
         return DataProto.from_dict({"rm_scores": Jagged.of(values).sums()}, length=len(data))
 
     def replay_state(self, folder: str) -> None:
-        """The model; it has no state beside."""
+        """Build the model; it has no other state."""
         self.init_model()
 
     def close(self) -> None:

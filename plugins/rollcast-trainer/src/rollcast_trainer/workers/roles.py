@@ -1,7 +1,7 @@
 """The roles that workers play in a run.
 
-A role is a name. The registry ``rollcast.roles`` says which worker class plays it; a class attribute ``trains`` says
-whether checkpoints keep its state, and ``mesh`` names the mesh that its workers register.
+A role is a name. The registry ``rollcast.roles`` maps it to a worker class. Attributes of the class say whether
+checkpoints keep its state (``trains``) and which mesh its workers register (``mesh``).
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ class Role(StrEnum):
     ACTOR_ROLLOUT = "actor_rollout"
     """The policy in training, and its rollout in the same process."""
     ACTOR_ROLLOUT_REF = "actor_rollout_ref"
-    """The same with the frozen reference policy beside it."""
+    """The policy in training and its rollout, with the frozen reference policy in the same process."""
     REF = "ref"
-    """The reference policy by itself."""
+    """The reference policy in workers of its own."""
     CRITIC = "critic"
     """The value model."""
     ROLLOUT = "rollout"
@@ -29,26 +29,28 @@ class Role(StrEnum):
     REWARD_MODEL = "reward_model"
     """The model that scores responses."""
     REWARD = "reward"
-    """Processes that score by the run's reward."""
+    """Processes that compute the run's reward."""
     JUDGE = "judge"
-    """Replicas of the model that rewards ask, in processes of their own."""
+    """Replicas of the judge model that rewards call, in processes of their own."""
 
 
 def is_served(role: str) -> bool:
-    """True if replicas of an engine play the role, not a worker class."""
+    """Return True if replicas of an inference engine play the role instead of a worker class."""
     return role in (Role.ROLLOUT, Role.JUDGE)
 
 
 def placed_as(role: str) -> str:
-    """Return the role's name in ``placement.mapping``: a reference beside the actor changes nothing there."""
+    """Return the role's name in ``placement.mapping``; a reference fused into the actor's workers is placed as the
+    actor.
+    """
     return str(Role.ACTOR_ROLLOUT) if role == Role.ACTOR_ROLLOUT_REF else str(role)
 
 
 def role_trains(role: str) -> bool:
-    """True if checkpoints keep the state of the role's workers."""
+    """Return True if checkpoints keep the state of the role's workers."""
     return not is_served(role) and bool(getattr(roles.get(placed_as(role)), "trains", False))
 
 
 def mesh_of(role: str) -> str:
-    """Return the name of the mesh that the role's workers register; the role's name unless the class says otherwise."""
+    """Return the name of the mesh that the role's workers register: the class's ``mesh``, else the role's name."""
     return str(getattr(roles.get(placed_as(role)), "mesh", role))

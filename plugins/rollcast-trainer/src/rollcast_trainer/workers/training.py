@@ -30,20 +30,20 @@ __all__ = ["TrainingWorker", "WorkerSetup", "leave_process_group"]
 
 @dataclass(frozen=True)
 class WorkerSetup:
-    """What the workers of a run are built from; everything in it can be pickled.
+    """The picklable setup that the workers of a run are built from.
 
     Attributes:
         engine: the engine's own config, an instance of its schema, whose ``name`` is its registry name.
-        optim: None for a worker that never trains.
-        rollout: the rollout's config, or None for a worker that never generates.
-        rollout_dtype: dtype that replicas of the rollout hold weights in; None if not known or without replicas.
-        loss_function: what ``update_actor`` minimises.
-        has_reference: keep a frozen copy of the initial model. Not needed where an adapter trains: there the
-            actor without it is the reference.
+        optim: optimizer settings; None for a worker that never trains.
+        rollout: the rollout's config; None for a worker that never generates.
+        rollout_dtype: dtype in which replicas of the rollout hold the weights; None if unknown or without replicas.
+        loss_function: loss that ``update_actor`` minimises.
+        has_reference: keep a frozen copy of the initial model. An actor that trains an adapter needs no copy: its base
+            model is the reference.
         offload_reference: keep that copy in host memory between passes.
         stop_token_ids: ids that end every response; the tokenizer's EOS is the first.
-        forward, infer: how batches go through the model when training, and when only computing.
-        key: section of the config that the role's ``engine`` belongs to, for messages.
+        forward, infer: settings of passes that train, and of passes that only compute outputs.
+        key: config section that the role's ``engine`` belongs to, for messages.
     """
 
     model: ModelConfig
@@ -64,14 +64,14 @@ class WorkerSetup:
 
 
 class TrainingWorker(Worker):
-    """An engine behind registered methods; the mesh is called ``train``.
+    """Worker that exposes an engine through registered methods; its mesh is ``train``.
 
     Args:
-        setup: of the run's workers.
+        setup: setup of the run's workers.
         frozen: build no optimizer.
-        model_type: what the model gives.
-        prefix: of the optimizer's metrics.
-        offload: keep the model in host memory outside of :meth:`on_device`.
+        model_type: kind of output that the model has.
+        prefix: prefix of the optimizer's metrics.
+        offload: keep the model in host memory outside :meth:`on_device`.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TrainingWorker(Worker):
 
     @register(dispatch_mode="one_to_all")
     def init_model(self) -> None:
-        """Build the model; after it the workers know their data-parallel ranks."""
+        """Build the model, and register the mesh with the worker's data-parallel rank."""
         self.engine.initialize()
         self.register_mesh("train", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs())
         if self.offload:
@@ -108,7 +108,7 @@ class TrainingWorker(Worker):
 
     @contextmanager
     def on_device(self) -> Iterator[None]:
-        """The model on the device, for the calls inside."""
+        """Keep the model on the device during the block."""
         if not self.offload:
             yield
             return
@@ -122,10 +122,10 @@ class TrainingWorker(Worker):
     def train_mini_batches(
         self, data: DataProto, plan: UpdatePlan, loss_function: LossFunction, settings: ForwardSettings
     ) -> list[dict[str, float]]:
-        """Optimizer steps over the plan's mini-batches, and then one step of the schedule.
+        """Take optimizer steps over the plan's mini-batches, then one step of the schedule.
 
         Returns:
-            The mean of each metric over the steps, once a rank and the same on all.
+            The mean of each metric over the steps, one dict per rank and equal on all ranks.
         """
         starts = itertools.accumulate(plan.rows_per_rank, initial=0)
         pieces = [data.slice(start, start + rows) for start, rows in zip(starts, plan.rows_per_rank, strict=False)]
@@ -148,13 +148,13 @@ class TrainingWorker(Worker):
 
     @register(dispatch_mode=make_nd_compute_dataproto_dispatch_fn("train"))
     def infer_batch(self, data: DataProto, settings: ForwardSettings) -> DataProto:
-        """``log_probs`` (and ``entropy``), or ``values``, of the responses, jagged float32."""
+        """Return ``log_probs`` (and ``entropy``) or ``values`` of the response tokens, jagged float32."""
         with self.on_device(), self.engine.eval_mode():
             return self.engine.infer_batch(data, settings)[0]
 
 
 def leave_process_group() -> None:
-    """Leave torch's process group, if the process is in one; may be called again."""
+    """Leave torch's process group if the process is in one; may be called twice."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 

@@ -1,1 +1,1 @@
-"""What runs in the processes of TensorRT-LLM."""
+"""Code that runs in the processes of TensorRT-LLM."""

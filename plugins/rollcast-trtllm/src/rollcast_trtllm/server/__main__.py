@@ -10,7 +10,7 @@ from rollcast_serving.engines.server_process import read_spec
 
 
 def control_arguments(server_class: Any, api_key: str) -> dict[str, Any]:
-    """Return the arguments that switch the calls for memory and weights on; older versions have them on always."""
+    """Return the arguments that enable the endpoints for memory and weights; in older versions they are always on."""
     known = inspect.signature(server_class).parameters
     wanted = {"enable_rl_control_endpoints": True, "rl_control_api_key": api_key}
     return wanted if wanted.keys() <= known.keys() else {}
@@ -21,7 +21,7 @@ async def serve(args: dict[str, Any], listening: dict[str, Any]) -> None:
     from tensorrt_llm import AsyncLLM
     from tensorrt_llm.serve import OpenAIServer
 
-    # Its memory and weights can be changed through AsyncLLM only.
+    # Only AsyncLLM can change its memory and weights.
     llm = await AsyncLLM(**args)
     server = OpenAIServer(
         generator=llm,

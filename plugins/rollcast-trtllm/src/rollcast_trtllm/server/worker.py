@@ -1,8 +1,8 @@
 """Loading weights inside TensorRT-LLM's workers, as an extension of its worker class.
 
-The server's ``/update_weights`` calls the extension's ``update_weights`` on every worker with a mapping of texts.
-TensorRT-LLM's own extension reads handles of CUDA memory from them, which a trainer on another node or without the same
-device cannot give. This one takes a step of :mod:`rollcast_serving.engines.steps` under :data:`STEP`.
+The server's ``/update_weights`` calls the extension's ``update_weights`` on every worker with a mapping of strings.
+TensorRT-LLM's own extension expects handles of CUDA memory in it, which a trainer on another node or device cannot
+provide. This extension expects a step of :mod:`rollcast_serving.engines.steps` under :data:`STEP`.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ __all__ = ["WeightsExtension"]
 
 
 class WeightsExtension(WorkerExtension):  # type: ignore[misc,unused-ignore]
-    """TensorRT-LLM's worker extension, with weights from buckets that are attested."""
+    """TensorRT-LLM's worker extension, with weights from verified buckets."""
 
     engine: Any
     device_id: int
     _loader: StepLoader | None = None
 
     def update_weights(self, ipc_handles: dict[str, str] | None = None) -> None:
-        """Carry out the step under :data:`STEP`; TensorRT-LLM calls it."""
+        """Carry out the step under :data:`STEP`; called by TensorRT-LLM."""
         answer_step((ipc_handles or {})[STEP], self.device_id, self._carry_out)
 
     def _carry_out(self, step: LoadStep) -> WeightReport:
         if step.begins is not None:
-            # No handles yet: the layers forget what they made of the old weights.
+            # Without handles: this only makes the layers drop data derived from the old weights.
             super().update_weights({get_device_uuid(self.device_id): []})
             self._loader = StepLoader(self._load, "TensorRT-LLM")
         loader = self._loader or StepLoader(self._load, "TensorRT-LLM")

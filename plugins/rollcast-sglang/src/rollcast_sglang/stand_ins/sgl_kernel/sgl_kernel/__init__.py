@@ -1,4 +1,4 @@
-"""In place of SGLang's CPU kernels, which exist for few CPUs: SGLang imports their names, and computes with torch."""
+"""Stand-in for SGLang's CPU kernels, which few CPUs support: SGLang imports their names, and computes with torch."""
 
 from rollcast_sglang.stand_in import stand_in
 

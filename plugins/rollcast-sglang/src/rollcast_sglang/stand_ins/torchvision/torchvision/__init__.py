@@ -1,4 +1,4 @@
-"""In place of torchvision, whose packages want CUDA: SGLang imports names of it that only image models use."""
+"""Stand-in for torchvision, whose packages need CUDA: SGLang imports names of it that only image models use."""
 
 from rollcast_sglang.stand_in import stand_in
 
