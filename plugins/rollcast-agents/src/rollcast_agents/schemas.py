@@ -68,7 +68,7 @@ class AgentConfig(Budget):
     batch.
     """
     on_failure: Literal["drop", "mask"] = "drop"
-    """What happens to a rollout that failed or was cancelled: `drop` removes it from the update; `mask` keeps it,
+    """Handling of a rollout that failed or was cancelled: `drop` removes it from the update; `mask` keeps it,
     without trained tokens and excluded from its group's baseline. In validation it counts as wrong.
     """
     stragglers: StragglersConfig = field(default_factory=StragglersConfig)

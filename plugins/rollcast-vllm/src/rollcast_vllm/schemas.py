@@ -27,4 +27,4 @@ class VllmRolloutConfig(AdapterRolloutConfig):
     use_request_seeds: bool = True
     """Sample a request that has a seed from its own random stream, independent of other requests; slower on a GPU."""
     sleep_level: Literal[1, 2] = 1
-    """What happens to released weights: 1 keeps them in host memory, 2 drops them, so that an update must follow."""
+    """Handling of released weights: 1 keeps them in host memory, 2 drops them, so that an update must follow."""
