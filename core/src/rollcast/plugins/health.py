@@ -32,7 +32,7 @@ from rollcast.plugins.discovery import (
 )
 from rollcast.plugins.registry import explain_conflict, find_registries
 
-__all__ = ["PluginReport", "State", "report"]
+__all__ = ["PluginReport", "State", "report", "run_child"]
 
 State = Literal["ok", "in-process", "broken", "conflict", "incompatible"]
 
@@ -142,7 +142,7 @@ def _check(
     while left:
         is_ready = False
         request = {"registries": list(registries), "plugins": [[plugin.group, plugin.name] for plugin in left]}
-        for kind, text in _run_child(request, timeout):
+        for kind, text in run_child(request, timeout):
             if kind == "ready":
                 is_ready = True
             elif kind == "warning":
@@ -155,8 +155,18 @@ def _check(
                 yield left.pop(0), cast(State, kind), text
 
 
-def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, str]]:
-    """Yield the messages of one child; the last is ``died`` if it did not answer for every plugin."""
+def run_child(request: dict[str, Any], timeout: float, boot: str = _BOOT) -> Iterator[tuple[str, str]]:
+    """Yield the messages of one child; the last is ``died`` if it did not answer for every plugin.
+
+    Args:
+        request: passed to the child as JSON, with this process's ``path`` and the file for ``answers``. One answer
+            is due for each of its ``plugins``; answers of the kinds ``ready``, ``warning`` and ``limit`` do not count.
+        timeout: seconds between two answers; the child changes it by the answer ``limit``, which is not yielded.
+        boot: the child's program; it reads the request from standard input.
+
+    Raises:
+        PluginError: this Python does not know its own executable.
+    """
     if not sys.executable:
         raise PluginError("cannot check plugins: this Python does not know its own executable")
     # Answers go through a file of their own: a plugin may print, even from native code, close
@@ -166,7 +176,7 @@ def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, s
         asked.write_text(json.dumps({**request, "path": sys.path, "answers": str(answers)}))
         answers.touch()
         with asked.open() as source, output.open("wb") as sink:
-            command = [sys.executable, "-c", _BOOT]
+            command = [sys.executable, "-c", boot]
             child = subprocess.Popen(command, stdin=source, stdout=sink, stderr=sink, start_new_session=True)  # noqa: S603
         try:
             yield from _follow(child, answers, output, timeout, len(request["plugins"]))
@@ -187,9 +197,11 @@ def _follow(
             *lines, pending = (pending + stream.read()).split("\n")
             for line in lines:
                 kind, text = json.loads(line)
-                missing -= kind not in ("ready", "warning")
+                timeout = float(text) if kind == "limit" else timeout
+                missing -= kind not in ("ready", "warning", "limit")
                 deadline = time.monotonic() + timeout
-                yield kind, text
+                if kind != "limit":
+                    yield kind, text
             if missing and code is not None:
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
                 last = output.read_text(errors="replace")[-2000:].strip().splitlines()[-3:]
