@@ -16,6 +16,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rollcast.cli.config import config
+from rollcast.cli.doctor import doctor
 from rollcast.cli.explain import explain
 from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
@@ -171,7 +172,7 @@ def build_app() -> typer.Typer:
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (train, config, explain, plugins, version):
+    for command in (train, config, explain, doctor, plugins, version):
         app.command()(command)
     return app
 

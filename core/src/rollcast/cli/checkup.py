@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
@@ -79,17 +79,18 @@ def _examine_one(plugins: Sequence[PluginInfo], request: Mapping[str, Any]) -> I
         for kind, text in run_child({**request, "plugins": names}, _IMPORT_LIMIT_S, _BOOT):
             plugin = left.pop(0)
             if kind == "died":
-                mend = f"report it to the authors of {plugin.distribution}, or uninstall it: pip uninstall "
-                fault = problem("health check", f"the check {plugin.name!r} of {plugin.owner} {text}", mend)
-                yield Examined(plugin.name, plugin.name, plugin.owner, _extend(fault, plugin.distribution))
+                fault = _broken(f"the check {plugin.name!r} of {plugin.owner} {text}", plugin.distribution)
+                yield Examined(plugin.name, plugin.name, plugin.owner, fault)
                 continue
             answer = json.loads(text)
             for row in answer["findings"]:
                 yield Examined(answer["subject"], plugin.name, plugin.owner, Finding(**row))
 
 
-def _extend(finding: Finding, distribution: str) -> Finding:
-    return Finding(finding.name, finding.state, finding.found, finding.mend + distribution)
+def _broken(text: str, distribution: str) -> Finding:
+    """Return the finding about a check that did not end well."""
+    mend = f"report it to the authors of {distribution}, or uninstall it: pip uninstall {distribution}"
+    return problem("health check", " ".join(text.split()), mend)
 
 
 # -- in the child process --------------------------------------------------------------------------
@@ -111,25 +112,21 @@ def serve(request: Mapping[str, Any]) -> None:
     os._exit(0)
 
 
-def _run_one(name: str, setup: HealthSetup, limit: Any) -> tuple[str, list[Finding]]:
+def _run_one(name: str, setup: HealthSetup, limit: Callable[[float], None]) -> tuple[str, list[Finding]]:
     distribution, _, plain = name.partition(":")
     try:
         check = health_checks.get(name)
     except PluginError as error:
         mend = f"reinstall or uninstall {distribution}: pip install --force-reinstall {distribution}"
         return plain, [problem("health check", " ".join(str(error).split()), mend)]
-    subject = str(getattr(check, "subject", "") or plain)
+    subject, findings = str(getattr(check, "subject", "") or plain), []
     try:
         limit(float(check.timeout_s))
-        return subject, list(_checked(check().run(setup)))
+        for each in check().run(setup):
+            if not isinstance(each, Finding):
+                raise TypeError(f"run() returned {each!r}, which is not a Finding")
+            findings.append(each)
     except (Exception, SystemExit) as error:  # noqa: BLE001  # a stranger's check may raise anything
         text = f"the check {plain!r} of {distribution} raised {type(error).__name__}: {error}"
-        mend = f"report it to the authors of {distribution}, or uninstall it: pip uninstall {distribution}"
-        return subject, [problem("health check", " ".join(text.split()), mend)]
-
-
-def _checked(findings: Iterable[Finding]) -> Iterator[Finding]:
-    for each in findings:
-        if not isinstance(each, Finding):
-            raise TypeError(f"run() returned {each!r}, which is not a Finding")
-        yield each
+        findings.append(_broken(text, distribution))
+    return subject, findings

@@ -155,14 +155,14 @@ def _check(
                 yield left.pop(0), cast(State, kind), text
 
 
-def run_child(request: dict[str, Any], timeout: float, boot: str = _BOOT) -> Iterator[tuple[str, str]]:
+def run_child(request: dict[str, Any], timeout: float, boot: str = "") -> Iterator[tuple[str, str]]:
     """Yield the messages of one child; the last is ``died`` if it did not answer for every plugin.
 
     Args:
         request: passed to the child as JSON, with this process's ``path`` and the file for ``answers``. One answer
             is due for each of its ``plugins``; answers of the kinds ``ready``, ``warning`` and ``limit`` do not count.
         timeout: seconds between two answers; the child changes it by the answer ``limit``, which is not yielded.
-        boot: the child's program; it reads the request from standard input.
+        boot: the child's program, which reads the request from standard input; :func:`serve` if empty.
 
     Raises:
         PluginError: this Python does not know its own executable.
@@ -176,7 +176,7 @@ def run_child(request: dict[str, Any], timeout: float, boot: str = _BOOT) -> Ite
         asked.write_text(json.dumps({**request, "path": sys.path, "answers": str(answers)}))
         answers.touch()
         with asked.open() as source, output.open("wb") as sink:
-            command = [sys.executable, "-c", boot]
+            command = [sys.executable, "-c", boot or _BOOT]
             child = subprocess.Popen(command, stdin=source, stdout=sink, stderr=sink, start_new_session=True)  # noqa: S603
         try:
             yield from _follow(child, answers, output, timeout, len(request["plugins"]))
