@@ -174,7 +174,9 @@ class LimitsCheck(BaseHealthCheck):
             mend = bigger if size <= _DOCKERS_SHARED else f"delete what crashed processes left: ls -lt {self.shared}"
             return problem("shared memory", f"{found}; tensors between processes do not fit", mend)
         if free < _LITTLE_SHARED:
-            return warning("shared memory", found, f"{bigger}; crashed processes may have left files: ls -lt {self.shared}")
+            return warning(
+                "shared memory", found, f"{bigger}; crashed processes may have left files: ls -lt {self.shared}"
+            )
         return ok("shared memory", found)
 
     def _open_files(self) -> Finding:
@@ -223,7 +225,9 @@ class DiskCheck(BaseHealthCheck):
             files = os.statvfs(there)
         except OSError as error:
             reason = error.strerror or str(error)
-            return problem(name, f"{folder} cannot be written ({there}: {reason})", f"chmod or free {there}; or {elsewhere}")
+            return problem(
+                name, f"{folder} cannot be written ({there}: {reason})", f"chmod or free {there}; or {elsewhere}"
+            )
         found = f"{_size(usage.free)} free of {_size(usage.total)} for {folder}"
         if usage.free < _LEAST_DISK:
             return problem(name, found, f"free space on the disk of {there}; or {elsewhere}")
@@ -258,7 +262,7 @@ class NetworkCheck(BaseHealthCheck):
                     pass
                 port = server.getsockname()[1]
         except OSError as error:
-            mend = "bring the interface lo up (ip link set lo up), and widen net.ipv4.ip_local_port_range if it is exhausted"
+            mend = 'ip link set lo up; if every port is taken: sysctl -w net.ipv4.ip_local_port_range="1024 65535"'
             return problem("ports", f"no port of 127.0.0.1 can be bound and reached: {error}", mend)
         return ok("ports", f"free ports of 127.0.0.1 can be bound and reached, such as {port}")
 

@@ -145,7 +145,8 @@ def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
     """Turn the errors that a user can mend into one message on stderr and exit code 2.
 
     These are :class:`RollcastError` and errors of the operating system such as a full disk. An
-    interrupt is one message too, with exit code 128 plus the signal's number. Anything else is a bug and passes through, with its traceback.
+    interrupt is one message too, with exit code 128 plus the signal's number. Anything else is a bug
+    and passes through, with its traceback.
 
     Args:
         wants_traceback: asked when an error is shown.

@@ -51,11 +51,15 @@ class Finding:
 
     def __post_init__(self) -> None:
         if self.state not in get_args(HealthState):
-            raise PluginTypeError(f"a finding has the state {self.state!r}; allowed: {', '.join(get_args(HealthState))}")
+            raise PluginTypeError(
+                f"a finding has the state {self.state!r}; allowed: {', '.join(get_args(HealthState))}"
+            )
         if not self.name or not self.found:
             raise PluginTypeError(f"a finding needs a name and what was found, got {self.name!r} and {self.found!r}")
         if self.state != "ok" and not self.mend:
-            raise PluginTypeError(f"the {self.state} {self.name!r} ({self.found}) needs a mend: say what to do about it")
+            raise PluginTypeError(
+                f"the {self.state} {self.name!r} ({self.found}) needs a mend: say what to do about it"
+            )
 
 
 def ok(name: str, found: str) -> Finding:
