@@ -169,9 +169,7 @@ def test_an_unsupported_python(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "3.10.2" in found.found
 
 
-def test_a_distribution_of_another_version(
-    make_dist: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_distribution_of_another_version(make_dist: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     make_dist("tp-sibling", {"rollcast.hooks": {"tp_sibling": "tp_sibling"}}, version="0.0.7")
     monkeypatch.setattr(machine_checks, "find_known", lambda group: {"x": "tp-sibling"})
     monkeypatch.setattr(machine_checks, "find_core_version", lambda: "0.1.0")
@@ -232,7 +230,8 @@ def test_open_files(monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, state
 
 
 @pytest.mark.parametrize(
-    ("free", "files", "state"), [(100 * GIB, 5, "ok"), (10 * GIB, 5, "warning"), (1000, 5, "problem"), (100 * GIB, 0, "problem")]
+    ("free", "files", "state"),
+    [(100 * GIB, 5, "ok"), (10 * GIB, 5, "warning"), (1000, 5, "problem"), (100 * GIB, 0, "problem")],
 )
 def test_disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, free: int, files: int, state: str) -> None:
     monkeypatch.setattr(shutil, "disk_usage", lambda _: SimpleNamespace(free=free, total=200 * GIB))

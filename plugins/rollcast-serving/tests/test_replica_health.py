@@ -71,7 +71,8 @@ def test_an_engine_that_works(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -
     assert found[0].found == f"pytest {pytest.__version__}"
 
 
-def test_an_engine_that_cannot_be_imported() -> None:
+def test_an_engine_that_cannot_be_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tp_tiny_engine", None)
     _, found = Engine().run(HealthSetup())
     assert found.state == "problem"
     assert "ModuleNotFoundError" in found.found

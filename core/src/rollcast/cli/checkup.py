@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from itertools import groupby
 from typing import Any
@@ -13,7 +13,7 @@ from typing import Any
 from rollcast.contracts.health import Finding, HealthSetup, health_checks, problem
 from rollcast.errors import PluginError
 from rollcast.plugins.discovery import PluginInfo, find_plugins
-from rollcast.plugins.health import run_child
+from rollcast.plugins.health import end_with_parent, run_child
 
 __all__ = ["Examined", "examine", "serve"]
 
@@ -59,6 +59,9 @@ def examine(setup: HealthSetup, only: Sequence[str] = ()) -> list[Examined]:
     Args:
         setup: the run that is asked about.
         only: names of checks, or of distributions; all checks if empty.
+
+    Raises:
+        PluginError: this Python does not know its own executable.
     """
     found = [
         each for each in find_plugins(health_checks.group) if not only or {each.name, each.distribution} & set(only)
@@ -66,9 +69,26 @@ def examine(setup: HealthSetup, only: Sequence[str] = ()) -> list[Examined]:
     ordered = sorted(found, key=lambda each: (each.distribution != "rollcast", each.distribution, each.name))
     batches = [tuple(batch) for _, batch in groupby(ordered, key=lambda each: each.distribution)]
     request = {"config": setup.config, "chosen": sorted(setup.chosen)}
-    with ThreadPoolExecutor(min(_AT_ONCE, (os.cpu_count() or 1) + 1)) as threads:
-        parts = threads.map(lambda batch: list(_examine_one(batch, request)), batches)
-        return [each for part in parts for each in part]
+    # Daemons, and not an executor, whose threads an interrupted process would wait for: the children end with it.
+    results: list[list[Examined]] = [[] for _ in batches]
+    errors: list[Exception] = []
+    turn = threading.Semaphore(min(_AT_ONCE, (os.cpu_count() or 1) + 1))
+
+    def work(place: int) -> None:
+        with turn:
+            try:
+                results[place] = list(_examine_one(batches[place], request))
+            except Exception as error:  # noqa: BLE001  # raised again below
+                errors.append(error)
+
+    threads = [threading.Thread(target=work, args=(place,), daemon=True) for place in range(len(batches))]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    if errors:
+        raise errors[0]
+    return [each for part in results for each in part]
 
 
 def _examine_one(plugins: Sequence[PluginInfo], request: Mapping[str, Any]) -> Iterator[Examined]:
@@ -103,6 +123,7 @@ def serve(request: Mapping[str, Any]) -> None:
         with open(request["answers"], "a", encoding="utf-8") as stream:
             stream.write(json.dumps([kind, text]) + "\n")
 
+    end_with_parent()
     setup = HealthSetup(request["config"], frozenset(request["chosen"]))
     for name in request["plugins"]:
         subject, findings = _run_one(name, setup, lambda seconds: answer("limit", str(seconds)))

@@ -54,7 +54,12 @@ class PythonCheck(BaseHealthCheck):
     def run(self, setup: HealthSetup) -> Iterator[Finding]:
         """Compare the running version with the core's ``Requires-Python``."""
         version = platform.python_version()
-        needed = _metadata(CORE_DISTRIBUTION).get("Requires-Python") or ">=3.11"
+        try:
+            about = importlib.metadata.metadata(CORE_DISTRIBUTION)
+        except importlib.metadata.PackageNotFoundError:  # from a bare source tree
+            yield ok("version", f"{version} ({sys.executable})")
+            return
+        needed = about["Requires-Python"] if "Requires-Python" in about else ""
         if SpecifierSet(needed).contains(version, prereleases=True):
             yield ok("version", f"{version} ({sys.executable})")
         else:
@@ -63,13 +68,6 @@ class PythonCheck(BaseHealthCheck):
                 f"{version} ({sys.executable}), and rollcast needs {needed}",
                 "make an environment with a supported Python and install rollcast there: python3.11 -m venv DIR",
             )
-
-
-def _metadata(distribution: str) -> dict[str, str]:
-    try:
-        return dict(importlib.metadata.metadata(distribution).items())
-    except importlib.metadata.PackageNotFoundError:
-        return {}
 
 
 class VersionsCheck(BaseHealthCheck):

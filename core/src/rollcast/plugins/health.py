@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,14 @@ from rollcast.plugins.discovery import (
 )
 from rollcast.plugins.registry import explain_conflict, find_registries
 
-__all__ = ["PluginReport", "State", "report", "run_child"]
+__all__ = ["PluginReport", "State", "end_with_parent", "report", "run_child"]
 
 State = Literal["ok", "in-process", "broken", "conflict", "incompatible"]
 
 _log = logging.getLogger("rollcast.plugins")
 
 _POLL = 0.05  # seconds between looks at the child's answers
+_PARENT_POLL = 0.5  # seconds between a child's looks at its parent
 
 # sys.path first: the core itself may be on it only because this process put it there.
 _BOOT = (
@@ -216,6 +218,18 @@ def _follow(
             time.sleep(_POLL)
 
 
+def end_with_parent() -> None:
+    """End this process soon after its parent, which an interrupt may end at any time."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rollcast-parent", daemon=True).start()
+
+
 def serve(request: dict[str, Any]) -> None:
     """Import the requested plugins one by one and append an answer for each to a file; runs in the child."""
 
@@ -223,6 +237,7 @@ def serve(request: dict[str, Any]) -> None:
         with open(request["answers"], "a", encoding="utf-8") as stream:
             stream.write(json.dumps([kind, text]) + "\n")
 
+    end_with_parent()
     for module in request["registries"]:
         try:
             importlib.import_module(module)
