@@ -5,12 +5,17 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import socket
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import pytest
 
 from rollcast.cli import machine_checks
@@ -42,6 +47,14 @@ CHECKS = """
         subject = "hanging"
         timeout_s = 0.3
         def run(self, setup):
+            time.sleep(600)
+
+    class Waits(BaseHealthCheck):
+        subject = "waiting"
+        timeout_s = 600.0
+        def run(self, setup):
+            with open(os.environ["TP_HEALTH_PID"], "w") as file:
+                file.write(str(os.getpid()))
             time.sleep(600)
 
     class Dies(BaseHealthCheck):
@@ -157,6 +170,28 @@ def test_single_keys_need_no_recipe(run: Run, cli_plugin: Path) -> None:
     assert done.code == 1
     assert "problem  run directory    /proc/nowhere/run cannot be written" in done.out
     assert "run_dir=DIR" in done.out
+
+
+def test_an_interrupt_ends_the_checks_too(install: Callable[..., None], tmp_path: Path) -> None:
+    install(waits="Waits")
+    note = tmp_path / "pid"
+    path = os.pathsep.join(entry for entry in sys.path if entry)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rollcast", "doctor", "--only", "waits"],
+        env={**os.environ, "PYTHONPATH": path, "TP_HEALTH_PID": str(note)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (note.exists() and note.read_text()):
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "interrupted\n")
+    check = int(note.read_text())
+    while psutil.pid_exists(check) and psutil.Process(check).status() != psutil.STATUS_ZOMBIE:
+        time.sleep(0.05)
 
 
 # -- the core's checks --------------------------------------------------------------------------

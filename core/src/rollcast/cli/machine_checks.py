@@ -59,7 +59,7 @@ class PythonCheck(BaseHealthCheck):
         except importlib.metadata.PackageNotFoundError:  # from a bare source tree
             yield ok("version", f"{version} ({sys.executable})")
             return
-        needed = about["Requires-Python"] if "Requires-Python" in about else ""
+        needed = next(iter(about.get_all("Requires-Python") or ()), "")
         if SpecifierSet(needed).contains(version, prereleases=True):
             yield ok("version", f"{version} ({sys.executable})")
         else:
