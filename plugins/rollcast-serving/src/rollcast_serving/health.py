@@ -69,7 +69,12 @@ class ReplicaCheck(BaseHealthCheck):
             return
         yield from _compare(key, python, found)
         for row in found["findings"]:
-            yield Finding(f"{section}: {row['name']}", row["state"], f"{row['found']} ({python})", row["mend"])
+            yield Finding(
+                f"{section}: {row['name']}",
+                row["state"],
+                f"{row['found']} (in the environment of {python})",
+                row["mend"],
+            )
 
 
 def _compare(key: str, python: str, found: Mapping[str, Any]) -> Iterator[Finding]:
