@@ -68,7 +68,7 @@ def examine(setup: HealthSetup, only: Sequence[str] = ()) -> list[Examined]:
     ]
     ordered = sorted(found, key=lambda each: (each.distribution != "rollcast", each.distribution, each.name))
     batches = [tuple(batch) for _, batch in groupby(ordered, key=lambda each: each.distribution)]
-    request = {"config": setup.config, "chosen": sorted(setup.chosen)}
+    request = {"config": setup.config}
     # Daemons, and not an executor, whose threads an interrupted process would wait for: the children end with it.
     results: list[list[Examined]] = [[] for _ in batches]
     errors: list[Exception] = []
@@ -124,7 +124,7 @@ def serve(request: Mapping[str, Any]) -> None:
             stream.write(json.dumps([kind, text]) + "\n")
 
     end_with_parent()
-    setup = HealthSetup(request["config"], frozenset(request["chosen"]))
+    setup = HealthSetup(request["config"])
     for name in request["plugins"]:
         subject, findings = _run_one(name, setup, lambda seconds: answer("limit", str(seconds)))
         answer("done", json.dumps({"subject": subject, "findings": [asdict(each) for each in findings]}))

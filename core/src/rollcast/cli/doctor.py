@@ -63,18 +63,12 @@ def doctor(
 
 
 def _build_setup(overrides: Sequence[str], config_dir: Path | None) -> HealthSetup:
-    from rollcast.config.sections import origin_of
-    from rollcast.contracts.config import flatten
     from rollcast.contracts.health import HealthSetup
 
     if not overrides:
         return HealthSetup()
-    composed = _compose(overrides, config_dir)
-    plain = composed.plain()
-    defaults = ("default of ", "as ")
-    chosen = [key for key in flatten(plain) if not origin_of(key, composed.origins).startswith(defaults)]
     # The checks run in other processes; what JSON has no type for, such as a date, is text there.
-    return HealthSetup(json.loads(json.dumps(plain, default=str)), frozenset(chosen))
+    return HealthSetup(json.loads(json.dumps(_compose(overrides, config_dir).plain(), default=str)))
 
 
 def _compose(overrides: Sequence[str], config_dir: Path | None) -> Composed:

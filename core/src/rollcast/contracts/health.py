@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, get_args
 
 from rollcast.errors import PluginTypeError
@@ -83,11 +83,9 @@ class HealthSetup:
 
     Attributes:
         config: its configuration as nested mappings, of JSON values; None if only the machine is asked about.
-        chosen: keys that the user or a recipe set, in contrast to defaults.
     """
 
     config: Mapping[str, Any] | None = None
-    chosen: frozenset[str] = field(default_factory=frozenset)
 
     def get(self, key: str, default: Any = None) -> Any:
         """Return the value of a dotted key; ``default`` without a configuration, or if it has no such value."""

@@ -146,6 +146,6 @@ def engine_findings(rollout: str, config: Mapping[str, Any]) -> list[dict[str, s
     """
     owner = rollouts.find(rollout, requested_by="rollout.name").distribution
     rollouts.get(rollout)
-    setup = HealthSetup(config, frozenset({"rollout.name"}))
+    setup = HealthSetup(config)
     own = [name for name in health_checks if health_checks.find(name).distribution == owner]
     return [asdict(each) for name in own for each in health_checks.get(name)().run(setup)]
