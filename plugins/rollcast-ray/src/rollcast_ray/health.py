@@ -105,7 +105,8 @@ class RayCheck(BaseHealthCheck):
                 orphans.append(about["pid"])
         if orphans:
             listed = ", ".join(map(str, orphans))
-            mend = "ray stop ends it; RAY_ADDRESS=auto joins it"
+            numbers = " ".join(map(str, orphans))
+            mend = f"kill {numbers} ends it (ray stop ends every Ray on this machine); RAY_ADDRESS=auto joins it"
             yield warning("sessions", f"a Ray without a driver runs here (processes {listed}) and holds memory", mend)
         folder = Path(tempfile.gettempdir()) / "ray"
         size = _size_of(folder)
