@@ -121,7 +121,7 @@ def test_interrupt_stops_the_workers_and_keeps_the_checkpoint(rollcast: Commands
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert process.returncode == 2, out + err
+    assert process.returncode == 130, out + err
     assert "Traceback" not in out + err
     assert "step_" in err
     assert_gone(children)

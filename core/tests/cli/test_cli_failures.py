@@ -83,7 +83,7 @@ def test_bug_shows_its_traceback(run_apart: Run) -> None:
 def test_interrupt_names_the_newest_checkpoint(run: Run) -> None:
     Path("runs/x/checkpoints/.writing-step_99").mkdir(parents=True)
     done = run(*TRAIN, "trainer.what=interrupt", "trainer.steps=11")
-    assert done.code == 2
+    assert done.code == 130
     assert done.err == (
         "interrupted; the last checkpoint is runs/x/checkpoints/step_11, and the same command goes on from it\n"
     )
@@ -91,7 +91,7 @@ def test_interrupt_names_the_newest_checkpoint(run: Run) -> None:
 
 def test_interrupt_without_a_checkpoint(run: Run) -> None:
     done = run(*TRAIN, "trainer.what=interrupt")
-    assert done.code == 2
+    assert done.code == 130
     assert done.err.startswith("interrupted; there is no checkpoint yet")
 
 
@@ -154,7 +154,7 @@ def test_second_signal_ends_what_hangs(number: signal.Signals) -> None:
     assert process.stdout.readline() == "stopping\n"
     process.send_signal(number)
     out, err = process.communicate(timeout=30)
-    assert process.returncode == 2
+    assert process.returncode == 128 + number
     assert out == ""
     assert "ended at once" in err
 

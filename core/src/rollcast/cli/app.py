@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import platform
+from collections.abc import Sequence
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as find_version
 from typing import Annotated, Any
@@ -16,11 +18,13 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from rollcast.cli.config import config
+from rollcast.cli.doctor import doctor
 from rollcast.cli.explain import explain
 from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
 from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines
+from rollcast.errors import PluginError
 from rollcast.plugins import Registry
 from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins, find_source
 
@@ -51,6 +55,21 @@ class _Group(TyperGroup):
             return found
         plugin = _find_commands().get(cmd_name)
         return None if plugin is None else _build_forwarder(plugin)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        if ctx.resilient_parsing and isinstance(command, _Forwarder):
+            # A shell completes the arguments of this one command, and needs its options.
+            with suppress(PluginError):
+                found = commands.get(str(name))
+                command = typer.main.get_command(found) if isinstance(found, typer.Typer) else found
+        return name, command, rest
+
+    def complete_override(self, given: Sequence[str], incomplete: str) -> list[str]:
+        """Return completions of an override; see :func:`rollcast.cli.completion.complete_override`."""
+        from rollcast.cli.completion import complete_override
+
+        return complete_override(given, incomplete)
 
     def format_help(self, ctx: Any, formatter: Any) -> None:
         self.epilog = _epilog(super().list_commands(ctx))
@@ -164,14 +183,13 @@ def build_app() -> typer.Typer:
     app = typer.Typer(
         name="rollcast",
         cls=_Group,
-        add_completion=False,
         no_args_is_help=True,
         # Only bugs show tracebacks, which should be complete and unformatted.
         pretty_exceptions_enable=False,
         rich_markup_mode="rich",
     )
     app.callback()(_root)
-    for command in (train, config, explain, plugins, version):
+    for command in (train, config, explain, doctor, plugins, version):
         app.command()(command)
     return app
 

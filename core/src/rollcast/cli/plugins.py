@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from rollcast.plugins.health import PluginReport
 
-__all__ = ["plugins"]
+__all__ = ["check_all", "plugins"]
 
 _SOUND = ("ok", "in-process")
 
@@ -37,21 +37,27 @@ def plugins(
     Without --check, nothing is imported: the metadata shows conflicts, incompatible versions and missing
     distributions. The exit code is 0; with --check it is 1 if a plugin is broken.
     """
-    from rollcast.config.assembly import registry_modules
-    from rollcast.plugins.discovery import find_plugins
     from rollcast.plugins.health import report
 
     groups = [_find_group(group)] if group else None
-    # Importing config packages declares the registries of groups whose contract is in a plugin.
-    packages = [plugin.module for plugin in find_plugins("rollcast.configs") if plugin.module]
-    modules = (*registry_modules(), "rollcast.cli.app", *packages) if check else None
-    rows = report(check, groups, modules)
+    rows = check_all(groups) if check else report(False, groups)
     if as_json:
         typer.echo(json.dumps([asdict(row) for row in rows], indent=2))
     else:
         print_lines(*_render(rows))
     if check and any(row.state not in _SOUND for row in rows):
         raise typer.Exit(1)
+
+
+def check_all(groups: Sequence[str] | None = None) -> list[PluginReport]:
+    """Import every plugin of some groups, or of all, in a process of its own."""
+    from rollcast.config.assembly import registry_modules
+    from rollcast.plugins.discovery import find_plugins
+    from rollcast.plugins.health import report
+
+    # Packages of configuration declare the registries of groups whose contract a plugin holds.
+    packages = [plugin.module for plugin in find_plugins("rollcast.configs") if plugin.module]
+    return report(True, groups, (*registry_modules(), "rollcast.cli.app", *packages))
 
 
 def _find_group(asked: str) -> str:

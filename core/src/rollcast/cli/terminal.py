@@ -23,16 +23,22 @@ from rollcast.plugins.discovery import find_groups, find_plugins
 
 __all__ = ["EXIT_FAILED", "interrupted", "readable_errors", "set_up_logging", "show_error", "stoppable"]
 
-#: Exit code of a command that was rejected, failed or was interrupted; 1 is reserved for bugs.
+#: Exit code of a command that was rejected or failed; 1 is reserved for bugs.
 EXIT_FAILED = 2
 _SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
 @dataclass
 class _Received:
-    """Signals received by the running command."""
+    """Signals received by the running command: their count, and the number of the first."""
 
     count: int = 0
+    number: int = signal.SIGINT
+
+    @property
+    def exit_code(self) -> int:
+        """Exit code that shells and schedulers read as "ended by this signal": 130 after Ctrl-C."""
+        return 128 + self.number
 
 
 _received = _Received()
@@ -79,7 +85,9 @@ def set_up_logging() -> None:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and exit with code 2 at the second.
+    """Raise KeyboardInterrupt at the first SIGINT, SIGTERM or SIGHUP, and end the process at the second.
+
+    The exit code is 128 plus the number of the first signal: 130 for SIGINT.
 
     The first signal unwinds the command, which stops the processes that it has started. If that hangs, a second signal
     ends the process as soon as Python code runs again, that is not inside a C function that never returns. The
@@ -89,7 +97,7 @@ def stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    owner, _received.count = os.getpid(), 0
+    owner, _received.count, _received.number = os.getpid(), 0, signal.SIGINT
 
     def stop(number: int, _frame: FrameType | None) -> None:
         if os.getpid() != owner:  # a forked child, such as a data loader's, inherits the handler but must not use it
@@ -98,6 +106,7 @@ def stoppable() -> Iterator[None]:
             return
         _received.count += 1
         if _received.count == 1:
+            _received.number = number
             # asyncio would log a traceback for each task that the interrupt ends.
             logging.getLogger("asyncio").setLevel(logging.CRITICAL)
             raise KeyboardInterrupt
@@ -105,7 +114,7 @@ def stoppable() -> Iterator[None]:
         show_cursor = b"\x1b[?25h" if sys.stderr.isatty() else b""
         with suppress(OSError):  # the terminal may have gone
             os.write(2, show_cursor + b"\nended at once\n")
-        os._exit(2)
+        os._exit(_received.exit_code)
 
     under_nohup = getattr(signal, "SIGHUP", None) if _ignores_hangup() else None
     before = {number: signal.signal(number, stop) for number in _SIGNALS if number != under_nohup}
@@ -135,8 +144,9 @@ def interrupted() -> bool:
 def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
     """Convert errors that a user can fix into one message on stderr and exit code 2.
 
-    These are :class:`RollcastError`, an interrupt, and errors of the operating system such as a
-    full disk. Any other error is a bug and propagates with its traceback.
+    These are :class:`RollcastError` and errors of the operating system such as a full disk. An
+    interrupt is one message too, with exit code 128 plus the signal's number. Any other error is a bug
+    and propagates with its traceback.
 
     Args:
         wants_traceback: Function that returns True if the traceback should be shown; called when an error is shown.
@@ -147,12 +157,12 @@ def readable_errors(wants_traceback: Callable[[], bool]) -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt as error:
-        _fail(error, str(error) or "interrupted", [], wants_traceback(), label="")
+        _fail(error, str(error) or "interrupted", [], wants_traceback(), label="", code=_received.exit_code)
     except (Exception, SystemExit) as error:
         if not interrupted() or isinstance(error, typer.Exit):
             _explain_failure(error, wants_traceback)
             raise
-        _fail(error, "interrupted", [], wants_traceback(), label="")
+        _fail(error, "interrupted", [], wants_traceback(), label="", code=_received.exit_code)
 
 
 def _explain_failure(error: BaseException, wants_traceback: Callable[[], bool]) -> None:
@@ -188,7 +198,12 @@ def _explain_os(error: OSError) -> str:
 
 
 def _fail(
-    error: BaseException, message: str, notes: list[str], with_traceback: bool, label: str = "error: "
+    error: BaseException,
+    message: str,
+    notes: list[str],
+    with_traceback: bool,
+    label: str = "error: ",
+    code: int = EXIT_FAILED,
 ) -> NoReturn:
     if with_traceback:
         remote = getattr(error, "remote_traceback", "")
@@ -197,7 +212,7 @@ def _fail(
         traceback.print_exception(error)
     with suppress(OSError):  # after a SIGHUP, the terminal no longer exists
         show_error(message, [] if with_traceback else notes, label)
-    raise typer.Exit(EXIT_FAILED) from None
+    raise typer.Exit(code) from None
 
 
 def show_error(message: str, notes: list[str], label: str = "error: ") -> None:

@@ -24,12 +24,22 @@ def _remember(ctx: typer.Context, value: bool) -> bool:
     return value
 
 
+def _complete(ctx: typer.Context, incomplete: str) -> list[str]:
+    """Ask the root command, which knows the configuration; a plugin's command that runs by itself completes nothing."""
+    complete = getattr(ctx.find_root().command, "complete_override", None)
+    return [] if complete is None else list(complete(ctx.params.get("overrides") or (), incomplete))
+
+
 Traceback = Annotated[
     bool, typer.Option("--traceback", callback=_remember, help="Show the traceback of an error, not only its message.")
 ]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="OVERRIDES", help="group=option or section.key=value, such as recipe=quickstart."),
+    typer.Argument(
+        metavar="OVERRIDES",
+        help="group=option or section.key=value, such as recipe=quickstart.",
+        autocompletion=_complete,
+    ),
 ]
 ConfigDir = Annotated[
     Path | None, typer.Option("--config-dir", metavar="DIR", help="A folder of your own config groups, searched first.")

@@ -12,6 +12,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,13 +33,14 @@ from rollcast.plugins.discovery import (
 )
 from rollcast.plugins.registry import explain_conflict, find_registries
 
-__all__ = ["PluginReport", "State", "report"]
+__all__ = ["PluginReport", "State", "end_with_parent", "report", "run_child"]
 
 State = Literal["ok", "in-process", "broken", "conflict", "incompatible"]
 
 _log = logging.getLogger("rollcast.plugins")
 
 _POLL = 0.05  # seconds between reads of the child's answers
+_PARENT_POLL = 0.5  # seconds between a child's checks of its parent
 
 # Set sys.path first, because the core may be found only through this process's path.
 _BOOT = (
@@ -142,7 +144,7 @@ def _check(
     while left:
         is_ready = False
         request = {"registries": list(registries), "plugins": [[plugin.group, plugin.name] for plugin in left]}
-        for kind, text in _run_child(request, timeout):
+        for kind, text in run_child(request, timeout):
             if kind == "ready":
                 is_ready = True
             elif kind == "warning":
@@ -155,8 +157,18 @@ def _check(
                 yield left.pop(0), cast(State, kind), text
 
 
-def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, str]]:
-    """Yield the messages of one child; the last one is ``died`` if a plugin was left unanswered."""
+def run_child(request: dict[str, Any], timeout: float, boot: str = "") -> Iterator[tuple[str, str]]:
+    """Yield the messages of one child; the last is ``died`` if it did not answer for every plugin.
+
+    Args:
+        request: passed to the child as JSON, with this process's ``path`` and the file for ``answers``. One answer
+            is due for each of its ``plugins``; answers of the kinds ``ready``, ``warning`` and ``limit`` do not count.
+        timeout: seconds between two answers; the child changes it by the answer ``limit``, which is not yielded.
+        boot: the child's program, which reads the request from standard input; :func:`serve` if empty.
+
+    Raises:
+        PluginError: this Python does not know its own executable.
+    """
     if not sys.executable:
         raise PluginError("cannot check plugins: this Python does not know its own executable")
     # Answers are written to a separate file, because a plugin may print, even from native code, close descriptors, or
@@ -166,7 +178,7 @@ def _run_child(request: dict[str, Any], timeout: float) -> Iterator[tuple[str, s
         asked.write_text(json.dumps({**request, "path": sys.path, "answers": str(answers)}))
         answers.touch()
         with asked.open() as source, output.open("wb") as sink:
-            command = [sys.executable, "-c", _BOOT]
+            command = [sys.executable, "-c", boot or _BOOT]
             child = subprocess.Popen(command, stdin=source, stdout=sink, stderr=sink, start_new_session=True)  # noqa: S603
         try:
             yield from _follow(child, answers, output, timeout, len(request["plugins"]))
@@ -187,9 +199,11 @@ def _follow(
             *lines, pending = (pending + stream.read()).split("\n")
             for line in lines:
                 kind, text = json.loads(line)
-                missing -= kind not in ("ready", "warning")
+                timeout = float(text) if kind == "limit" else timeout
+                missing -= kind not in ("ready", "warning", "limit")
                 deadline = time.monotonic() + timeout
-                yield kind, text
+                if kind != "limit":
+                    yield kind, text
             if missing and code is not None:
                 how = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit status {code}"
                 last = output.read_text(errors="replace")[-2000:].strip().splitlines()[-3:]
@@ -204,6 +218,18 @@ def _follow(
             time.sleep(_POLL)
 
 
+def end_with_parent() -> None:
+    """End this process soon after its parent, which an interrupt may end at any time."""
+    parent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == parent:
+            time.sleep(_PARENT_POLL)
+        os._exit(1)
+
+    threading.Thread(target=watch, name="rollcast-parent", daemon=True).start()
+
+
 def serve(request: dict[str, Any]) -> None:
     """Import the requested plugins one by one, in the child, and append an answer for each to a file."""
 
@@ -211,6 +237,7 @@ def serve(request: dict[str, Any]) -> None:
         with open(request["answers"], "a", encoding="utf-8") as stream:
             stream.write(json.dumps([kind, text]) + "\n")
 
+    end_with_parent()
     for module in request["registries"]:
         try:
             importlib.import_module(module)

@@ -1,4 +1,4 @@
-"""The mesh of a worker group, with rank holds which part of the model, and which shard of a batch."""
+"""The mesh of a worker group, in which each rank holds a part of the model and a shard of a batch."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from rollcast_testing.dispatch import DispatchSuite as DispatchSuite
     from rollcast_testing.engine import EngineSuite as EngineSuite
     from rollcast_testing.engine_ranks import Layout as Layout
+    from rollcast_testing.health import HealthCheckSuite as HealthCheckSuite
     from rollcast_testing.mapping import CostModelSuite as CostModelSuite
     from rollcast_testing.mapping import PlannerSuite as PlannerSuite
     from rollcast_testing.policy_loss import PolicyLossSuite as PolicyLossSuite
@@ -38,6 +39,7 @@ __getattr__, __dir__, __all__ = lazy_exports(
         "dispatch": ["DispatchSuite"],
         "engine": ["EngineSuite"],
         "engine_ranks": ["Layout"],
+        "health": ["HealthCheckSuite"],
         "mapping": ["CostModelSuite", "PlannerSuite"],
         "policy_loss": ["PolicyLossSuite"],
         "reward": ["RewardManagerSuite", "RewardSuite"],

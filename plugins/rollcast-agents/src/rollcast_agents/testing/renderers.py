@@ -8,20 +8,10 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 
-from rollcast.contracts.renderer import BaseRenderer, ChatMessage, RendererSetup, ToolSchema, renderers
-from rollcast.contracts.trajectory import Tokens
-from rollcast_agents.chat import as_chat
+from rollcast.contracts.renderer import BaseRenderer, ChatMessage, RendererSetup, renderers
+from rollcast_agents.prefix import CONVERSATIONS, REPLIES, TOOL, Conversation, extend_each, sampled
 
 __all__ = ["RendererSuite"]
-
-_TOOL = {
-    "type": "function",
-    "function": {
-        "name": "add",
-        "description": "Add two numbers.",
-        "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]},
-    },
-}
 
 
 class RendererSuite:
@@ -38,7 +28,7 @@ class RendererSuite:
     name: ClassVar[str] = ""
     options: ClassVar[Mapping[str, Any]] = {}
     tool_format: ClassVar[str] = ""
-    replies: ClassVar[Sequence[str]] = ("four", "", " two  spaces\n", "<tool_call>{")
+    replies: ClassVar[Sequence[str]] = REPLIES
     always_extends: ClassVar[bool] = False
 
     @pytest.fixture
@@ -51,18 +41,9 @@ class RendererSuite:
         """Return the renderer under test."""
         return renderers.get(self.name)(RendererSetup(model_path, self.tool_format, self.options))
 
-    def conversations(self) -> list[tuple[list[ChatMessage], list[ChatMessage], Sequence[ToolSchema]]]:
+    def conversations(self) -> list[Conversation]:
         """Return prompts, the messages after the first reply, and tools."""
-        prompt: list[ChatMessage] = [{"role": "user", "content": "2+2?"}]
-        system: list[ChatMessage] = [{"role": "system", "content": "Be brief."}, *prompt]
-        user: ChatMessage = {"role": "user", "content": "Are you sure?"}
-        tool: ChatMessage = {"role": "tool", "content": "4", "name": "add", "tool_call_id": "call_0"}
-        return [
-            (prompt, [user], ()),
-            (system, [user], ()),
-            (prompt, [tool], (_TOOL,)),
-            (prompt, [tool, user], (_TOOL,)),
-        ]
+        return list(CONVERSATIONS)
 
     def test_stop_tokens(self, renderer: BaseRenderer) -> None:
         """Check that there is a token that ends a reply."""
@@ -80,35 +61,27 @@ class RendererSuite:
     def test_tools_are_shown(self, renderer: BaseRenderer) -> None:
         """Check that a tool changes the prompt."""
         prompt: list[ChatMessage] = [{"role": "user", "content": "2+2?"}]
-        assert not np.array_equal(renderer.start(prompt), renderer.start(prompt, [_TOOL]))
+        assert not np.array_equal(renderer.start(prompt), renderer.start(prompt, [TOOL]))
 
     def test_extending_keeps_every_id(self, renderer: BaseRenderer) -> None:
         """Check that an extended context starts with the exact existing ids, or is None."""
-        for prompt, more, tools in self.conversations():
-            for text in self.replies:
-                ids = np.concatenate([renderer.start(prompt, tools), self._sampled(renderer, text)])
-                reply = renderer.parse(self._sampled(renderer, text))
-                extended = renderer.extend(ids, [*prompt, as_chat(reply), *more], tools)
-                if extended is None:
-                    assert not self.always_extends, f"the reply {text!r} was not extended"
-                    continue
-                assert np.array_equal(extended[: len(ids)], ids)
-                assert len(extended) > len(ids)
+        for each in extend_each(renderer, self.conversations(), self.replies):
+            if each.extended is None:
+                assert not self.always_extends, f"the reply {each.reply!r} was not extended"
+                continue
+            assert each.keeps, f"extending the reply {each.reply!r} by {each.roles} changed ids that were there"
 
     def test_a_reply_survives(self, renderer: BaseRenderer) -> None:
         """Check that a plain reply is parsed unchanged, except for whitespace at its ends."""
-        assert renderer.parse(self._sampled(renderer, "four")).text.strip() == "four"
+        assert renderer.parse(sampled(renderer, "four")).text.strip() == "four"
 
     def test_nothing_sampled_raises(self, renderer: BaseRenderer) -> None:
         """Check that any sampled ids can be parsed: cut, empty and malformed replies."""
         for text in (*self.replies, "<tool_call>", "</think>", "{"):
-            ids = self._sampled(renderer, text)
+            ids = sampled(renderer, text)
             for length in range(len(ids) + 1):
                 renderer.parse(ids[:length])
 
     def test_encode_and_decode(self, renderer: BaseRenderer) -> None:
         """Check that plain text survives encoding and decoding."""
         assert renderer.decode(renderer.encode("two and two")) == "two and two"
-
-    def _sampled(self, renderer: BaseRenderer, text: str) -> Tokens:
-        return np.append(renderer.encode(text), renderer.stop_token_ids[0]).astype(np.int32)

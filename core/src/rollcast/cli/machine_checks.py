@@ -1,0 +1,274 @@
+"""The core's own health checks: Python, installed distributions, plugins, shared memory, files, disk, network."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import platform
+import re
+import shutil
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from urllib.request import getproxies, proxy_bypass
+
+from packaging.requirements import InvalidRequirement, Requirement
+from packaging.specifiers import SpecifierSet
+
+from rollcast.contracts.health import BaseHealthCheck, Finding, HealthSetup, ok, problem, warning
+from rollcast.plugins.discovery import (
+    CORE_DISTRIBUTION,
+    describe_groups,
+    find_core_version,
+    find_groups,
+    find_known,
+    find_plugins,
+)
+
+__all__ = ["DiskCheck", "LimitsCheck", "NetworkCheck", "PluginsCheck", "PythonCheck", "VersionsCheck"]
+
+GIB = 2**30
+#: The size that Docker gives a container unless it is told otherwise, in bytes.
+_DOCKERS_SHARED = 64 * 2**20
+#: Free bytes below which a second process's buffers, or a data loader's batches, may not find room.
+_LITTLE_SHARED = GIB
+#: The soft limit of a usual login session; imports, sockets and log files of one run stay below it.
+_FEWEST_FILES = 1024
+#: What Ray asks for in production: each worker holds sockets to others, and the driver to all of them.
+_GOOD_FILES = 8192
+#: Free bytes that a run's logs and metrics need at the least, and a number that the checkpoints of small models fill.
+_LEAST_DISK, _LITTLE_DISK = GIB, 20 * GIB
+
+
+def _size(count: float) -> str:
+    return f"{count / GIB:.1f} GiB" if count >= GIB else f"{count / 2**20:.0f} MiB"
+
+
+class PythonCheck(BaseHealthCheck):
+    """The interpreter, against the versions that the core supports."""
+
+    subject = "Python"
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Compare the running version with the core's ``Requires-Python``."""
+        version = platform.python_version()
+        try:
+            about = importlib.metadata.metadata(CORE_DISTRIBUTION)
+        except importlib.metadata.PackageNotFoundError:  # from a bare source tree
+            yield ok("version", f"{version} ({sys.executable})")
+            return
+        needed = next(iter(about.get_all("Requires-Python") or ()), "")
+        if SpecifierSet(needed).contains(version, prereleases=True):
+            yield ok("version", f"{version} ({sys.executable})")
+        else:
+            yield problem(
+                "version",
+                f"{version} ({sys.executable}), and rollcast needs {needed}",
+                "make an environment with a supported Python and install rollcast there: python3.11 -m venv DIR",
+            )
+
+
+class VersionsCheck(BaseHealthCheck):
+    """The distributions of rollcast share one version, and what they require is installed in a version that fits."""
+
+    subject = "distributions"
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Read installed metadata."""
+        core = find_core_version()
+        # Published with the core, by its index of plugins; strangers' distributions have versions of their own.
+        ours = {name for group in describe_groups() for name in find_known(group).values()}
+        installed = {name: version for name in sorted(ours) if (version := _version(name)) is not None}
+        faults = [
+            problem(
+                name,
+                f"version {version} beside {CORE_DISTRIBUTION} {core}; they are released together, under one version",
+                f"pip install '{name}=={core}'",
+            )
+            for name, version in installed.items()
+            if core is not None and version != core
+        ]
+        others = {each.distribution for group in find_groups() for each in find_plugins(group)}
+        checked = sorted({CORE_DISTRIBUTION, *installed, *(each for each in others if each)})
+        faults += [fault for name in checked for fault in _unmet(name)]
+        yield from faults
+        if not faults:
+            yield ok("versions", f"{len(installed)} distributions of version {core}; every requirement is met")
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _unmet(distribution: str) -> Iterator[Finding]:
+    """Yield a finding for each requirement of a distribution that what is installed does not meet."""
+    try:
+        lines = importlib.metadata.requires(distribution) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return
+    for line in lines:
+        try:
+            needs = Requirement(line)
+        except InvalidRequirement:
+            continue  # the registry has logged it
+        if needs.marker is not None and not needs.marker.evaluate({"extra": ""}):
+            continue
+        version = _version(needs.name)
+        if version is None or not needs.specifier.contains(version, prereleases=True):
+            asked = f"{needs.name}{needs.specifier}"
+            there = "is not installed" if version is None else f"is installed in version {version}"
+            yield problem(distribution, f"requires {asked}, and {needs.name} {there}", f"pip install '{asked}'")
+
+
+class PluginsCheck(BaseHealthCheck):
+    """Every plugin can be imported, and is what its group expects; as ``rollcast plugins --check``."""
+
+    subject = "plugins"
+    timeout_s = 900.0
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Import each plugin in a process of its own."""
+        from rollcast.cli.plugins import check_all
+
+        rows = check_all()
+        broken = [row for row in rows if row.state not in ("ok", "in-process")]
+        owners = {row.distribution for row in rows}
+        yield ok("loaded", f"{len(rows) - len(broken)} plugins of {len(owners)} distributions")
+        for row in broken:
+            short = row.group.removeprefix("rollcast.")
+            hint = re.search(r"(?:Try: |reinstall it|Ask for ).*", row.cause)
+            mend = hint[0].removeprefix("Try: ") if hint else f"reinstall {row.distribution}, or pip uninstall it"
+            cause = " ".join(row.cause.split())
+            yield problem(
+                f"{short}/{row.name}", f"{row.distribution} {row.version} ({row.value}) is {row.state}: {cause}", mend
+            )
+
+
+class LimitsCheck(BaseHealthCheck):
+    """Shared memory, and the number of files that a process may have open."""
+
+    subject = "limits"
+    #: Folder of shared memory, where tensors between processes are.
+    shared = Path("/dev/shm")  # noqa: S108
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Look at the shared-memory folder and at the limit of open files."""
+        if self.shared.is_dir():
+            yield self._shared_memory()
+        if os.name == "posix":
+            yield self._open_files()
+
+    def _shared_memory(self) -> Finding:
+        room = os.statvfs(self.shared)
+        size, free = room.f_blocks * room.f_frsize, room.f_bavail * room.f_frsize
+        found = f"{_size(free)} free of {_size(size)} in {self.shared}"
+        bigger = f"start the container with --shm-size=16g (or --ipc=host), or: mount -o remount,size=16G {self.shared}"
+        if size <= _DOCKERS_SHARED or free < _DOCKERS_SHARED:
+            mend = bigger if size <= _DOCKERS_SHARED else f"delete what crashed processes left: ls -lt {self.shared}"
+            return problem("shared memory", f"{found}; tensors between processes do not fit", mend)
+        if free < _LITTLE_SHARED:
+            return warning(
+                "shared memory", found, f"{bigger}; crashed processes may have left files: ls -lt {self.shared}"
+            )
+        return ok("shared memory", found)
+
+    def _open_files(self) -> Finding:
+        import resource
+
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        limit = "no limit" if soft == resource.RLIM_INFINITY else str(soft)
+        most = hard if hard != resource.RLIM_INFINITY else 65536
+        mend = f"ulimit -n {min(max(_GOOD_FILES, most), 65536)}" + (
+            "" if most >= _GOOD_FILES else " as root, or LimitNOFILE= of the service, or nofile in limits.conf"
+        )
+        if soft != resource.RLIM_INFINITY and soft < _GOOD_FILES:
+            found = f"a process may have {limit} files open (hard limit {hard if hard >= 0 else 'none'})"
+            if soft < _FEWEST_FILES:
+                return problem("open files", f"{found}, which the sockets of workers and replicas exhaust", mend)
+            return warning("open files", f"{found}; a run with many workers needs {_GOOD_FILES}", mend)
+        return ok("open files", f"a process may have {limit} files open")
+
+
+class DiskCheck(BaseHealthCheck):
+    """The folder of the run and that of temporary files: writable, with room."""
+
+    subject = "disk"
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Write a small file into each folder and look at the free space."""
+        yield self._look("run directory", Path(setup.get("run_dir", "runs")), "give another folder: run_dir=DIR")
+        try:
+            temporary = Path(tempfile.gettempdir())
+        except FileNotFoundError as error:
+            yield problem("temporary files", f"no folder can be written: {error}", "set TMPDIR to a writable folder")
+            return
+        yield self._look("temporary files", temporary, "set TMPDIR to a folder with room")
+
+    def _look(self, name: str, folder: Path, elsewhere: str) -> Finding:
+        there = folder.absolute()
+        while not there.exists() and there != there.parent:
+            there = there.parent
+        if not there.is_dir():
+            return problem(name, f"{folder} cannot be made, because {there} is a file", elsewhere)
+        try:
+            with tempfile.NamedTemporaryFile(dir=there, prefix=".rollcast-doctor-") as file:
+                file.write(b"\0" * 4096)
+                file.flush()
+            usage = shutil.disk_usage(there)
+            files = os.statvfs(there)
+        except OSError as error:
+            reason = error.strerror or str(error)
+            return problem(
+                name, f"{folder} cannot be written ({there}: {reason})", f"chmod or free {there}; or {elsewhere}"
+            )
+        found = f"{_size(usage.free)} free of {_size(usage.total)} for {folder}"
+        if usage.free < _LEAST_DISK:
+            return problem(name, found, f"free space on the disk of {there}; or {elsewhere}")
+        if files.f_files and files.f_favail == 0:
+            return problem(name, f"no more files can be made on the disk of {there}", f"delete files; or {elsewhere}")
+        if usage.free < _LITTLE_DISK:
+            return warning(name, f"{found}; checkpoints may fill it", f"free space; or {elsewhere}")
+        return ok(name, found)
+
+
+class NetworkCheck(BaseHealthCheck):
+    """Ports on the loopback, the machine's own name, and proxies that would swallow requests to it."""
+
+    subject = "network"
+
+    def run(self, setup: HealthSetup) -> Iterator[Finding]:
+        """Bind, connect and resolve; no packet leaves the machine but a look-up of its name."""
+        yield self._loopback()
+        yield self._name()
+        schemes = [scheme for scheme in getproxies() if scheme in ("http", "https", "all")]
+        if schemes and not proxy_bypass("127.0.0.1"):
+            yield warning(
+                "proxy",
+                f"{', '.join(f'{scheme}_proxy' for scheme in schemes)} also catches requests to 127.0.0.1",
+                "export no_proxy=localhost,127.0.0.1,$(hostname -i) NO_PROXY=localhost,127.0.0.1,$(hostname -i)",
+            )
+
+    def _loopback(self) -> Finding:
+        try:
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                with socket.create_connection(server.getsockname(), 5.0):
+                    pass
+                port = server.getsockname()[1]
+        except OSError as error:
+            mend = 'ip link set lo up; if every port is taken: sysctl -w net.ipv4.ip_local_port_range="1024 65535"'
+            return problem("ports", f"no port of 127.0.0.1 can be bound and reached: {error}", mend)
+        return ok("ports", f"free ports of 127.0.0.1 can be bound and reached, such as {port}")
+
+    def _name(self) -> Finding:
+        name = socket.gethostname()
+        try:
+            addresses = sorted({str(entry[4][0]) for entry in socket.getaddrinfo(name, None)})
+        except OSError as error:
+            mend = f"add the name to /etc/hosts: echo '127.0.1.1 {name}' >> /etc/hosts"
+            return problem("host name", f"{name} cannot be resolved ({error}); process groups meet under it", mend)
+        return ok("host name", f"{name} is {', '.join(addresses)}")

@@ -1,0 +1,121 @@
+"""Contract of health checks: what ``rollcast doctor`` looks at before a run does.
+
+A distribution checks what it depends on, and says what to do about a fault::
+
+    class LicenceCheck(BaseHealthCheck):
+        subject = "licence server"
+
+        def run(self, setup):
+            host = setup.get("licence.host", "localhost")
+            if answers(host):
+                return [ok("server", f"{host} answers")]
+            return [problem("server", f"{host} does not answer", "start it, or set licence.host")]
+
+Announce it in the group ``rollcast.health_checks``. The checks of a distribution run in a process of their own: one
+that raises, hangs or crashes is itself a finding, and the other distributions' checks are not affected.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal, get_args
+
+from rollcast.errors import PluginTypeError
+from rollcast.plugins import Registry, subclass_of
+
+__all__ = ["BaseHealthCheck", "Finding", "HealthSetup", "HealthState", "health_checks", "ok", "problem", "warning"]
+
+HealthState = Literal["ok", "warning", "problem"]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the doctor's report.
+
+    Attributes:
+        name: short name of the thing that was looked at, such as ``open files``.
+        state: ``ok``; ``warning`` (a run may suffer from it); ``problem`` (a run fails because of it).
+        found: the fact that was found, with its figures.
+        mend: command, key or setting that mends it; required unless the state is ``ok``.
+
+    Raises:
+        PluginTypeError: the state is unknown, a text is empty, or a fault has no mend.
+    """
+
+    name: str
+    state: HealthState
+    found: str
+    mend: str = ""
+
+    def __post_init__(self) -> None:
+        if self.state not in get_args(HealthState):
+            raise PluginTypeError(
+                f"a finding has the state {self.state!r}; allowed: {', '.join(get_args(HealthState))}"
+            )
+        if not self.name or not self.found:
+            raise PluginTypeError(f"a finding needs a name and what was found, got {self.name!r} and {self.found!r}")
+        if self.state != "ok" and not self.mend:
+            raise PluginTypeError(
+                f"the {self.state} {self.name!r} ({self.found}) needs a mend: say what to do about it"
+            )
+
+
+def ok(name: str, found: str) -> Finding:
+    """Return a finding about something that is as it should be."""
+    return Finding(name, "ok", found)
+
+
+def warning(name: str, found: str, mend: str) -> Finding:
+    """Return a finding about something that a run may suffer from."""
+    return Finding(name, "warning", found, mend)
+
+
+def problem(name: str, found: str, mend: str) -> Finding:
+    """Return a finding about something that makes a run fail."""
+    return Finding(name, "problem", found, mend)
+
+
+@dataclass(frozen=True)
+class HealthSetup:
+    """The run that is asked about, if there is one.
+
+    Attributes:
+        config: its configuration as nested mappings, of JSON values; None if only the machine is asked about.
+    """
+
+    config: Mapping[str, Any] | None = None
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return the value of a dotted key; ``default`` without a configuration, or if it has no such value."""
+        value: Any = self.config
+        for part in key.split("."):
+            if not isinstance(value, Mapping) or value.get(part) is None:
+                return default
+            value = value[part]
+        return default if value == "???" else value
+
+
+class BaseHealthCheck(ABC):
+    """A check of the machine, of the installation, or of what a configuration asks of them.
+
+    Attributes:
+        subject: heading under which the findings are listed; checks with the same subject are listed together.
+        timeout_s: seconds that :meth:`run` may take, importing libraries included.
+    """
+
+    subject: ClassVar[str]
+    timeout_s: ClassVar[float] = 60.0
+
+    @abstractmethod
+    def run(self, setup: HealthSetup) -> Iterable[Finding]:
+        """Return or yield the findings; none if there is nothing to look at.
+
+        Changes nothing that outlives the process. May import heavy libraries: the process ends afterwards.
+        """
+
+
+health_checks: Registry[type[BaseHealthCheck]] = Registry(
+    "rollcast.health_checks", subclass_of(BaseHealthCheck), description="checks of rollcast doctor"
+)
