@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -14,6 +15,7 @@ from hatchling.builders.wheel import WheelBuilder
 from page_packages import titled_blocks
 from run_commands import Commands
 
+from rollcast.errors import ConfigError
 from rollcast_testing.new import create_package, describe_kinds
 
 pytestmark = pytest.mark.long
@@ -28,7 +30,17 @@ def packages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for kind in KINDS:
         builder = WheelBuilder(str(create_package(kind, f"new_{kind}", folder)))
         list(builder.build(directory=str(folder / "wheels"), versions=["standard"]))
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index", "--target", str(folder / "site")]
+    install = [
+        sys.executable,
+        "-m",
+        "pip",
+        "install",
+        "-q",
+        "--no-deps",
+        "--no-index",
+        "--target",
+        str(folder / "site"),
+    ]
     subprocess.run([*install, *map(str, (folder / "wheels").glob("*.whl"))], check=True, timeout=120)
     return folder
 
@@ -41,12 +53,56 @@ def run(packages: Path, *arguments: str) -> str:
     return done.stdout
 
 
-def test_their_tests_pass(packages: Path, tmp_path: Path) -> None:
-    report = tmp_path / "passed.txt"
+def test_their_tests_pass(packages: Path) -> None:
     folders = [f"rollcast-new-{kind.replace('_', '-')}/tests" for kind in KINDS]
-    report.write_text(run(packages, "pytest", "-q", "-p", "no:cacheprovider", "-rA", "--durations=15", *folders))
-    for kind in KINDS:
-        assert f"test_new_{kind}.py::" in report.read_text(), f"{kind} has no test that passed"
+    listed = run(packages, "pytest", "-q", "-p", "no:cacheprovider", "-rA", *folders)
+    passed = {kind: len(re.findall(rf"^PASSED \S*test_new_{kind}\.py::", listed, re.MULTILINE)) for kind in KINDS}
+    assert all(passed.values()), passed
+    assert passed["engine"] > 40
+    assert passed["rollout"] > 25
+
+
+def test_the_command_says_what_comes_next(rollcast: Commands) -> None:
+    listed = rollcast.must_run("new", "--list").out
+    assert set(KINDS) == {line.split()[0] for line in listed.splitlines()}
+    said = rollcast.must_run("new", "plugin", "agent-loop", "twice").out
+    assert "pip install -e rollcast-twice" in said
+    assert (rollcast.folder / "rollcast-twice" / "tests" / "test_twice.py").is_file()
+    refused = rollcast.run("new", "environment", "MyShop")
+    assert (refused.code, "try my_shop" in refused.text) == (2, True), refused.text
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "complaint"),
+    [
+        ("reward", "twice", "rollcast-twice exists already"),
+        ("rewrd", "other", "Did you mean 'reward'"),
+        ("environment", "../shop", "cannot be named"),
+        ("environment", "rollcast_shop", "try shop"),
+        ("recipe", "class", "cannot be named"),
+        ("recipe", "trainer", "rollcast_trainer is installed already"),
+        ("reward", "exact_match", "rollcast-rewards has a plugin 'exact_match' in rollcast.rewards"),
+    ],
+)
+def test_a_wrong_request_writes_nothing(kind: str, name: str, complaint: str, tmp_path: Path) -> None:
+    readme = tmp_path / "rollcast-twice" / "README.md"
+    readme.parent.mkdir()
+    readme.write_text("mine")
+    with pytest.raises(ConfigError, match=complaint):
+        create_package(kind, name, tmp_path)
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [readme]
+    assert readme.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("kind", "page", "name"), [("engine", "engines.md", "small"), ("rollout", "rollouts.md", "plain")]
+)
+def test_pages_show_the_templates(kind: str, page: str, name: str, tmp_path: Path) -> None:
+    package = create_package(kind, name, tmp_path)
+    shown = {file: text for file, text in titled_blocks(page).items() if file.startswith(("src/", "tests/"))}
+    assert f"src/rollcast_{name}/{kind}.py" in shown
+    for file, text in shown.items():
+        assert (package / file).read_text() == text, file
 
 
 def test_they_announce_what_they_bring(packages: Path) -> None:
