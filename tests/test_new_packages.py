@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from hatchling.builders.wheel import WheelBuilder
-from page_packages import titled_blocks
+from page_packages import DOCS, titled_blocks
 from run_commands import Commands
 
 from rollcast.errors import ConfigError
@@ -65,9 +65,9 @@ def test_their_tests_pass(packages: Path) -> None:
 def test_the_command_says_what_comes_next(rollcast: Commands) -> None:
     listed = rollcast.must_run("new", "--list").out
     assert set(KINDS) == {line.split()[0] for line in listed.splitlines()}
-    said = rollcast.must_run("new", "plugin", "agent-loop", "twice").out
-    assert "pip install -e rollcast-twice" in said
-    assert (rollcast.folder / "rollcast-twice" / "tests" / "test_twice.py").is_file()
+    page = (DOCS / "examples.md").read_text()
+    command, shown = re.search(r"^rollcast (new .+)\n```\n\n```\n(.+?)```$", page, re.MULTILINE | re.DOTALL).groups()
+    assert rollcast.must_run(*command.split()).out == shown
     refused = rollcast.run("new", "environment", "MyShop")
     assert (refused.code, "try my_shop" in refused.text) == (2, True), refused.text
 
@@ -114,3 +114,8 @@ def test_they_announce_what_they_bring(packages: Path) -> None:
         project = tomllib.loads((packages / name / "pyproject.toml").read_text())["project"]
         assert {row["group"] for row in rows} == set(project["entry-points"])
         assert {(row["name"], row["state"]) for row in rows} == {(f"new_{kind}", "ok")}
+
+
+def test_the_page_lists_the_kinds() -> None:
+    rows = re.findall(r"^\| `(\w+)` \| (.+?) \| \[", (DOCS / "examples.md").read_text(), re.MULTILINE)
+    assert dict(rows) == describe_kinds()
