@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hatchling.builders.wheel import WheelBuilder
 from page_packages import DOCS, titled_blocks
-from run_commands import Commands
+from run_commands import SMALL, Commands, read_metrics
 
 from rollcast.errors import ConfigError
 from rollcast_testing.new import create_package, describe_kinds
@@ -60,6 +60,20 @@ def test_their_tests_pass(packages: Path) -> None:
     assert all(passed.values()), passed
     assert passed["engine"] > 40
     assert passed["rollout"] > 25
+
+
+def test_the_engine_trains_a_model_without_weights(packages: Path) -> None:
+    few = (
+        "trainer.total_steps=1",
+        "trainer.save_freq=-1",
+        "data.val_files=[]",
+        "rollout.n=2",
+        "data.train_batch_size=4",
+    )
+    run(packages, "rollcast", "train", *SMALL, "runtime=local", "engine=new_engine", "run_dir=runs/engine", *few)
+    (row,) = read_metrics(packages / "runs" / "engine")
+    # The rollout generates with the engine's module.
+    assert row["rollout/logprob_gap_max"] < 1e-4
 
 
 def test_the_command_says_what_comes_next(rollcast: Commands) -> None:

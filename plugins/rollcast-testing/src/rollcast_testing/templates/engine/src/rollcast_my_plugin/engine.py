@@ -9,7 +9,7 @@ from rollcast.errors import CheckpointError
 from rollcast_engine.base import TorchEngine
 from rollcast_engine.batching import check_budget, plan_batch
 from rollcast_engine.export import write_folder
-from rollcast_engine.hf import parameters_by_name
+from rollcast_engine.hf import load_hf_config, parameters_by_name
 from rollcast_engine.loss import loss_share
 from rollcast_engine.optim import build_optimizer
 from rollcast_engine.reduce import MetricSums, agree_on_counts
@@ -24,7 +24,14 @@ class MyPluginEngine(TorchEngine):
     config_schema = MyPluginConfig
 
     def initialize(self):
-        self.module = AutoModelForCausalLM.from_pretrained(self.setup.model.path, dtype=torch.float32).eval()
+        model = self.setup.model
+        if model.random_init:
+            with torch.random.fork_rng(devices=[]):
+                torch.manual_seed(self.setup.seed)
+                module = AutoModelForCausalLM.from_config(load_hf_config(model), dtype=torch.float32)
+        else:
+            module = AutoModelForCausalLM.from_pretrained(model.path, dtype=torch.float32)
+        self.module = module.eval()
         self.optimizer = None
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)
