@@ -34,7 +34,7 @@ def test_two_steps_train(flat: ModuleType, tmp_path: Path, monkeypatch: pytest.M
         return Jagged.of(batch["responses"]).lengths.float()
 
     monkeypatch.setattr(flat, "score", lengths)
-    first, second = flat.run(tmp_path, warm_up=2, steps=2)
+    first, second = flat.run(tmp_path, warm_up_steps=2, steps=2)
     assert (first["step"], second["step"]) == (1, 2)
     for metrics in (first, second):
         assert 0 < metrics["reward"] <= flat.MAX_TOKENS

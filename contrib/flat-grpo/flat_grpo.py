@@ -112,16 +112,23 @@ class Policy(Worker):
 # -- losses: from the log-probs of a micro-batch to its share of the mini-batch's loss ------------
 
 
+def log_probs_of(inputs: LossInputs) -> torch.Tensor:
+    """Return the log-probs ``[B, T]``, which only the passes of a value model lack."""
+    if inputs.log_probs is None:
+        raise TypeError("a language model's loss needs log-probs")
+    return inputs.log_probs
+
+
 def supervised_loss(inputs: LossInputs) -> LossOutput:
     """Return the negative log-likelihood, a mean over the mini-batch's tokens."""
-    loss = -(inputs.log_probs * inputs.response_mask).sum() / inputs.denominators.tokens
+    loss = -(log_probs_of(inputs) * inputs.response_mask).sum() / inputs.denominators.tokens
     return LossOutput(loss, {"loss": loss.detach()})
 
 
 def grpo_loss(inputs: LossInputs) -> LossOutput:
     """Return PPO's clipped objective, a mean over the mini-batch's tokens."""
     advantages, mask = inputs.columns["advantages"], inputs.response_mask
-    ratio = (inputs.log_probs - inputs.columns["rollout_log_probs"]).exp()
+    ratio = (log_probs_of(inputs) - inputs.columns["rollout_log_probs"]).exp()
     clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
     losses = torch.maximum(-advantages * ratio, -advantages * clipped)
     loss = (losses * mask).sum() / inputs.denominators.tokens
@@ -141,9 +148,9 @@ def draw(rows: Sequence[dict[str, str]], count: int, seed: int) -> Iterator[list
     """Yield ``count`` rows at a time, shuffled anew in each epoch, without an end."""
     generator = torch.Generator().manual_seed(seed)
     while True:
-        for part in torch.randperm(len(rows), generator=generator).split(count):
-            if len(part) == count:
-                yield [rows[index] for index in part.tolist()]
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        for start in range(0, len(order) - count + 1, count):
+            yield [rows[index] for index in order[start : start + count]]
 
 
 def jagged(rows: Sequence[Sequence[int]]) -> torch.Tensor:
@@ -175,13 +182,9 @@ def encode_examples(rows: Sequence[dict[str, str]], tokenizer: Any) -> DataProto
 
 def score(batch: DataProto, answers: Sequence[str], tokenizer: Any) -> torch.Tensor:
     """Return 1 for each response that ended by itself and is the answer, else 0; float32 ``[B]``."""
-    responses = Jagged.of(batch["responses"])
-    texts = [
-        tokenizer.decode(row.tolist(), skip_special_tokens=True)
-        for row in responses.values.split(responses.lengths.tolist())
-    ]
+    texts = [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in batch["responses"].unbind()]
     right = [text == answer for text, answer in zip(texts, answers, strict=True)]
-    return (torch.tensor(right) & batch["finished"]).float()
+    return torch.tensor(right).logical_and(batch["finished"]).float()
 
 
 def with_advantages(batch: DataProto, rewards: torch.Tensor) -> DataProto:
@@ -192,12 +195,29 @@ def with_advantages(batch: DataProto, rewards: torch.Tensor) -> DataProto:
     return batch.with_columns({"advantages": mask.like(advantages[mask.rows])})
 
 
-def train(policy: Any, data: Path, tokenizer: Any, warm_up: int, steps: int, seed: int) -> list[dict[str, float]]:
-    """Train the policy; return the metrics of each step of GRPO."""
-    examples = draw(read_rows(data / "sft.jsonl"), PROMPTS, seed)
-    for _ in range(warm_up):
-        policy.update(encode_examples(next(examples), tokenizer), supervised_loss)
+def evaluate(policy: Any, file: Path, tokenizer: Any, temperature: float) -> float:
+    """Return the share of right answers to the prompts of a file; the temperature 0 is greedy."""
+    prompts = encode_prompts(read_rows(file), tokenizer)
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+    batch = policy.generate(prompts.select(["prompts"]), sampling)
+    return float(score(batch, prompts["answer"], tokenizer).mean())
 
+
+def warm_up(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> None:
+    """Train supervised, for at most ``steps`` steps, until a fifth of the sampled answers is right.
+
+    GRPO learns from samples alone: where none is right, nothing is learnt.
+    """
+    examples = draw(read_rows(data / "sft.jsonl"), PROMPTS, seed)
+    for step in range(1, steps + 1):
+        policy.update(encode_examples(next(examples), tokenizer), supervised_loss)
+        if step % 10 == 0 and evaluate(policy, data / "sft_stop.jsonl", tokenizer, temperature=1.0) >= 0.2:
+            log.info("warm-up: %d steps", step)
+            return
+
+
+def train(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> list[dict[str, float]]:
+    """Train by GRPO; return the metrics of each step."""
     history = []
     sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
     tasks = draw(read_rows(data / "train.jsonl"), PROMPTS, seed)
@@ -216,15 +236,8 @@ def train(policy: Any, data: Path, tokenizer: Any, warm_up: int, steps: int, see
     return history
 
 
-def evaluate(policy: Any, data: Path, tokenizer: Any) -> float:
-    """Return the share of greedy answers to the test prompts that are right."""
-    prompts = encode_prompts(read_rows(data / "test.jsonl"), tokenizer)
-    batch = policy.generate(prompts.select(["prompts"]), SamplingParams(temperature=0.0, max_tokens=MAX_TOKENS))
-    return float(score(batch, prompts["answer"], tokenizer).mean())
-
-
 def run(
-    data: Path, runtime: str = "local", ranks: int = 1, warm_up: int = 60, steps: int = 60, seed: int = 1
+    data: Path, runtime: str = "local", ranks: int = 1, warm_up_steps: int = 300, steps: int = 80, seed: int = 1
 ) -> list[dict[str, float]]:
     """Make the task, start the group and train it; return the metrics of each step."""
     torch.manual_seed(seed)
@@ -237,8 +250,10 @@ def run(
     policy = WorkerGroup(ResourcePool([ranks]), workers, runtime=machines)
     try:
         policy.start()
-        history = train(policy, data, tokenizer, warm_up, steps, seed)
-        log.info("right of the test prompts: %.1f %%", 100 * evaluate(policy, data, tokenizer))
+        warm_up(policy, data, tokenizer, warm_up_steps, seed)
+        log.info("right before GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
+        history = train(policy, data, tokenizer, steps, seed)
+        log.info("right after GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
         return history
     finally:
         policy.shutdown()
@@ -249,7 +264,7 @@ def main() -> None:
     """Run with the command line's options."""
     parser = argparse.ArgumentParser(description="GRPO in one file.")
     parser.add_argument("--runtime", default="local", help="registry name of the runtime: local or ray")
-    for name, value in {"ranks": 1, "warm-up": 60, "steps": 60, "seed": 1}.items():
+    for name, value in {"ranks": 1, "warm-up-steps": 300, "steps": 80, "seed": 1}.items():
         parser.add_argument(f"--{name}", type=int, default=value)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     with tempfile.TemporaryDirectory() as folder:
