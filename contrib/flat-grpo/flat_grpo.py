@@ -16,6 +16,7 @@ import logging
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,7 @@ from rollcast.contracts.engine import (
     engines,
 )
 from rollcast.contracts.rollout import RolloutSetup, SamplingParams, rollouts
-from rollcast.contracts.runtime import runtimes
+from rollcast.contracts.runtime import Runtime, runtimes
 from rollcast.protocol import Jagged
 from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
 from rollcast_quickstart.task import SortDigits
@@ -57,18 +58,18 @@ class Policy(Worker):
     Args:
         engine: registry name of the training engine.
         rollout: registry name of the rollout, which has to generate with the engine's own module.
-        model: folder with the model's config and tokenizer.
+        model: folder with the model's config, tokenizer and, unless they are drawn at random, weights.
         optim: optimizer and schedule.
-        seed: seed of the weights and of the sampler.
+        seed: seed of random weights and of the sampler.
     """
 
-    def __init__(self, engine: str, rollout: str, model: str, optim: OptimConfig, seed: int) -> None:
+    def __init__(self, engine: str, rollout: str, model: ModelConfig, optim: OptimConfig, seed: int) -> None:
         engine_class, rollout_class = engines.get(engine), rollouts.get(rollout)
-        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model.path)
         self.engine = engine_class(
             EngineSetup(
                 model_type="language_model",
-                model=ModelConfig(path=model, random_init=True),
+                model=model,
                 engine=engine_class.config_schema(),
                 optim=optim,
                 context=self.context,
@@ -78,7 +79,7 @@ class Policy(Worker):
         self.rollout = rollout_class(
             RolloutSetup(
                 config=rollout_class.config_schema(),
-                model_path=model,
+                model_path=model.path,
                 seed=seed + 1000 * self.rank,
                 pad_token_id=tokenizer.pad_token_id,
                 eos_token_id=tokenizer.eos_token_id,
@@ -107,6 +108,11 @@ class Policy(Worker):
         self.version += 1
         self.rollout.bind_engine(self.engine, self.version)
         return [{**output.metrics, "grad_norm": output.grad_norm}]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self.engine.export(path)
 
 
 # -- losses: from the log-probs of a micro-batch to its share of the mini-batch's loss ------------
@@ -236,27 +242,44 @@ def train(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> lis
     return history
 
 
+@contextmanager
+def started(machines: Runtime, ranks: int, model: ModelConfig, optim: OptimConfig, seed: int) -> Iterator[Any]:
+    """Start the workers; stop them at the end."""
+    workers = ClassWithInitArgs(Policy, "fsdp", "hf", model, optim, seed)
+    policy: Any = WorkerGroup(ResourcePool([ranks]), workers, runtime=machines)
+    try:
+        policy.start()
+        yield policy
+    finally:
+        policy.shutdown()
+
+
 def run(
     data: Path, runtime: str = "local", ranks: int = 1, warm_up_steps: int = 300, steps: int = 80, seed: int = 1
 ) -> list[dict[str, float]]:
-    """Make the task, start the group and train it; return the metrics of each step."""
+    """Make the task, warm a model up, train it; return the metrics of each step of GRPO."""
     torch.manual_seed(seed)
     SortDigits().run(None, data, seed)
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
-    optim = OptimConfig(lr=5e-4, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)
     runtime_class = runtimes.get(runtime)
     machines = runtime_class.from_config(runtime_class.config_schema(), processes=ranks)
-    workers = ClassWithInitArgs(Policy, "fsdp", "hf", str(data / "model"), optim, seed)
-    policy = WorkerGroup(ResourcePool([ranks]), workers, runtime=machines)
+    common = {"betas": [0.9, 0.95], "weight_decay": 0.0, "min_lr_ratio": 0.1}
+    supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, **common)
+    # One step of the schedule is one mini-batch here.
+    schedule = {"lr_scheduler_type": "linear", "total_training_steps": steps * MINI_BATCHES}
+    reinforced = OptimConfig(lr=4e-4, lr_warmup_steps=10, **schedule, **common)
     try:
-        policy.start()
-        warm_up(policy, data, tokenizer, warm_up_steps, seed)
-        log.info("right before GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
-        history = train(policy, data, tokenizer, steps, seed)
-        log.info("right after GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
-        return history
+        with started(
+            machines, ranks, ModelConfig(path=str(data / "model"), random_init=True), supervised, seed
+        ) as policy:
+            warm_up(policy, data, tokenizer, warm_up_steps, seed)
+            policy.export(data / "warm")
+        with started(machines, ranks, ModelConfig(path=str(data / "warm")), reinforced, seed) as policy:
+            log.info("right before GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
+            history = train(policy, data, tokenizer, steps, seed)
+            log.info("right after GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
+            return history
     finally:
-        policy.shutdown()
         machines.shutdown()
 
 
