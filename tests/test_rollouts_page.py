@@ -1,4 +1,7 @@
-"""The rollout of docs/rollouts.md: built, installed beside everything else, and held to its suite; then trained with."""
+"""The rollout of docs/rollouts.md: built, installed beside everything else, and trained with.
+
+It is held to its suite in test_new_packages.py: the page shows the template of ``rollcast new plugin rollout``.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +17,6 @@ pytestmark = pytest.mark.long
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> PagePackage:
     return PagePackage("rollouts.md", "rollcast-plain", tmp_path_factory.mktemp("plain"))
-
-
-def test_passes_the_suite(plain: PagePackage) -> None:
-    assert plain.count_passed() > 25
 
 
 def test_trains(plain: PagePackage, tmp_path: Path) -> None:

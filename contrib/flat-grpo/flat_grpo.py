@@ -1,0 +1,298 @@
+"""GRPO in one file: worker groups, an engine and a rollout from the registry, and no trainer.
+
+A model of half a million parameters learns to sort eight digits, as in the quick start: some supervised steps, so that
+a few samples are right, and then GRPO. Everything that decides what is trained stands below. What a trainer adds is
+left out: checkpoints, recovery, validation curves, reports, KL penalties, balancing of ranks, replicas, and a config.
+
+    python flat_grpo.py                          # in this process
+    python flat_grpo.py --runtime ray --ranks 2  # two workers
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer
+
+from rollcast import ClassWithInitArgs, DataProto, Dispatch, ResourcePool, Worker, WorkerGroup, register
+from rollcast.contracts.engine import (
+    EngineSetup,
+    ForwardSettings,
+    LossFunction,
+    LossInputs,
+    LossOutput,
+    ModelConfig,
+    OptimConfig,
+    engines,
+)
+from rollcast.contracts.rollout import RolloutSetup, SamplingParams, rollouts
+from rollcast.contracts.runtime import Runtime, runtimes
+from rollcast.protocol import Jagged
+from rollcast_dispatch import make_nd_compute_dataproto_dispatch_fn
+from rollcast_quickstart.task import SortDigits
+from rollcast_serving.generation import generate_sequences
+
+log = logging.getLogger("flat_grpo")
+
+PROMPTS, SAMPLES, MINI_BATCHES = 64, 8, 2
+MAX_TOKENS = 10
+CLIP_LOW, CLIP_HIGH = 0.2, 0.28
+SHARDED = make_nd_compute_dataproto_dispatch_fn("policy")
+
+
+# -- what runs on the ranks -----------------------------------------------------------------------
+
+
+class Policy(Worker):
+    """A model that generates and trains, on one rank of a group.
+
+    Args:
+        engine: registry name of the training engine.
+        rollout: registry name of the rollout, which has to generate with the engine's own module.
+        model: folder with the model's config, tokenizer and, unless they are drawn at random, weights.
+        optim: optimizer and schedule.
+        seed: seed of random weights and of the sampler.
+    """
+
+    def __init__(self, engine: str, rollout: str, model: ModelConfig, optim: OptimConfig, seed: int) -> None:
+        engine_class, rollout_class = engines.get(engine), rollouts.get(rollout)
+        tokenizer = AutoTokenizer.from_pretrained(model.path)
+        self.engine = engine_class(
+            EngineSetup(
+                model_type="language_model",
+                model=model,
+                engine=engine_class.config_schema(),
+                optim=optim,
+                context=self.context,
+                seed=seed,
+            )
+        )
+        self.rollout = rollout_class(
+            RolloutSetup(
+                config=rollout_class.config_schema(),
+                model_path=model.path,
+                seed=seed + 1000 * self.rank,
+                pad_token_id=tokenizer.pad_token_id,
+                eos_token_id=tokenizer.eos_token_id,
+            )
+        )
+        self.version = 0
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def start(self) -> None:
+        """Build the model and say which rows this rank gets."""
+        self.engine.initialize()
+        self.register_mesh("policy", self.engine.get_data_parallel_rank(), self.engine.is_mp_src_rank_with_outputs())
+        self.rollout.bind_engine(self.engine, self.version)
+
+    @register(dispatch_mode=SHARDED)
+    async def generate(self, prompts: DataProto, sampling: SamplingParams) -> DataProto:
+        """Return a response for each row, with the log-probs that it was sampled with."""
+        return await generate_sequences(self.rollout, prompts, sampling)
+
+    @register(dispatch_mode=SHARDED)
+    def update(self, batch: DataProto, loss: LossFunction) -> list[dict[str, float]]:
+        """Take one optimizer step on a mini-batch; return its metrics, the same on every rank."""
+        with self.engine.train_mode():
+            output = self.engine.train_batch(batch, loss, ForwardSettings(micro_batch_size_per_gpu=128))
+        self.engine.lr_scheduler_step()
+        self.version += 1
+        self.rollout.bind_engine(self.engine, self.version)
+        return [{**output.metrics, "grad_norm": output.grad_norm}]
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def export(self, path: Path) -> None:
+        """Write the model as a Hugging Face folder."""
+        self.engine.export(path)
+
+
+# -- losses: from the log-probs of a micro-batch to its share of the mini-batch's loss ------------
+
+
+def log_probs_of(inputs: LossInputs) -> torch.Tensor:
+    """Return the log-probs ``[B, T]``, which only the passes of a value model lack."""
+    if inputs.log_probs is None:
+        raise TypeError("a language model's loss needs log-probs")
+    return inputs.log_probs
+
+
+def supervised_loss(inputs: LossInputs) -> LossOutput:
+    """Return the negative log-likelihood, a mean over the mini-batch's tokens."""
+    loss = -(log_probs_of(inputs) * inputs.response_mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach()})
+
+
+def grpo_loss(inputs: LossInputs) -> LossOutput:
+    """Return PPO's clipped objective, a mean over the mini-batch's tokens."""
+    advantages, mask = inputs.columns["advantages"], inputs.response_mask
+    ratio = (log_probs_of(inputs) - inputs.columns["rollout_log_probs"]).exp()
+    clipped = ratio.clamp(1 - CLIP_LOW, 1 + CLIP_HIGH)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    loss = (losses * mask).sum() / inputs.denominators.tokens
+    share = ((ratio != clipped) * mask).sum() / inputs.denominators.tokens
+    return LossOutput(loss, {"loss": loss.detach(), "clipped": share.detach()})
+
+
+# -- data -----------------------------------------------------------------------------------------
+
+
+def read_rows(path: Path) -> list[dict[str, str]]:
+    """Return the rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def draw(rows: Sequence[dict[str, str]], count: int, seed: int) -> Iterator[list[dict[str, str]]]:
+    """Yield ``count`` rows at a time, shuffled anew in each epoch, without an end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(rows), generator=generator).tolist()
+        for start in range(0, len(order) - count + 1, count):
+            yield [rows[index] for index in order[start : start + count]]
+
+
+def jagged(rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return a jagged column int32 of token ids."""
+    lengths = torch.tensor([len(row) for row in rows])
+    return Jagged.from_lengths(
+        torch.tensor([token for row in rows for token in row], dtype=torch.int32), lengths
+    ).column()
+
+
+def encode_prompts(rows: Sequence[dict[str, str]], tokenizer: Any) -> DataProto:
+    """Return the batch of the rows' prompts, with their answers."""
+    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
+    return DataProto.from_dict({"prompts": jagged(prompts)}, {"answer": [row["ground_truth"] for row in rows]})
+
+
+def encode_examples(rows: Sequence[dict[str, str]], tokenizer: Any) -> DataProto:
+    """Return the batch of supervised rows: prompts, and responses that end with the EOS token."""
+    prompts = [tokenizer.encode(row["prompt"], add_special_tokens=False) for row in rows]
+    answers = [tokenizer.encode(row["response"], add_special_tokens=False) for row in rows]
+    responses = Jagged.of(jagged([[*answer, tokenizer.eos_token_id] for answer in answers]))
+    mask = responses.like(torch.ones(len(responses.values), dtype=torch.bool))
+    columns = {"prompts": jagged(prompts), "responses": responses.column(), "response_mask": mask}
+    return DataProto.from_dict(columns)
+
+
+# -- the algorithm --------------------------------------------------------------------------------
+
+
+def score(batch: DataProto, answers: Sequence[str], tokenizer: Any) -> torch.Tensor:
+    """Return 1 for each response that ended by itself and is the answer, else 0; float32 ``[B]``."""
+    texts = [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in batch["responses"].unbind()]
+    right = [text == answer for text, answer in zip(texts, answers, strict=True)]
+    return torch.tensor(right).logical_and(batch["finished"]).float()
+
+
+def with_advantages(batch: DataProto, rewards: torch.Tensor) -> DataProto:
+    """Add GRPO's advantages: the reward against those of the same prompt's samples, for each of its tokens."""
+    groups = rewards.view(-1, SAMPLES)
+    advantages = ((groups - groups.mean(1, keepdim=True)) / (groups.std(1, keepdim=True) + 1e-6)).flatten()
+    mask = Jagged.of(batch["response_mask"])
+    return batch.with_columns({"advantages": mask.like(advantages[mask.rows])})
+
+
+def evaluate(policy: Any, file: Path, tokenizer: Any, temperature: float) -> float:
+    """Return the share of right answers to the prompts of a file; the temperature 0 is greedy."""
+    prompts = encode_prompts(read_rows(file), tokenizer)
+    sampling = SamplingParams(temperature=temperature, max_tokens=MAX_TOKENS)
+    batch = policy.generate(prompts.select(["prompts"]), sampling)
+    return float(score(batch, prompts["answer"], tokenizer).mean())
+
+
+def warm_up(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> None:
+    """Train supervised, for at most ``steps`` steps, until a fifth of the sampled answers is right.
+
+    GRPO learns from samples alone: where none is right, nothing is learnt.
+    """
+    examples = draw(read_rows(data / "sft.jsonl"), PROMPTS, seed)
+    for step in range(1, steps + 1):
+        policy.update(encode_examples(next(examples), tokenizer), supervised_loss)
+        if step % 10 == 0 and evaluate(policy, data / "sft_stop.jsonl", tokenizer, temperature=1.0) >= 0.2:
+            log.info("warm-up: %d steps", step)
+            return
+
+
+def train(policy: Any, data: Path, tokenizer: Any, steps: int, seed: int) -> list[dict[str, float]]:
+    """Train by GRPO; return the metrics of each step."""
+    history = []
+    sampling = SamplingParams(temperature=1.0, max_tokens=MAX_TOKENS)
+    tasks = draw(read_rows(data / "train.jsonl"), PROMPTS, seed)
+    order = torch.Generator().manual_seed(seed)
+    for step in range(1, steps + 1):
+        start = time.perf_counter()
+        prompts = encode_prompts(next(tasks), tokenizer).repeat(SAMPLES, interleave=True)
+        batch = policy.generate(prompts.select(["prompts"]), sampling)
+        rewards = score(batch, prompts["answer"], tokenizer)
+        batch = with_advantages(batch, rewards).drop(["finished"])
+        for part in torch.randperm(len(batch), generator=order).chunk(MINI_BATCHES):
+            metrics = policy.update(batch.select_idxs(part), grpo_loss)[0]
+        seconds = time.perf_counter() - start
+        history.append({"step": step, "reward": float(rewards.mean()), **metrics, "seconds": seconds})
+        log.info("  ".join(f"{name} {value:.4g}" for name, value in history[-1].items()))
+    return history
+
+
+@contextmanager
+def started(machines: Runtime, ranks: int, model: ModelConfig, optim: OptimConfig, seed: int) -> Iterator[Any]:
+    """Start the workers; stop them at the end."""
+    workers = ClassWithInitArgs(Policy, "fsdp", "hf", model, optim, seed)
+    policy: Any = WorkerGroup(ResourcePool([ranks]), workers, runtime=machines)
+    try:
+        policy.start()
+        yield policy
+    finally:
+        policy.shutdown()
+
+
+def run(
+    data: Path, runtime: str = "local", ranks: int = 1, warm_up_steps: int = 300, steps: int = 80, seed: int = 1
+) -> list[dict[str, float]]:
+    """Make the task, warm a model up, train it; return the metrics of each step of GRPO."""
+    torch.manual_seed(seed)
+    SortDigits().run(None, data, seed)
+    tokenizer = AutoTokenizer.from_pretrained(data / "model")
+    runtime_class = runtimes.get(runtime)
+    machines = runtime_class.from_config(runtime_class.config_schema(), processes=ranks)
+    common = {"betas": [0.9, 0.95], "weight_decay": 0.0, "min_lr_ratio": 0.1}
+    supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, **common)
+    # One step of the schedule is one mini-batch here.
+    schedule = {"lr_scheduler_type": "linear", "total_training_steps": steps * MINI_BATCHES}
+    reinforced = OptimConfig(lr=4e-4, lr_warmup_steps=10, **schedule, **common)
+    try:
+        with started(
+            machines, ranks, ModelConfig(path=str(data / "model"), random_init=True), supervised, seed
+        ) as policy:
+            warm_up(policy, data, tokenizer, warm_up_steps, seed)
+            policy.export(data / "warm")
+        with started(machines, ranks, ModelConfig(path=str(data / "warm")), reinforced, seed) as policy:
+            log.info("right before GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
+            history = train(policy, data, tokenizer, steps, seed)
+            log.info("right after GRPO: %.3f", evaluate(policy, data / "test.jsonl", tokenizer, temperature=0.0))
+            return history
+    finally:
+        machines.shutdown()
+
+
+def main() -> None:
+    """Run with the command line's options."""
+    parser = argparse.ArgumentParser(description="GRPO in one file.")
+    parser.add_argument("--runtime", default="local", help="registry name of the runtime: local or ray")
+    for name, value in {"ranks": 1, "warm-up-steps": 300, "steps": 80, "seed": 1}.items():
+        parser.add_argument(f"--{name}", type=int, default=value)
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    with tempfile.TemporaryDirectory() as folder:
+        run(Path(folder), **vars(parser.parse_args()))
+
+
+if __name__ == "__main__":
+    main()

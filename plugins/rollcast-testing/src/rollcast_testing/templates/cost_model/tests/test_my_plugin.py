@@ -1,0 +1,5 @@
+from rollcast_testing import CostModelSuite
+
+
+class TestMyPlugin(CostModelSuite):
+    name = "my_plugin"

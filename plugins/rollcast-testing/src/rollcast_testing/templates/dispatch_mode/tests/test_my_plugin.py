@@ -1,0 +1,5 @@
+from rollcast_testing import DispatchSuite
+
+
+class TestMyPlugin(DispatchSuite):
+    name = "my_plugin"

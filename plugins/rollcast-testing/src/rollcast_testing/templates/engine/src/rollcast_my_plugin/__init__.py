@@ -1,0 +1,1 @@
+"""A training engine for rollcast: plain PyTorch on one rank."""

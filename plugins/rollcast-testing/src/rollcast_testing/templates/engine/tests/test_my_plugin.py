@@ -1,0 +1,5 @@
+from rollcast_testing import EngineSuite
+
+
+class TestMyPlugin(EngineSuite):
+    name = "my_plugin"

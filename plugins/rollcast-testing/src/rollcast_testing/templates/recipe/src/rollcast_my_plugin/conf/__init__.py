@@ -1,0 +1,1 @@
+"""The recipe ``my_plugin``."""

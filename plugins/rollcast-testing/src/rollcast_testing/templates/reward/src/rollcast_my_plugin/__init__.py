@@ -1,0 +1,13 @@
+"""The reward ``my_plugin``: the share of the answer that is right before the first mistake."""
+
+from rollcast.contracts.reward import RewardSample
+
+
+def my_plugin(sample: RewardSample) -> float:
+    """Return the share of the reference answer's characters that the response begins with."""
+    right = 0
+    for given, wanted in zip(sample.response, sample.ground_truth, strict=False):
+        if given != wanted:
+            break
+        right += 1
+    return right / max(len(sample.ground_truth), len(sample.response), 1)

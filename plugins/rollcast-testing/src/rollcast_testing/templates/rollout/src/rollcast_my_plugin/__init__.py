@@ -1,0 +1,1 @@
+"""A rollout for rollcast: transformers, one token at a time."""

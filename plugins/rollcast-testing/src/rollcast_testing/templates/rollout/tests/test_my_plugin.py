@@ -1,0 +1,5 @@
+from rollcast_testing.rollout import RolloutSuite
+
+
+class TestMyPlugin(RolloutSuite):
+    name = "my_plugin"
