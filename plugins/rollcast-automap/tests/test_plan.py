@@ -475,7 +475,7 @@ def test_both_ends_of_a_weight_sync_are_on_the_devices_at_once() -> None:
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(ConfigError, match=r"config.json gives no causal language model: .*nonsense"):
+    with pytest.raises(ConfigError, match=r"config.json does not describe a causal language model: .*nonsense"):
         measure_model(ModelConfig(str(tmp_path)))
 
 

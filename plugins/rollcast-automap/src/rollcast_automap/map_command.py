@@ -47,7 +47,9 @@ def map_roles(
     staleness: Annotated[
         int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness to consider.")
     ] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Compare the stage costs of the two best mappings.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Compare the stage costs of the two best mappings.")
+    ] = False,
     write: Annotated[
         Path | None, typer.Option("--write", metavar="FILE", help="Write the best mapping to FILE, for 'mapping=FILE'.")
     ] = None,

@@ -182,7 +182,9 @@ def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
             "are read and answered in a step, so the data last for fewer steps"
         )
     if "reward_baselines" in names:
-        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one additional greedy response to each prompt")
+        notes.append(
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: one additional greedy response to each prompt"
+        )
 
 
 def _stages(trainer: LoopTrainer) -> list[Fact]:

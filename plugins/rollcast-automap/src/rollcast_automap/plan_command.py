@@ -21,13 +21,17 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print a JSON object: section to key to value, and notes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object: section to key to value, and notes.")
+    ] = False,
     skip_data: Annotated[
         bool, typer.Option("--skip-data", help="Do not read the data files to count their rows.")
     ] = False,
     device_memory: Annotated[
         float | None,
-        typer.Option("--device-memory", min=1.0, metavar="GIB", help="Memory of each device in GiB; checks that the run fits."),
+        typer.Option(
+            "--device-memory", min=1.0, metavar="GIB", help="Memory of each device in GiB; checks that the run fits."
+        ),
     ] = None,
 ) -> None:
     """Show the batch algebra, length, roles and memory of a run, without starting it.

@@ -120,7 +120,7 @@ def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
             found[kind].append(StageSpec(place.name, role, kind))
         elif place.spec.roles and place.name not in ("log_prob_check", "reward_baselines"):
             raise ConfigError(
-                f"stage {place.name} calls the roles {', '.join(place.spec.roles)}, and rollcast map has no cost for them"
+                f"stage {place.name} calls the roles {', '.join(place.spec.roles)}, but rollcast map has no cost for it"
             )
     if not found["generate"]:
         raise ConfigError(f"trainer.name={trainer.task.trainer.name} generates nothing; map a trainer such as ppo")

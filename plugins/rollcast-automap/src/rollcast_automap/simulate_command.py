@@ -67,13 +67,16 @@ def simulate(
     slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences that an engine decodes at once.")] = 256,
     mean_length: Annotated[
         float | None,
-        typer.Option("--mean-length", min=1.0, help="Mean response length in tokens; default: a quarter of the longest."),
+        typer.Option(
+            "--mean-length", min=1.0, help="Mean response length in tokens; default: a quarter of the longest."
+        ),
     ] = None,
     sigma: Annotated[
         float, typer.Option("--sigma", min=0.0, help="Spread of the log-normal lengths; 0 for equal lengths.")
     ] = 1.0,
     lengths_file: Annotated[
-        Path | None, typer.Option("--lengths", metavar="FILE", help="File to draw lengths from: one token count per line.")
+        Path | None,
+        typer.Option("--lengths", metavar="FILE", help="File to draw lengths from: one token count per line."),
     ] = None,
     staleness: Annotated[
         str, typer.Option("--staleness", help="Values of trainer.max_staleness to compare.")

@@ -203,7 +203,7 @@ class AnalyticalCosts(BaseCostModel):
         )
 
     def _layer(self, model: ModelFacts, place: _Place, tokens: float, pairs: float, tensor: int) -> tuple[float, float]:
-        """Return the seconds of a layer's forward pass: arithmetic, and memory traffic that arithmetic does not hide."""
+        """Return the seconds of a layer's forward pass: arithmetic, and memory traffic that it does not hide."""
         weights = _layer_weights(model)
         products = 2 * weights * tokens / tensor / place.flops
         # A causal kernel computes half of the square of positions.

@@ -51,7 +51,7 @@ def read_decoding(response: LengthCurve, rows: int, slots: int, batch: int) -> D
 
     Each slot takes the next row of the queue when its row has ended, so the starts are a renewal process. All slots are
     full until the queue is empty; after that, a slot is busy with the probability that its row has not ended yet. The
-    stage lasts until no slot of any replica is busy; until then, this replica is assumed to have at least one busy slot.
+    stage lasts until no slot of any replica is busy; until then, this replica is assumed to have a busy slot.
 
     Args:
         response: distribution of response lengths in tokens.

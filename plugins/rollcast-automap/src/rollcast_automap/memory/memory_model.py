@@ -131,7 +131,9 @@ def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"{key}: {folder / 'config.json'} does not describe a causal language model: {error}") from error
+        raise ConfigError(
+            f"{key}: {folder / 'config.json'} does not describe a causal language model: {error}"
+        ) from error
     text: Any = config.get_text_config()
     heads = int(text.num_attention_heads)
     body = getattr(module, module.base_model_prefix, module)

@@ -46,7 +46,7 @@ def find_process_memory(
 
     Args:
         role: role that the process belongs to.
-        on_cpu: True if the devices are CPUs, which have no CUDA graphs and share their memory with the libraries.
+        on_cpu: True if the devices are CPUs: there are no CUDA graphs, and libraries count as device memory.
         reserve_bytes, graph_bytes: figures to use instead; None for the figures of device and plugin.
     """
     usual = _CPU_BYTES.get(role.plugin, max(_CPU_BYTES.values())) if on_cpu else _GPU_BYTES

@@ -38,7 +38,7 @@ _KINDS: dict[str, RoleKind] = {"actor": "trains", "critic": "trains"}
 
 
 def find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
-    """Return the model that the run starts from and ""; or None and the reason why it is not known yet."""
+    """Return the model that the run starts from; or None and the reason why the model is not known yet."""
     task = trainer.task
     warm = task.run_dir / "warm_start" / "export"
     if task.trainer.warm_start is not None and (warm / "config.json").is_file():
@@ -170,7 +170,7 @@ def _offloads_reference(trainer: LoopTrainer, as_actor: bool) -> bool:
 
 
 def compares_vocabularies(trainer: LoopTrainer) -> bool:
-    """Return True if the loss has a KL penalty over the whole vocabulary; the actor's workers then hold the reference."""
+    """Return True if the loss has a KL penalty over the vocabulary; the actor's workers then hold the reference."""
     return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
 
 

@@ -132,7 +132,7 @@ class _Partition:
         return sorted(found, key=lambda each: each[:2])
 
     def bound(self, chosen: Sequence[_Floor], free: Free) -> float:
-        """Return a lower bound of the step time over all ways to give the free resources to the remaining groups."""
+        """Return a lower bound of the step time over all ways to share the free resources among the remaining groups."""
         floors = list(chosen)
         others = len(self.groups) - len(chosen) - 1
         for group in range(len(chosen), len(self.groups)):
@@ -147,7 +147,7 @@ class _Partition:
         return self.step(times, 0.0)
 
     def step(self, times: Sequence[float], sync: float, staleness: int | None = None) -> float:
-        """Return the duration of a step; ``staleness`` None stands for the largest value, which has the shortest step."""
+        """Return the duration of a step; ``staleness`` None is the largest value, which has the shortest step."""
         value = self.stalenesses[-1] if staleness is None else staleness
         return self._clock.step(times, sync, value, self._controller)
 
@@ -315,7 +315,7 @@ class BranchSearch:
         return self._floors[key]
 
     def _list_options(self, name: str, pool: Pool, mode: Mode) -> list[_Option]:
-        """Return the placements of a role that fit on an otherwise empty pool, fastest first, without dominated ones."""
+        """Return the undominated placements of a role that fit on an otherwise empty pool, fastest first."""
         nodes = self._problem.cluster.nodes
         shape = tuple(sorted((nodes[node].kind.name, nodes[node].link_bandwidth, count) for node, count in pool.places))
         key = (name, shape, mode)
