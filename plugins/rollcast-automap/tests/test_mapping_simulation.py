@@ -268,7 +268,7 @@ def test_what_cannot_be_simulated_is_named() -> None:
     late = replace(problem, stages=problem.stages[1:])
     with pytest.raises(ConfigError, match=r"one stage generates and is the first; the stages are actor \(forward\)"):
         simulate_mapping(late, mapping, COSTS, 1)
-    with pytest.raises(ConfigError, match="0 steps was asked for; simulate 1 or more"):
+    with pytest.raises(ConfigError, match="steps is 0; simulate 1 step or more"):
         simulate_mapping(problem, mapping, COSTS, 0)
 
 

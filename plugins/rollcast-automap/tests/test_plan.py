@@ -258,7 +258,7 @@ def test_what_is_generated_beyond_the_batch_is_noted(config_folder: Path) -> Non
     changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=4"]
     plan = make_plan(gsm8k(config_folder, "algorithm=remax", *changes), read_data=False)
     assert plan.notes[1].startswith("algorithm.filter_groups: up to 4 batches of 1,024 prompts are taken")
-    assert plan.notes[2] == "algorithm.adv_estimator=remax: one greedy response more to each prompt"
+    assert plan.notes[2] == "algorithm.adv_estimator=remax: one additional greedy response to each prompt"
 
 
 def test_a_batch_larger_than_the_data_is_refused(small_task: SmallTask, tmp_path: Path) -> None:
@@ -475,7 +475,7 @@ def test_both_ends_of_a_weight_sync_are_on_the_devices_at_once() -> None:
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "nonsense"}')
-    with pytest.raises(ConfigError, match=r"config.json gives no causal language model: .*nonsense"):
+    with pytest.raises(ConfigError, match=r"config.json does not describe a causal language model: .*nonsense"):
         measure_model(ModelConfig(str(tmp_path)))
 
 

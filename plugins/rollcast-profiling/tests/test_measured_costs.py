@@ -198,7 +198,7 @@ def test_a_grid_rises_and_meets_its_largest_points(
 
 
 def test_tables_are_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"cost_model\.tables is empty; `rollcast profile` writes such tables"):
+    with pytest.raises(ConfigError, match=r"cost_model\.tables is empty; write a table with `rollcast profile`"):
         costs([])
     with pytest.raises(DataError, match=r"none\.json cannot be read as a table of costs"):
         costs([str(tmp_path / "none.json")])

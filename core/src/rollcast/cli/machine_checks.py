@@ -36,7 +36,7 @@ _DOCKERS_SHARED = 64 * 2**20
 _LITTLE_SHARED = GIB
 #: The soft limit of a usual login session; imports, sockets and log files of one run stay below it.
 _FEWEST_FILES = 1024
-#: What Ray asks for in production: each worker holds sockets to others, and the driver to all of them.
+#: Open files of a large run: each worker holds sockets to the others, and the driver to all of them.
 _GOOD_FILES = 8192
 #: Free bytes that a run's logs and metrics need at the least, and a number that the checkpoints of small models fill.
 _LEAST_DISK, _LITTLE_DISK = GIB, 20 * GIB

@@ -1,4 +1,4 @@
-"""Contract of health checks: what ``rollcast doctor`` looks at before a run does.
+"""Contract of health checks, which ``rollcast doctor`` runs before a run starts.
 
 A distribution checks what it depends on, and says what to do about a fault::
 

@@ -1,4 +1,4 @@
-"""The time and memory of a mapping, composed of the prices of its stages; every planner uses this composition."""
+"""The time and memory of a mapping, composed from the prices of its stages; all planners share this code."""
 
 from __future__ import annotations
 
@@ -44,16 +44,16 @@ def find_generator(problem: Problem) -> RoleSpec | None:
 
 
 def find_trained(problem: Problem) -> RoleSpec | None:
-    """Return the role whose weights the rollout takes: ``actor``, else the first that trains."""
+    """Return the role whose weights the rollout receives: ``actor``, else the first role that trains."""
     trained = [role for role in problem.roles if role.kind == "trains"]
     return next((role for role in trained if role.name == "actor"), trained[0] if trained else None)
 
 
 def modes_of(problem: Problem, pool_of: MappingType[str, str]) -> tuple[Mode, ...]:
-    """Return the modes that are possible with these pools of the roles.
+    """Return the rollout modes that are possible with these pools of the roles.
 
-    Beside the role that it takes its weights from, a rollout takes turns with training or runs side by side with it. It
-    may have devices of its own, and shares devices with no other role alone.
+    On the pool of the trained role, the rollout is ``hybrid`` or ``colocated``. On a pool of its own it is
+    ``standalone``. No mode exists for a rollout that shares its pool with other roles but not with the trained one.
     """
     generator, trained = find_generator(problem), find_trained(problem)
     if generator is None or trained is None:
@@ -68,15 +68,15 @@ def modes_of(problem: Problem, pool_of: MappingType[str, str]) -> tuple[Mode, ..
 
 
 def ahead(mapping: Mapping) -> int:
-    """Return the steps by which generation runs ahead of training; 0 if they take turns."""
+    """Return the number of steps by which generation runs ahead of training; 0 if they take turns."""
     return mapping.max_staleness if mapping.mode == "standalone" else 0
 
 
 class StepClock:
     """The duration of a step for one partition of the roles into pools.
 
-    The times of a step are a list: the seconds of each stage in the order of the problem, and at last those of
-    generation without its tail.
+    The times of a step are a list: the seconds of each stage in the order of the problem, and as the last element the
+    seconds of generation without its tail.
 
     Args:
         problem: the problem.
@@ -96,8 +96,8 @@ class StepClock:
     def makespan(self, times: Sequence[float]) -> float:
         """Return the end of the last stage in seconds.
 
-        A stage starts after those that it waits for and after the earlier stages of its pool, so times add up within a
-        pool, and across pools the longest counts.
+        A stage starts after the stages that it waits for and after the earlier stages of its pool. Times therefore add
+        up within a pool, and the slowest pool decides.
         """
         free = [0.0] * self._pools
         ends: list[float] = []
@@ -128,15 +128,16 @@ def makespan(problem: Problem, pool_of: MappingType[str, str], seconds: MappingT
 
 
 def stage_times(stage: StageSpec, cost: StageCost, switch: float = 0.0) -> dict[str, float]:
-    """Return the times of a stage by which :func:`step_seconds` goes: name of a time → seconds.
+    """Return the times of a stage that :func:`step_seconds` reads: name of a time → seconds.
 
-    Generation has a second one beside its duration: without the tail, which rows of later steps fill if it runs ahead.
+    Generation has a second time: its duration without the tail. If generation runs ahead, rows of later steps fill
+    the tail.
 
     Args:
         stage: the stage.
         cost: its cost.
-        switch: seconds of loading and offloading its role, for the first stage of the role in a step; its pool alone
-            waits for that.
+        switch: seconds of loading and offloading its role, for the first stage of the role in a step. Only the pool of
+            the role waits for the switch.
     """
     times = {stage.name: cost.seconds + switch}
     if stage.kind == "generate":
@@ -158,10 +159,10 @@ def step_seconds(
 ) -> float:
     """Return the duration of a step.
 
-    Where generation runs ``s`` steps ahead, three limits are possible, and the slowest counts. Training takes its time.
-    Replicas have to generate a step's rows in a step; their slots are full, as rows of later steps fill the tail. And
-    the rows of a step start when the weights of ``s + 1`` steps before have been sent, so that their generation and
-    training take no longer than ``s + 1`` steps.
+    If generation runs ``s`` steps ahead, the slowest of three limits counts. The first is the duration of training. The
+    second is the generation of one step's rows with full slots, because rows of later steps fill the tail. The third
+    is latency: the rows of a step start when the weights of ``s + 1`` steps before have been sent, so generation and
+    training of a step together take at most ``s + 1`` steps.
 
     Args:
         problem: the problem.
@@ -169,7 +170,8 @@ def step_seconds(
         seconds: times of the stages, as :func:`stage_times` returns them.
         sync: seconds of the weight sync, during which neither side computes.
         staleness: steps by which generation runs ahead of training; 0 if they take turns.
-        controller: seconds of the controller in a step, for which training waits, and generation that runs ahead not.
+        controller: seconds of the controller in a step. Training waits for the controller; generation that runs ahead
+            does not.
     """
     filled = sum(
         seconds.get(_filled(stage), seconds[stage.name]) for stage in problem.stages if stage.kind == "generate"
@@ -179,9 +181,9 @@ def step_seconds(
 
 
 def held_bytes(memory: Sequence[MemoryParts]) -> int:
-    """Return what is on each device of a pool while none of its roles computes.
+    """Return the bytes in use on each device of a pool while none of its roles computes.
 
-    Roles without processes of their own share one, and so its reserve.
+    Roles without a process of their own share one process, whose reserve counts once.
     """
     shared = max((parts.reserve for parts in memory if not parts.own_process), default=0)
     reserves = shared + sum(parts.reserve for parts in memory if parts.own_process)
@@ -195,7 +197,7 @@ def pool_bytes(memory: Sequence[MemoryParts]) -> int:
 
 
 def fits_pool(problem: Problem, pool: Pool, peak: int) -> bool:
-    """Return True if ``peak`` bytes fit each device of the pool beside the required headroom."""
+    """Return True if ``peak`` bytes fit on each device of the pool and leave the required headroom free."""
     smallest = min(problem.cluster.nodes[node].kind.memory_bytes for node, _ in pool.places)
     return peak <= smallest * (1 - problem.constraints.headroom)
 
@@ -205,7 +207,7 @@ def memory_of(
 ) -> MemoryParts:
     """Return the memory of a role on each of its devices.
 
-    A rollout that does not take turns with training runs in processes of its own, whatever the run has now.
+    A rollout in another mode than ``hybrid`` is priced with processes of its own, even if the configured one has none.
     """
     if role.kind == "generates" and mode != "hybrid" and not role.own_process:
         role = replace(role, own_process=True)
@@ -249,7 +251,7 @@ def predict(problem: Problem, cost_model: BaseCostModel, mapping: Mapping) -> Pr
 
 
 def busy_shares(problem: Problem, prediction: Prediction) -> dict[str, float]:
-    """Return pool → predicted share of a step in which its stages run; syncs and switches are no stages."""
+    """Return pool → predicted share of a step in which its stages run; syncs and switches do not count."""
     homes = {each.role: each.pool for each in prediction.mapping.placements}
     found = dict.fromkeys((pool.name for pool in prediction.mapping.pools), 0.0)
     for stage in problem.stages:

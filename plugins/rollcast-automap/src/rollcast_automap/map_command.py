@@ -1,4 +1,4 @@
-"""``rollcast map``: where each role should run, with the predicted duration of a step."""
+"""The command ``rollcast map``: search a placement for each role and predict the duration of a step."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ S = TypeVar("S")
 _LENGTHS = typer.Option(
     "--lengths",
     metavar="PATH",
-    help="Token counts of responses, one a line; or the directory of a run, for those of prompts too.",
+    help="File with one response length in tokens per line, or a run directory, which has prompt lengths too.",
 )
 
 
@@ -35,42 +35,44 @@ def map_roles(
     config_dir: ConfigDir = None,
     planner: Annotated[str, typer.Option("--planner", help="Registry name of the planner.")] = "branch_and_bound",
     cost_model: Annotated[str, typer.Option("--cost-model", help="Registry name of the cost model.")] = "analytical",
-    count: Annotated[int, typer.Option("--count", min=1, help="Mappings to show, the best first.")] = 3,
+    count: Annotated[int, typer.Option("--count", min=1, help="Number of mappings to show, best first.")] = 3,
     mean_length: Annotated[
         float | None,
-        typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; half of the longest without it."),
+        typer.Option("--mean-length", min=1.0, help="Mean response length in tokens; default: half of the longest."),
     ] = None,
     lengths_file: Annotated[Path | None, _LENGTHS] = None,
     read_data: Annotated[
-        bool, typer.Option("--read-data", help="Tokenize training data for the lengths of prompts.")
+        bool, typer.Option("--read-data", help="Tokenize training prompts to measure their lengths.")
     ] = False,
     staleness: Annotated[
-        int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness that a mapping may have.")
+        int, typer.Option("--staleness", min=0, help="Largest trainer.max_staleness to consider.")
     ] = 0,
-    explain: Annotated[bool, typer.Option("--explain", help="Compare the parts of the two best mappings.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Compare the stage costs of the two best mappings.")
+    ] = False,
     write: Annotated[
-        Path | None, typer.Option("--write", metavar="FILE", help="Write the best mapping for 'mapping=FILE'.")
+        Path | None, typer.Option("--write", metavar="FILE", help="Write the best mapping to FILE, for 'mapping=FILE'.")
     ] = None,
     check: Annotated[
         list[Path] | None,
-        typer.Option("--check", metavar="RUN", help="Run directory to compare with its prediction; may be repeated."),
+        typer.Option("--check", metavar="RUN", help="Run directory to compare with its prediction; repeatable."),
     ] = None,
     simulate: Annotated[
         Path | None,
         typer.Option(
-            "--simulate", metavar="FILE", help="Simulate the best mapping (two with --explain), and write a chart."
+            "--simulate", metavar="FILE", help="Simulate the best mapping (two with --explain) and write a Gantt chart."
         ),
     ] = None,
     simulate_steps: Annotated[int, typer.Option("--simulate-steps", min=1, help="Steps to simulate.")] = 5,
-    simulate_seed: Annotated[int, typer.Option("--simulate-seed", help="Seed of the simulated lengths.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
+    simulate_seed: Annotated[int, typer.Option("--simulate-seed", help="Seed of the drawn lengths.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
-    """Search where each role of a run should be: pools, meshes, micro-batches, and the predicted time of a step.
+    """Search the fastest placement of each role: pools, meshes and micro-batches, with the predicted step time.
 
-    Takes the arguments of 'rollcast train', and cluster.* (nodes, devices_per_node, device, groups of nodes that
-    differ, network_gbit_s, and figures of the device), constraints.* (pinned, together, apart, headroom), and
-    cost_model.* with the keys of the cost model. docs/cost-models.md says how wrong predictions are. With --check, no
-    search: what the cost model predicts of runs that were made, beside what they took, stage by stage.
+    Accepts the arguments of 'rollcast train' and three more sections: cluster.* (nodes, devices_per_node, device,
+    groups of different nodes, network_gbit_s, and figures of the device), constraints.* (pinned, together, apart,
+    headroom), and cost_model.* with the keys of the cost model. docs/cost-models.md lists the measured errors of the
+    predictions. --check skips the search and compares finished runs with their predictions, stage by stage.
     """
     if check:
         _check_runs(check, overrides or (), cost_model, as_json)
@@ -117,7 +119,7 @@ def map_roles(
 def _simulate(
     path: Path, problem: Problem, found: Sequence[Prediction], costs: BaseCostModel, steps: int, seed: int
 ) -> list[SimulatedMapping]:
-    """Play mappings on a simulated clock and write their chart."""
+    """Simulate mappings and write their Gantt chart."""
     from rollcast.contracts.files import replace_file
     from rollcast_automap.simulation.gantt_page import render_gantt
     from rollcast_automap.simulation.mapping_simulation import simulate_mapping
@@ -132,7 +134,7 @@ def _simulate(
 
 
 def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number: int) -> list[str]:
-    """Return the simulated figures of a mapping against the predicted ones."""
+    """Return lines that compare the simulated figures of a mapping with the predicted ones."""
     from rollcast_automap.composition import busy_shares
 
     expected, predicted = busy_shares(problem, found), found.step_seconds
@@ -144,7 +146,7 @@ def _compare(problem: Problem, found: Prediction, run: SimulatedMapping, number:
 
 
 def _check_runs(folders: Sequence[Path], overrides: Sequence[str], cost_model: str, as_json: bool) -> None:
-    """Print what a cost model predicts of runs beside what they took."""
+    """Print the predicted and the measured figures of finished runs."""
     from rollcast.contracts.mapping import cost_models
     from rollcast_automap.measured.check import as_dict, check_run
     from rollcast_automap.measured.measured_run import read_run
@@ -191,7 +193,7 @@ def _check_table(found: RunCheck) -> Any:
 def _read_lengths(
     trainer: LoopTrainer, path: Path | None, mean_length: float | None, read_data: bool
 ) -> tuple[Lengths | None, Lengths | float | None]:
-    """Return what the options say of prompts and of responses: statistics, or a mean; None for nothing."""
+    """Return the prompt and response lengths of the options: statistics or a mean; None if an option is not set."""
     from rollcast_automap.costs.length_curve import LengthCurve, read_samples
     from rollcast_automap.costs.run_lengths import measure_prompts, read_run_lengths
 
@@ -210,7 +212,7 @@ def _read_lengths(
 
 
 def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple[S, list[str]]:
-    """Return the section that the overrides below ``path`` make, and the other overrides."""
+    """Return the section built from the overrides that start with ``path``, and the remaining overrides."""
     from omegaconf import OmegaConf
 
     from rollcast import build_section
@@ -224,7 +226,7 @@ def _take_section(schema: type[S], path: str, overrides: Sequence[str]) -> tuple
 
 def _write(path: Path, best: Prediction, overrides: Sequence[str]) -> None:
     lines = [
-        f"# Written by rollcast map: {best.step_seconds:.3g} s a step are predicted.",
+        f"# Written by rollcast map; predicted step time: {best.step_seconds:.3g} s.",
         "overrides:",
         *(f"  - {json.dumps(text)}" for text in overrides),
     ]
@@ -295,7 +297,7 @@ def _describe_pools(found: Prediction) -> list[str]:
 
 
 def _explain(found: Sequence[Prediction]) -> list[str]:
-    """Return the parts of each stage in the two best mappings, in seconds."""
+    """Return a line per stage with the parts of its cost in the two best mappings, in seconds."""
     if len(found) < 2:
         return ["there is no second mapping to compare with"]
     lines = []

@@ -1,4 +1,4 @@
-"""What a run is going to be, from its configuration: nothing is started, loaded or written."""
+"""The plan of a run, computed from its configuration: nothing is started, loaded or written."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ class Fact:
     """One line of a plan.
 
     Attributes:
-        key: its name in JSON; empty for what only people are told.
-        value: the number or text; None where it is not known.
-        text: what people are told, the number included; empty for what is only in JSON.
+        key: name in JSON; empty for a line that is only in the text output.
+        value: number or text; None if not known.
+        text: line of the text output, including the value; empty for a fact that is only in JSON.
     """
 
     key: str
@@ -38,27 +38,27 @@ class Fact:
 
 @dataclass
 class Plan:
-    """The sections of a plan by title, and what else is worth knowing."""
+    """The sections of a plan by title, and notes about it."""
 
     sections: dict[str, list[Fact]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
 
     def as_dict(self) -> dict[str, Any]:
-        """For JSON: section → key → value, and ``notes``."""
+        """Return the plan for JSON: section → key → value, and ``notes``."""
         values = {title: {fact.key: fact.value for fact in facts if fact.key} for title, facts in self.sections.items()}
         return {**values, "notes": self.notes}
 
 
 def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | None = None) -> Plan:
-    """The batch algebra, length, roles and memory of a run.
+    """Return the batch algebra, length, roles and memory of a run.
 
     Args:
-        trainer: built, not started; so its sizes and parts are checked already.
-        read_data: read the data files, where they exist, for the number of their rows.
-        device_bytes: memory of each device, which the run is then held against.
+        trainer: trainer of the run, built but not started, so its sizes and parts are checked already.
+        read_data: read existing data files to count their rows.
+        device_bytes: memory of each device, against which the run's memory is checked; None for no check.
 
     Raises:
-        ConfigError, DataError: the model folder or the data cannot be used, or the engine refuses its keys.
+        ConfigError, DataError: the model folder or the data cannot be used, or the engine rejects its keys.
     """
     check_engine(trainer)
     plan = Plan()
@@ -79,7 +79,7 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
 
 
 def find_algebra(trainer: LoopTrainer) -> BatchAlgebra:
-    """The trainer's own, or that of one optimizer step a batch."""
+    """Return the trainer's batch algebra; if it has none, the algebra of one optimizer step per batch."""
     own = getattr(trainer, "algebra", None)
     if isinstance(own, BatchAlgebra):
         return own
@@ -126,7 +126,7 @@ def _critic_facts(algebra: BatchAlgebra, critic: Any) -> list[Fact]:
 
 
 def _staleness_facts(trainer: LoopTrainer, algebra: BatchAlgebra) -> list[Fact]:
-    """Return how far rollouts start ahead; nothing for a run in which generation and training take turns."""
+    """Return the facts about rollouts that start ahead; none if generation and training take turns."""
     staleness = trainer.run.max_staleness
     if not staleness:
         return []
@@ -169,7 +169,7 @@ def _note_remainders(algebra: BatchAlgebra, mini_rows: int, notes: list[str]) ->
 
 
 def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
-    """Note what is generated beyond a step's rows."""
+    """Add notes about responses that a step generates beyond its rows."""
     names = [place.name for place in trainer.places]
     if not {"filter_groups", "reward_baselines"} & set(names):
         return
@@ -179,10 +179,12 @@ def _note_generation(trainer: LoopTrainer, notes: list[str]) -> None:
         most = _count(groups.max_num_gen_batches, "batch")
         notes.append(
             f"algorithm.filter_groups: up to {most} of {_count(trainer.task.data.train_batch_size, 'prompt')} "
-            "are taken and answered for a step, so the data last for fewer steps"
+            "are read and answered in a step, so the data last for fewer steps"
         )
     if "reward_baselines" in names:
-        notes.append(f"algorithm.adv_estimator={algorithm.adv_estimator}: one greedy response more to each prompt")
+        notes.append(
+            f"algorithm.adv_estimator={algorithm.adv_estimator}: one additional greedy response to each prompt"
+        )
 
 
 def _stages(trainer: LoopTrainer) -> list[Fact]:
@@ -198,7 +200,7 @@ def _stages(trainer: LoopTrainer) -> list[Fact]:
 
 
 def nearest(wanted: int, valid: Sequence[int]) -> str:
-    """The valid sizes next to ``wanted`` on both sides, as words; empty if there are none."""
+    """Return the valid sizes next below and above ``wanted``, joined by "or"; empty if there are none."""
     below, above = [size for size in valid if size < wanted], [size for size in valid if size > wanted]
     return " or ".join(str(size) for size in (*below[-1:], *above[:1]))
 
@@ -240,7 +242,7 @@ def _run(trainer: LoopTrainer, algebra: BatchAlgebra, read_data: bool, notes: li
 
 
 def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tuple[int | None, int | None]:
-    """Training batches an epoch and validation prompts, each None if it is not known."""
+    """Return the training batches of an epoch and the validation prompts, each None if not known."""
     data, task = trainer.task.data, trainer.task
     if not data.train_files:
         raise ConfigError("data.train_files is empty; give at least one JSONL or Parquet file")
@@ -253,14 +255,14 @@ def _count_rows(trainer: LoopTrainer, read_data: bool, notes: list[str]) -> tupl
         notes.append(f"the rows are not known yet: data.preprocess={data.preprocess} writes them when the run starts")
         return None, unread
     if not Path(task.model.path).is_dir():
-        notes.append("the rows are not known: there is no tokenizer yet to measure them with")
+        notes.append("the rows are not known: measuring them needs the model's tokenizer, which does not exist yet")
         return None, unread
     validation = sum(len(batch) for batch in trainer.load_val_batches())
     return task.train_batches().batches_per_epoch, validation
 
 
 def _events(steps: int | None, every: int) -> int | None:
-    """How often something happens every so many steps and at the end."""
+    """Return how often something happens that repeats every ``every`` steps and at the end of the run."""
     if every < 0:
         return 0
     return None if steps is None else -(-steps // every)
@@ -278,7 +280,7 @@ def _fact(key: str, value: int | None, noun: str, more: str = "") -> Fact:
     return Fact(key, value, f"{_plural(noun)}: not known" if value is None else f"{_count(value, noun)}{more}")
 
 
-# -- who lives where ------------------------------------------------------------------------------
+# -- the roles of each pool -----------------------------------------------------------------------
 
 
 def _roles(trainer: LoopTrainer) -> list[Fact]:

@@ -1,4 +1,4 @@
-"""``rollcast plan``: what a run is going to be, before anything is started."""
+"""The command ``rollcast plan``: show the sizes and memory of a run before it starts."""
 
 from __future__ import annotations
 
@@ -21,18 +21,22 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 def plan(
     overrides: Overrides = None,
     config_dir: ConfigDir = None,
-    as_json: Annotated[bool, typer.Option("--json", help="A JSON object: section to key to value, and notes.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a JSON object: section to key to value, and notes.")
+    ] = False,
     skip_data: Annotated[
-        bool, typer.Option("--skip-data", help="Do not read the data files for the number of their rows.")
+        bool, typer.Option("--skip-data", help="Do not read the data files to count their rows.")
     ] = False,
     device_memory: Annotated[
         float | None,
-        typer.Option("--device-memory", min=1.0, metavar="GIB", help="Memory of each device: does the run fit?"),
+        typer.Option(
+            "--device-memory", min=1.0, metavar="GIB", help="Memory of each device in GiB; checks that the run fits."
+        ),
     ] = None,
 ) -> None:
     """Show the batch algebra, length, roles and memory of a run, without starting it.
 
-    Takes the arguments of 'rollcast train', and refuses what it would refuse at its start.
+    Accepts the arguments of 'rollcast train' and rejects the same invalid ones.
     """
     from rollcast import compose
     from rollcast_automap.plan import plan_run

@@ -1,4 +1,4 @@
-"""From a run's configuration to a problem of mapping, and from a mapping back to configuration."""
+"""Conversion of a run's configuration to a mapping problem, and of a mapping back to overrides."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from rollcast_trainer.workers.roles import Role
 
 __all__ = ["build_problem", "list_overrides", "place_of"]
 
-#: Stage of a step → role and kind. The check of log-probs computes a few rows, and is not priced.
+#: Stage of a step → role and kind. The check of log-probs is not priced, because it computes only a few rows.
 _PRICED: dict[str, tuple[str, StageKind]] = {
     "rollout": ("rollout", "generate"),
     "agent_rollout": ("rollout", "generate"),
@@ -63,19 +63,19 @@ def build_problem(
     limits: ConstraintsConfig | None = None,
     prompt: Lengths | None = None,
 ) -> Problem:
-    """Return the problem of mapping a run.
+    """Return the mapping problem of a run.
 
     Args:
-        trainer: built, not started.
-        cluster: devices.
-        response: statistics of the responses, or their mean in tokens; None for half of the longest.
+        trainer: trainer of the run, built but not started.
+        cluster: devices to map onto.
+        response: statistics of the response lengths, or their mean in tokens; None for half of the longest.
         max_staleness: largest value that the planner may choose.
-        limits: limits of the user's.
-        prompt: statistics of the prompts; None for a mean of half of the longest.
+        limits: constraints from the user.
+        prompt: statistics of the prompt lengths; None for a mean of half of the longest.
 
     Raises:
-        ConfigError: the model folder cannot be used, a stage calls workers that no cost is known of, or a limit names
-            a role that the run has not.
+        ConfigError: the model folder cannot be used, a stage calls workers without a known cost, or a constraint names
+            a role that the run does not have.
     """
     task, data, algebra = trainer.task, trainer.task.data, find_algebra(trainer)
     stages = _stages(trainer)
@@ -112,7 +112,7 @@ def build_problem(
 
 
 def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
-    """Return the stages that models compute: generation, then what reads the responses, then updates."""
+    """Return the stages that run a model: generation, then forward passes over the responses, then updates."""
     found: dict[StageKind, list[StageSpec]] = {"generate": [], "forward": [], "update": []}
     for place in trainer.places:
         if place.name in _PRICED:
@@ -120,7 +120,7 @@ def _stages(trainer: LoopTrainer) -> tuple[StageSpec, ...]:
             found[kind].append(StageSpec(place.name, role, kind))
         elif place.spec.roles and place.name not in ("log_prob_check", "reward_baselines"):
             raise ConfigError(
-                f"stage {place.name} calls the roles {', '.join(place.spec.roles)}, and rollcast map has no cost of it"
+                f"stage {place.name} calls the roles {', '.join(place.spec.roles)}, but rollcast map has no cost for it"
             )
     if not found["generate"]:
         raise ConfigError(f"trainer.name={trainer.task.trainer.name} generates nothing; map a trainer such as ppo")
@@ -141,7 +141,7 @@ def _role(trainer: LoopTrainer, name: str, cluster: Cluster) -> RoleSpec:
 
 
 def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mesh, ...] | None:
-    """Return the meshes that a role's engine or rollout can have; None for any."""
+    """Return the meshes that a role's engine or rollout supports; None for any."""
     sizes = range(1, cluster.devices + 1)
     if role.kind == "generates":
         alone = not trainer.task.rollout_class.capabilities.tensor_parallel
@@ -154,12 +154,12 @@ def _meshes(trainer: LoopTrainer, role: RoleSpec, cluster: Cluster) -> tuple[Mes
 
 
 def place_of(role: str, uses_replicas: bool) -> str:
-    """Return the name in ``placement.mapping`` that decides where a role of a problem is."""
+    """Return the key of ``placement.mapping`` that places a role of a problem."""
     return str(Role.ACTOR_ROLLOUT) if role == "rollout" and not uses_replicas else _PLACED.get(role, role)
 
 
 def list_overrides(trainer: LoopTrainer, problem: Problem, mapping: Mapping) -> list[str]:
-    """Return the overrides by which a run takes a mapping."""
+    """Return the overrides that apply a mapping to a run."""
     pools = {pool.name: pool for pool in mapping.pools}
     places = {each.role: each for each in mapping.placements}
     home = places["actor"].pool
@@ -174,7 +174,7 @@ def _pool_overrides(cluster: Cluster, pools: dict[str, Pool], homes: dict[str, s
     counts = pools[home].process_on_nodes
     mixed = len({node.kind.name for node in cluster.nodes}) > 1
     found, mapped = [], {_PLACED.get(role, role): name for role, name in homes.items() if name != home}
-    # The pool of placement.nnodes has no accelerator_type.
+    # placement.nnodes cannot ask for an accelerator_type, so clusters of several kinds use named pools only.
     if len(set(counts)) == 1 and not mixed:
         found = [f"placement.nnodes={len(counts)}", f"placement.n_gpus_per_node={counts[0]}"]
     else:
@@ -185,7 +185,7 @@ def _pool_overrides(cluster: Cluster, pools: dict[str, Pool], homes: dict[str, s
 
 
 def _describe_pool(cluster: Cluster, pool: Pool, mixed: bool) -> str:
-    """Return the value of ``placement.pools.NAME``; a pool on one of several kinds of nodes asks for its kind."""
+    """Return the value of ``placement.pools.NAME``; in a mixed cluster, a pool on one kind of node asks for it."""
     processes = json.dumps(list(pool.process_on_nodes))
     kinds = {cluster.nodes[node].kind.name.partition("#")[0] for node, _ in pool.places}
     accelerator = ACCELERATOR_TYPES.get(next(iter(kinds))) if mixed and len(kinds) == 1 else None
@@ -207,7 +207,7 @@ def _role_overrides(role: RoleSpec, placement: Placement) -> list[str]:
 def _rollout_overrides(
     trainer: LoopTrainer, placement: Placement, mapping: Mapping, pools: dict[str, Pool]
 ) -> list[str]:
-    """Return the mode, and a weight sync that can serve it."""
+    """Return the overrides for the rollout mode and for a weight sync that supports it."""
     mode, task = mapping.mode, trainer.task
     homes = {each.pool for each in mapping.placements if each.role in ("actor", "rollout")}
     nodes = {node for home in homes for node, _ in pools[home].places}

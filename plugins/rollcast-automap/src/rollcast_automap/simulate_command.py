@@ -1,4 +1,4 @@
-"""``rollcast simulate``: how fast a run would be whose rollouts start ahead of the steps that train them."""
+"""The command ``rollcast simulate``: predict the speed of a run whose rollouts start ahead of training."""
 
 from __future__ import annotations
 
@@ -61,31 +61,34 @@ def simulate(
     ] = 10.0,
     sync_seconds: Annotated[float, typer.Option("--sync-seconds", min=0.0, help="Duration of a weight sync.")] = 0.5,
     tokens_per_second: Annotated[
-        float, typer.Option("--tokens-per-second", min=0.001, help="Tokens of one sequence in a second.")
+        float, typer.Option("--tokens-per-second", min=0.001, help="Tokens per second of one sequence.")
     ] = 50.0,
-    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Engines.")] = 1,
-    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences that an engine computes at once.")] = 256,
+    replicas: Annotated[int, typer.Option("--replicas", min=1, help="Number of engines.")] = 1,
+    slots: Annotated[int, typer.Option("--slots", min=1, help="Sequences that an engine decodes at once.")] = 256,
     mean_length: Annotated[
         float | None,
-        typer.Option("--mean-length", min=1.0, help="Mean tokens of a response; a quarter of the longest without it."),
+        typer.Option(
+            "--mean-length", min=1.0, help="Mean response length in tokens; default: a quarter of the longest."
+        ),
     ] = None,
     sigma: Annotated[
         float, typer.Option("--sigma", min=0.0, help="Spread of the log-normal lengths; 0 for equal lengths.")
     ] = 1.0,
     lengths_file: Annotated[
-        Path | None, typer.Option("--lengths", metavar="FILE", help="Token counts to draw from, one a line.")
+        Path | None,
+        typer.Option("--lengths", metavar="FILE", help="File to draw lengths from: one token count per line."),
     ] = None,
     staleness: Annotated[
         str, typer.Option("--staleness", help="Values of trainer.max_staleness to compare.")
     ] = "0,1,2,4",
     steps: Annotated[int, typer.Option("--steps", min=1, help="Training steps.")] = 100,
-    as_json: Annotated[bool, typer.Option("--json", help="JSON in place of a table.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
 ) -> None:
     """Simulate a run's steps on a simulated clock, for several values of trainer.max_staleness.
 
-    Batch size, samples and the longest response come from the recipe; speeds and lengths from the options. The table
-    tells the share of time for which the trainer waits, the share of the engines that computes, and the ages of trained
-    rollouts in versions of the weights, with the bound that the admission guarantees.
+    Batch size, samples and the longest response come from the recipe; speeds and lengths come from the options. The
+    table shows the share of time in which the trainer waits, the share of engine slots that are busy, and the ages of
+    trained rollouts in versions of the weights, with the bound that the admission guarantees.
     """
     from rollcast import compose
     from rollcast.contracts.admission import AdmissionSettings, admissions
@@ -121,11 +124,11 @@ def simulate(
 
 
 def simulate_row(admission: BaseAdmission, lengths: Lengths, plan: TrainingPlan, turns_s: float) -> SimulatedRow:
-    """Return the figures of one run.
+    """Simulate one run and return its figures.
 
     Args:
-        admission: paces the groups.
-        lengths: tokens of each sequence of a prompt, by the prompt's number.
+        admission: policy that decides when a group of samples starts.
+        lengths: function from a prompt's number to the tokens of each of its sequences.
         plan: sizes and speeds.
         turns_s: duration of the run that takes turns, in seconds.
     """
@@ -155,7 +158,7 @@ def _turns_seconds(lengths: Lengths, plan: TrainingPlan) -> float:
 
 
 def draw_lengths(mean: float, sigma: float, longest: int, samples: int) -> Lengths:
-    """Return log-normal lengths with a mean before they are cut at ``longest``; the same for a prompt each time."""
+    """Return log-normal lengths, fixed per prompt; ``mean`` is their mean before they are cut at ``longest``."""
 
     def lengths(prompt: int) -> list[float]:
         drawn = random.Random(prompt)  # noqa: S311  # no secret
@@ -168,10 +171,10 @@ def draw_lengths(mean: float, sigma: float, longest: int, samples: int) -> Lengt
 
 
 def read_lengths(path: Path, longest: int, samples: int) -> Lengths:
-    """Return lengths drawn from those of a file, one a line, cut at ``longest``.
+    """Return lengths drawn from a file with one token count per line, cut at ``longest``.
 
     Raises:
-        DataError: it cannot be read, or a line is no positive number; names the line.
+        DataError: the file cannot be read, or a line is not a positive number; names the line.
     """
     found = read_samples(path, longest)
 

@@ -1,4 +1,4 @@
-"""``rollcast profile``: what a recipe's passes, generation and weight sync cost on the devices at hand."""
+"""The command ``rollcast profile``: measure a recipe's passes, generation and weight sync on the local devices."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 __all__ = ["app", "profile"]
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-#: Most rows of a pass that are measured where nothing else is said.
+#: Default for the largest measured number of rows in a pass.
 _MOST_ROWS = 64
-#: Columns of the table that need no more, so that a pipe gets all of it.
+#: Least width of the table in characters, so that output to a pipe is not cut.
 _WIDTH = 110
 
 
@@ -34,29 +34,31 @@ def profile(
         Path | None, typer.Option("--output", help="JSON file to write [default: profiles/RUN/costs.json].")
     ] = None,
     phases: Annotated[
-        str, typer.Option("--phases", help="Any of prefill,decode,forward,forward_backward,backward,optimizer,sync.")
+        str, typer.Option("--phases", help="Phases to measure, a part of the default, separated by commas.")
     ] = "prefill,decode,forward,forward_backward,backward,optimizer,sync",
     batch_sizes: Annotated[
-        str | None, typer.Option("--batch-sizes", help="Rows of a data-parallel part [default: by the recipe].")
+        str | None, typer.Option("--batch-sizes", help="Rows of one data-parallel rank [default: from the recipe].")
     ] = None,
     lengths: Annotated[
-        str | None, typer.Option("--lengths", help="Tokens of a row [default: by the recipe's longest].")
+        str | None, typer.Option("--lengths", help="Tokens of a row [default: from the recipe's longest row].")
     ] = None,
-    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions, after one that does not count.")] = 3,
-    new_tokens: Annotated[int, typer.Option("--new-tokens", min=1, help="Tokens that decode is averaged over.")] = 16,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Repetitions, after one warm-up.")] = 3,
+    new_tokens: Annotated[
+        int, typer.Option("--new-tokens", min=1, help="Number of tokens over which decode is averaged.")
+    ] = 16,
     response_share: Annotated[
         float | None,
         typer.Option(
             "--response-share",
             min=0.0,
             max=1.0,
-            help="Response's share of a row [default: the recipe's longest row's].",
+            help="Fraction of response tokens in a row [default: from the recipe's longest row].",
         ),
     ] = None,
 ) -> None:
     """Measure prefill, decode, forward, backward, optimizer and weight sync of a recipe, by batch and length.
 
-    Takes the arguments of 'rollcast train', starts the recipe's workers and trains nothing that is kept.
+    Accepts the arguments of 'rollcast train' and starts the recipe's workers. Trained weights are discarded.
     """
     hide_library_bars()
     trainer, target = _build(overrides or [], config_dir, output)
@@ -74,7 +76,7 @@ def profile(
 
 
 def _build(overrides: list[str], config_dir: Path | None, output: Path | None) -> tuple[LoopTrainer, Path]:
-    """The recipe's trainer, in a run directory of its own beside the file to write."""
+    """Return the recipe's trainer, with a run directory next to the output file, and the path of that file."""
     from rollcast import compose, format_override
     from rollcast.errors import ConfigError
     from rollcast_trainer.loop import build_loop_trainer
@@ -140,7 +142,7 @@ def _phases(text: str) -> list[Phase]:
 
 @contextmanager
 def _status() -> Iterator[Progress]:
-    """Says on stderr what is measured next, where a person looks on."""
+    """Show the current measurement in a status line on stderr; silent without a terminal."""
     with build_console(stderr=True).status("") as status:
         yield lambda what: status.update(f"measuring {what}")
 

@@ -28,7 +28,7 @@ __all__ = ["BaseProfiler", "ProfilerConfig", "profilers"]
 
 @config
 class ProfilerConfig:
-    """Keys of every profiler: the steps and workers to look at. Names are verl's where it has one."""
+    """Keys of every profiler: the steps and workers to record. Keys that verl also has use verl's names."""
 
     tool: str | None = None
     """Registry name of the profiler; null for none."""
@@ -41,13 +41,13 @@ class ProfilerConfig:
     all_ranks: bool = False
     """Profile all ranks instead."""
     roles: list[str] = field(default_factory=list)
-    """Only pools in which one of these roles lives; empty for all."""
+    """Profile only pools with one of these roles; empty for all pools."""
     save_path: str | None = None
     """Folder of the files; null for `RUN_DIR/profiles`."""
 
 
 class BaseProfiler(ABC):
-    """A tool in the process of a worker.
+    """A profiling tool in the process of a worker.
 
     Args:
         config: config's ``profiler`` section, an instance of ``config_schema``.
@@ -106,5 +106,5 @@ profilers: Registry[type[BaseProfiler]] = Registry(
     "rollcast.profilers",
     subclass_of(BaseProfiler),
     "profiler.tool",
-    description="tools that look into the processes of workers for some steps",
+    description="tools that record the processes of workers during some steps",
 )

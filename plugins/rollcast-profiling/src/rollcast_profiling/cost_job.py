@@ -1,4 +1,4 @@
-"""What ``rollcast profile`` does: starts a recipe's workers, and measures them by batch and length."""
+"""The job of ``rollcast profile``: start a recipe's workers and measure them by batch size and length."""
 
 from __future__ import annotations
 
@@ -36,15 +36,15 @@ Progress = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Grid:
-    """What is measured.
+    """The phases and sizes to measure.
 
     Attributes:
-        phases: of :data:`~rollcast_profiling.costs.PHASES`.
+        phases: phases, some of :data:`~rollcast_profiling.costs.PHASES`.
         batch_sizes: rows of a data-parallel part.
         lengths: tokens of a row.
-        repeats: of each.
-        new_tokens: that ``decode`` is averaged over.
-        response_share: fraction of a row's tokens that are the response's; None for that of the recipe's longest row.
+        repeats: repetitions of each measurement.
+        new_tokens: number of tokens over which ``decode`` is averaged.
+        response_share: fraction of response tokens in a row; None for that of the recipe's longest row.
     """
 
     phases: Sequence[Phase]
@@ -57,7 +57,7 @@ class Grid:
 
 @dataclass(frozen=True)
 class _Engine:
-    """A role that passes go through: its name, where its engine is, and its model."""
+    """A role with an engine: its name, the workers and attribute that hold the engine, and its model."""
 
     name: str
     role: str
@@ -67,11 +67,11 @@ class _Engine:
 
 
 class CostJob:
-    """Measures a recipe's roles.
+    """A job that measures the roles of a recipe.
 
     Args:
-        trainer: built, its task not yet entered.
-        grid: what is measured.
+        trainer: trainer of the recipe, built, with its task not entered yet.
+        grid: phases and sizes to measure.
     """
 
     def __init__(self, trainer: LoopTrainer, grid: Grid) -> None:
@@ -86,7 +86,7 @@ class CostJob:
         """Start the workers, measure, and stop them.
 
         Args:
-            progress: told what is measured next.
+            progress: callback that gets a description of the next measurement.
 
         Raises:
             ConfigError: the sizes do not fit the model.
@@ -120,14 +120,14 @@ class CostJob:
             )
         files = [*folder.glob("*.safetensors"), *folder.glob("pytorch_model*.bin")]
         if not files and not self._trainer.task.model.random_init:
-            logger.info("%s holds no weights: random ones are measured", folder)
+            logger.info("%s holds no weights: random weights are used", folder)
             task = self._trainer.task
             task.model = replace(task.model, random_init=True)
 
     # -- the rollout --------------------------------------------------------------------------
 
     def _measure_sync(self) -> None:
-        # Nothing can be generated before the first sync, so one runs in any case.
+        # Generation needs a first sync, so one runs even if sync is not measured.
         seconds, sent = [], 0
         wanted = "sync" in self._grid.phases
         self._say("sync")
@@ -135,7 +135,7 @@ class CostJob:
             start = time.perf_counter()
             metrics = self._trainer.sync_weights()
             whole = time.perf_counter() - start
-            # What a rollout in the actor's process shares is not sent, and takes the call alone.
+            # A rollout in the actor's process shares the weights and reports no sync time: take the call's duration.
             seconds.append(metrics.get("sync/seconds", whole))
             sent = round(metrics.get("sync/GB_per_s", 0.0) * 1e9 * metrics.get("sync/seconds", 0.0))
             self._trainer.step = version + 1
@@ -164,9 +164,9 @@ class CostJob:
                     self._add("rollout", "decode", (batch, length, 1, batch), steps, flops=flops)
 
     def _generate(self, rows: int, length: int, tokens: int) -> list[float]:
-        """Return the seconds of each repetition.
+        """Generate ``tokens`` tokens for each row and return the seconds of each repetition.
 
-        Prompts are new each time, so that no cache knows them, and as many rows share one as in training.
+        Each repetition draws new prompts, so that prefix caches do not help. Rows share prompts as in training.
         """
         samples = self._trainer.task.rollout.n
         temperature = self._trainer.task.rollout.temperature or 1.0
@@ -181,7 +181,7 @@ class CostJob:
             seeds = torch.randint(0, 2**31, (rows,), generator=generator)
             prompts = DataProto.from_dict({"prompts": column, "seed": seeds})
             start = time.perf_counter()
-            # A rollout in the actor's processes answers with a handle: what has arrived is what took time.
+            # A rollout in the actor's processes returns a handle at once, so wait for a column of the result.
             self._trainer.run.sampler.generate(prompts, sampling).local("response_mask")
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
@@ -233,12 +233,12 @@ class CostJob:
                     devices = layout.world_size / layout.data_parallel
                     flops = counter.count([length] * batch, batch * response) / devices
                 if not self._measure_passes(engine, shape, (batch, length, response, batch * length), flops):
-                    break  # nothing larger fits either
+                    break  # larger batches of this length need even more memory
 
     def _measure_passes(
         self, engine: _Engine, shape: PassShape, sizes: tuple[int, int, int, int], flops: float | None
     ) -> bool:
-        """Whether there was memory enough."""
+        """Measure the passes of an engine at one size; return False if it ran out of memory."""
         phases = self._grid.phases
         trains = engine.trains and bool({"forward_backward", "backward", "optimizer"} & set(phases))
         group = self._trainer.run.groups[engine.role]
@@ -261,7 +261,7 @@ class CostJob:
         if "backward" in phases and both and times.get("forward"):
             least = min(times["forward"])
             rest = [seconds - least for seconds in both if seconds > least]
-            if rest:  # otherwise it is lost in the noise
+            if rest:  # else the difference is smaller than the noise
                 self._add(engine.name, "backward", sizes, rest, flops=None if flops is None else 2 * flops)
         if "optimizer" in phases and both and not any(each.phase == "optimizer" for each in self._of(engine.name)):
             self._add(engine.name, "optimizer", (0, 0, 0, 0), times["optimizer"])
@@ -352,8 +352,13 @@ class CostJob:
 
 
 def a_step(seconds: float, first: float, tokens: int) -> float:
-    """Of each of ``tokens`` tokens after the first, which took ``first`` of the ``seconds``.
+    """Return the mean seconds of each of ``tokens`` decoded tokens after the first token.
 
-    Where that is lost in the noise it is the mean over all tokens, which is more.
+    If the difference is smaller than the noise, return the mean over all tokens, which is larger.
+
+    Args:
+        seconds: duration of all tokens together, the first included.
+        first: duration of a generation of one token.
+        tokens: tokens after the first.
     """
     return (seconds - first) / tokens if seconds > first else seconds / (tokens + 1)

@@ -1,4 +1,4 @@
-"""The table of measured costs that ``rollcast profile`` writes: its JSON, and how it is read back.
+"""The table of measured costs that ``rollcast profile`` writes, and its JSON format.
 
 A file is one object::
 
@@ -11,7 +11,7 @@ A file is one object::
       "measurements": [{...Measurement}, ...]
     }
 
-A reader may rely on every key of a version; a version with other keys has another number.
+All files of a version have the same keys; a change of the keys changes the version.
 """
 
 from __future__ import annotations
@@ -30,22 +30,21 @@ __all__ = ["PHASES", "SCHEMA", "VERSION", "CostTable", "Measurement", "Phase", "
 
 SCHEMA, VERSION = "rollcast.costs", 1
 Phase = Literal["prefill", "decode", "forward", "forward_backward", "backward", "optimizer", "sync"]
-#: What can be measured.
+#: Phases that can be measured.
 PHASES: tuple[Phase, ...] = get_args(Phase)
 
 
 @dataclass(frozen=True)
 class RoleLayout:
-    """How a role is spread over devices.
+    """The layout of a role on devices.
 
     Attributes:
-        engine: registry name of its engine or rollout.
-        model_path: folder of its model.
-        parameters: of the model; None where that is not known.
-        world_size: devices, or processes without one.
-        data_parallel: parts of a batch that are computed at the same time; of a rollout its replicas.
-        tensor_parallel, pipeline_parallel, context_parallel: devices that share a part along layers' width,
-            along layers, and along a row's tokens.
+        engine: registry name of the engine or rollout.
+        model_path: folder of the model.
+        parameters: number of the model's parameters; None if not known.
+        world_size: number of devices; of processes if there are no accelerators.
+        data_parallel: data-parallel size; the number of replicas for a rollout.
+        tensor_parallel, pipeline_parallel, context_parallel: sizes of the other kinds of parallelism.
         settings: the engine's or rollout's own keys.
     """
 
@@ -62,26 +61,25 @@ class RoleLayout:
 
 @dataclass(frozen=True)
 class Measurement:
-    """What something cost.
+    """The measured cost of one phase of a role at one size.
 
     Attributes:
-        role: of ``roles``.
+        role: a key of ``roles``.
         phase: ``prefill``: a prompt and its first token. ``decode``: one further token for each row.
-            ``forward``: log-probs or values without gradient. ``forward_backward``: with gradient.
-            ``backward``: the difference of these two. ``optimizer``: clipping and step. ``sync``: all
-            weights to the rollout.
-        batch_size: rows of one data-parallel part; 0 where rows do not matter.
-        length: tokens of each row; of ``decode`` those before the new token.
-        response_tokens: how many of them are the response's, and go through the vocabulary head.
+            ``forward``: log-probs or values without gradient. ``forward_backward``: a pass with gradient.
+            ``backward``: the difference of the two passes. ``optimizer``: clipping and step. ``sync``: transfer
+            of all weights to the rollout.
+        batch_size: rows of one data-parallel part; 0 for phases without rows.
+        length: tokens of each row; for ``decode``, the tokens before the new one.
+        response_tokens: response tokens of each row, which go through the vocabulary head.
         tokens: computed tokens of one data-parallel part.
-        seconds, seconds_min, seconds_max: median, least and most over the repetitions, of the slowest
-            device; None where the memory was not enough.
-        repeats: repetitions.
-        out_of_memory: the memory was not enough.
-        peak_bytes: most memory on a device while it ran, by torch's allocator; on a CPU of the process; None
-            where that is not known.
-        flops: operations on each device; None where they cannot be counted or are not what it is about.
-        bytes: that were sent; None where nothing was.
+        seconds, seconds_min, seconds_max: median, minimum and maximum over the repetitions, on the slowest device;
+            None if out of memory.
+        repeats: number of repetitions.
+        out_of_memory: True if the device ran out of memory.
+        peak_bytes: peak memory on a device by torch's allocator, or of the process on a CPU; None if not known.
+        flops: operations on each device; None if they cannot be counted or do not apply.
+        bytes: bytes sent in a ``sync``; None if nothing was sent.
     """
 
     role: str
@@ -105,12 +103,12 @@ class CostTable:
     """Everything that one run of ``rollcast profile`` measured.
 
     Attributes:
-        created: when, in ISO 8601 with time zone.
+        created: time of creation, in ISO 8601 with time zone.
         versions: distribution → version.
-        device: of the actor's first rank.
+        device: device of the actor's first rank.
         nodes: processes on each node of the actor's pool.
         roles: role → layout.
-        measurements: in the order in which they were made.
+        measurements: measurements in the order in which they were made.
     """
 
     created: str
@@ -121,27 +119,27 @@ class CostTable:
     measurements: list[Measurement]
 
     def write(self, path: Path) -> None:
-        """Write the JSON, whole or not at all.
+        """Write the table to a JSON file atomically.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the file cannot be written.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {"schema": SCHEMA, "version": VERSION, **asdict(self)}
         replace_file(path, json.dumps(content, indent=1) + "\n")
 
     def find(self, role: str, phase: Phase) -> list[Measurement]:
-        """The measurements of a role in a phase that had memory enough."""
+        """Return the measurements of a role in a phase, without those that ran out of memory."""
         return [
             each for each in self.measurements if (each.role, each.phase) == (role, phase) and not each.out_of_memory
         ]
 
 
 def read_costs(path: Path) -> CostTable:
-    """Read what :meth:`CostTable.write` wrote.
+    """Read a table that :meth:`CostTable.write` wrote.
 
     Raises:
-        DataError: there is no such file, or it is none of this version; says what is wrong.
+        DataError: the file cannot be read, is not a table of this version, or is damaged.
     """
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -181,10 +179,10 @@ def _build(kind: type[Any], values: Mapping[str, Any]) -> Any:
 
 
 def check_sizes(key: str, sizes: list[int]) -> list[int]:
-    """Sizes in rising order, each once.
+    """Return sizes in rising order without duplicates.
 
     Raises:
-        ConfigError: there are none, or one is below 1; names the option.
+        ConfigError: the list is empty, or a size is below 1; names the option.
     """
     if not sizes or min(sizes) < 1:
         raise ConfigError(f"{key} is {','.join(map(str, sizes)) or 'empty'}; give numbers from 1, such as {key} 1,8,64")

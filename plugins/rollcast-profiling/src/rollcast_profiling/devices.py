@@ -1,4 +1,4 @@
-"""What a worker's device is, and how many operations a second its vendor promises."""
+"""The device of a worker and its published peak rate."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class DeviceInfo:
     """A device.
 
     Attributes:
-        name: as its driver gives it; ``cpu`` where there is none.
-        memory_bytes: of the device; of the machine where there is none.
-        peak_flops: dense bfloat16 operations a second; None where that is not known.
+        name: name that the driver reports; ``cpu`` without an accelerator.
+        memory_bytes: memory of the device, or of the machine without an accelerator.
+        peak_flops: peak of dense bfloat16 operations per second; None if not known.
     """
 
     name: str
@@ -26,13 +26,13 @@ class DeviceInfo:
 
 
 def find_peak(name: str) -> float | None:
-    """Dense bfloat16 operations a second of the device with this name; None where that is not known."""
+    """Return the peak of dense bfloat16 operations per second of the device with this name; None if not known."""
     part = find_part(name)
     return None if part is None else PEAK_TFLOPS[part] * 1e12
 
 
 def describe_device(worker: Worker) -> DeviceInfo:
-    """The device on which a worker computes; runs in its process."""
+    """Return the device on which a worker computes; runs in the worker's process."""
     import os
 
     import torch

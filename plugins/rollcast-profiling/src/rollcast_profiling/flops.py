@@ -1,10 +1,9 @@
-"""Floating-point operations of decoder-only transformers, from their ``config.json`` alone.
+"""Floating-point operations of decoder-only transformers, from their ``config.json``.
 
-Counted are the multiplications with weights and the two products of attention, an addition and a
-multiplication each, as in "PaLM: Scaling Language Modeling with Pathways" (appendix B): attention over the
-whole square of positions, though a causal kernel leaves half of it out, and no recomputation. A backward
-pass is twice the forward pass. Norms, activations, the embedding and the optimizer's step are not counted.
-Sliding windows are counted as if they were the whole row.
+Operations are counted as in "PaLM: Scaling Language Modeling with Pathways" (appendix B): the products with weights
+and the two products of attention, with one addition and one multiplication each. Attention counts the whole square of
+positions, although a causal kernel skips half of it, and sliding windows count as the whole row. A backward pass counts
+as two forward passes. Recomputation, norms, activations, the embedding and the optimizer's step are not counted.
 """
 
 from __future__ import annotations
@@ -25,13 +24,12 @@ Pass = Literal["forward", "train"]
 
 @dataclass(frozen=True)
 class ModelFlops:
-    """What one token, and one pair of positions, costs in a model.
+    """Multiplications of a model per token and per pair of positions.
 
     Attributes:
-        body: weights that a token is multiplied with in all layers; of experts those that are chosen.
-        head: weights of the vocabulary head, or of a value head.
-        pair: numbers that a pair of positions is multiplied with in all layers: of its query and key, and
-            of its weight and value.
+        body: weights that a token is multiplied with in all layers; in a mixture, only the experts of the token.
+        head: weights of the vocabulary head or value head.
+        pair: multiplications per pair of positions in all layers: query with key, and attention weight with value.
     """
 
     body: int
@@ -39,10 +37,10 @@ class ModelFlops:
     pair: int
 
     def count(self, lengths: Iterable[int], head_tokens: int | None = None, kind: Pass = "forward") -> float:
-        """Operations of a pass over rows.
+        """Return the operations of a pass over rows.
 
         Args:
-            lengths: tokens of each row, padding not counted.
+            lengths: tokens of each row, without padding.
             head_tokens: positions that go through the head; None for all.
             kind: ``forward``, or ``train`` for forward and backward.
         """
@@ -54,11 +52,11 @@ class ModelFlops:
         return 3.0 * forward if kind == "train" else forward
 
     def count_decode(self, rows: int, length: int) -> float:
-        """Operations of one further token for each of ``rows`` rows of ``length`` tokens."""
+        """Return the operations of one further token for each of ``rows`` rows of ``length`` tokens."""
         return 2.0 * rows * (self.body + self.head + self.pair * length)
 
     def as_value_model(self, hidden: int) -> ModelFlops:
-        """The same body under a head with one output."""
+        """Return the same model with a value head, which has one output, instead of the vocabulary head."""
         return replace(self, head=hidden)
 
 
@@ -72,13 +70,13 @@ def _int(config: Config, key: str, default: int | None = None) -> int:
 
 
 def _router(config: Config) -> int:
-    # Published folders and newer transformers write different names for the same number.
+    # Published folders and newer transformers releases use different keys for the number of experts.
     key = "num_experts" if config.get("num_experts") is not None else "num_local_experts"
     return _int(config, "hidden_size") * _int(config, key)
 
 
 def _gated(config: Config, width: int) -> int:
-    """Gate, up and down."""
+    """Return the weights of a gated feed-forward part: gate, up and down projection."""
     return 3 * _int(config, "hidden_size") * width
 
 
@@ -87,7 +85,7 @@ def _dense(config: Config) -> int:
 
 
 def _sparse_layers(config: Config) -> int:
-    """Layers with experts, of a config that names the others."""
+    """Return the number of layers with experts, for a config that lists the dense layers."""
     step, dense = _int(config, "decoder_sparse_step", 1), set(config.get("mlp_only_layers") or ())
     layers = range(_int(config, "num_hidden_layers"))
     return sum(1 for layer in layers if layer not in dense and (layer + 1) % step == 0)
@@ -110,7 +108,7 @@ def _mixtral(config: Config) -> int:
     return _int(config, "num_hidden_layers") * (_router(config) + experts)
 
 
-#: ``model_type`` → weights of all feed-forward parts that a token is multiplied with.
+#: ``model_type`` → function that counts the feed-forward weights that a token is multiplied with.
 ARCHITECTURES: Mapping[str, Callable[[Config], int]] = {
     **dict.fromkeys(("gemma", "llama", "mistral", "qwen2", "qwen3", "smollm3"), _dense),
     "mixtral": _mixtral,
@@ -120,7 +118,7 @@ ARCHITECTURES: Mapping[str, Callable[[Config], int]] = {
 
 
 def count_model_flops(config: Config) -> ModelFlops:
-    """From the content of a ``config.json``; of a model with several parts its ``text_config`` counts.
+    """Count the operations of the model in a ``config.json``; in a multimodal model, those of its ``text_config``.
 
     Raises:
         KeyError: the architecture is not in :data:`ARCHITECTURES`, or the config lacks a number.
@@ -139,18 +137,18 @@ def count_model_flops(config: Config) -> ModelFlops:
 
 
 def read_model_flops(folder: Path, value_model: bool = False, trust_remote_code: bool = False) -> ModelFlops:
-    """Of a Hugging Face folder; weights are not read, and need not be there.
+    """Count the operations of the model in a Hugging Face folder; weight files are not needed.
 
-    An architecture that is not in :data:`ARCHITECTURES` is built without memory and its linear layers are
-    counted, which takes some seconds.
+    A model whose architecture is not in :data:`ARCHITECTURES` is built without memory for its weights, and its linear
+    layers are counted, which takes some seconds.
 
     Args:
-        folder: with a ``config.json``.
-        value_model: count a value head in place of the vocabulary's.
+        folder: folder with a ``config.json``.
+        value_model: True to count a value head instead of the vocabulary head.
         trust_remote_code: allow the folder's own Python code.
 
     Raises:
-        ConfigError: the folder has no readable config, or one of a model that cannot be counted.
+        ConfigError: the folder has no readable config, or its model cannot be counted.
     """
     file = folder / "config.json"
     try:
@@ -168,7 +166,7 @@ def read_model_flops(folder: Path, value_model: bool = False, trust_remote_code:
 
 
 def _count_modules(folder: Path, trust_remote_code: bool) -> ModelFlops:
-    """From the linear layers of the model itself, for dense models of any architecture."""
+    """Count the operations from the linear layers of the model, for dense models of any architecture."""
     import torch
     import transformers
     from transformers.pytorch_utils import Conv1D

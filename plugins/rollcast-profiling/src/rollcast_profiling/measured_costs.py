@@ -1,4 +1,4 @@
-"""The cost model ``measured``: seconds and bytes from tables of ``rollcast profile``, corrected by runs."""
+"""The cost model ``measured``: seconds and bytes from tables of ``rollcast profile``, corrected by finished runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _PriceKey = tuple[str, str, int, str]
 
 #: Largest ratio of asked to measured size that needs no note.
 _NEAR = 1.25
-#: Kind of a stage → what its price needs.
+#: Kind of a stage → phases that have to be measured for its price.
 _PHASES: dict[str, tuple[Phase, ...]] = {
     "generate": ("prefill", "decode"),
     "forward": ("forward",),
@@ -55,7 +55,7 @@ _PHASES: dict[str, tuple[Phase, ...]] = {
 
 @config
 class MeasuredConfig(AnalyticalConfig):
-    """Measurements. The other keys are those of ``analytical``, which prices what was not measured."""
+    """Keys of the measurements. The other keys are those of ``analytical``, which prices what was not measured."""
 
     tables: list[str] = field(default_factory=list)
     """Files that ``rollcast profile`` wrote; at least one."""
@@ -65,12 +65,12 @@ class MeasuredConfig(AnalyticalConfig):
 
 @dataclass(frozen=True)
 class Grid:
-    """Measured values by rows and length, interpolated linearly in both, and extrapolated by the outermost slope.
+    """Measured values by rows and length, interpolated linearly and extrapolated with the outermost slope.
 
     Attributes:
         rows: row counts in rising order.
         lengths: lengths in rising order.
-        values: one per length and row count; rising in both, as noise is taken out.
+        values: a value for each length and row count. Values never fall as rows or lengths rise: noise is removed.
     """
 
     rows: tuple[float, ...]
@@ -79,14 +79,14 @@ class Grid:
 
     @classmethod
     def build(cls, points: Iterable[tuple[float, float, float]]) -> Grid:
-        """Return the grid of (rows, length, value); lengths with fewer row counts than others are continued.
+        """Return the grid of (rows, length, value) points; missing row counts of a length are extrapolated.
 
         Raises:
-            ConfigError: there is no point.
+            ConfigError: ``points`` is empty.
         """
         found = {(rows, length): value for rows, length, value in points}
         if not found:
-            raise ConfigError("a grid of measurements needs at least one of them")
+            raise ConfigError("a grid of measurements needs at least one measurement")
         rows = tuple(sorted({point[0] for point in found}))
         lengths = tuple(sorted({point[1] for point in found}))
         lines: list[tuple[float, ...]] = []
@@ -103,11 +103,11 @@ class Grid:
         return cls(rows, lengths, tuple(lines))
 
     def at(self, rows: float, length: float) -> float:
-        """Return the value of a number of rows and a length, at least 0."""
+        """Return the value for a number of rows and a length, at least 0."""
         return max(_line(self.lengths, [_line(self.rows, line, rows) for line in self.values], length), 0.0)
 
     def note(self, rows: float, length: float) -> str:
-        """Return how far a point is beyond the largest measured one; empty if it is not."""
+        """Return a note if a point is far beyond the largest measured rows or length; else an empty string."""
         beyond = [
             f"{asked:,.0f} {name}: {asked / most:.3g} times the largest measured"
             for asked, most, name in ((rows, self.rows[-1], "rows"), (length, self.lengths[-1], "tokens a row"))
@@ -117,7 +117,7 @@ class Grid:
 
 
 def _line(xs: Sequence[float], ys: Sequence[float], x: float) -> float:
-    """Interpolate between rising ``xs``; continue the first and the last piece beyond them."""
+    """Interpolate linearly between rising ``xs``; extrapolate with the slope of the first and the last piece."""
     if len(xs) == 1:
         return ys[0]
     place = min(max(bisect_left(xs, x), 1), len(xs) - 1)
@@ -130,22 +130,22 @@ class _Source:
 
     Args:
         table: the table.
-        role: name of the role in it.
+        role: name of the role in the table.
         layout: mesh and engine of the role.
-        note: how the figures were carried over from another mesh; empty for measured ones.
+        note: origin of figures that were derived from another mesh; empty for measured figures.
     """
 
     def __init__(self, table: CostTable, role: str, layout: RoleLayout, note: str = "") -> None:
         self.table, self.role, self.layout, self.note = table, role, layout, note
         self.mesh = Mesh(layout.data_parallel, layout.tensor_parallel, layout.pipeline_parallel)
-        #: Mode of a rollout.
+        #: Mode of a rollout; None for other roles.
         self.mode = layout.settings.get("mode")
-        #: FSDP computes shared prompts once where the model is whole on a rank; sharded, it does more work.
+        # FSDP computes a shared prompt only once if the model is not sharded, so such passes are a separate kind.
         shares = bool(layout.settings.get("share_prompts")) and layout.world_size == 1
-        #: What has to be equal for the times of two meshes to differ by the mesh alone.
+        #: Key of comparable measurements: with equal keys, the times of two meshes differ only because of the mesh.
         self.purpose = (role, self.mode, shares)
         self.model = (layout.engine, layout.parameters)
-        #: Rows of a pass are as long as the longest of them.
+        #: True if the rows of a pass are padded to the longest row.
         self.pads = layout.settings.get("use_remove_padding") is False
         self._grids: dict[Phase, Grid | None] = {}
         self._peaks: dict[Phase, Grid | None] = {}
@@ -179,7 +179,7 @@ def _points(source: _Source, phase: Phase) -> dict[tuple[int, int], float]:
 
 
 def _fit(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
-    """Return slope and offset, both at least 0, with the least squared relative error over pairs of x and y."""
+    """Fit y = slope * x + offset, both at least 0, with the least squared relative error over (x, y) pairs."""
     xs, ones = [x / y for x, y in pairs], [1 / y for _, y in pairs]
     xx, x1, one1 = (sum(a * b for a, b in zip(*both, strict=True)) for both in ((xs, xs), (xs, ones), (ones, ones)))
     sum_x, sum_1 = sum(xs), sum(ones)
@@ -194,14 +194,14 @@ def _fit(pairs: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def _carry(source: _Source, there: Sequence[tuple[_Source, _Source]]) -> _Source | None:
-    """Return the measurements of a role as they would be on another mesh.
+    """Estimate the measurements of a role on another mesh; None if no phase can be estimated.
 
-    Each phase takes the line through the points that other models have on both meshes: the slope is what ranks take
-    from each other, the offset what their collectives cost.
+    For each phase, a line is fitted through the times of other models that were measured on both meshes. The slope is
+    the slowdown because ranks share hardware, and the offset is the cost of collectives.
 
     Args:
-        source: measured on one mesh.
-        there: measurements of other models on this mesh and on the other one.
+        source: measurements on one mesh.
+        there: pairs of measurements of other models, on this mesh and on the other mesh.
     """
     lines: dict[Phase, tuple[float, float]] = {}
     for phase in PHASES:
@@ -229,9 +229,9 @@ def _carry(source: _Source, there: Sequence[tuple[_Source, _Source]]) -> _Source
 
 
 def _carried(sources: Sequence[_Source]) -> list[_Source]:
-    """Return the measurements that follow from those of other models on two meshes.
+    """Return estimates for meshes on which a model was not measured, derived from other models on two meshes.
 
-    Models of the same engine come first. Without one, other engines tell how ranks of these devices slow each other.
+    Models of the same engine are preferred. Without one, models of other engines show how ranks slow each other down.
     """
     pairs: dict[tuple[Any, ...], list[tuple[_Source, _Source]]] = defaultdict(list)
     for one, other in itertools.permutations(sources, 2):
@@ -252,12 +252,12 @@ def _carried(sources: Sequence[_Source]) -> list[_Source]:
 
 @dataclass(frozen=True)
 class Correction:
-    """What runs say about the prices.
+    """Corrections of the prices, derived from finished runs.
 
     Attributes:
-        scales: what a price is of, by :func:`_price_keys` → measured by predicted seconds.
+        scales: key of :func:`_price_keys` → ratio of measured to predicted seconds.
         bytes: engine and parameters of the model (0 for any) → bytes to add to the peak of a pass.
-        controller: mode, or ``""`` for any → (rows of a step, seconds of the controller in it) by rising rows.
+        controller: mode, or ``""`` for any → (rows of a step, seconds of the controller in a step), by rising rows.
     """
 
     scales: Mapping[_PriceKey, float] = field(default_factory=dict)
@@ -265,16 +265,18 @@ class Correction:
     controller: Mapping[str, tuple[tuple[float, float], ...]] = field(default_factory=dict)
 
     def scale(self, kind: str, role: RoleSpec, mode: Mode) -> float:
-        """Return the factor of a price: that of the closest runs, 1 without any."""
+        """Return the factor of a price from the most similar runs; 1 without runs."""
         return next((self.scales[key] for key in _price_keys(kind, role, mode) if key in self.scales), 1.0)
 
     def extra_bytes(self, role: RoleSpec) -> float:
-        """Return the bytes to add to the peak of a role's passes: those of its model, else of its engine."""
+        """Return the bytes to add to the peak of a role's passes, by its model, else by its engine."""
         return self.bytes.get((role.plugin, role.model.parameters), self.bytes.get((role.plugin, 0), 0.0))
 
 
 def _price_keys(kind: str, role: RoleSpec, mode: Mode) -> list[_PriceKey]:
-    """Return what a price is of, the closest first: plugin, model and mode; plugin and model; plugin.
+    """Return the keys of a price, most specific first: plugin, model and mode; plugin and model; plugin.
+
+    The key of a weight sync always includes the mode.
 
     Args:
         kind: kind of a stage, or ``sync``.
@@ -288,7 +290,7 @@ def _price_keys(kind: str, role: RoleSpec, mode: Mode) -> list[_PriceKey]:
 
 
 def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
-    """Return the median difference of measured and predicted figures over runs."""
+    """Return the corrections: the median deviation of measured from predicted figures over runs."""
     ratios: dict[_PriceKey, list[float]] = defaultdict(list)
     excess: dict[tuple[str, int], list[float]] = defaultdict(list)
     controller: dict[str, dict[float, list[float]]] = defaultdict(lambda: defaultdict(list))
@@ -299,7 +301,8 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
         if generator is not None:
             priced["weight_sync"] = ("sync", generator)
         for name, (kind, role) in priced.items():
-            # Beside training, generation shares what the mapping says is its own: the driver, and here the cores.
+            # Generation that runs ahead competes with training for the driver (and for cores on a CPU), which the
+            # prices do not cover. Its times would distort the correction, so they are left out.
             beside = kind == "generate" and run.mapping.max_staleness > 0
             if run.stages.get(name) and found.stages[name].seconds and not beside:
                 for key in _price_keys(kind, role, mode):
@@ -320,12 +323,12 @@ def correct(costs: BaseCostModel, runs: Sequence[MeasuredRun]) -> Correction:
 
 
 def find_device(name: str) -> str:
-    """Return the kind of device that a driver's name means; ``cpu`` if it means none that is known."""
+    """Return the kind of device for the name that a driver reports; ``cpu`` if no kind is known."""
     return next((kind for kind in DEVICE_KINDS if kind in name.lower().replace("-", " ").split()), "cpu")
 
 
 def _generation(problem: Problem, source: _Source, at: Placement) -> tuple[float, float, str]:
-    """Return the seconds of a generation, those of them that unequal lengths add, and how far it extrapolates."""
+    """Return the seconds of generation, the part that unequal lengths add, and a note on extrapolation."""
     prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
     rows = math.ceil(problem.rows / at.mesh.data)
     decoding = read_decoding(response, rows, at.micro_batch_rows, problem.rows)
@@ -341,7 +344,7 @@ def _generation(problem: Problem, source: _Source, at: Placement) -> tuple[float
 
 
 def _passes(problem: Problem, source: _Source, at: Placement, trains: bool) -> tuple[float, float, str]:
-    """Return the seconds of passes over a batch, 0, and how far they extrapolate."""
+    """Return the seconds of passes over a batch, a tail of 0 seconds, and a note on extrapolation."""
     prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
     batches = problem.mini_batches * problem.epochs if trains else 1
     rows = problem.rows * (problem.trained_share / problem.mini_batches if trains else 1) / at.mesh.data
@@ -359,7 +362,7 @@ def _passes(problem: Problem, source: _Source, at: Placement, trains: bool) -> t
 
 
 def _share(analytical: StageCost, seconds: float, tail: float, note: str) -> StageCost:
-    """Return a price of ``seconds``, ``tail`` of them a tail, in the parts of the analytical one."""
+    """Return a price of ``seconds``, which include ``tail``, split into parts in the proportion of ``analytical``."""
     whole = analytical.seconds - analytical.tail
     if not whole:
         return StageCost(compute=seconds - tail, tail=tail, note=note)
@@ -373,10 +376,10 @@ def _at_work(parts: MemoryParts) -> int:
 
 
 def _anchor(parts: MemoryParts, peak: int) -> MemoryParts:
-    """Return the parts of a role that needs ``peak`` bytes while it computes.
+    """Return memory parts that add up to a measured ``peak`` in bytes while the role computes.
 
-    What the formulas leave out is reserve; where they say more, activations and logits have the difference, and what is
-    left of it the reserve.
+    If the formulas predict less than the peak, the difference is added to the reserve. If they predict more, the
+    difference is taken from activations and logits first, and the remainder from the reserve.
     """
     excess = peak - _at_work(parts)
     if excess >= 0:
@@ -393,7 +396,7 @@ def _describe(mesh: Mesh) -> str:
 
 
 def _spread(cluster: Cluster, first: int, size: int) -> tuple[tuple[int, int], ...]:
-    """Return the places of ``size`` devices from node ``first`` on; the last node takes what no other holds."""
+    """Return the places of ``size`` devices from node ``first`` on; the last node gets all that do not fit before."""
     order = [*range(first, len(cluster.nodes)), *range(first)]
     places, left = {}, size
     for node in order:
@@ -407,10 +410,10 @@ def _spread(cluster: Cluster, first: int, size: int) -> tuple[tuple[int, int], .
 class MeasuredCosts(AnalyticalCosts):
     """Prices from measurements of the same model and engine.
 
-    A stage takes the measured passes of its rows and lengths, between the measured sizes by linear interpolation. The
-    parts of a price are in the proportion of the analytical ones. Another mesh than the measured ones has the ratio of
-    the analytical prices of both. Stages of runs, where there are some, scale the price of their kind and engine by the
-    median of measured to predicted seconds. ``StageCost.note`` says what is not measured.
+    The price of a stage is the sum of its passes, interpolated linearly between the measured rows and lengths, and
+    split into parts in the proportion of the analytical price. For a mesh that was not measured, the price is scaled by
+    the ratio of the analytical prices of both meshes. If runs are configured, the price is also scaled by the median
+    ratio of measured to predicted seconds for its kind and engine. ``StageCost.note`` names what was not measured.
 
     Raises:
         ConfigError: no table is given.
@@ -429,8 +432,8 @@ class MeasuredCosts(AnalyticalCosts):
         self._sources = [*measured, *_carried(measured)]
         if not self._sources:
             raise ConfigError(
-                "cost_model.tables is empty; `rollcast profile` writes such tables, and cost_model.tables=[FILE] takes "
-                "them"
+                "cost_model.tables is empty; write a table with `rollcast profile`, and pass it as "
+                "cost_model.tables=[FILE]"
             )
         self._correction = Correction()
         if config.runs:
@@ -457,7 +460,7 @@ class MeasuredCosts(AnalyticalCosts):
     def generation_speed(
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
     ) -> GenerationSpeed | None:
-        """Return how fast a replica of a generating stage is, by measurement where there is one."""
+        """Return the speed of a replica of a generating stage, measured if possible, else analytical."""
         source = self._find(problem.role(stage.role), _PHASES[stage.kind], placement.mesh, mode)
         if source is None:
             return super().generation_speed(problem, stage, placement, pool, mode)
@@ -473,7 +476,7 @@ class MeasuredCosts(AnalyticalCosts):
     def _factor(
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode, source: _Source
     ) -> float:
-        """Return by what measured seconds are multiplied: for another mesh, and for what runs said."""
+        """Return the factor on measured seconds: the ratio to another mesh times the correction by runs."""
         scale = self._correction.scale(stage.kind, problem.role(stage.role), mode)
         if source.mesh == placement.mesh:
             return scale
@@ -493,7 +496,10 @@ class MeasuredCosts(AnalyticalCosts):
         return StageCost(communication=source.seconds("sync", 0, 0) * factor)
 
     def memory(self, problem: Problem, role: RoleSpec, placement: Placement, pool: Pool, mode: Mode) -> MemoryParts:
-        """Return the memory of a role on each of its devices: the measured peak, changed by analytical differences."""
+        """Return the memory of a role on each of its devices: the measured peak plus the analytical difference.
+
+        The analytical difference is that between this placement and the measured one.
+        """
         parts = super().memory(problem, role, placement, pool, mode)
         phase: Phase = "forward_backward" if role.kind == "trains" else "forward"
         source = None if role.kind == "generates" else self._find(role, (phase,), placement.mesh, mode)
@@ -506,7 +512,7 @@ class MeasuredCosts(AnalyticalCosts):
         peak = round(peaks.at(rows, passes.row_tokens) + self._correction.extra_bytes(role))
         there = self._memory_on(problem, role, placement, pool, mode, source)
         if find_device(source.table.device.name) != "cpu":
-            peak += there.reserve  # torch's allocator knows nothing of context and libraries
+            peak += there.reserve  # torch's allocator does not count context and libraries
         return _anchor(parts, peak + _at_work(parts) - _at_work(there))
 
     def _memory_on(
@@ -518,7 +524,7 @@ class MeasuredCosts(AnalyticalCosts):
         return super().memory(problem, role, replace(placement, mesh=source.mesh), there, mode)
 
     def controller_cost(self, problem: Problem, mode: Mode) -> StageCost:
-        """Return the cost per step of what the controller does between the stages, by the runs that were measured."""
+        """Return the cost per step of the controller's work between the stages, from the configured runs."""
         known = self._correction.controller
         if not known:
             return StageCost()
@@ -526,7 +532,7 @@ class MeasuredCosts(AnalyticalCosts):
         return StageCost(compute=max(_line(rows, seconds, problem.rows), min(seconds)))
 
     def _find(self, role: RoleSpec, phases: tuple[Phase, ...], mesh: Mesh, mode: Mode) -> _Source | None:
-        """Return the measurements that are closest to a role on a mesh; None if its model and engine have none."""
+        """Return the closest measurements for a role on a mesh; None if its model and engine were not measured."""
 
         def nearness(source: _Source) -> tuple[bool, ...]:
             own = source.mesh

@@ -1,4 +1,4 @@
-"""The most memory and the time that each call on a worker takes; lives in the worker's process."""
+"""Peak memory and duration of the calls on a worker, measured in the worker's process."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ __all__ = [
 
 _STATUS, _CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 _RESIDENT = re.compile(rb"VmHWM:\s+(\d+) kB")
-#: What the kernel takes for "forget the largest resident size".
+#: Value for clear_refs that makes the kernel reset the peak resident size (VmHWM).
 _FORGET_LARGEST = b"5"
 
 
 @dataclass(frozen=True)
 class Peak:
-    """The most memory at one time, in bytes, and the time.
+    """Peak memory in bytes, and total time.
 
     Attributes:
-        allocated, reserved: of the accelerator, by tensors and by torch's allocator; 0 without one.
-        resident: of the process in the machine's memory; 0 where the machine does not tell.
-        seconds: of all calls together.
+        allocated, reserved: accelerator memory used by tensors, and held by torch's allocator; 0 without accelerator.
+        resident: resident memory of the process; 0 if the system does not report it.
+        seconds: total duration of the calls in seconds.
     """
 
     allocated: int = 0
@@ -52,7 +52,7 @@ class Peak:
 
 
 def _cuda() -> Any:
-    """Torch's CUDA module, where it is in use in this process."""
+    """Return ``torch.cuda`` if this process has initialized CUDA, else None."""
     import torch
 
     cuda: Any = torch.cuda
@@ -60,7 +60,7 @@ def _cuda() -> Any:
 
 
 def read_peak() -> Peak:
-    """The peak since the last :func:`reset_peak`."""
+    """Return the peak since the last :func:`reset_peak`."""
     allocated = reserved = 0
     cuda = _cuda()
     if cuda is not None:
@@ -73,28 +73,28 @@ def read_peak() -> Peak:
 
 
 def reset_peak() -> None:
-    """Forget the peak so far."""
+    """Reset the peak to the current memory."""
     cuda = _cuda()
     if cuda is not None:
         cuda.reset_peak_memory_stats()
     try:
         _CLEAR.write_bytes(_FORGET_LARGEST)
-    except OSError:  # then peaks are of the process's whole life: still true, only less telling
+    except OSError:  # without write access, peaks cover the process's whole life: still correct, but less precise
         return
 
 
 def return_free_memory() -> None:
-    """Return freed memory to the system where the C library can, so that later peaks owe nothing to earlier ones."""
+    """Return freed memory to the system if the C library can, so that it does not count in later peaks."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 class MemoryWatch:
-    """A listener of blocks that are marked ``role.method``, which may lie within and beside each other in any thread.
+    """A listener of marked blocks named ``role.method``; blocks may be nested, or overlap in several threads.
 
     The peak of the process is read and reset at the start and the end of each block, and counts for every block that
-    was open until then.
+    was open in between.
     """
 
     def __init__(self) -> None:
@@ -129,7 +129,7 @@ class MemoryWatch:
         reset_peak()
 
     def take(self) -> dict[str, Peak]:
-        """Return method → peak of its calls that have ended since the last time."""
+        """Return method → peak of its calls that have ended since the previous :meth:`take`."""
         with self._lock:
             taken, self._peaks = self._peaks, {}
         return taken
@@ -138,21 +138,21 @@ class MemoryWatch:
 _watch: MemoryWatch | None = None
 
 
-def start_watch(worker: Worker) -> None:  # noqa: ARG001  # called as every function on workers is
-    """Watch this process's calls from now on; nothing if it is watched already."""
-    global _watch  # noqa: PLW0603  # one for the process, as its memory is
+def start_watch(worker: Worker) -> None:  # noqa: ARG001  # functions run on workers get the worker
+    """Start to watch the calls in this process, if not started yet."""
+    global _watch  # noqa: PLW0603  # one watch per process, because memory is counted per process
     if _watch is None:
         _watch = MemoryWatch()
         add_listener(_watch)
 
 
 def take_peaks(worker: Worker) -> dict[str, Peak]:  # noqa: ARG001
-    """See :meth:`MemoryWatch.take`; empty where nothing watches."""
+    """Return the peaks of :meth:`MemoryWatch.take`; empty if no watch was started."""
     return {} if _watch is None else _watch.take()
 
 
 def stop_watch() -> None:
-    """Watch no more; for the process in which this is called."""
+    """Stop the watch of this process, if there is one."""
     global _watch  # noqa: PLW0603
     if _watch is not None:
         remove_listener(_watch)

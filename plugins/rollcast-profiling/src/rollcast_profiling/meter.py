@@ -1,4 +1,4 @@
-"""What a step's passes cost: model FLOPs utilization, throughput and memory, as metrics of the step."""
+"""Step metrics for the cost of its passes: model FLOPs utilization, throughput and memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PHASES = {
     "run_function": "",
     "query_mesh": "",
 }
-#: Name in ``perf/mfu/<name>`` of a pass; verl's where it has one.
+#: Method of the workers → its name in ``perf/mfu/<name>``; verl's name if verl has one.
 _NAMES = {
     "update_actor": "actor",
     "update_critic": "critic",
@@ -40,18 +40,18 @@ _GB = 1e9
 
 
 class StepMeter(Meter):
-    """Counts what is asked of the workers, and asks them for their memory once a step.
+    """A meter of worker calls that counts their operations, and collects the workers' peak memory once per step.
 
     Args:
-        groups: the workers by role, started.
-        models: role → folder of its model; a role that is not there has the first one's.
+        groups: started workers by role.
+        models: role → folder of its model; roles without an entry use the first folder.
         trust_remote_code: allow the folders' own Python code.
     """
 
     def __init__(
         self, groups: Mapping[str, WorkerGroup], models: Mapping[str, str], trust_remote_code: bool = False
     ) -> None:
-        # Roles of one pool share its processes, which are asked once.
+        # Roles of one pool share its processes, so keep one group per pool.
         self._processes = {group.name: group for role, group in groups.items() if not is_served(role)}
         self._ranks = {role: group.world_size for role, group in groups.items()}
         self._all_ranks = sum({group.name: group.world_size for group in groups.values()}.values())
@@ -67,14 +67,14 @@ class StepMeter(Meter):
 
     @property
     def device(self) -> DeviceInfo:
-        """Of the first role's first rank; asked once."""
+        """Device of the first role's first rank, queried once."""
         if self._device is None:
             first = next(iter(self._processes.values()))
             self._device = first.execute_func_rank_zero(describe_device)
         return self._device
 
     def count_tokens(self, tokens: int) -> None:
-        """Tokens, prompts included, that the step is about."""
+        """Add ``tokens`` to the tokens of this step, prompts included."""
         self._tokens += tokens
 
     def count_pass(
@@ -89,12 +89,12 @@ class StepMeter(Meter):
         """Count a call that sends rows through a role's model.
 
         Args:
-            role: whose model.
-            played_as: whose workers.
-            method: of the workers.
-            lengths: tokens of each row, as often as it goes through.
-            head_tokens: response tokens of those rows, which are what goes through the head.
-            kind: what is done with each row.
+            role: role whose model computes.
+            played_as: role whose workers compute.
+            method: method of the workers that is called.
+            lengths: tokens of each row, repeated if the row goes through the model several times.
+            head_tokens: response tokens of the rows; only these go through the head.
+            kind: ``forward``, or ``train`` for forward and backward.
         """
         counter = self._counter(role)
         if counter is None:
@@ -115,16 +115,16 @@ class StepMeter(Meter):
         return self._counters[key]
 
     def metrics(self, step_seconds: float) -> dict[str, float]:
-        """Of the step that ends now; forgets it.
+        """Return the metrics of the step that ends now, and reset the counters.
 
         Args:
-            step_seconds: how long it took.
+            step_seconds: duration of the step in seconds.
         """
         found: dict[str, float] = {}
         if self._tokens:
             found["perf/total_num_tokens"] = float(self._tokens)
             found["perf/throughput"] = self._tokens / max(step_seconds, 1e-9) / self._all_ranks
-        # The processes answer after the calls of the step, also after those that nobody has waited for.
+        # This call is queued behind all calls of the step, so peaks of calls still in flight are included.
         by_method = self._take_peaks()
         for method, operations in self._work.items():
             name, seconds = _NAMES.get(method, method), by_method.get(method, Peak()).seconds
@@ -136,7 +136,7 @@ class StepMeter(Meter):
         return {**found, **_memory(by_method)}
 
     def _take_peaks(self) -> dict[str, Peak]:
-        """Return the largest memory and time of a rank in the calls of each method since the last time."""
+        """Return method → largest memory and time of a rank in its calls since the previous request."""
         found: dict[str, Peak] = {}
         for group in self._processes.values():
             for peaks in group.execute_func(take_peaks):

@@ -1,4 +1,4 @@
-"""The profiler's side in the process of a worker; sent there as functions."""
+"""Functions that run in the process of a worker to start and stop the profiler."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ProfilerSpec:
-    """What a process is to be looked at with.
+    """The profiler to run in a process, and the processes to record.
 
     Attributes:
-        tool: registry name.
-        config: an instance of its ``config_schema``.
-        folder: where files go; seen by all nodes.
-        ranks: of the group; None for all.
+        tool: registry name of the profiler.
+        config: instance of the profiler's ``config_schema``.
+        folder: output folder, visible on all nodes.
+        ranks: ranks of the group to record; None for all.
     """
 
     tool: str
@@ -32,58 +32,58 @@ class ProfilerSpec:
     ranks: Collection[int] | None
 
     def concerns(self, worker: Worker) -> bool:
-        """Whether a worker's process is to be looked at."""
+        """True if the process of ``worker`` is to be recorded."""
         return self.ranks is None or worker.rank in self.ranks
 
     def build(self) -> BaseProfiler:
-        """The tool, and its folder."""
+        """Create the output folder and return a new profiler."""
         folder = Path(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         return profilers.get(self.tool, requested_by="profiler.tool")(self.config, folder)
 
 
-#: The profiler that looks at this process at present.
+#: The profiler that currently records this process.
 _running: BaseProfiler | None = None
 
 
 def check_process(worker: Worker, spec: ProfilerSpec) -> None:
-    """See :meth:`BaseProfiler.check_process`.
+    """Check that the tool can record this process; see :meth:`BaseProfiler.check_process`.
 
     Raises:
-        CapabilityError: the tool cannot look into this process.
+        CapabilityError: the tool cannot record this process.
     """
     if spec.concerns(worker):
         spec.build().check_process()
 
 
 def start_profiler(worker: Worker, spec: ProfilerSpec, name: str) -> str | None:
-    """Look at this process from now on.
+    """Start to record this process if the spec includes it and no profiler runs yet.
 
     Args:
-        worker: of the process.
-        spec: with what.
-        name: of the steps and the pool.
+        worker: worker in this process.
+        spec: profiler to start, and the ranks to record.
+        name: name of the steps and the pool, for the file.
 
     Returns:
-        Why it cannot be looked at; None if it is, or is not to be. A profiler that fails must not end a run.
+        The reason for a failure, else None. A failing profiler must not end a run, so nothing is raised.
     """
-    global _running  # noqa: PLW0603  # one for the process, as torch's is
+    global _running  # noqa: PLW0603  # one profiler per process, as in torch
     if not spec.concerns(worker) or _running is not None:
         return None
     try:
         profiler = spec.build()
         profiler.start(f"{name}-rank_{worker.rank}")
-    except Exception as error:  # noqa: BLE001  # whatever the tool raises is told to the driver
+    except Exception as error:  # noqa: BLE001  # any error of the tool is reported to the driver
         return f"rank {worker.rank}: {type(error).__name__}: {error}"
     _running = profiler
     return None
 
 
 def stop_profiler(worker: Worker) -> tuple[list[str], str | None]:
-    """Look no more.
+    """Stop the profiler of this process.
 
     Returns:
-        The files that were written, and why there are none if that failed.
+        The files that were written, and the reason for a failure, else None.
     """
     global _running
     if _running is None:

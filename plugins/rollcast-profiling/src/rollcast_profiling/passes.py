@@ -1,4 +1,4 @@
-"""Passes through an engine, measured in the process of a worker; sent there as a function."""
+"""Measurement of passes through an engine; runs in the process of a worker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ __all__ = ["PassCost", "PassShape", "measure_passes", "random_rows"]
 
 @dataclass(frozen=True)
 class PassShape:
-    """Rows of equal length, with as many rows to a prompt as a step's batch has.
+    """The shape of a pass over rows of equal length, which share prompts as in a training step.
 
     Attributes:
         rows: rows of the rank.
-        prompt_tokens, response_tokens: tokens of each row, at least 1.
-        vocabulary: upper bound of the token ids.
-        samples: responses to each prompt.
-        batch_rows: rows of the step, from which updates draw theirs.
+        prompt_tokens, response_tokens: tokens of each row, at least 1 each.
+        vocabulary: exclusive upper bound of the token ids.
+        samples: responses per prompt.
+        batch_rows: rows of a step's batch, from which updates draw their mini-batches.
     """
 
     rows: int
@@ -40,13 +40,12 @@ class PassShape:
 
 @dataclass(frozen=True)
 class PassCost:
-    """What a rank measured, once a repetition.
+    """The measurements of a rank.
 
     Attributes:
-        forward, forward_backward, optimizer: seconds; empty if it was not asked for, or the memory was not
-            enough.
-        peaks: of each of these, in bytes; of the accelerator, or without one of the process.
-        out_of_memory: which of them did not fit.
+        forward, forward_backward, optimizer: seconds of each repetition; empty if not requested or out of memory.
+        peaks: name of a measurement → peak bytes of the accelerator, or of the process without an accelerator.
+        out_of_memory: names of the measurements that ran out of memory.
     """
 
     forward: list[float]
@@ -57,14 +56,14 @@ class PassCost:
 
 
 def random_rows(shape: PassShape, seed: int, drawn: bool = False) -> DataProto:
-    """Return a batch as engines get it, without padding, from ``seed``; int64 ``[rows, prompt + response]`` columns.
+    """Return a random batch for an engine, without padding; int64 columns ``[rows, prompt + response]``.
 
-    Engines may compute a prompt of several rows once, so the rows have as many different prompts as in training.
+    Engines may compute a prompt that several rows share only once, so the rows share prompts as in training.
 
     Args:
         shape: sizes.
         seed: seed of the tokens and the draw.
-        drawn: rows are drawn from the step's batch, as updates do; else they are its first ones, prompt by prompt.
+        drawn: True to draw rows at random from the step's batch, as updates do; False for its first rows in order.
     """
     length = shape.prompt_tokens + shape.response_tokens
     generator = torch.Generator().manual_seed(seed)
@@ -87,7 +86,7 @@ def random_rows(shape: PassShape, seed: int, drawn: bool = False) -> DataProto:
 
 
 def _loss(inputs: LossInputs) -> LossOutput:
-    """Any loss that hangs on every token will do."""
+    """Return a loss that depends on every response token; its value does not matter."""
     given = inputs.values if inputs.log_probs is None else inputs.log_probs
     if given is None:
         raise TypeError("the engine gave neither log-probs nor values")
@@ -95,17 +94,16 @@ def _loss(inputs: LossInputs) -> LossOutput:
 
 
 def measure_passes(worker: Worker, attribute: str, shape: PassShape, repeats: int, trains: bool) -> PassCost:
-    """Time forward, forward and backward, and the optimizer's step; called by all ranks together.
+    """Time forward passes, forward and backward passes, and optimizer steps; all ranks have to call this together.
 
-    One repetition more runs before, uncounted. The optimizer's steps are real: the weights are not the
-    model's any more afterwards.
+    A warm-up repetition runs first and is not counted. The optimizer steps are real and change the weights.
 
     Args:
-        worker: that holds the engine.
-        attribute: of the worker, a :class:`TrainingWorker`.
-        shape: of the rank's rows, which go through the model at once.
-        repeats: at least 1.
-        trains: whether the engine can be trained.
+        worker: worker that holds the engine.
+        attribute: name of the worker's attribute that holds a :class:`TrainingWorker`.
+        shape: shape of the rank's rows, which go through the model in one pass.
+        repeats: number of repetitions, at least 1.
+        trains: True to measure training passes as well.
     """
     training: TrainingWorker = getattr(worker, attribute)
     engine, setup = training.engine, training.setup

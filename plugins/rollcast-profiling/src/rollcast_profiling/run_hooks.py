@@ -51,7 +51,7 @@ class RunProfiling:
         try:
             self._profiler.on_fit_start(trainer)
         except BaseException:
-            stop_watch()  # a run that does not begin has no end that would
+            stop_watch()  # a run that fails to start never calls on_fit_end
             raise
 
     @hookimpl

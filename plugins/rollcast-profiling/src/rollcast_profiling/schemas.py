@@ -29,11 +29,11 @@ class TorchMemoryConfig(ProfilerConfig):
     tool: str | None = "torch_memory"
     """Registry name of the profiler."""
     trace_alloc_max_entries: Positive = 100_000
-    """Allocations and frees that are kept, the latest."""
+    """Number of allocations and frees to keep; older ones are dropped."""
     stack_depth: Positive = 32
-    """Frames shown of a call's stack."""
+    """Frames to show of a call's stack."""
     context: Literal["all", "alloc", "state"] = "all"
-    """Entries with a stack: `all`, `alloc`, or `state` (those alive at the end)."""
+    """Entries that get a stack: `all`, `alloc` (allocations), or `state` (allocations alive at the end)."""
     stacks: Literal["all", "python"] = "python"
     """`all` for Python's and C++'s stacks, `python` for Python's."""
 
@@ -49,6 +49,6 @@ class NsysConfig(ProfilerConfig):
     cuda_memory_usage: bool = True
     """Record the device's memory too."""
     cuda_graph_trace: Literal["graph", "node"] = "graph"
-    """`graph` shows a CUDA graph as one, `node` its nodes."""
+    """`graph` shows a CUDA graph as one entry, `node` shows its nodes."""
     options: dict[str, str] = field(default_factory=dict)
     """Further options of `nsys profile`, without the dashes."""

@@ -1,4 +1,4 @@
-"""Which steps of a run are profiled on which workers."""
+"""Selection of the steps and workers of a run that are profiled."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ logger = logging.getLogger(__name__)
 
 
 class StepProfiler:
-    """Follows a run's steps, and starts and stops the profiler on the workers that the config names.
+    """A controller that starts and stops the profiler on the configured workers at the configured steps.
 
-    A profiler that fails in a step is reported and not tried again; the run goes on.
+    If the profiler fails in a step, the failure is logged, the profiler is not started again, and the run continues.
 
     Args:
-        config: the config's ``profiler`` section, an instance of its tool's schema, with a tool.
-        run_dir: of the run.
-        tool: of the config.
+        config: the ``profiler`` section, an instance of its tool's schema; ``tool`` is set.
+        run_dir: directory of the run.
+        tool: profiler class of ``config.tool``.
 
     Raises:
         ConfigError: a value is not valid; names the key.
@@ -50,11 +50,11 @@ class StepProfiler:
         self._failed = False
 
     def equip(self, workers: MutableMapping[str, ClassWithInitArgs[Any]], runtime: Runtime) -> None:
-        """Give worker classes the runtime environment that the tool needs.
+        """Set the runtime environment that the tool needs on the worker classes.
 
         Args:
             workers: worker classes by role, changed in place; replicas of a rollout stay as they are.
-            runtime: starts the workers.
+            runtime: runtime that starts the workers.
 
         Raises:
             ConfigError: the tool needs a runtime environment, and the runtime has none.
@@ -80,7 +80,12 @@ class StepProfiler:
     # -- the run's events ---------------------------------------------------------------------
 
     def on_fit_start(self, trainer: Any) -> None:
-        """Ask the workers whether the tool can look into them."""
+        """Check on the workers that the tool can record them.
+
+        Raises:
+            ConfigError: no worker has a role or rank of the config.
+            CapabilityError: the tool cannot record a worker.
+        """
         members: dict[str, list[str]] = {}
         for role, group in trainer.run.groups.items():
             members.setdefault(group.name, []).append(role)
@@ -105,7 +110,7 @@ class StepProfiler:
             )
 
     def on_step_start(self, step: int) -> None:
-        """Start, if the step is the first of those that are looked at together."""
+        """Start the profiler if a capture begins with this step."""
         if step not in self._last or self._failed or self._ends_at is not None:
             return
         end = self._last[step]
@@ -117,12 +122,12 @@ class StepProfiler:
         self._report(failures)
 
     def on_step_end(self, step: int) -> None:
-        """Stop, if the step is the last of them."""
+        """Stop the profiler if a capture ends with this step."""
         if self._ends_at is not None and step >= self._ends_at:
             self._stop()
 
     def on_fit_end(self, error: BaseException | None) -> None:
-        """Stop, if the run ends within a step that is looked at."""
+        """Stop the profiler if the run ends during a capture."""
         if self._ends_at is None:
             return
         try:
@@ -130,7 +135,7 @@ class StepProfiler:
         except RollcastError as failure:
             if error is None:
                 raise
-            logger.warning("the profile of the step that failed is lost: %s", failure)  # with its worker
+            logger.warning("the profile of the step that failed is lost: %s", failure)  # its worker died
 
     def _stop(self) -> None:
         self._ends_at = None
@@ -156,11 +161,11 @@ class StepProfiler:
 
 
 def find_step_profiler(config: DictConfig, run_dir: Path) -> StepProfiler | None:
-    """What the run's ``profiler`` section asks for; None if it names no tool.
+    """Return the step profiler of the run's ``profiler`` section; None if the section names no tool.
 
     Raises:
         ConfigError: a value is not valid; names the key.
-        PluginError: there is no such tool, or it does not load.
+        PluginError: the tool does not exist or does not load.
     """
     section = OmegaConf.select(config, "profiler")
     name = build_section(ProfilerConfig, section or {}, "profiler").tool
@@ -171,7 +176,7 @@ def find_step_profiler(config: DictConfig, run_dir: Path) -> StepProfiler | None
 
 
 def _windows(steps: Sequence[int], joined: bool) -> list[tuple[int, int]]:
-    """First and last step of each capture."""
+    """Return the first and last step of each capture."""
     windows: list[tuple[int, int]] = []
     for step in sorted(set(steps)):
         if joined and windows and windows[-1][1] == step - 1:

@@ -13,7 +13,7 @@ from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfi
 
 __all__ = ["NsysProfiler", "TorchMemoryProfiler", "TorchProfiler"]
 
-#: Set by the profiler itself, since it starts and ends captures.
+#: Options of nsys that users cannot set, because the profiler sets them to control captures.
 _RESERVED = ("c", "capture-range", "capture-range-end", "o", "output", "kill", "f", "force-overwrite")
 
 
@@ -122,7 +122,7 @@ class NsysProfiler(BaseProfiler):
             **config.options,
             "capture-range": "cudaProfilerApi",
             "capture-range-end": f"repeat-shutdown:{captures}",
-            # The worker goes on when the last capture is over.
+            # Do not kill the worker when the last capture ends.
             "kill": "none",
             "o": str(folder / "worker_%p"),
         }
@@ -131,7 +131,7 @@ class NsysProfiler(BaseProfiler):
     def check_process(self) -> None:
         if not torch.cuda.is_available():
             raise CapabilityError(
-                "profiler.tool=nsys needs CUDA, and the worker has no CUDA device; take profiler=torch"
+                "profiler.tool=nsys needs CUDA, and the worker has no CUDA device; use profiler=torch"
             )
 
     def start(self, name: str) -> None:
@@ -149,5 +149,5 @@ class NsysProfiler(BaseProfiler):
         cuda.synchronize()
         cuda.nvtx.range_pop()
         cuda.profiler.stop()
-        # nsys writes worker_<process id>.<capture>.nsys-rep when it is done with it.
+        # nsys writes worker_<process id>.<capture>.nsys-rep later, so the file may not exist yet.
         return []

@@ -49,7 +49,7 @@ def create_package(kind: str, name: str, into: Path) -> Path:
 
     Args:
         kind: one of :func:`describe_kinds`; hyphens stand for underscores.
-        name: of the plugin, in snake case.
+        name: name of the plugin in snake case.
         into: folder in which the package's folder is made.
 
     Raises:

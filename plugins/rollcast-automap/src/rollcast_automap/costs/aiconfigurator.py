@@ -33,20 +33,21 @@ from rollcast_automap.costs.length_curve import LengthCurve
 
 __all__ = ["AiconfiguratorConfig", "AiconfiguratorCosts", "KernelTimes"]
 
-#: Backend whose times are those of a rollout that the database does not know.
+#: Backend whose times stand in for rollouts that the database does not know.
 _OTHERWISE = "vllm"
-#: Largest ratio of stored weights to those of a dense layer of the same width.
+#: A layer with more stored weights than this multiple of a dense layer of its width is a mixture of experts.
 _DENSE = 1.05
-#: Operations between devices, by the ends of their names.
+#: Suffixes of the names of operations between devices.
 _WIRE = ("_ar", "_ar_1", "_ar_2", "_p2p")
 
 
 @config
 class AiconfiguratorConfig(AnalyticalConfig):
-    """The database. The other keys are those of ``analytical``, which prices everything but generation."""
+    """Keys of the kernel database. The other keys are those of ``analytical``, which prices all but generation."""
 
     backend: str = "auto"
-    """Engine whose kernels count: `vllm`, `sglang` or `trtllm`; `auto` for the rollout's own, or else `vllm`."""
+    """Engine whose kernel times are used: `vllm`, `sglang` or `trtllm`. `auto` selects the rollout's own engine, or
+    `vllm` if the database does not have that engine."""
     backend_version: str = "current"
     """Version of the engine, or `current`, `previous` or `next`."""
     systems: dict[str, str] = field(default_factory=dict)
@@ -57,11 +58,11 @@ class AiconfiguratorConfig(AnalyticalConfig):
 
 @dataclass(frozen=True)
 class KernelSeconds:
-    """Seconds of a pass.
+    """Duration of a pass.
 
     Attributes:
-        busy: kernels of one device.
-        wire: collectives.
+        busy: seconds of compute kernels on one device.
+        wire: seconds of collectives.
     """
 
     busy: float
@@ -69,7 +70,7 @@ class KernelSeconds:
 
 
 class KernelTimes:
-    """Times of a model on one system, engine and tensor-parallel size.
+    """Kernel times of a model on one system, engine and tensor-parallel size.
 
     Args:
         engine: compiled model of ``aiconfigurator_core``.
@@ -84,7 +85,7 @@ class KernelTimes:
         return self._ask("prefill", max(rows, 1), max(length, 1))
 
     def decode(self, rows: float, context: float) -> KernelSeconds:
-        """Return the seconds of a token of each row; between whole numbers of rows by linear interpolation."""
+        """Return the seconds of one token for each row; a fractional number of rows is interpolated linearly."""
         low, length = max(math.floor(rows), 1), max(round(context), 1)
         below = self._ask("decode", low, length)
         share = max(rows - low, 0.0)
@@ -109,14 +110,14 @@ class KernelTimes:
 
 
 class AiconfiguratorCosts(AnalyticalCosts):
-    """Prices of a generation from measured kernels.
+    """Prices of generation from measured kernels.
 
-    A model is described to the database by its sizes, as a dense decoder of Llama's kind; its name is not needed. Where
-    the database has no kernels for these sizes, and for a mixture of experts, whose experts a problem does not state,
-    the price is the analytical one and ``StageCost.note`` says so.
+    The database gets a model's sizes, as those of a dense decoder in Llama's architecture; the model's name is not
+    needed. The analytical price is used, and ``StageCost.note`` says so, in two cases: the database has no kernels for
+    these sizes, or the model is a mixture of experts, whose experts a problem does not describe.
 
     Raises:
-        ConfigError: the package is not installed, or it has no such engine, version or system.
+        ConfigError: the package is not installed, or has no such engine, version or system.
     """
 
     config_schema: ClassVar[type[CostModelConfig]] = AiconfiguratorConfig
@@ -148,7 +149,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
         return replace(cost, note="; ".join(filter(None, (note, cost.note))))
 
     def times(self, system: str, backend: str, model: ModelFacts, tensor: int) -> KernelTimes | str:
-        """Return the times of a model, or why the database has none."""
+        """Return the kernel times of a model, or the reason why the database has none."""
         key = (system, backend, model, tensor)
         if key not in self._times:
             self._times[key] = self._compile(*key)
@@ -173,7 +174,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
         for steps, active, done in decoding.phases:
             step = times.decode(active, prompt.mean + done)
             seconds += steps * (step.busy + step.wire)
-        # The database does not say what a kernel waits for; the formula does.
+        # The database does not split kernel times into compute and memory; the analytical price provides the ratio.
         known = analytical.compute + analytical.memory
         share = analytical.compute / known if known else 1.0
         return StageCost(busy * share, busy * (1 - share), wire, tail=max(seconds - equal, 0.0))
@@ -181,7 +182,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
     def generation_speed(
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
     ) -> GenerationSpeed | None:
-        """Return how fast a replica of a generating stage is, on the slowest of its devices."""
+        """Return the prefill and decoding speed of a replica of a generating stage, on the slowest of its devices."""
         role = problem.role(stage.role)
         backend, _ = self._backend(role)
         systems = sorted({self._system(problem, node, backend) for node, _ in pool.places})
@@ -200,7 +201,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
         return GenerationSpeed(max((each.busy + each.wire) / together for each, together in passes), decode)
 
     def _prefill_pass(self, times: KernelTimes, prompt: float, rows: int) -> tuple[KernelSeconds, int]:
-        """Return the time of a prefill pass over prompts of ``prompt`` tokens, and how many it has."""
+        """Return the time of a prefill pass over prompts of ``prompt`` tokens, and the prompts in the pass."""
         length = max(round(prompt), 1)
         together = min(max(self.options.prefill_tokens // length, 1), rows)
         return times.prefill(together, length), together
@@ -213,7 +214,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
         return {system: dict(engines) for system, engines in get_supported_databases().items()}
 
     def _backend(self, role: RoleSpec) -> tuple[str, str]:
-        """Return the engine whose kernels count for a role, and a note if it is another one than the role's."""
+        """Return the engine whose kernel times price a role, and a note if it is not the role's own engine."""
         known = sorted({name for engines in self._databases.values() for name in engines})
         if self.options.backend == "auto":
             if role.plugin in known:
@@ -227,7 +228,7 @@ class AiconfiguratorCosts(AnalyticalCosts):
         """Return the system of a node's devices.
 
         Raises:
-            ConfigError: the database has none, or none for the engine.
+            ConfigError: the database has no system for the devices, or none with measurements of the engine.
         """
         kind = problem.cluster.nodes[node].kind.name.partition("#")[0]
         known = sorted(system for system, engines in self._databases.items() if backend in engines)
@@ -252,13 +253,14 @@ class AiconfiguratorCosts(AnalyticalCosts):
             return "a mixture of experts cannot be described to aiconfigurator by its sizes"
         try:
             version = self._version(system, backend)
-            # Two matrices of a feed-forward part have as many weights as three of two thirds of the width.
+            # The database assumes three feed-forward matrices. For models with two, choose the width that keeps the
+            # number of weights.
             width = max(round((stored - attention) / (3 * model.hidden)), tensor)
             with TemporaryDirectory() as folder, _quiet():
                 Path(folder, "config.json").write_text(json.dumps(_describe(model, width)))
                 engine = EngineHandle.compile(folder, system, backend, backend_version=version, tp_size=tensor)
                 times = KernelTimes(engine)
-                # Sizes without measured kernels are refused at the first question.
+                # The database rejects sizes without measured kernels only at the first query, so query both phases now.
                 times.prefill(1, 1)
                 times.decode(1, 1)
         except (PerfDataNotAvailableError, InterpolationDataNotAvailableError):
@@ -298,7 +300,7 @@ def _describe(model: ModelFacts, width: int) -> dict[str, Any]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the database's warnings off the console; they name tables of models that are not priced here."""
+    """Hide the database's warnings, which are about tables of models that are not priced here."""
     theirs = logging.getLogger("aiconfigurator_core")
     level = theirs.level
     theirs.setLevel(logging.ERROR)

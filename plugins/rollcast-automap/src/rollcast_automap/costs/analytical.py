@@ -1,4 +1,4 @@
-"""The cost model ``analytical``: a roofline of published device figures. `docs/cost-models.md` has the formulas."""
+"""The cost model ``analytical``: a roofline from published device figures. docs/cost-models.md lists the formulas."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ __all__ = ["AnalyticalConfig", "AnalyticalCosts"]
 
 #: Engines that shard weights over all data-parallel ranks and gather them layer by layer.
 _SHARDING = frozenset({"fsdp"})
-#: Kernels of a layer of an inference engine: two norms, four products, rotation with the write of the cache, attention
-#: in two (parts of the context, then their sum), and the activation.
+#: Kernels of a layer of an inference engine: two norms, four products, one kernel for rotation and cache write, two for
+#: attention (parts of the context, then their sum), and the activation.
 _KERNELS = 10
 Reached = Annotated[float, Gt(0), Le(1)]
 NonNegative = Annotated[float, Ge(0)]
@@ -40,33 +40,33 @@ NonNegative = Annotated[float, Ge(0)]
 
 @config
 class AnalyticalConfig(CostModelConfig):
-    """Reached fractions of published peak figures, and fixed costs; the same for every device and every stage."""
+    """Fractions of published peak figures that are reached, and fixed costs; the same for every device and stage."""
 
     compute: Reached = 0.8
     """Fraction of the peak FLOP per second in matrix products."""
     attention: Reached = 0.5
-    """Fraction of the matrix products' rate that attention reaches."""
+    """Rate of attention as a fraction of the rate of matrix products."""
     memory: Reached = 0.85
     """Fraction of the peak memory bandwidth."""
     link: Reached = 0.8
     """Fraction of the peak link bandwidth in collectives."""
     elementwise_bytes: NonNegative = 120.0
-    """Bytes moved per token, layer and hidden number by norms, residuals and activations forward."""
+    """Bytes that norms, residuals and activations move in a forward pass, per token, layer and hidden element."""
     latency_s: NonNegative = 1e-5
     """Seconds of one small collective."""
     launch_s: NonNegative = 5e-5
-    """Seconds that a layer takes at least."""
+    """Minimum duration of a layer in seconds."""
     kernel_s: NonNegative = 3e-6
-    """Seconds that a kernel of a CUDA graph takes beyond its work."""
+    """Overhead of a kernel in a CUDA graph, in seconds."""
     reserve_bytes: Annotated[int, Ge(0)] | None = None
-    """Bytes of a process beside its tensors, without CUDA graphs; null for the figure of its device and plugin."""
+    """Bytes of a process beyond its tensors, without CUDA graphs; null for the figure of its device and plugin."""
     graph_bytes: Annotated[int, Ge(0)] | None = None
     """Bytes of a replica's CUDA graphs; null for the figure of its plugin."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A role on its pool, with the figures of the slowest device."""
+    """Figures of the slowest device of a pool, in FLOP/s and bytes/s."""
 
     flops: float
     bandwidth: float
@@ -78,7 +78,7 @@ class _Place:
     efficiency: AnalyticalConfig
 
     def gather(self, size: float, ranks: int, stride: int) -> float:
-        """Seconds of an all-gather or reduce-scatter of ``size`` bytes over ranks that are ``stride`` apart."""
+        """Return the seconds of an all-gather or reduce-scatter of ``size`` bytes over ranks ``stride`` apart."""
         if ranks < 2:
             return 0.0
         inside = max(self.per_node // stride, 1)
@@ -91,8 +91,9 @@ class _Place:
     def reduce(self, size: float, ranks: int) -> float:
         """Return the seconds of an inference engine's all-reduce of ``size`` bytes over neighbouring ranks.
 
-        Within a node a rank reads the others' memory: all of it in one kernel, or its share in one and the sums in
-        another, whichever is shorter. Between nodes it is a reduce-scatter and an all-gather.
+        Within a node, a rank reads the memory of the other ranks. Two methods are priced and the faster counts: one
+        kernel that reads everything, or one kernel that reads the rank's share and a second that reads the sums.
+        Between nodes, an all-reduce is a reduce-scatter and an all-gather.
         """
         if ranks < 2:
             return 0.0
@@ -102,7 +103,7 @@ class _Place:
         return self.efficiency.kernel_s + min(peers * wire, 2 * peers / ranks * wire + self.efficiency.kernel_s)
 
     def send(self, size: float) -> float:
-        """Seconds in which each device sends ``size`` bytes to one of the next pipeline stage."""
+        """Return the seconds in which each device sends ``size`` bytes to a device of the next pipeline stage."""
         return size / (self.network if self.nodes > 1 else self.link) / self.efficiency.link + self.efficiency.latency_s
 
 
@@ -110,12 +111,12 @@ def _layer_weights(model: ModelFacts) -> float:
     attention = model.hidden * model.head_size * (2 * model.heads + 2 * model.kv_heads)
     embeddings = model.hidden * model.vocab * (1 if model.tied else 2)
     stored = (model.parameters - embeddings) / model.layers
-    # Of a mixture of experts a token meets ffn numbers only; ffn counts the chosen experts together.
+    # In a mixture of experts, a token is multiplied only with the weights of its experts; ffn is their total width.
     return min(stored, attention + 3 * model.hidden * model.ffn)
 
 
 class AnalyticalCosts(BaseCostModel):
-    """Roofline costs."""
+    """Roofline costs from published device figures."""
 
     config_schema: ClassVar[type[CostModelConfig]] = AnalyticalConfig
 
@@ -135,7 +136,7 @@ class AnalyticalCosts(BaseCostModel):
     def generation_speed(
         self, problem: Problem, stage: StageSpec, placement: Placement, pool: Pool, mode: Mode
     ) -> GenerationSpeed | None:
-        """Return how fast a replica of a generating stage is."""
+        """Return the prefill and decoding speed of a replica of a generating stage."""
         role, place = problem.role(stage.role), self._place(problem, pool)
         rows = math.ceil(problem.rows / placement.mesh.data)
 
@@ -153,7 +154,7 @@ class AnalyticalCosts(BaseCostModel):
         mesh, weights = trained[0].mesh, self._parameters(role) * role.model.dtype_bytes
         shards = mesh.size if problem.role(trained[0].role).plugin in _SHARDING else mesh.tensor * mesh.pipeline
         tensor = rollout[0].mesh.tensor
-        # Each device collects its part of the rollout's copy from the ranks that hold shards of one training copy.
+        # Each device gathers its part of the rollout's weights from the ranks that shard one training copy.
         seconds = source.gather(weights / tensor, max(shards // tensor, 1), 1)
         if trained[1].name != rollout[1].name:
             senders = min(source.per_node * source.nodes, target.per_node)
@@ -165,7 +166,7 @@ class AnalyticalCosts(BaseCostModel):
         if not role.offload:
             return StageCost()
         parts = self.memory(problem, role, placement, pool, mode)
-        # A frozen role's weights are in host memory already: they are only loaded.
+        # Weights of a frozen role do not change, so they are loaded but never copied back to host memory.
         ways = 2 if role.kind == "trains" else 1
         moved = ways * sum(int(getattr(parts, name)) for name in ("parameters", "optimizer") if name in parts.visiting)
         return StageCost(communication=moved / (self._place(problem, pool).host * self.efficiency.link))
@@ -202,7 +203,7 @@ class AnalyticalCosts(BaseCostModel):
         )
 
     def _layer(self, model: ModelFacts, place: _Place, tokens: float, pairs: float, tensor: int) -> tuple[float, float]:
-        """Seconds of a layer's forward pass: of its arithmetic, and of its memory traffic beyond that."""
+        """Return the seconds of a layer's forward pass: arithmetic, and memory traffic that it does not hide."""
         weights = _layer_weights(model)
         products = 2 * weights * tokens / tensor / place.flops
         # A causal kernel computes half of the square of positions.
@@ -219,7 +220,7 @@ class AnalyticalCosts(BaseCostModel):
         mean, square = prompt.plus(response)
         batches = problem.mini_batches * problem.epochs if trains else 1
         rows = problem.rows * (problem.trained_share / problem.mini_batches if trains else 1) / mesh.data
-        # No row is trained where none has an advantage.
+        # trained_share, and so rows, is 0 if no row has an advantage.
         micro = max(math.ceil(rows / min(at.micro_batch_rows, max(math.ceil(rows), 1))), 1)
         tokens, share = mean * rows / micro, rows / micro
         layers = model.layers / mesh.pipeline
@@ -236,10 +237,10 @@ class AnalyticalCosts(BaseCostModel):
         if role.plugin in _SHARDING and mesh.data > 1:
             gathered = place.gather(2 * _layer_weights(model) * layers, mesh.data, 1)
             wire = gathered * (2 + role.gradient_bytes / 2 if trains else 1)
-            # Layers gather while the one before computes; the first gather of a pass has nothing to hide behind.
+            # A layer's gather overlaps with the previous layer's computation; nothing hides the first gather of a pass.
             exchanged += max(wire - compute - memory, 0.0) + gathered / layers
         if mesh.pipeline > 1:
-            # Without interleaved stages, sending to the next one and back hides behind no computation.
+            # Without interleaved stages, no computation hides the transfers between pipeline stages.
             exchanged += (2 if trains else 1) * place.send(activation / mesh.tensor)
         bubble = (mesh.pipeline - 1) * (compute + memory + exchanged)
         sums = [batches * micro * part for part in (compute, memory, exchanged)]
@@ -255,7 +256,7 @@ class AnalyticalCosts(BaseCostModel):
         return StageCost(sums[0], sums[1], sums[2], bubble=batches * bubble)
 
     def _generate(self, problem: Problem, role: RoleSpec, at: Placement, place: _Place) -> StageCost:
-        """Return the cost of generating the batch; ``tail`` is what unequal lengths add to equal ones."""
+        """Return the cost of generating the batch; ``tail`` is the time that unequal lengths add."""
         prompt, response = LengthCurve.read(problem.prompt_lengths), LengthCurve.read(problem.response_lengths)
         rows = math.ceil(problem.rows / at.mesh.data)
         parts = list(self._prefill(problem, role, at, place))
@@ -289,7 +290,7 @@ class AnalyticalCosts(BaseCostModel):
         cache = 2 * model.kv_heads * model.head_size * 2 / min(tensor, model.kv_heads)
         pairs = 4 * active * context * model.heads * model.head_size / tensor
         head = model.hidden * model.vocab / tensor
-        # Kernels follow one another: products may be bound by arithmetic while attention is bound by the memory.
+        # Kernels run one after the other, so each has its own bound: arithmetic or memory.
         compute = memory = 0.0
         for count, work, read in (
             (model.layers, 2 * active * weights / tensor, 2 * weights / tensor),

@@ -1,4 +1,4 @@
-"""Clusters to map onto: the options ``cluster.*``, with device kinds by their published figures or by figures given."""
+"""Clusters to map onto: the options ``cluster.*``, with device figures from datasheets or from the options."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from rollcast_automap.costs.device_kinds import DEVICE_KINDS, LINK_BANDWIDTHS
 __all__ = ["DEVICE_KINDS", "ClusterConfig", "NodesConfig", "build_cluster"]
 
 Amount = Annotated[float, Gt(0)]
-#: Figures that replace those of a datasheet; together they describe a device that has none here.
+#: Keys that replace the figures of a datasheet. All of them together describe a device without a datasheet here.
 _FIGURES = ("memory_gib", "memory_gbyte_s", "tflops", "link_gbyte_s", "host_gbyte_s")
 
 
 @config
 class NodesConfig:
-    """Equal nodes of a cluster; what is null is as in ``cluster.*``."""
+    """A group of equal nodes of a cluster; null keys take their value from ``cluster.*``."""
 
     nodes: Positive | None = None
     """Number of nodes."""
@@ -49,13 +49,14 @@ class ClusterConfig:
     devices_per_node: Positive = 8
     """Devices of a node."""
     device: str = "h100"
-    """Kind of the devices: a10, a100, a800, b200, h100, h20, h200, h800, l4, l40s, mi300x or cpu; another name needs
-    all five figures below."""
+    """Kind of the devices: a10, a100, a800, b200, h100, h20, h200, h800, l4, l40s, mi300x or cpu; any other name
+    needs all five figures below."""
     groups: list[dict[str, Any]] = field(default_factory=list)
-    """Nodes that differ, in place of `nodes` equal ones: `[{device: h100, nodes: 2}, {device: a100, nodes: 4}]`. A
-    group takes what it leaves out from the other keys."""
+    """Groups of different nodes, instead of `nodes` equal ones: `[{device: h100, nodes: 2}, {device: a100, nodes: 4}]`.
+    Keys that a group leaves out are taken from the other keys of this section."""
     network_gbit_s: Amount = 200.0
-    """Bandwidth of a device to a device of another node, one way, in Gbit/s; with a shared card, the device's part."""
+    """Bandwidth of a device to a device of another node, one way, in Gbit/s; the device's share if devices share a
+    network card."""
     memory_gib: Amount | None = None
     """Memory of a device in GiB, in place of the datasheet's."""
     memory_gbyte_s: Amount | None = None
@@ -72,7 +73,7 @@ def build_cluster(config: ClusterConfig) -> Cluster:
     """Return the cluster of the options.
 
     Raises:
-        ConfigError: there is no such kind of device, and its figures are not given; or a key of a group is refused.
+        ConfigError: the kind of device is not known and its figures are incomplete, or a key of a group is not valid.
     """
     nodes: list[Node] = []
     for index, given in enumerate(config.groups or [{}]):
@@ -81,7 +82,7 @@ def build_cluster(config: ClusterConfig) -> Cluster:
         node = _node(config, group, path)
         known = {each.kind.name: each for each in nodes}
         name, number = node.kind.name, 2
-        # Planners know kinds by name, so devices with other figures need a name of their own.
+        # Planners identify kinds by name, so devices of one kind with different figures need different names.
         while name in known and not _alike(known[name], node):
             name, number = f"{node.kind.name}#{number}", number + 1
         node = replace(node, kind=replace(node.kind, name=name))
@@ -96,8 +97,8 @@ def _alike(one: Node, other: Node) -> bool:
 def _node(config: ClusterConfig, group: NodesConfig, path: str) -> Node:
     """Return a node of a group.
 
-    A figure of the group holds before one of the cluster, and that before the datasheet's. If the group names a device
-    of its own, the figures of the cluster are those of another device.
+    A figure of the group overrides the figure of the cluster, which overrides the datasheet. If the group names another
+    device than the cluster, the cluster's figures do not apply to it.
     """
     name = group.device or config.device
     shared = config if group.device in (None, config.device) else ClusterConfig()

@@ -1,4 +1,4 @@
-"""How many sequences a replica decodes at a time while a batch of unequal lengths is generated."""
+"""The number of sequences that a replica decodes at a time while it generates a batch of unequal lengths."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Decoding", "read_decoding"]
 Floats: TypeAlias = NDArray[np.floating[Any]]
 #: Points per mean length in which starts are counted, and most points before starts are taken to be uniform in time.
 _FINE, _MOST = 16, 512
-#: Phases of the drain; the first ones are short, because most rows end early.
+#: Phases of the drain; the first phases are short, because most rows end early.
 _PHASES = 32
 
 
@@ -28,9 +28,9 @@ class Decoding:
     Attributes:
         slots: sequences that are decoded at once.
         equal: decoding steps that the batch would take if all responses were equally long.
-        full: steps with all slots busy.
-        full_tokens: mean tokens that a row has by then.
-        drain: after these, with an empty queue: (steps, busy slots, tokens that a row has by then) of each phase.
+        full: decoding steps with all slots busy.
+        full_tokens: mean generated tokens of a row during the full steps.
+        drain: phases after the full steps, when the queue is empty: (steps, busy slots, generated tokens of a row).
     """
 
     slots: int
@@ -41,7 +41,7 @@ class Decoding:
 
     @property
     def phases(self) -> tuple[tuple[float, float, float], ...]:
-        """Steps, busy slots and mean tokens of a row in all phases, the full one first."""
+        """Steps, busy slots and mean generated tokens of a row in all phases; the full phase comes first."""
         return ((self.full, float(self.slots), self.full_tokens), *self.drain)
 
 
@@ -49,15 +49,15 @@ class Decoding:
 def read_decoding(response: LengthCurve, rows: int, slots: int, batch: int) -> Decoding:
     """Return the decoding of a replica's rows.
 
-    Each slot takes the next row of the queue when its row has ended, so the starts are a renewal process. Slots are
+    Each slot takes the next row of the queue when its row has ended, so the starts are a renewal process. All slots are
     full until the queue is empty; after that, a slot is busy with the probability that its row has not ended yet. The
-    stage goes on while a slot of any replica is busy, and the replica is then taken to have one busy slot at least.
+    stage lasts until no slot of any replica is busy; until then, this replica is assumed to have a busy slot.
 
     Args:
         response: distribution of response lengths in tokens.
         rows: responses that the replica generates.
         slots: sequences that it decodes at once.
-        batch: responses that all replicas generate; the longest of them ends the stage.
+        batch: responses that all replicas generate; the longest response ends the stage.
     """
     slots = min(slots, rows)
     starts, width, full = _starts(response, rows / slots)
@@ -78,17 +78,18 @@ def read_decoding(response: LengthCurve, rows: int, slots: int, batch: int) -> D
 
 
 def _starts(response: LengthCurve, share: float) -> tuple[Floats, float, float]:
-    """Return the expected starts of a slot at points of time, the steps between two points, and those up to the last.
+    """Return the expected row starts of a slot at points in time, the steps between two points, and the last point.
 
-    Points before which no row can still be under way at the last one are left out.
+    The last point is the decoding step at which the queue is empty. Points so early that no row started there can
+    still be in flight at the last point are left out.
 
     Args:
         response: distribution of response lengths in tokens.
-        share: rows that the slot computes, 1 or more; the last point is the one at which the queue is empty.
+        share: rows that the slot decodes, 1 or more.
     """
     width = response.mean / _FINE
     if share * _FINE > _MOST:
-        # By now the starts are uniform in time: the equilibrium of renewal theory.
+        # After many rows the starts are uniform in time: the equilibrium of renewal theory.
         starts = np.full(round(min(response.longest, share * response.mean) / width) + 1, width / response.mean)
         starts[-1] /= 2
         return starts, width, share * response.mean - response.mean_square / (2 * response.mean)
@@ -106,7 +107,7 @@ def _starts(response: LengthCurve, share: float) -> tuple[Floats, float, float]:
 
 
 def _busy(response: LengthCurve, starts: Floats, width: float, after: float) -> tuple[float, float]:
-    """Return the probability that a slot is busy ``after`` steps from its last start, and the tokens of its row."""
+    """Return the probability that a slot is busy ``after`` steps from the last point, and the tokens of its row."""
     ages = after + width * np.arange(len(starts) - 1, -1, -1)
     alive = starts * _surviving(response, ages)
     busy = float(alive.sum())

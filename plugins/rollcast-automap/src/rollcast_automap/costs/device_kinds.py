@@ -1,4 +1,4 @@
-"""Device kinds by the published figures of their vendors; the only table of peak figures in this repository."""
+"""Published figures of device kinds; the only table of peak figures in this repository."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from rollcast.contracts.mapping import DeviceKind
 __all__ = ["ACCELERATOR_TYPES", "DEVICE_KINDS", "LINK_BANDWIDTHS", "PEAK_TFLOPS", "find_part"]
 
 _GIB, _GB = 2**30, 10**9
-#: Part of a device's name → its vendor's figure for dense bfloat16 matrix products with float32 sums, in
-#: TFLOP/s; figures that are only given with sparsity are halved. Of several parts the longest counts.
+#: Part of a device's name → its vendor's figure for dense bfloat16 matrix products with float32 accumulation, in
+#: TFLOP/s. Figures that are published only with sparsity are halved. If several parts match, the longest counts.
 PEAK_TFLOPS: dict[str, float] = {
     "A10": 125.0,
     "A100": 312.0,
@@ -31,7 +31,7 @@ PEAK_TFLOPS: dict[str, float] = {
 def _kind(
     name: str, memory: int, float32_tflops: float, memory_gb_s: float, host_gb_s: float, source: str
 ) -> DeviceKind:
-    """Return a kind whose bfloat16 peak is that of ``PEAK_TFLOPS``; bandwidths are in GB/s, the host's is one way."""
+    """Return a device kind with the bfloat16 peak of ``PEAK_TFLOPS``; bandwidths in GB/s, the host's one way."""
     flops = {"bfloat16": PEAK_TFLOPS[name.upper()] * 1e12, "float32": float32_tflops * 1e12}
     return DeviceKind(name, memory, flops, memory_gb_s * _GB, host_gb_s * _GB, source)
 
@@ -54,8 +54,8 @@ DEVICE_KINDS = {
         DeviceKind("cpu", 12 * _GIB, {"bfloat16": 5e10, "float32": 5e10}, 1e10, 1e10, "rough figures of a core"),
     )
 }
-#: Bytes per second from a device to the others of its node, one way: half of the datasheets' NVLink figures; seven
-#: links of 64 GB/s of an MI300X; PCIe where there is no link between devices.
+#: Bytes per second from a device to the others of its node, one way. NVLink counts half of the datasheet's two-way
+#: figure; an MI300X has seven links of 64 GB/s; devices without a link of their own use PCIe.
 LINK_BANDWIDTHS = {
     "a100": 300e9,
     "a800": 200e9,

@@ -1,4 +1,4 @@
-"""The distribution of sequence lengths, from quantiles: moments, survivors, the longest of many, and drawn lengths."""
+"""A distribution of sequence lengths from quantiles: moments, survival, expected maximum and random draws."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ __all__ = ["LengthCurve", "read_samples"]
 
 
 def read_samples(path: Path, longest: int) -> list[float]:
-    """Return the token counts of a file, one a line, cut at ``longest``; empty lines are skipped.
+    """Return the token counts of a file with one count per line, cut at ``longest``; empty lines are skipped.
 
     Raises:
-        DataError: the file cannot be read, has no number, or a line is no positive number; names the line.
+        DataError: the file cannot be read or has no number, or a line is not a positive number; names the line.
     """
     try:
         lines = path.read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,7 @@ class LengthCurve:
     """A piecewise linear distribution of lengths in tokens.
 
     Attributes:
-        levels: probabilities in rising order, from 0 to 1.
+        levels: cumulative probabilities in rising order, from 0 to 1.
         quantiles: length at each level, in rising order.
     """
 
@@ -65,7 +65,7 @@ class LengthCurve:
 
     @classmethod
     def fixed(cls, length: float) -> LengthCurve:
-        """Return a distribution of one length."""
+        """Return a distribution in which every sequence has the same length."""
         return cls((0.0, 1.0), (length, length))
 
     @classmethod
@@ -73,8 +73,8 @@ class LengthCurve:
     def read(cls, lengths: Lengths) -> LengthCurve:
         """Return the curve through the quantiles of a problem.
 
-        Without quantiles the lengths are taken to be exponential and cut at the maximum, with the given mean after the
-        cut; equal mean and maximum make them all the same.
+        Without quantiles, the lengths are assumed to be exponential and cut at the maximum, with the given mean after
+        the cut. If the mean reaches the maximum, all lengths are equal.
         """
         if lengths.mean >= lengths.maximum:
             return cls.fixed(float(lengths.maximum))
@@ -110,23 +110,23 @@ class LengthCurve:
 
     @classmethod
     def of_batch(cls, lengths: Sequence[float]) -> LengthCurve:
-        """Return the distribution of a batch: its lengths and no others, each with the same probability.
+        """Return the distribution that has exactly the lengths of a batch, each with the same probability.
 
-        Mean and mean square are those of the batch, also where one long row makes up much of both.
+        Mean and mean square equal those of the batch, even if one long row dominates them.
 
         Raises:
             ConfigError: There is no length.
         """
         if not lengths:
-            raise ConfigError("a batch of lengths needs at least one of them")
+            raise ConfigError("a batch of lengths needs at least one length")
         count = len(lengths)
-        step = 1e-9 / count  # levels rise, so a jump has some width
+        step = 1e-9 / count  # levels have to rise strictly, so a jump gets a small width
         levels = [level for place in range(1, count) for level in (place / count - step, place / count + step)]
         values = [value for value in sorted(lengths) for _ in range(2)]
         return cls((0.0, *levels, 1.0), tuple(values))
 
     def statistics(self, maximum: int) -> Lengths:
-        """Return the mean and the quantiles of this curve, for a problem in which ``maximum`` tokens are the most."""
+        """Return the mean and the quantiles of this curve for a problem whose longest length is ``maximum`` tokens."""
         return Lengths(self.mean, maximum, tuple(zip(self.levels, self.quantiles, strict=True)))
 
     @property
@@ -161,10 +161,10 @@ class LengthCurve:
         return 1.0 - (self.levels[place - 1] + share * (self.levels[place] - self.levels[place - 1]))
 
     def remaining(self, length: float) -> float:
-        """Return the probability that a sequence met at a random moment has more than ``length`` tokens to go.
+        """Return the probability that a sequence in flight at a random moment has more than ``length`` tokens to go.
 
-        In a stream of sequences that start one after the other this is the equilibrium distribution of renewal theory:
-        the integral of the survivors beyond ``length``, divided by the mean.
+        For sequences that start one after the other, this is the equilibrium distribution of renewal theory: the
+        integral of the survival function beyond ``length``, divided by the mean.
         """
         total = 0.0
         for width, low, high in self._pieces:
@@ -192,7 +192,7 @@ class LengthCurve:
         return found
 
     def draw(self, count: int, seed: int) -> list[float]:
-        """Return ``count`` whole lengths, the same for a seed each time."""
+        """Draw ``count`` lengths in whole tokens; equal seeds draw equal lengths."""
         source = random.Random(seed)  # noqa: S311  # no secret
         found = []
         for _ in range(count):
@@ -213,7 +213,7 @@ class LengthCurve:
 
 
 def _uncut_mean(mean: float, maximum: int) -> float:
-    """Return the mean of the exponential distribution that has ``mean`` after its cut at ``maximum``."""
+    """Return the mean of the exponential distribution whose mean is ``mean`` after a cut at ``maximum``."""
     low, high = mean, mean
     while high * -math.expm1(-maximum / high) < mean and high < 1e6 * maximum:
         high *= 2

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 __all__ = ["RunLengths", "measure_prompts", "read_run_lengths"]
 
 _TOKEN_BYTES = 4
-#: Prompts that are tokenized, evenly over the data.
+#: Most prompts to tokenize; they are spread evenly over the data.
 _PROMPTS = 1000
 
 
@@ -30,8 +30,8 @@ class RunLengths:
     """Lengths of a run's rows.
 
     Attributes:
-        prompt, response: statistics in tokens; None if the run does not say.
-        source: files that they are from, for messages.
+        prompt, response: statistics in tokens; None if the run did not record them.
+        source: files that were read, for messages.
     """
 
     prompt: Lengths | None
@@ -40,17 +40,18 @@ class RunLengths:
 
 
 def read_run_lengths(folder: Path, longest: tuple[int, int]) -> RunLengths:
-    """Return the lengths of the rows of all steps that a run directory holds.
+    """Return the lengths of the rows of all steps in a run directory.
 
-    Recorded rollouts and trajectories have every length, so the result has quantiles; without both, ``metrics.jsonl``
-    has means. A conversation counts as its first prompt and all that follows.
+    Recorded rollouts and trajectories contain every length, so the result has quantiles. Without them, only the means
+    of ``metrics.jsonl`` are known. In a conversation, the tokens before the first sampled one are the prompt, and all
+    others are the response.
 
     Args:
         folder: run directory.
-        longest: most tokens of a prompt and of a response; measured lengths are cut there.
+        longest: largest length of a prompt and of a response, in tokens; longer ones are cut.
 
     Raises:
-        DataError: the folder holds no lengths, or a file is damaged; names it.
+        DataError: the folder holds no lengths, or a file is damaged; names the file.
     """
     for source, read in (("rollouts", _recorded), ("trajectories", _conversations)):
         files = sorted((folder / source).glob("step_*")) if (folder / source).is_dir() else []
@@ -79,7 +80,7 @@ def _recorded(file: Path) -> Iterator[tuple[int, int]]:
 
 
 def _conversations(file: Path) -> Iterator[tuple[int, int]]:
-    """Yield the same of each trajectory of a step of agents; those without a sampled token are left out."""
+    """Yield the prompt and response length of each trajectory in an agents' file that has a sampled token."""
     try:
         lines = file.read_text("utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
@@ -89,7 +90,7 @@ def _conversations(file: Path) -> Iterator[tuple[int, int]]:
             segments = json.loads(line)["segments"] if line.strip() else []
             counts = [(bool(each["sampled"]), _count(each["token_ids"])) for each in segments]
         except (ValueError, KeyError, TypeError, binascii.Error) as error:
-            # A run that was killed leaves its last line unfinished.
+            # A killed run leaves an unfinished last line, which is skipped.
             if number == len(lines):
                 return
             raise DataError(f"{file}, line {number} is no trajectory: {error!r}; remove the line") from error
@@ -125,23 +126,23 @@ def _mean_response(steps: Sequence[Mapping[str, Any]], longest: int) -> Lengths 
 
 
 def _mean_prompt(steps: Sequence[Mapping[str, Any]], longest: int) -> Lengths | None:
-    """Return the mean length of prompts, from all tokens of a step less the responses; None if they are not known."""
+    """Return the mean prompt length, from the tokens of a step minus the response tokens; None if not known."""
     names = ("perf/total_num_tokens", "rollout/tokens", "rollout/response_length_mean")
     found = [[float(row[name]) for name in names] for row in steps if all(row.get(name) for name in names)]
-    # The number of rows is the number of response tokens by their mean.
+    # Rows of a step = response tokens / mean response length.
     means = [(total - tokens) / (tokens / mean) for total, tokens, mean in found]
     if not means:
         return None
     mean = min(max(statistics.fmean(means), 1.0), float(longest))
-    # Prompts of one task are about equally long, unlike responses: the quantiles say so.
+    # Quantiles at one length, because prompts of a task vary little; without quantiles, readers assume exponential.
     return Lengths(mean, longest, ((0.0, mean), (1.0, mean)))
 
 
 def measure_prompts(trainer: LoopTrainer) -> Lengths:
-    """Return the lengths of up to 1,000 prompts of the training data, evenly over it, by the model's tokenizer.
+    """Tokenize about 1,000 training prompts, spread evenly over the data, and return the statistics of their lengths.
 
     Raises:
-        DataError: a data file cannot be read, or it has no prompt.
+        DataError: a data file cannot be read, or the data have no prompt.
     """
     from rollcast.protocol import Jagged
 

@@ -1,1 +1,1 @@
-"""Runs that were made, against their predictions."""
+"""Comparison of finished runs with their predictions."""

@@ -1,4 +1,4 @@
-"""Prediction against measurement of a run that has been made, stage by stage: ``rollcast map --check``."""
+"""Stage-by-stage comparison of a finished run with its prediction, for ``rollcast map --check``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Compared:
 
     Attributes:
         predicted, measured: None if the figure was not predicted or not recorded.
-        note: how far the prediction extrapolates; empty if it does not.
+        note: basis of the prediction, such as its extrapolation; empty if there is nothing to note.
     """
 
     predicted: float | None
@@ -28,7 +28,7 @@ class Compared:
 
     @property
     def error(self) -> float | None:
-        """Predicted by measured figure, less 1; None if either is missing or the measured one is 0."""
+        """Ratio of predicted to measured figure, minus 1; None if a figure is missing or the measured one is 0."""
         return self.predicted / self.measured - 1 if self.predicted is not None and self.measured else None
 
 
@@ -38,8 +38,8 @@ class RunCheck:
 
     Attributes:
         folder: run directory.
-        step: seconds of a step.
-        stages: stage → seconds; ``weight_sync`` and ``controller`` are among the names.
+        step: duration of a step in seconds.
+        stages: stage → seconds, including ``weight_sync`` and ``controller``.
         memory: peak bytes of a worker of the trained role.
     """
 
@@ -50,7 +50,7 @@ class RunCheck:
 
 
 def check_run(run: MeasuredRun, cost_model: BaseCostModel) -> RunCheck:
-    """Return what a cost model predicts of a run beside what the run took."""
+    """Predict the figures of a finished run and return them next to the measured ones."""
     found = predict(run.problem, cost_model, run.mapping)
     names = dict.fromkeys([*found.stages, *run.stages])
     stages = {
@@ -74,7 +74,7 @@ def check_run(run: MeasuredRun, cost_model: BaseCostModel) -> RunCheck:
 
 
 def as_dict(found: RunCheck) -> dict[str, Any]:
-    """Return the figures of a run for JSON; the unit is in the name of each."""
+    """Return the figures of a run for JSON; each name ends with its unit."""
 
     def shown(pair: Compared, unit: str) -> dict[str, Any]:
         figures = {f"predicted_{unit}": pair.predicted, f"measured_{unit}": pair.measured, "error": pair.error}

@@ -1,4 +1,4 @@
-"""A run that has been made, as a problem with its mapping and the measured times and memory of its stages."""
+"""A finished run as a mapping problem, its mapping, and the measured times and memory of its stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 __all__ = ["MeasuredRun", "read_run", "worker_bytes"]
 
-#: Stage of a problem → the pools' name of it in ``timeline.jsonl``, where it has another.
+#: Stage of a problem → its name in ``timeline.jsonl``, if that differs.
 _CALLS = {"rollout": "generate", "agent_rollout": "generate", "reward_model": "reward"}
 _GB = 1e9
 _ACCELERATOR_BYTES = "perf/max_memory_allocated_gb"
@@ -35,15 +35,16 @@ _ACCELERATOR_BYTES = "perf/max_memory_allocated_gb"
 
 @dataclass(frozen=True)
 class MeasuredRun:
-    """What a run was, and what it took.
+    """A finished run with its measured figures.
 
     Attributes:
         folder: run directory.
-        problem: its stages, models and measured token counts.
-        mapping: where its roles were.
-        stages: stage → median seconds of a step in its pool, ``weight_sync`` among them; only those that were timed.
-        step_seconds: median duration of a step.
-        peak_bytes: largest memory of a worker on its device, without one of its process; None if it is not recorded.
+        problem: stages, models and measured token counts of the run.
+        mapping: placement of the roles.
+        stages: stage → median seconds per step in its pool, including ``weight_sync``; only stages that were timed.
+        step_seconds: median duration of a step in seconds.
+        peak_bytes: peak memory of a worker on its accelerator, or of its process if there is none; None if not
+            recorded.
     """
 
     folder: Path
@@ -55,22 +56,23 @@ class MeasuredRun:
 
     @property
     def home(self) -> str:
-        """Name of the pool of the trained role, whose workers ``peak_bytes`` is of."""
+        """Name of the pool of the trained role; ``peak_bytes`` is the memory of its workers."""
         trained = find_trained(self.problem)
         return next(each.pool for each in self.mapping.placements if trained is None or each.role == trained.name)
 
     @property
     def busy_seconds(self) -> float:
-        """Seconds of a step that its stages account for, by the composition of predictions."""
+        """Seconds of a step that its stages explain, composed in the same way as a prediction."""
         homes = {each.role: each.pool for each in self.mapping.placements}
         seconds = {stage.name: self.stages.get(stage.name, 0.0) for stage in self.problem.stages}
         return step_seconds(self.problem, homes, seconds, self.stages.get("weight_sync", 0.0), ahead(self.mapping))
 
 
 def worker_bytes(run: MeasuredRun, prediction: Prediction) -> int:
-    """Return the prediction of ``run.peak_bytes``: the peak of a worker of the trained role on its device.
+    """Return the predicted peak of a worker of the trained role, to compare with ``run.peak_bytes``.
 
-    Replicas have processes of their own, and torch's allocator on a GPU knows nothing of context and libraries.
+    Replicas are left out, because they have processes of their own. On a GPU the reserve is left out too, because
+    torch's allocator does not count context and libraries.
     """
     mine = [each.role for each in run.mapping.placements if each.pool == run.home]
     parts = [prediction.memory[role] for role in mine if not prediction.memory[role].own_process]
@@ -83,11 +85,11 @@ def read_run(folder: Path, device: str | None = None) -> MeasuredRun:
 
     Args:
         folder: run directory.
-        device: kind of the devices that the run was on; a run on CPUs says so itself.
+        device: kind of the run's devices; not needed for a run on CPUs, which is recognized.
 
     Raises:
-        DataError: the folder holds no run of two steps or more, or a file cannot be read.
-        ConfigError: the run's trainer has no stages that could be priced, or the kind of device is not known.
+        DataError: the folder holds no run of at least two steps, or a file cannot be read.
+        ConfigError: the run's trainer has no stages that can be priced, or the kind of device is not known.
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -139,13 +141,13 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _trained_share(trainer: LoopTrainer, steps: Sequence[Mapping[str, Any]]) -> float:
-    """Return the share of rows that updates compute."""
+    """Return the fraction of rows that updates train on; rows without an advantage may be skipped."""
     without = _mean(steps, "actor/zero_advantage_rows") if may_skip_rows(trainer.run) else None
     return 1.0 - (without or 0.0)
 
 
 def _read_pools(trainer: LoopTrainer) -> dict[str, Pool]:
-    """Return the pools of a run beside each other, each from the first node on."""
+    """Return the pools of a run; each is assumed to start at the first node."""
     found: dict[str, ResourcePool] = trainer.task.pools.resource_pool_dict
     return {name: Pool(name, tuple(enumerate(pool.process_on_nodes))) for name, pool in found.items()}
 
@@ -157,7 +159,7 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
         pool = pools[task.pools.mapping[place_of(role.name, task.uses_replicas)]]
         if role.kind == "generates":
             sizes = ParallelSizes(task.rollout.tensor_model_parallel_size)
-            # A rollout in the actor's processes has one copy a data-parallel part.
+            # A rollout in the actor's processes has one copy of the model per data-parallel part.
             sizes = sizes if task.uses_replicas else ParallelSizes.read(task.engine)
             placements.append(
                 Placement(role.name, pool.name, Mesh(sizes.data(pool.devices), sizes.model), _slots(task))
@@ -181,14 +183,14 @@ def _read_mapping(trainer: LoopTrainer, problem: Problem, pools: Mapping[str, Po
 
 
 def _slots(task: Any) -> int:
-    """Return the sequences that a replica decodes at once, by the rollout's own key."""
+    """Return the sequences that a replica decodes at once: the rollout's own limit, else all rows of a step."""
     rollout = task.rollout
     rows = getattr(rollout, "max_num_seqs", None) or getattr(rollout, "max_batch_size", None)
     return int(rows or task.data.train_batch_size * rollout.n)
 
 
 def _seconds_of(line: Mapping[str, Any], problem: Problem) -> dict[str, float]:
-    """Return the seconds of each stage in a line of the timeline; the longest of the pools that took part."""
+    """Return the seconds of each stage in a line of the timeline; if several pools took part, the longest time."""
     calls = {**{stage.name: _CALLS.get(stage.name, stage.name) for stage in problem.stages}}
     calls["weight_sync"] = "update_weights"
     found: dict[str, float] = {}

@@ -1,4 +1,4 @@
-"""How an engine keeps a model on its ranks, from its own config keys alone."""
+"""The layout of a model on the ranks of an engine, read from the engine's config keys."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ _BYTES = {"fp32": 4, "bf16": 2, "fp16": 2, "float32": 4, "bfloat16": 2, "float16
 
 @dataclass(frozen=True)
 class EngineLayout:
-    """How an engine keeps a model on a mesh.
+    """The layout of a model on a mesh.
 
     Attributes:
-        shards: ranks over which one copy is spread, of which each gathers what it needs.
-        stored: bytes a stored parameter.
-        computed: bytes a number in the forward and backward pass.
-        param_offload, optimizer_offload: kept in host memory outside of their use.
-        checkpointing: layers recompute their activations.
-        activation_offload: what is kept for the backward pass is in host memory.
-        sequence_parts: ranks that share the tokens of a row.
-        tensor: ranks that share each layer, and work on it as it is.
-        pipeline: ranks that each have some of the layers.
-        splits_sequence: what tensor parallelism leaves whole is split over its ranks along the sequence.
-        head_positions: positions whose logits exist at a time; None for all of a pass.
-        gradient: bytes a gradient; None for those of a parameter.
-        state: bytes of the optimizer's state a parameter; None for two numbers like it.
-        state_shards: ranks over which the optimizer's state is spread beside.
-        fused_logits: logits are computed block by block, and never held.
-        reshards: a layer's gathered weights are given up after its forward pass.
+        shards: ranks that shard one copy of the model and gather weights layer by layer.
+        stored: bytes per stored parameter.
+        computed: bytes per element in the forward and backward pass.
+        param_offload, optimizer_offload: True if the parameters or the optimizer state are in host memory while unused.
+        checkpointing: True if layers recompute their activations.
+        activation_offload: True if activations for the backward pass are in host memory.
+        sequence_parts: ranks that share the tokens of a row (sequence parallelism).
+        tensor: ranks that share each layer (tensor parallelism).
+        pipeline: pipeline stages.
+        splits_sequence: True if tensor-parallel ranks also split the activations of norms along the sequence.
+        head_positions: positions whose logits exist at a time; None for all positions of a pass.
+        gradient: bytes per gradient; None for the bytes of a parameter.
+        state: bytes of optimizer state per parameter; None for two values of the parameter's size.
+        state_shards: additional ranks over which the optimizer state is sharded.
+        fused_logits: True if logits are computed block by block and never stored as a whole.
+        reshards: True if a layer's gathered weights are freed after its forward pass.
     """
 
     shards: int
@@ -59,9 +59,9 @@ class EngineLayout:
         """Return the layout of a role that does not generate.
 
         Args:
-            role: the role.
-            mesh: its mesh.
-            devices: of its pool; a mesh leaves out the ranks that share the tokens of a row.
+            role: role that does not generate.
+            mesh: mesh of the role.
+            devices: number of devices in the role's pool; a mesh does not count the ranks that share a row's tokens.
         """
         keeps = role.training or usual_layout(role)
         data = max(devices // (mesh.tensor * mesh.pipeline * keeps.sequence_parts), 1)
@@ -87,11 +87,11 @@ class EngineLayout:
 
     @property
     def gathers(self) -> bool:
-        """Whether passes need weights other than the stored ones."""
+        """True if passes need a temporary copy of weights: gathered from shards, or in another dtype."""
         return self.shards > 1 or self.computed != self.stored
 
     def shard(self, parameters: int) -> int:
-        """Parameters on each rank, of those that all ranks share."""
+        """Return the parameters on each rank if all ranks share ``parameters``."""
         return -(-parameters // (self.shards * self.tensor))
 
 
@@ -113,7 +113,7 @@ def has_known_keys(engine: Any) -> bool:
 
 
 def describe_engine(role: RoleSpec, engine: Any) -> RoleSpec:
-    """Return the role as its engine's own keys (``actor.engine``) keep it, by their usual names."""
+    """Return the role with the layout that its engine's keys (``actor.engine``) describe, by their usual names."""
     if _splits(engine):
         return _describe_megatron(role, engine)
     if not has_known_keys(engine):
@@ -139,7 +139,7 @@ def _splits(engine: Any) -> bool:
 
 
 def _describe_megatron(role: RoleSpec, engine: Any) -> RoleSpec:
-    """Describe an engine that is split as Megatron is."""
+    """Return the role with the layout of an engine that has Megatron's keys."""
     stored = _BYTES.get(engine.dtype, 4)
     training = TrainingLayout(
         computed_bytes=stored,
@@ -148,7 +148,7 @@ def _describe_megatron(role: RoleSpec, engine: Any) -> RoleSpec:
         splits_sequence=bool(getattr(engine, "sequence_parallel", False)),
         head_positions=getattr(engine, "head_chunk_size", None),
     )
-    # Two moments, and with weights of two bytes a copy of four.
+    # Two float32 moments; with 2-byte weights also a float32 copy of the weights.
     sizes = (stored, 4, 8 if stored == 4 else 12)
     return _finish(role, engine, training, sizes, getattr(engine, "recompute_granularity", None) == "full")
 
@@ -156,7 +156,7 @@ def _describe_megatron(role: RoleSpec, engine: Any) -> RoleSpec:
 def _finish(
     role: RoleSpec, engine: Any, training: TrainingLayout, sizes: tuple[int, int, int], recompute: bool
 ) -> RoleSpec:
-    """Add what engines have in common; ``sizes`` are bytes of a parameter, a gradient and the optimizer's state."""
+    """Return the role with the keys that all engines share; ``sizes``: bytes per parameter, gradient and state."""
     params, state = (bool(getattr(engine, key, False)) for key in ("param_offload", "optimizer_offload"))
     stored, gradient, optimizer = sizes
     return replace(

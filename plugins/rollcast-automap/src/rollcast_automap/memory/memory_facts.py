@@ -1,4 +1,4 @@
-"""Which models a run has, in which pool, and what they take there."""
+"""The memory section of a plan: the models in each pool and their bytes."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ from rollcast_trainer.workers.roles import Role
 
 __all__ = ["format_bytes", "placed_roles", "plan_memory"]
 
-#: Of a device; the rest is for the allocator's gaps, as `constraints.headroom` of `rollcast map`.
+#: Usable fraction of a device; the rest is for the allocator's gaps, as `constraints.headroom` of `rollcast map`.
 _USABLE = 1 - Constraints().headroom
 #: Titles of roles where they differ from the name.
 _TITLES: dict[str, str] = {Role.ACTOR_ROLLOUT: "actor", Role.REF: "reference", Role.REWARD_MODEL: "reward model"}
-#: Title → name of the role in a problem of `rollcast map`; roles of plugins, whose models are not known, have none.
+#: Title → name of the role in a problem of `rollcast map`. Roles of plugins are missing: their models are not known.
 _NAMES = {
     "actor": "actor",
     "reference": "ref",
@@ -52,7 +52,7 @@ _NAMES = {
 
 
 def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
-    """Return the roles of this run that live in each pool."""
+    """Return pool → titles of the roles placed on it."""
     task, pools = trainer.task, trainer.task.pools
     actor = pools.mapping[Role.ACTOR_ROLLOUT]
     roles = {"actor": actor, "rollout": pools.mapping[Role.ROLLOUT] if task.uses_replicas else actor}
@@ -69,17 +69,17 @@ def placed_roles(trainer: LoopTrainer) -> dict[ResourcePool, list[str]]:
 def plan_memory(
     trainer: LoopTrainer, algebra: BatchAlgebra, notes: list[str], device_bytes: int | None = None
 ) -> list[tuple[str, Any, str]]:
-    """Key, value and text of each line about memory; bytes on each rank.
+    """Return (key, value, text) of each line about memory; sizes are bytes on each rank.
 
     Args:
-        trainer: of the run.
-        algebra: of a step.
-        notes: to which is added what else is worth knowing.
-        device_bytes: of each device; None where it is not known.
+        trainer: trainer of the run.
+        algebra: batch algebra of a step.
+        notes: list to which notes are appended.
+        device_bytes: memory of each device in bytes; None if not known.
 
     Raises:
-        ConfigError: the model folder is not one, and nothing in the run would make it; or the engine or the
-            rollout cannot split its model so.
+        ConfigError: the model folder is not valid and nothing in the run creates it, or the engine or the rollout
+            cannot split the model as configured.
     """
     model, reason = find_model(trainer)
     if model is None:
@@ -118,9 +118,9 @@ def _counted(trainer: LoopTrainer, titles: Sequence[str]) -> list[str]:
     """Return the roles of a pool that have memory of their own there."""
     found = [title for title in titles if title in _NAMES]
     if "actor" in found and shares_weights(trainer):
-        found.append("reference")  # no role of its own, but it has passes
+        found.append("reference")  # shares the actor's weights, but its passes need memory
     if "actor" in found and compares_vocabularies(trainer) and "reference" in found:
-        found.remove("reference")  # in the actor's update
+        found.remove("reference")  # already counted in the actor's update
     return found
 
 
@@ -130,7 +130,7 @@ class _PoolMemory:
     Attributes:
         roles: title → role.
         parts: title → memory of the role.
-        items: of all roles, and of their processes.
+        items: memory items of all roles and their processes.
     """
 
     def __init__(
@@ -143,7 +143,7 @@ class _PoolMemory:
         device_bytes: int | None,
     ) -> None:
         self._trainer, self._algebra, self._ranks, self._device_bytes = trainer, algebra, pool.world_size, device_bytes
-        # Where the device is not known yet, it is taken for a GPU.
+        # A device that is not known yet (placement.device=auto) is assumed to be a GPU.
         self._on_cpu = trainer.task.placement.device == "cpu"
         self._sizes = {title: role_size(trainer, _NAMES[title], size) for title in titles}
         self.roles = {title: read_role(trainer, _NAMES[title], self._sizes[title], self._on_cpu) for title in titles}
@@ -184,7 +184,7 @@ class _PoolMemory:
         return list_engine_items(title, role, mesh, self._ranks, passes, bucket)
 
     def phases(self) -> dict[str, int]:
-        """Return the most bytes on a device in each phase that the pool takes part in."""
+        """Return phase → peak bytes on a device, for the phases in which the pool takes part."""
         held = held_bytes(list(self.parts.values()))
         names = {"generates": "generating", "forwards": "forward", "trains": "updating"}
         found = {"held": held}
@@ -204,7 +204,7 @@ class _PoolMemory:
 
 
 def _rollout_mesh(task: TaskRunner, ranks: int) -> Mesh:
-    """Return the mesh of the rollout; one in the actor's processes has a copy a data-parallel part."""
+    """Return the mesh of the rollout; in the actor's processes it has one copy per data-parallel part."""
     sizes = ParallelSizes(task.rollout.tensor_model_parallel_size)
     sizes = sizes if task.uses_replicas else ParallelSizes.read(task.engine)
     return Mesh(sizes.data(ranks), sizes.model)
@@ -216,7 +216,7 @@ def _describe_too_large(task: TaskRunner, error: ReplicaTooLargeError, device_by
         f"rollout.{key}={getattr(task.rollout, key):g} of a device of {device_bytes / 2**30:.0f} GiB is "
         f"{error.room / 2**30:.1f} GiB, but a replica's weights take {error.weights / 2**30:.1f} GiB on each of its "
         f"{task.rollout.tensor_model_parallel_size} devices, and its process {error.process / 2**30:.1f} GiB; "
-        "raise it, or rollout.tensor_model_parallel_size"
+        f"raise rollout.{key} or rollout.tensor_model_parallel_size"
     )
 
 
@@ -227,7 +227,7 @@ def _describe(item: MemoryItem) -> str:
 
 
 def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]) -> bool:
-    """Return True if the largest phase leaves room for the gaps between tensors."""
+    """Return True if the largest phase fits and leaves the headroom free; else append a note."""
     phase, most = max(phases.items(), key=lambda entry: entry[1])
     usable = int(device_bytes * _USABLE)
     if most > usable:
@@ -239,7 +239,7 @@ def _fits(pool: str, phases: dict[str, int], device_bytes: int, notes: list[str]
 
 
 def format_bytes(count: int) -> str:
-    """A size for people, with three digits: ``"512 B"``, ``"1.5 GiB"``."""
+    """Format a size with three significant digits: ``"512 B"``, ``"1.5 GiB"``."""
     number, unit = float(count), "B"
     for larger in ("KiB", "MiB", "GiB", "TiB"):
         if number < 1000:

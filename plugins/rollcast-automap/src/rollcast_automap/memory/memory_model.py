@@ -1,6 +1,6 @@
-"""What the models of a run take in memory on each rank, from ``config.json`` and the settings alone.
+"""The memory of models on each rank, from ``config.json`` and the settings.
 
-Weights, gradients, optimizer state and the KV cache are counted; activations are a rough upper bound.
+Weights, gradients, optimizer state and the KV cache are counted exactly; activations are a rough upper bound.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ __all__ = [
     "parameters_on_rank",
 ]
 
-#: When an item takes memory: throughout, or only in a phase.
+#: Phase in which an item takes memory; ``held`` means throughout.
 Phase = Literal["held", "generate", "forward", "update", "sync"]
 
-#: float32 copies of the logits that exist at once: themselves, divided by the temperature, and the gradient.
+#: float32 copies of the logits that exist at once: the logits, the logits over the temperature, and the gradient.
 LOGIT_COPIES = 3
-#: The same without a gradient.
+#: float32 copies of the logits that exist at once in a pass without gradient.
 FORWARD_LOGIT_COPIES = 2
-#: With ``use_fused_kernels``, bytes of the blocks of logits that exist at once, at most.
+#: Most bytes of logit blocks that exist at once with ``use_fused_kernels``.
 FUSED_LOGIT_BYTES = 4 * (1 << 22) * 4
-#: What a KL penalty over the vocabulary adds: logits of the reference, log-probs, ratios and their products.
+#: Additional copies for a KL penalty over the vocabulary: reference logits, log-probs, ratios and their products.
 KL_LOGIT_COPIES = 6
 
 
 @dataclass(frozen=True)
 class ModelSize:
-    """The numbers of a causal language model.
+    """The sizes of a causal language model.
 
     Attributes:
-        parameters: all of them, tied ones once.
-        value_parameters: of the same model with a value head in place of the vocabulary head.
-        layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: from its config;
-            ``intermediate`` is what one token goes through, so of the chosen experts together.
+        parameters: number of all parameters; tied ones count once.
+        value_parameters: number of parameters with a value head instead of the vocabulary head.
+        layers, hidden, intermediate, heads, kv_heads, head_dim, vocabulary: sizes from the model's config;
+            ``intermediate`` is the feed-forward width per token, in a mixture the total of a token's experts.
     """
 
     parameters: int
@@ -82,14 +82,14 @@ class ModelSize:
 
 @dataclass(frozen=True)
 class MemoryItem:
-    """Something that takes memory on a rank.
+    """An item that takes memory on a rank.
 
     Attributes:
-        name: what it is.
-        bytes: on each rank.
-        phase: ``held`` throughout, or only in a phase.
-        on_host: in host memory, and on the device only while it is used.
-        is_bound: a rough upper bound, not a count.
+        name: role and content, such as ``actor: gradients``.
+        bytes: bytes on each rank.
+        phase: phase in which the item takes memory; ``held`` for all phases.
+        on_host: True if the item is in host memory and on the device only while in use.
+        is_bound: True if ``bytes`` is a rough upper bound, not a count.
     """
 
     name: str
@@ -109,15 +109,14 @@ class Passes:
 
 
 def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
-    """The numbers of the model in ``model.path``, built without memory for its weights.
+    """Return the sizes of the model in ``model.path``, which is built without memory for its weights.
 
     Args:
-        model: which.
-        key: where the config names its folder, for messages.
+        model: model to measure.
+        key: config key of the model's folder, for messages.
 
     Raises:
-        ConfigError: the folder has no ``config.json``, or one that names no causal language model which
-            transformers knows.
+        ConfigError: the folder has no ``config.json``, or transformers knows no causal language model for it.
     """
     import torch
     import transformers
@@ -132,7 +131,9 @@ def measure_model(model: ModelConfig, key: str = "model.path") -> ModelSize:
         with torch.device("meta"):
             module = auto.from_config(config, trust_remote_code=model.trust_remote_code)
     except (ValueError, KeyError, OSError, AttributeError, RuntimeError) as error:
-        raise ConfigError(f"{key}: {folder / 'config.json'} gives no causal language model: {error}") from error
+        raise ConfigError(
+            f"{key}: {folder / 'config.json'} does not describe a causal language model: {error}"
+        ) from error
     text: Any = config.get_text_config()
     heads = int(text.num_attention_heads)
     body = getattr(module, module.base_model_prefix, module)
@@ -156,7 +157,7 @@ def _intermediate(text: Any) -> int:
 
 
 def parameters_on_rank(size: ModelSize, layout: EngineLayout, value_model: bool = False) -> int:
-    """Parameters on the rank that has the most; of a pipeline that is its first stage or its last."""
+    """Return the parameters on the fullest rank; in a pipeline, a rank of the first or the last stage."""
     whole = size.value_parameters if value_model else size.parameters
     if layout.pipeline > 1:
         whole = -(-size.layer * size.layers // layout.pipeline) + size.vocabulary * size.hidden
@@ -164,7 +165,7 @@ def parameters_on_rank(size: ModelSize, layout: EngineLayout, value_model: bool 
 
 
 def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:
-    """Weights, gradients and AdamW's state of a model in training, of which a rank has ``parameters``."""
+    """Return weights, gradients and AdamW state of a model that trains, with ``parameters`` on each rank."""
     gradient = layout.stored if layout.gradient is None else layout.gradient
     state = 2 * layout.stored if layout.state is None else layout.state
     kept = -(-parameters * state // layout.state_shards)
@@ -176,7 +177,7 @@ def count_trained(name: str, parameters: int, layout: EngineLayout) -> list[Memo
 
 
 def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> list[MemoryItem]:
-    """Weights, gradients and AdamW's state of an adapter, all in float32, over the ranks that share a copy."""
+    """Return weights, gradients and AdamW state of an adapter, in float32 and sharded like the model."""
     each = layout.shard(numbers) * 4
     return [
         MemoryItem(f"{name}: adapter", each),
@@ -186,12 +187,12 @@ def count_adapter_state(name: str, numbers: int, layout: EngineLayout) -> list[M
 
 
 def count_frozen(name: str, parameters: int, layout: EngineLayout) -> list[MemoryItem]:
-    """Weights of a model that is never trained, of which a rank has ``parameters``."""
+    """Return the weights of a frozen model with ``parameters`` on each rank."""
     return [MemoryItem(f"{name}: parameters", parameters * layout.stored, on_host=layout.param_offload)]
 
 
 def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
-    """Bytes of the weights that an update gathers at a time: what belongs to no layer, and two layers."""
+    """Return the bytes of the weights that an update gathers at a time: two layers, and all weights outside layers."""
     if not layout.gathers:
         return 0
     whole = size.parameters
@@ -199,27 +200,28 @@ def count_gathered(size: ModelSize, layout: EngineLayout) -> int:
 
 
 def count_kv_cache(size: ModelSize, rows: int, row_tokens: int, computed: int, tensor: int = 1) -> int:
-    """Bytes of keys and values of ``rows`` rows of the longest length, on each of ``tensor`` devices.
+    """Return the bytes of the KV cache on each of ``tensor`` devices.
 
     Args:
-        size: of the model.
-        rows, row_tokens: of the cache.
-        computed: bytes a number.
-        tensor: devices that share the heads; beyond their number each keeps a copy of one.
+        size: sizes of the model.
+        rows: sequences in the cache.
+        row_tokens: tokens of each sequence.
+        computed: bytes per element.
+        tensor: devices that share the KV heads; with more devices than heads, each device holds one head.
     """
     heads = max(-(-size.kv_heads // tensor), 1)
     return rows * row_tokens * 2 * size.layers * heads * size.head_dim * computed
 
 
 def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eager: bool) -> int:
-    """A rough upper bound of what the layers of the largest pass keep for its backward, in bytes.
+    """Return a rough upper bound of the activations that the largest pass stores for its backward pass, in bytes.
 
-    A layer keeps four tensors of the feed-forward's width, four of the queries, keys and values, eight of
-    the hidden size and four more of it in float32 (the norms), and with ``eager`` attention the matrix of
-    every head three times. With gradient checkpointing a layer keeps its input, and one of them all. Ranks that
-    share a sequence have a part of all this each, and those that share a layer a part of its widths and
-    heads. With activation offload only the layer at work counts. The first stage of a pipeline has as many
-    micro-batches under way as there are stages, so it keeps as much as if it had all layers.
+    A layer stores four tensors of the feed-forward width, four of the widths of queries, keys and values, eight of
+    the hidden size, and four more of the hidden size in float32 (the norms). With ``eager`` attention it also stores
+    the attention matrix of every head three times. With gradient checkpointing, a layer stores only its input, and
+    one layer at a time stores everything. Sequence-parallel ranks share all of this; tensor-parallel ranks share the
+    widths and heads. With activation offload, only the current layer counts. The first stage of a pipeline has as
+    many micro-batches in flight as there are stages, so it stores as much as if it had all layers.
     """
     tokens = -(-passes.rows * passes.row_tokens // layout.sequence_parts)
     whole = layout.tensor if layout.splits_sequence else 1
@@ -235,9 +237,9 @@ def bound_activations(size: ModelSize, passes: Passes, layout: EngineLayout, eag
 
 
 def bound_logits(size: ModelSize, passes: Passes, layout: EngineLayout, copies: int = LOGIT_COPIES) -> int:
-    """An upper bound of the logits of the largest pass: ``copies`` in float32 for response tokens, in bytes.
+    """Return an upper bound of the logits of the largest pass in bytes: ``copies`` in float32 for response tokens.
 
-    Fused ones are a few blocks. Ranks that share a layer have a part of the vocabulary each.
+    Fused logits are a few blocks only. Tensor-parallel ranks share the vocabulary.
     """
     positions = -(-passes.rows * passes.response_tokens // layout.sequence_parts)
     if layout.head_positions is not None:
@@ -277,7 +279,7 @@ def count_adapter(model: ModelConfig) -> int:
 
 
 def _is_target(name: str, targets: Any) -> bool:
-    """True if PEFT would adapt this module: by regular expression, or by the end of its name."""
+    """Return True if PEFT would adapt this module: its name matches a regular expression, or ends with a target."""
     if isinstance(targets, str):
         return targets.lower() == "all-linear" or re.fullmatch(targets, name) is not None
     return any(name == target or name.endswith(f".{target}") for target in targets)

@@ -1,4 +1,4 @@
-"""What a process takes in memory beside its tensors: context, libraries, and the CUDA graphs of an inference engine."""
+"""The memory of a process beyond its tensors: context, libraries, and the CUDA graphs of an inference engine."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from rollcast.contracts.mapping import RoleSpec
 
 __all__ = ["ProcessMemory", "find_process_memory"]
 
-#: On a GPU: memory that vLLM found taken outside of torch's allocator with Llama 3 8B on one 80 GB device
-#: (github.com/vllm-project/vllm/pull/10511; 3.58 GiB with two). It holds the CUDA context, of which
-#: github.com/pytorch/pytorch/issues/34323 reports 781 MB with torch's kernels, and the buffers of NCCL.
+#: On a GPU: memory that vLLM reports outside torch's allocator with Llama 3 8B on one 80 GB device
+#: (github.com/vllm-project/vllm/pull/10511; 3.58 GiB with two devices). It includes the NCCL buffers and the CUDA
+#: context; github.com/pytorch/pytorch/issues/34323 reports 781 MB for a context with torch's kernels.
 _GPU_BYTES = round(1.79 * 2**30)
 #: CUDA graphs of a replica. vLLM: 0.21 GiB with Llama 3.2 1B (github.com/vllm-project/vllm/pull/11349), 1.4 GiB with
 #: Llama 4 Maverick (github.com/sgl-project/sglang/issues/8538). SGLang: 1.04 GB with 36 batch sizes
-#: (github.com/sgl-project/sglang/pull/12978). These are the larger ones, as a bound.
+#: (github.com/sgl-project/sglang/pull/12978). For vLLM the larger figure is used, as a bound.
 _GRAPH_BYTES = {"vllm": round(1.4 * 2**30), "sglang": 1_040_000_000}
-#: On a CPU: resident size of a process that works on one row of four tokens with a model of 0.5 million parameters,
-#: measured (docs/memory.md has the command). The largest stands for plugins that were not measured.
+#: On a CPU: measured resident size of a process that passes one row of four tokens through a model of 0.5 million
+#: parameters (docs/memory.md has the command). Plugins that were not measured get the largest figure.
 _CPU_BYTES = {"fsdp": 490_000_000, "megatron": 550_000_000, "hf": 430_000_000}
 
 
 @dataclass(frozen=True)
 class ProcessMemory:
-    """Bytes of a process beside its tensors.
+    """Bytes of a process beyond its tensors.
 
     Attributes:
-        reserve: context and libraries.
-        graphs: CUDA graphs.
+        reserve: bytes of context and libraries.
+        graphs: bytes of CUDA graphs.
     """
 
     reserve: int
@@ -35,19 +35,19 @@ class ProcessMemory:
 
     @property
     def total(self) -> int:
-        """Both together."""
+        """Sum of reserve and graphs in bytes."""
         return self.reserve + self.graphs
 
 
 def find_process_memory(
     role: RoleSpec, on_cpu: bool, reserve_bytes: int | None = None, graph_bytes: int | None = None
 ) -> ProcessMemory:
-    """Return the memory of a role's process beside its tensors.
+    """Return the memory of a role's process beyond its tensors.
 
     Args:
-        role: the role.
-        on_cpu: its devices are CPUs, where nothing is captured, and libraries lie in the memory that is counted.
-        reserve_bytes, graph_bytes: figures that hold instead.
+        role: role that the process belongs to.
+        on_cpu: True if the devices are CPUs: there are no CUDA graphs, and libraries count as device memory.
+        reserve_bytes, graph_bytes: figures to use instead; None for the figures of device and plugin.
     """
     usual = _CPU_BYTES.get(role.plugin, max(_CPU_BYTES.values())) if on_cpu else _GPU_BYTES
     captures = role.rollout is None or role.rollout.captures_graphs

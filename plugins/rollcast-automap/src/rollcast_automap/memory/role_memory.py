@@ -1,4 +1,4 @@
-"""What a role takes in memory on a mesh; `rollcast plan` and the cost models of `rollcast map` both count with it."""
+"""The memory of a role on a mesh; shared by ``rollcast plan`` and the cost models of ``rollcast map``."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ __all__ = [
     "size_of",
 ]
 
-#: Name of an item behind its role → part of a role's memory.
+#: Name of an item, without its role → field of ``MemoryParts``.
 _PARTS = {
     "parameters": "parameters",
     "weights": "parameters",
@@ -65,12 +65,12 @@ _PARTS = {
 
 
 class ReplicaTooLargeError(Exception):
-    """The weights of a replica and its process leave nothing of its part of a device for the cache.
+    """Weights and process of a replica leave no room for the KV cache in the replica's share of a device.
 
     Args:
-        room: the part in bytes.
+        room: share of the device in bytes.
         weights: bytes of the weights on each device.
-        process: bytes of the process beside its tensors.
+        process: bytes of the process beyond its tensors.
     """
 
     def __init__(self, room: int, weights: int, process: int) -> None:
@@ -80,13 +80,13 @@ class ReplicaTooLargeError(Exception):
 
 @dataclass(frozen=True)
 class Cache:
-    """What the KV cache of a rollout is made for.
+    """The sequences that the KV cache of a rollout has to hold.
 
     Attributes:
-        rows: sequences at a time on each replica.
+        rows: sequences that a replica decodes at a time.
         row_tokens: tokens of the longest row.
         mean_tokens: mean tokens of a row.
-        device_bytes: memory of a device; None if it is not known.
+        device_bytes: memory of a device in bytes; None if not known.
     """
 
     rows: int
@@ -96,7 +96,7 @@ class Cache:
 
 
 def size_of(model: ModelFacts) -> ModelSize:
-    """Return the numbers of a model."""
+    """Return the sizes of a model."""
     head = 0 if model.tied else model.hidden * model.vocab
     return ModelSize(
         parameters=model.parameters,
@@ -112,7 +112,7 @@ def size_of(model: ModelFacts) -> ModelSize:
 
 
 def longest_of(lengths: Lengths) -> int:
-    """Return the longest length: the quantile of probability 1 if there is one."""
+    """Return the longest length in tokens: the quantile of probability 1 if there is one, else the maximum."""
     if lengths.quantiles and lengths.quantiles[-1][0] >= 1:
         return round(lengths.quantiles[-1][1])
     return lengths.maximum
@@ -124,10 +124,10 @@ def longest_pass(
     """Return the largest micro-batch of a role that does not generate.
 
     Args:
-        role: the role.
-        mesh: its mesh.
-        devices: of its pool.
-        rows: of the micro-batch.
+        role: role that does not generate.
+        mesh: mesh of the role.
+        devices: number of devices in the role's pool.
+        rows: rows of the micro-batch.
         prompt, response: longest lengths in tokens.
         samples: responses per prompt.
     """
@@ -140,15 +140,15 @@ def longest_pass(
 def list_engine_items(
     title: str, role: RoleSpec, mesh: Mesh, devices: int, passes: Passes, bucket_bytes: int = 0
 ) -> list[MemoryItem]:
-    """Return what a role that does not generate has on each of its devices.
+    """Return the memory items of a role that does not generate, on each of its devices.
 
     Args:
         title: name of the role in the items.
-        role: the role.
-        mesh: its mesh.
-        devices: of its pool.
-        passes: its largest micro-batch.
-        bucket_bytes: largest bucket of a weight sync; 0 for a role that sends none.
+        role: role that does not generate.
+        mesh: mesh of the role.
+        devices: number of devices in the role's pool.
+        passes: largest micro-batch of the role.
+        bucket_bytes: bytes of the largest weight sync bucket; 0 for a role that sends no weights.
     """
     size, layout, keeps = size_of(role.model), EngineLayout.of(role, mesh, devices), role.training or usual_layout(role)
     parameters = parameters_on_rank(size, layout, role.value_head)
@@ -170,7 +170,7 @@ def list_engine_items(
     if trains and layout.activation_offload:
         kept = bound_activations(size, passes, replace(layout, activation_offload=False), keeps.eager_attention)
         items.append(MemoryItem(f"{title}: kept activations", kept, phase, on_host=True, is_bound=True))
-    # Without a backward pass nothing is kept from one layer to the next, as with offloaded activations.
+    # Without a backward pass, only the current layer has activations on the device, as with activation offload.
     at_work = layout if trains else replace(layout, activation_offload=True)
     activations = bound_activations(size, passes, at_work, keeps.eager_attention)
     items.append(MemoryItem(f"{title}: activations", activations, phase, is_bound=True))
@@ -185,25 +185,25 @@ def list_engine_items(
 def list_rollout_items(
     role: RoleSpec, trained: RoleSpec | None, mesh: Mesh, devices: int, cache: Cache, process: ProcessMemory, mode: Mode
 ) -> list[MemoryItem]:
-    """Return what a rollout has on each of its devices.
+    """Return the memory items of a rollout on each of its devices.
 
     Args:
-        role: the rollout.
-        trained: role whose weights it takes.
-        mesh: its mesh.
-        devices: of its pool.
-        cache: what its cache is made for.
-        process: memory of a replica's process beside its tensors.
-        mode: mode of the rollout.
+        role: role of the rollout.
+        trained: role whose weights the rollout receives.
+        mesh: mesh of the rollout.
+        devices: number of devices in the rollout's pool.
+        cache: sequences that the KV cache has to hold.
+        process: memory of a replica's process beyond its tensors.
+        mode: rollout mode.
 
     Raises:
-        ReplicaTooLargeError: nothing is left for the cache.
+        ReplicaTooLargeError: no memory is left for the KV cache.
     """
     size, layout = size_of(role.model), role.rollout or RolloutLayout()
     rows = cache.rows if layout.max_rows is None else min(cache.rows, layout.max_rows)
     computed = role.model.dtype_bytes
     if trained is not None and not _is_replicated(role):
-        # The cache is whole on each rank: the rollout in the actor's processes does not split a model.
+        # Each rank holds the whole cache, because a rollout in the actor's processes does not split the model.
         kept = count_kv_cache(size, rows, cache.row_tokens, computed)
         items = _weights_in_process(size, trained, mesh, devices)
         return [*items, MemoryItem("rollout: KV cache", kept, "generate", is_bound=True)]
@@ -218,7 +218,7 @@ def list_rollout_items(
         left, is_bound = room - weights - process.total, False
         if left <= 0:
             raise ReplicaTooLargeError(room, weights, process.total)
-        # Rows that do not fit wait; those that are asked for at a time have their mean length.
+        # Rows that do not fit wait in the engine's queue, so room for all rows at their mean length is enough.
         needed = max(left, count_kv_cache(size, rows, round(cache.mean_tokens), computed, mesh.tensor))
     items = [
         MemoryItem("rollout: weights", weights, phase),
@@ -235,7 +235,7 @@ def _is_replicated(role: RoleSpec) -> bool:
 
 
 def _weights_in_process(size: ModelSize, trained: RoleSpec, mesh: Mesh, devices: int) -> list[MemoryItem]:
-    """Return the weights that a rollout in the trained role's processes has on the device beside held ones."""
+    """Return the weights that a rollout in the trained role's processes adds to the device while it generates."""
     layout = EngineLayout.of(trained, Mesh(data=mesh.data, tensor=mesh.tensor), devices)
     items = []
     if layout.gathers or mesh.tensor * mesh.pipeline > 1:
@@ -247,12 +247,12 @@ def _weights_in_process(size: ModelSize, trained: RoleSpec, mesh: Mesh, devices:
 
 
 def _bucket(size: ModelSize, stored: int, bucket_bytes: int) -> int:
-    """Return the bytes of the largest bucket: a larger tensor goes alone, and the embedding is the largest."""
+    """Return the bytes of the largest bucket; a tensor above ``bucket_bytes``, such as the embedding, is one bucket."""
     return min(max(bucket_bytes, size.vocabulary * size.hidden * stored), size.parameters * stored)
 
 
 def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMemory) -> MemoryParts:
-    """Return the items of a role as parts; what is in host memory all the time is left out."""
+    """Return the items of a role as memory parts; items without a part, such as kept activations, are left out."""
     sizes: dict[str, int] = {}
     visiting = set()
     for item in items:
@@ -260,11 +260,11 @@ def gather_parts(items: Iterable[MemoryItem], role: RoleSpec, process: ProcessMe
         if part is None:
             continue
         if part == "parameters" and item.phase == "update":
-            part = "gathered"  # a copy that visits, beside weights that may stay
+            part = "gathered"  # a temporary copy; the role's own weights may stay on the device all the time
         sizes[part] = sizes.get(part, 0) + item.bytes
         if item.on_host or item.phase == "generate":
             visiting.add(part)
-    # The parts of a role visit or stay as a whole: an adapter beside offloaded weights counts with them.
+    # A part is offloaded as a whole, so an adapter counts as offloaded together with the base weights.
     return MemoryParts(
         **sizes, reserve=process.total, visiting=frozenset(visiting), own_process=role.own_process and bool(sizes)
     )
@@ -279,15 +279,16 @@ def price_memory(
     reserve_bytes: int | None = None,
     graph_bytes: int | None = None,
 ) -> MemoryParts:
-    """Return the memory of a role of a problem on each of its devices; more than a device has if it cannot start.
+    """Return the memory of a role on each of its devices; more than a device has if a replica cannot start.
 
     Args:
-        problem: the problem.
-        role: the role.
-        placement: its mesh and micro-batch.
-        pool: its devices.
-        mode: mode of the rollout.
-        reserve_bytes, graph_bytes: of a process; None for the figures of its device and plugin.
+        problem: problem with the lengths and the other roles.
+        role: role to price.
+        placement: mesh and micro-batch of the role.
+        pool: devices of the role.
+        mode: rollout mode.
+        reserve_bytes, graph_bytes: bytes of a process beyond its tensors, and of its CUDA graphs; None for the figures
+            of its device and plugin.
     """
     kinds = [problem.cluster.nodes[node].kind for node, _ in pool.places]
     on_cpu = all(kind.name == "cpu" for kind in kinds)

@@ -1,4 +1,4 @@
-"""The roles of a run as the cost models see them, from its configuration."""
+"""Role specifications for the cost models, read from the configuration of a run."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ __all__ = [
 ]
 
 _BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-#: Keys by which rollouts say how many sequences they compute at once, and what part of a device is theirs.
+#: Keys of rollouts for the sequences that they decode at once, and for their share of a device's memory.
 _MOST_ROWS = ("max_batch_size", "max_num_seqs", "max_running_requests")
 _SHARES = ("gpu_memory_utilization", "mem_fraction_static")
-#: Cache of vLLM on a CPU, where its key is null.
+#: Bytes of vLLM's KV cache on a CPU if its key is null.
 _CPU_CACHE_BYTES = 256 << 20
 _KINDS: dict[str, RoleKind] = {"actor": "trains", "critic": "trains"}
 
 
 def find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
-    """Return the model that the run starts from; or None and why it cannot be known."""
+    """Return the model that the run starts from; or None and the reason why the model is not known yet."""
     task = trainer.task
     warm = task.run_dir / "warm_start" / "export"
     if task.trainer.warm_start is not None and (warm / "config.json").is_file():
@@ -52,12 +52,12 @@ def find_model(trainer: LoopTrainer) -> tuple[ModelConfig | None, str]:
 
 
 def role_size(trainer: LoopTrainer, name: str, size: ModelSize) -> ModelSize:
-    """Return the numbers of a role's model.
+    """Return the sizes of a role's model.
 
     Args:
-        trainer: of the run.
+        trainer: trainer of the run.
         name: ``actor``, ``rollout``, ``critic``, ``ref`` or ``reward_model``.
-        size: of the model that the run starts from.
+        size: sizes of the model that the run starts from.
 
     Raises:
         ConfigError: the folder of the role's own model cannot be used.
@@ -73,13 +73,13 @@ def role_size(trainer: LoopTrainer, name: str, size: ModelSize) -> ModelSize:
 
 
 def read_role(trainer: LoopTrainer, name: str, size: ModelSize, on_cpu: bool) -> RoleSpec:
-    """Return a role of a run.
+    """Return the specification of a role of a run.
 
     Args:
-        trainer: of the run.
+        trainer: trainer of the run.
         name: ``actor``, ``rollout``, ``critic``, ``ref`` or ``reward_model``.
-        size: of the role's model.
-        on_cpu: the devices are CPUs, on which some rollouts have defaults of their own.
+        size: sizes of the role's model.
+        on_cpu: True if the devices are CPUs, for which some rollouts have different defaults.
     """
     task, facts = trainer.task, _facts(size)
     if name == "rollout":
@@ -130,7 +130,7 @@ def _facts(size: ModelSize) -> ModelFacts:
 
 
 def _rollout_bytes(task: TaskRunner, computed: int, on_cpu: bool) -> int:
-    """Return the bytes of a number in the rollout; what replicas choose themselves on a GPU has two."""
+    """Return the bytes per parameter in the rollout; 2 for replicas that choose the dtype themselves on a GPU."""
     if not task.uses_replicas:
         return computed
     dtype = task.rollout_dtype
@@ -159,7 +159,7 @@ def _rollout_layout(task: TaskRunner, on_cpu: bool) -> RolloutLayout:
 
 
 def shares_weights(trainer: LoopTrainer) -> bool:
-    """Return True if the reference is the actor without its adapter, in the same workers."""
+    """Return True if the reference model is the actor without its adapter, in the same workers."""
     pools, has_reference = trainer.task.pools.mapping, Role.REF in trainer.run.roles
     return has_reference and trainer.task.model.trains_adapter and pools[Role.REF] == pools[Role.ACTOR_ROLLOUT]
 
@@ -170,22 +170,22 @@ def _offloads_reference(trainer: LoopTrainer, as_actor: bool) -> bool:
 
 
 def compares_vocabularies(trainer: LoopTrainer) -> bool:
-    """Return True if the loss compares every word with the reference, which is then in the actor's workers."""
+    """Return True if the loss has a KL penalty over the vocabulary; the actor's workers then hold the reference."""
     return any(getattr(stage, "vocabulary_kl", None) is not None for stage in trainer.stages)
 
 
 def count_replicas(task: TaskRunner, ranks: int) -> int:
-    """Return the engines that generate at the same time on ``ranks`` ranks; without replicas every rank does."""
+    """Return the number of engines that generate on ``ranks`` ranks; without replicas, every rank is one."""
     return max(ranks // task.rollout.tensor_model_parallel_size, 1) if task.uses_replicas else ranks
 
 
 def slots_of(task: TaskRunner, algebra: BatchAlgebra, ranks: int) -> int:
-    """Return the sequences of a step that each replica has to generate; one computes fewer at once if a key says so."""
+    """Return the sequences per step and replica; a rollout's own limit may allow fewer at a time."""
     return -(-algebra.rows // count_replicas(task, ranks))
 
 
 def largest_pass(algebra: BatchAlgebra, longest: int) -> int:
-    """Rows of the longest length in the largest forward and backward pass of a rank."""
+    """Return the rows in the largest forward and backward pass of a rank, all of the longest length."""
     if algebra.micro_batch_tokens is not None:
         return min(max(algebra.micro_batch_tokens // longest, 1), algebra.rows_per_rank)
     return min(algebra.micro_batch_rows or algebra.rows_per_rank, algebra.rows_per_rank)
@@ -195,10 +195,10 @@ def micro_batch_rows(trainer: LoopTrainer, algebra: BatchAlgebra, role: str, ran
     """Return the rows of a role's largest micro-batch on a rank.
 
     Args:
-        trainer: of the run.
-        algebra: of a step.
-        role: a role that does not generate.
-        ranks: of its pool.
+        trainer: trainer of the run.
+        algebra: batch algebra of a step.
+        role: name of a role that does not generate.
+        ranks: number of ranks in the role's pool.
         length: tokens of a row.
     """
     task, actor = trainer.task, trainer.task.actor

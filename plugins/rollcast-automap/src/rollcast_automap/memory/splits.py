@@ -1,4 +1,4 @@
-"""Whether a model can be split as the config wants it, before anything is started."""
+"""Checks that a model can be split as configured, before anything starts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ __all__ = ["check_engine", "check_split"]
 
 
 def check_engine(trainer: LoopTrainer) -> None:
-    """Refuse what the engine refuses on that many ranks; it is built for that, but not initialized.
+    """Check the engine's keys for the run's number of ranks, by building the engine without initializing it.
 
     Raises:
-        ConfigError: of the engine.
+        ConfigError: the engine rejects a key.
     """
     task, optim = trainer.task, trainer.task.actor.optim
-    # The trainer fills the schedule's length in when it has read the data.
+    # The trainer sets the schedule's length only after it has read the data, so use the known steps here.
     steps = max(optim.total_training_steps, task.trainer.total_steps or -1)
     known = replace(optim, total_training_steps=steps) if steps > 0 else None
     context = WorkerContext(world_size=task.world_size)
@@ -29,10 +29,10 @@ def check_engine(trainer: LoopTrainer) -> None:
 
 
 def check_split(trainer: LoopTrainer, size: ModelSize) -> None:
-    """Refuse sizes that do not divide the model's heads or layers.
+    """Check that the parallel sizes divide the model's heads and layers.
 
     Raises:
-        ConfigError: names the key, the model's number, and sizes that would fit.
+        ConfigError: a size does not divide; names the key, the model's number, and sizes that would fit.
     """
     task, sizes = trainer.task, ParallelSizes.read(trainer.task.engine)
     engine = task.engine.name

@@ -9,10 +9,10 @@ __all__ = ["Best"]
 
 
 class Best:
-    """The best mappings so far, by step time and then by the order of the search.
+    """The best mappings found so far, by step time and then by the order of the search.
 
     Args:
-        count: how many are kept.
+        count: number of mappings to keep.
     """
 
     def __init__(self, count: int) -> None:
@@ -25,7 +25,7 @@ class Best:
         return self._found[-1].step_seconds if len(self._found) == self._count else float("inf")
 
     def offer(self, found: Prediction) -> None:
-        """Keep a mapping if it is among the best; one that only renames the mode of an equal one is not."""
+        """Keep a mapping if it is among the best and differs from the kept ones in more than its mode."""
         if found.step_seconds < self.limit and not any(_is_twin(found, other) for other in self._found):
             self._found = sorted([*self._found, found], key=lambda each: each.step_seconds)[: self._count]
 
@@ -33,7 +33,7 @@ class Best:
         """Return the best mappings by rising step time.
 
         Raises:
-            ResourceError: there is none.
+            ResourceError: no mapping was found.
         """
         if self._found:
             return self._found

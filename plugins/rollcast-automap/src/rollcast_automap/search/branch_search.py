@@ -44,7 +44,7 @@ __all__ = ["BranchSearch"]
 _NEVER = float("inf")
 #: Seconds by slot: a slot is a stage of the problem, or generation without its tail, as in ``StepClock``.
 Times = tuple[float, ...]
-#: What is free: devices, devices of each kind, and pools that may have several kinds.
+#: Free resources: devices, devices of each kind, and pools that may still have several kinds.
 Free = tuple[int, ...]
 
 
@@ -53,7 +53,7 @@ class _Option:
     """A placement of one role with its prices.
 
     Attributes:
-        placement: where the role is; the name of the pool does not count.
+        placement: placement of the role; the name of its pool is ignored.
         times: seconds of each slot of the role; loading and offloading are part of its first stage.
         memory: bytes on each device.
     """
@@ -65,11 +65,11 @@ class _Option:
 
 @dataclass(frozen=True)
 class _Floor:
-    """The least that roles can take, each cost by itself.
+    """Lower bounds of the costs of roles, each cost by itself.
 
     Attributes:
-        times: seconds of each of their slots.
-        held: bytes on each device while none of them computes.
+        times: seconds of each slot of the roles.
+        held: bytes on each device while no role computes.
     """
 
     times: Times
@@ -82,9 +82,9 @@ class _Partition:
     Args:
         problem: the problem.
         groups: roles of each pool.
-        mode: way in which rollouts share devices with training.
+        mode: rollout mode.
         slots: slots of each group's roles.
-        floors: the shares of each group that hold it, with their floors.
+        floors: shares on which each group fits, with their floors.
         controller: seconds of the controller in a step.
     """
 
@@ -110,7 +110,7 @@ class _Partition:
         self._open: dict[tuple[int, Free], _Floor | None] = {}
 
     def take(self, free: Free, share: Share, others: int) -> Free | None:
-        """Return what a share leaves free; None if ``others`` pools then have less than a device each."""
+        """Return the resources that a share leaves free; None if fewer than ``others`` devices are left."""
         kind, size = share
         left = list(free)
         left[0] -= size
@@ -121,7 +121,7 @@ class _Partition:
         return None if left[0] < others or min(left) < 0 else tuple(left)
 
     def list_ranked(self, chosen: Sequence[_Floor], free: Free) -> list[tuple[float, int, Share, _Floor, Free]]:
-        """Return the shares of the next group with the bound of the step time, its number and what is left free."""
+        """Return (bound of the step time, number, share, floor, free resources) of the next group, by rising bound."""
         group = len(chosen)
         others = len(self.groups) - group - 1
         found = []
@@ -132,7 +132,7 @@ class _Partition:
         return sorted(found, key=lambda each: each[:2])
 
     def bound(self, chosen: Sequence[_Floor], free: Free) -> float:
-        """Return a step time that no mapping beats in which the next groups share what is free."""
+        """Return a lower bound of the step time over all ways to share the free resources among the remaining groups."""
         floors = list(chosen)
         others = len(self.groups) - len(chosen) - 1
         for group in range(len(chosen), len(self.groups)):
@@ -147,12 +147,12 @@ class _Partition:
         return self.step(times, 0.0)
 
     def step(self, times: Sequence[float], sync: float, staleness: int | None = None) -> float:
-        """Return the duration of a step; without ``staleness`` of the largest one, with which no step is longer."""
+        """Return the duration of a step; ``staleness`` None is the largest value, which has the shortest step."""
         value = self.stalenesses[-1] if staleness is None else staleness
         return self._clock.step(times, sync, value, self._controller)
 
     def _open_floor(self, group: int, free: Free) -> _Floor | None:
-        """Return the least of a group on any share that is free; None if there is none."""
+        """Return the floor of a group over all free shares; None if no share is free."""
         key = (group, free)
         if key not in self._open:
             fitting = [
@@ -165,7 +165,7 @@ class _Partition:
 
 
 class _Choice:
-    """The placements of one allocation, of which each role gets one.
+    """The candidate placements of each role on one allocation.
 
     Args:
         options: placements of each role.
@@ -189,7 +189,7 @@ class _Choice:
             times[slot] = value
 
     def least_bytes(self, chosen: Sequence[_Option], pool: int) -> int:
-        """Return bytes that each device of a pool needs at least, with the first roles placed."""
+        """Return the least bytes that each device of a pool needs, given the placements of the first roles."""
         mine = [each.memory for role, each in enumerate(chosen) if self.pool_of[role] == pool]
         rest = range(len(chosen), len(self.options))
         return pool_bytes(mine) + sum(self.floors[role].held for role in rest if self.pool_of[role] == pool)
@@ -202,7 +202,7 @@ class _Syncs:
         self._seconds = seconds
 
     def least(self, trained: Mesh | None, rollout: Mesh | None) -> float:
-        """Return the least seconds with these meshes; None for any."""
+        """Return the least seconds of a sync with these meshes; None stands for any mesh."""
         if trained is not None and rollout is not None:
             return self._seconds[trained, rollout]
         if trained is None and rollout is None:
@@ -225,15 +225,16 @@ class _Syncs:
 class BranchSearch:
     """A search that offers its mappings to ``best``.
 
-    The bound of a partial mapping is the step time with the cheapest share and placement of every open role, among the
-    shares that the chosen ones leave free, and with a free weight sync until the pools are chosen. The step time grows
-    with each stage's duration, so no better mapping is cut off.
+    The bound of a partial mapping is the step time with the cheapest share and placement of every role that is not
+    placed yet, among the shares that are still free. Until the pools are chosen, the weight sync counts as 0 seconds.
+    The step time grows with each stage's duration, so no better mapping is cut off.
 
     Args:
         problem: the problem.
-        cost_model: prices placements. Pools of equal shape have equal prices, spreading a pool over more nodes makes no
-            stage faster, and the weight sync does not depend on micro-batches.
-        best: mappings found so far.
+        cost_model: model that prices placements. The search assumes that pools of equal shape have equal prices, that
+            spreading a pool over more nodes makes no stage faster, and that the weight sync does not depend on
+            micro-batches.
+        best: collector of the best mappings.
     """
 
     def __init__(self, problem: Problem, cost_model: BaseCostModel, best: Best) -> None:
@@ -280,10 +281,10 @@ class BranchSearch:
         return _Partition(self._problem, groups, mode, slots, floors, controller)
 
     def _floor(self, group: Sequence[str], share: Share, mode: Mode) -> _Floor | None:
-        """Return the least of a group on a share; None if the group does not fit.
+        """Return the floor of a group on a share; None if the group does not fit.
 
-        The share is priced on an empty cluster, on as few nodes as can be. A share of several kinds is no faster than
-        an equal one of a single kind.
+        The share is priced on an empty cluster, on as few nodes as possible. A share of several kinds is bounded by
+        shares of the same size and a single kind, because it cannot be faster than they are.
         """
         kind, size = share
         pools = [found[0] for each in self._kinds_of(kind) if (found := allocate(self._problem, [(each, size)]))]
@@ -314,7 +315,7 @@ class BranchSearch:
         return self._floors[key]
 
     def _list_options(self, name: str, pool: Pool, mode: Mode) -> list[_Option]:
-        """Return the placements of a role that fit by themselves, fastest first, without dominated ones."""
+        """Return the undominated placements of a role that fit on an otherwise empty pool, fastest first."""
         nodes = self._problem.cluster.nodes
         shape = tuple(sorted((nodes[node].kind.name, nodes[node].link_bandwidth, count) for node, count in pool.places))
         key = (name, shape, mode)
@@ -430,13 +431,13 @@ class BranchSearch:
 
 
 def _least(floors: Sequence[_Floor]) -> _Floor:
-    """Return the least of each cost."""
+    """Return the floor below all of ``floors``: the least of each cost."""
     times = tuple(min(column) for column in zip(*(floor.times for floor in floors), strict=True))
     return _Floor(times, min(floor.held for floor in floors))
 
 
 def _undominated(options: Sequence[_Option], per_mesh: bool) -> list[_Option]:
-    """Leave out what another placement beats in every time and in memory.
+    """Return the placements that no other placement matches or beats in every time and in memory.
 
     Args:
         options: placements of one role on one pool, fastest first.

@@ -30,7 +30,7 @@ def check_roles(limits: ConstraintsConfig, roles: Collection[str], devices: int)
     """Check the limits against the roles of a run and the devices of its cluster.
 
     Raises:
-        ConfigError: an entry names no role of the run, is no pair, or asks for more devices than there are.
+        ConfigError: an entry names a role that the run does not have, is not a pair, or asks for too many devices.
     """
     for role, count in limits.pinned.items():
         _check_known(f"constraints.pinned.{role}", [role], roles)

@@ -1,7 +1,7 @@
 """The planner ``exhaustive``: every mapping of the search space, composed with numpy.
 
-It shares the search space and the prices with the other planners, but neither their bounds nor the code that composes a
-step from its stages, so that it can judge them.
+The planner serves as an oracle for the others. It shares the search space and the prices with them, but not their
+bounds and not the code that composes a step from its stages.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _Table:
     Attributes:
         placements: the placements.
         seconds: stage → seconds; loading and offloading are part of the role's first stage.
-        filled: seconds of generation without its tail; zeros for other roles.
+        filled: seconds of generation without its tail; zeros for roles that do not generate.
         held, passing, syncing, reserve: bytes, as in ``MemoryParts``.
         own_process: the role has processes of its own.
     """
@@ -240,7 +240,7 @@ class _Enumeration:
 
 
 def _blocks(tables: Sequence[_Table]) -> Iterator[list[_Table]]:
-    """Yield tables of at most ``_BLOCK`` mappings together, where the first role's placements can be divided."""
+    """Split the first role's placements, so that each yielded block has at most ``_BLOCK`` mappings if possible."""
     rest = int(np.prod([len(table.placements) for table in tables[1:]], dtype=np.int64))
     if not rest or not tables[0].placements:
         return

@@ -1,4 +1,4 @@
-"""Planners: branch and bound, HybridFlow's algorithms, and every mapping."""
+"""The planners: branch and bound, HybridFlow's algorithms, and exhaustive search."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["BranchAndBound", "Exhaustive", "HybridFlow"]
 
 
 class BranchAndBound(BasePlanner):
-    """Depth-first search with bounds that cut off no better mapping; see :class:`BranchSearch`."""
+    """Depth-first search with bounds that never cut off a better mapping; see :class:`BranchSearch`."""
 
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:
         """Return up to ``count`` best mappings; see :class:`BasePlanner`."""
@@ -27,10 +27,10 @@ class BranchAndBound(BasePlanner):
 class HybridFlow(BasePlanner):
     """Algorithms 1 and 2 of HybridFlow (EuroSys 2025, section 6).
 
-    Every set partition with every allocation gets the parallelism with the least time of a step (``auto_parallel``,
-    cached by role and pool); the rollout shares the actor's devices, and generation never overlaps training. Where the
-    paper chooses the parallelism of each role by itself, all roles of a pool are chosen together, so that a fast
-    parallelism that leaves no memory for the others hides no slower one that does.
+    For every set partition and allocation, the parallelism with the shortest step is chosen (``auto_parallel``, cached
+    by role and pool). The rollout shares the actor's devices, and generation never overlaps training. The paper chooses
+    the parallelism of each role separately; here all roles of a pool are chosen together, because the fastest
+    parallelism of one role may leave too little memory for the others.
     """
 
     def plan(self, problem: Problem, cost_model: BaseCostModel, count: int = 1) -> Sequence[Prediction]:

@@ -59,8 +59,8 @@ def list_partitions(problem: Problem) -> Iterator[tuple[Groups, Mode]]:
 def list_stalenesses(problem: Problem, mode: Mode) -> range:
     """Return the values of ``max_staleness`` that a mode allows.
 
-    Side by side on the same devices, generation and training would slow each other down by as much as they overlap, so
-    generation runs ahead only on devices of its own.
+    Generation runs ahead only on devices of its own. On shared devices, generation and training would slow each other
+    down by as much as they overlap.
     """
     return range(problem.constraints.max_staleness + 1 if mode == "standalone" else 1)
 
@@ -74,7 +74,7 @@ def _is_allowed(problem: Problem, groups: Sequence[Sequence[str]]) -> bool:
 
 
 def list_shares(problem: Problem, group: Sequence[str]) -> list[Share]:
-    """Return the shares of the cluster that a group of roles may have."""
+    """Return the shares of the cluster that a group of roles may get."""
     counts: dict[str, int] = {}
     for node in problem.cluster.nodes:
         counts[node.kind.name] = counts.get(node.kind.name, 0) + node.devices
@@ -99,9 +99,10 @@ def _sizes(count: int) -> list[int]:
 def allocate(problem: Problem, shares: Sequence[Share]) -> tuple[Pool, ...] | None:
     """Return pools of these shares; None if they do not fit beside each other.
 
-    Large pools come first. A pool takes the first node that holds all of it, else empty nodes in their order. A pool of
-    several kinds that finds room on one kind is none: the share of that kind has the same devices. Pools of several
-    kinds are fewer than the kinds, since such pools could exchange devices until one of them has a single kind.
+    Large pools are allocated first, pools of several kinds last. A pool is put on the first node that can hold all of
+    it, else on the nodes with the most free devices. Two cases are rejected because other shares cover them: a pool of
+    several kinds that would fit on one kind, and as many pools of several kinds as there are kinds, since such pools
+    could exchange devices until one of them has a single kind.
     """
     nodes = problem.cluster.nodes
     free = [node.devices for node in nodes]
@@ -152,7 +153,7 @@ def list_meshes(problem: Problem, role: RoleSpec, pool: Pool) -> list[Mesh]:
 
 
 def list_micro_batches(problem: Problem, role: RoleSpec, mesh: Mesh) -> list[int]:
-    """Return the numbers of rows of a micro-batch: powers of 2, and all rows of a rank."""
+    """Return the micro-batch sizes to try, in rows: powers of 2, and all rows of a rank."""
     batches = problem.mini_batches if role.kind == "trains" else 1
     rows = -(-problem.rows // (batches * mesh.data))
     powers = [2**power for power in range(20) if 2**power < rows]

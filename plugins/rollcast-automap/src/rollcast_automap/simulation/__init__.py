@@ -1,1 +1,1 @@
-"""Mappings on a simulated clock, and their chart."""
+"""Event-by-event simulation of mappings, and its Gantt chart."""

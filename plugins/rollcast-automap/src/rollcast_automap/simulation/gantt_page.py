@@ -1,4 +1,4 @@
-"""A simulated mapping as a Gantt chart: one HTML file that needs no network."""
+"""The Gantt chart of simulated mappings: one HTML file that loads nothing from the network."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _WIDTH, _LEFT, _RIGHT = 1100.0, 190.0, 16.0
 _LANE, _BAR, _TOP, _BOTTOM = 36.0, 24.0, 30.0, 34.0
 #: Colours of stages; weight sync, switches and the controller share the last one.
 _STAGE_COLOURS, _OTHER = 7, 7
-#: Replicas with a lane of their own, and points of the outline of each.
+#: Most replicas with a lane of their own, and points in the outline of each.
 _MOST_REPLICAS, _POINTS = 16, 400
-#: Pixels of a character in a bar, and the widest bar without a label.
+#: Pixels of a character in a bar, and the width up to which a bar has no label.
 _CHARACTER, _NARROW = 6.4, 26.0
 
 
@@ -28,7 +28,7 @@ def render_gantt(problem: Problem, played: Sequence[tuple[Prediction, SimulatedM
 
     Args:
         problem: the problem that was mapped.
-        played: mappings with their closed-form figures and their simulations, the best first.
+        played: (prediction by the closed form, simulation) of each mapping, best first.
         title: title of the page, as text.
     """
     sections = [_header(problem, played, title)]
@@ -116,7 +116,7 @@ def _of(run: SimulatedMapping, pool: str) -> list[Interval]:
 
 
 def _grid(run: SimulatedMapping, scale: float, bottom: float) -> str:
-    """Return the marks of steps at the top and the seconds at the bottom."""
+    """Return the SVG of the axes: step marks at the top and seconds at the bottom."""
     parts = ['<g class="grid" aria-hidden="true">']
     if run.warm_up:
         parts.append(f'<path class="warm" d="M{_LEFT} {_TOP}h{run.begins * scale:.1f}v{bottom - _TOP:.1f}H{_LEFT}z"/>')
@@ -140,7 +140,7 @@ def _grid(run: SimulatedMapping, scale: float, bottom: float) -> str:
 def _lane(
     name: str, roles: str, intervals: Sequence[Interval], top: float, scale: float, colours: dict[str, int]
 ) -> str:
-    """Return the lane of a pool: its name, its roles, and a bar for each interval."""
+    """Return the SVG lane of a pool: its name, its roles, and a bar for each interval."""
     y = top + (_LANE - _BAR) / 2
     parts = [f'<g data-lane role="group" aria-label="{html.escape(f"Pool {name}: {roles}" if roles else name)}">']
     parts.append(f'<text class="y pool" x="{_LEFT - 10}" y="{y + 10:.1f}">{html.escape(_cut(name))}</text>')
@@ -164,7 +164,7 @@ def _lane(
 
 
 def _replica(replica: ReplicaUse, number: int, top: float, scale: float, colour: int, run: SimulatedMapping) -> str:
-    """Return the lane of a replica: its sequences over time, as high as the lane if all slots are taken."""
+    """Return the SVG lane of a replica: active sequences over time; full height means that all slots are busy."""
     y, high = top + 4, _LANE - 8
     points = [f"M{_LEFT} {y + high:.1f}"]
     width = replica.seconds / _POINTS
@@ -186,7 +186,7 @@ def _replica(replica: ReplicaUse, number: int, top: float, scale: float, colour:
 
 
 def _means(replica: ReplicaUse) -> list[float]:
-    """Return the mean sequences in equal parts of the run."""
+    """Return the mean number of active sequences in each of ``_POINTS`` equal parts of the run."""
     width = replica.seconds / _POINTS
     found = [0.0] * _POINTS
     for (begin, active), (end, _) in zip(replica.changes, replica.changes[1:], strict=False):
@@ -225,7 +225,7 @@ def _pool_table(problem: Problem, prediction: Prediction, run: SimulatedMapping)
 
 
 def _stage_table(prediction: Prediction, run: SimulatedMapping) -> str:
-    """Return the mean seconds of each stage in a step, simulated and predicted."""
+    """Return an HTML table of the mean seconds per step of each stage, simulated and predicted."""
     counted = len(run.step_times)
     rows = []
     for name, cost in prediction.stages.items():

@@ -1,4 +1,4 @@
-"""A mapping on a simulated clock: replicas that decode drawn lengths, and stages that wait for each other."""
+"""Simulation of a mapping: replicas decode randomly drawn lengths, and stages wait for each other."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from rollcast_serving.simulation import TrainingSimulation
 
 __all__ = ["Interval", "Replica", "ReplicaUse", "SimulatedMapping", "simulate_mapping"]
 
-#: Name of the interval in which a pool gets new weights or sends them.
+#: Name of the interval in which a pool receives or sends new weights.
 SYNC = "weight_sync"
 
 
 @dataclass(frozen=True)
 class Interval:
-    """Time in which a pool did one thing; times are in seconds since the start of the run.
+    """A piece of work of a pool; times are in seconds since the start of the run.
 
     Attributes:
         name: stage, ``weight_sync``, ``controller``, or ``switch ROLE``.
         pool: name of the pool; empty for the controller.
-        step: number of the step from 1; None for generation that runs ahead, which belongs to several.
-        start, end: begin and end.
+        step: number of the step, from 1; None for generation that runs ahead, which belongs to several steps.
+        start, end: start and end of the work.
     """
 
     name: str
@@ -54,11 +54,11 @@ class Interval:
 
 @dataclass(frozen=True)
 class ReplicaUse:
-    """The sequences of a replica over time.
+    """The number of active sequences of a replica over time.
 
     Attributes:
-        slots: sequences that it decodes at once.
-        changes: (seconds, sequences from then on), by rising time, up to the end of the run.
+        slots: sequences that the replica decodes at once.
+        changes: (time in seconds, active sequences from then on), by rising time, up to the end of the run.
     """
 
     slots: int
@@ -74,7 +74,7 @@ class ReplicaUse:
         return sum(end - max(begin, start) for begin, end, active in self._spans(start) if active) / self._rest(start)
 
     def occupancy(self, start: float = 0.0) -> float:
-        """Return the mean share of the slots that were taken from ``start`` on."""
+        """Return the mean share of busy slots from ``start`` on."""
         taken = sum((end - max(begin, start)) * active for begin, end, active in self._spans(start))
         return taken / self.slots / self._rest(start)
 
@@ -105,9 +105,9 @@ class SimulatedMapping:
         intervals: work of the pools, by rising start.
         replicas: use of each replica of the rollout.
         ends: end of each step in seconds since the start of the run.
-        ages: by step, the age of each trained group in versions of the weights.
-        trained: by step, the numbers of the prompts that it trained.
-        warm_up: steps at the beginning that fill the pipeline of a run that generates ahead; no figure counts them.
+        ages: for each step, the age of each trained group in versions of the weights.
+        trained: for each step, the numbers of the prompts that it trained.
+        warm_up: first steps, which fill the pipeline of a run that generates ahead; no figure counts them.
     """
 
     mapping: RoleMapping
@@ -120,7 +120,7 @@ class SimulatedMapping:
 
     @property
     def step_times(self) -> tuple[float, ...]:
-        """Seconds of each step without those of the warm-up."""
+        """Duration of each step after the warm-up, in seconds."""
         starts = (0.0, *self.ends)
         return tuple(end - start for start, end in zip(starts, self.ends, strict=False))[self.warm_up :]
 
@@ -135,7 +135,7 @@ class SimulatedMapping:
         return self.ends[self.warm_up - 1] if self.warm_up else 0.0
 
     def busy(self) -> dict[str, float]:
-        """Return pool → share of the time in which one of its stages ran; syncs and switches are none."""
+        """Return pool → share of the time in which one of its stages ran; syncs and switches do not count."""
         whole = self.ends[-1] - self.begins
         found = dict.fromkeys((pool.name for pool in self.mapping.pools), 0.0)
         for pool in found:
@@ -144,7 +144,7 @@ class SimulatedMapping:
         return found
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the figures for JSON; occupancies and idle shares are without the warm-up."""
+        """Return the figures for JSON; busy shares and occupancies exclude the warm-up."""
         return {
             "step_seconds": self.step_seconds,
             "step_times": list(self.step_times),
@@ -175,29 +175,29 @@ def _is_stage(name: str) -> bool:
 
 @dataclass
 class Replica:
-    """A replica that decodes all its sequences in lockstep, at a rate that follows from their number and lengths.
+    """A replica that decodes all its sequences in lockstep, at a rate that depends on their number and lengths.
 
-    Sequences end at a number of decoding steps, so that no event is needed for the steps between two ends.
+    Events happen only when a sequence ends, not at every decoding step, which keeps the simulation fast.
     """
 
     limit: int
     speed: GenerationSpeed
-    #: Number of a sequence → tokens of its prompt, and those divided by the mean.
+    #: Number of a sequence → tokens of its prompt, and their ratio to the mean prompt length.
     prompt_of: Callable[[int], tuple[float, float]]
     changes: list[tuple[float, int]] = field(default_factory=lambda: [(0.0, 0)])
     _now: float = 0.0
-    #: Decoding goes on from here: prefills and weight syncs hold it up.
+    #: Time at which decoding resumes; prefills and weight syncs delay it.
     _free: float = 0.0
     _paused: float = 0.0
     _steps: float = 0.0
-    #: Sum of the tokens of the active sequences, less the steps at which they started.
+    #: Sum over the active sequences of prompt tokens minus the decoding step at which the sequence started.
     _base: float = 0.0
     _ends: list[tuple[float, int, float]] = field(default_factory=list)
     _queue: deque[tuple[int, float]] = field(default_factory=deque)
 
     @property
     def next_end(self) -> float | None:
-        """Time of the next end of a sequence; None if nothing is under way."""
+        """Time at which the next sequence ends; None if no sequence is in flight."""
         if not self._ends:
             return None
         first, slope = self._rate()
@@ -205,7 +205,7 @@ class Replica:
         return max(self._now, self._free) + first * steps + slope * steps * steps / 2
 
     def take(self, number: int, length: float, now: float) -> None:
-        """Start a sequence, or let it wait."""
+        """Start a sequence if a slot is free, else add it to the queue."""
         self._advance(now)
         if len(self._ends) < self.limit:
             self._admit(number, length)
@@ -213,7 +213,7 @@ class Replica:
             self._queue.append((number, length))
 
     def finish(self, now: float) -> list[int]:
-        """End the sequences that are due, start those that wait, and return the ended ones' numbers."""
+        """End the sequences that are due, start queued ones, and return the numbers of the ended sequences."""
         ended: list[int] = []
         while (due := self.next_end) is not None and due <= now:
             self._now, self._steps = due, self._ends[0][0]
@@ -228,17 +228,17 @@ class Replica:
         return ended
 
     def pause(self, now: float, until: float) -> None:
-        """Hold up decoding for some time."""
+        """Stop decoding from ``now`` to ``until``."""
         self._advance(now)
         if until > now:
-            # Prefills that were under way go on afterwards.
+            # An interrupted prefill continues after the pause.
             self._free = until + max(self._free - now, 0.0)
             self._paused = until
             self.changes.append((now, 0))
             self._note()
 
     def close(self, now: float) -> ReplicaUse:
-        """Return the use up to the end of the run."""
+        """Return the use of the replica up to the end of the run at ``now``."""
         changes = [each for each in self.changes if each[0] < now]
         return ReplicaUse(self.limit, (*changes, (now, 0)))
 
@@ -251,9 +251,9 @@ class Replica:
         self._note()
 
     def _rate(self) -> tuple[float, float]:
-        """Return the seconds of the next decoding step, and by how much they grow with each step up to the next end.
+        """Return the seconds of the next decoding step, and their growth per step up to the next end of a sequence.
 
-        The rate is taken to be linear in the context between two ends.
+        Between two ends, the seconds of a step are assumed to be linear in the context length.
         """
         active = len(self._ends)
         steps = self._ends[0][0] - self._steps
@@ -262,7 +262,7 @@ class Replica:
         return first, (self.speed.decode(active, context + steps) - first) / steps if steps > 0 else 0.0
 
     def _advance(self, now: float) -> None:
-        """Count the steps up to ``now``, before the next end."""
+        """Count the decoding steps up to ``now``, which is before the next end of a sequence."""
         begin = max(self._now, self._free)
         if self._ends and now > begin:
             first, slope = self._rate()
@@ -301,13 +301,13 @@ class _Player:
         self.overlaps = ahead(self.mapping) > 0
 
     def start(self) -> None:
-        """Load what generates first."""
+        """Load the role that generates; no replica decodes before."""
         self._began = self._switch(self.problem.role(self.generation.role), 0.0, 1)
         for replica in self.replicas:
             replica.pause(0.0, self._began)
 
     def train(self, now: float, tasks: Sequence[int]) -> float:
-        """Play the stages after the generation of a step on the lengths that were drawn; return the end of the last."""
+        """Simulate the stages of a step after its generation, with the drawn lengths; return the end of the last."""
         self._step += 1
         self.trained.append(tuple(tasks))
         problem = self.draws.problem_of(tasks)
@@ -316,7 +316,7 @@ class _Player:
             self.intervals.append(Interval(self.generation.name, home, self._step, self._began, now))
         begin = self._spend("controller", "", now, self.costs.controller_cost(problem, self.mapping.mode).seconds)
         ends: dict[str, float] = {self.generation.name: begin}
-        # A pool without generation is free since the last step; one with it is, from its end.
+        # A pool that generates is free when generation ends; the other pools are free since the last step.
         free: dict[str, float] = {} if self.overlaps else {home: begin}
         loaded = {self.generation.role}
         for stage in problem.stages:
@@ -332,7 +332,7 @@ class _Player:
         return max(ends.values())
 
     def sync(self, now: float) -> float:
-        """Send the weights, during which no replica decodes; return the end of the step."""
+        """Simulate a weight sync, during which no replica decodes; return the end of the step."""
         trained, generator = find_trained(self.problem), find_generator(self.problem)
         end = now
         if trained is not None and generator is not None:
@@ -358,7 +358,7 @@ class _Player:
 
 
 class _Draws:
-    """The lengths of prompts and responses by the number of the prompt, the same for a seed each time."""
+    """The drawn prompt and response lengths of each prompt number, reproducible by the seed."""
 
     def __init__(self, problem: Problem, seed: int) -> None:
         self._problem, self._seed = problem, seed
@@ -367,7 +367,7 @@ class _Draws:
         self._drawn: dict[int, tuple[float, list[float]]] = {}
 
     def prompt(self, task: int) -> tuple[float, float]:
-        """Return the tokens of a prompt, and those divided by their mean."""
+        """Return the tokens of a prompt, and their ratio to the mean prompt length."""
         tokens = self._of(task)[0]
         return tokens, tokens / self._prompts.mean if self._prompts.mean else 0.0
 
@@ -376,7 +376,7 @@ class _Draws:
         return self._of(task)[1]
 
     def problem_of(self, tasks: Sequence[int]) -> Problem:
-        """Return the problem with the lengths of these prompts and their responses in place of the expected ones."""
+        """Return the problem with the drawn lengths of these prompts and their responses."""
         problem = self._problem
         prompts = LengthCurve.of_batch([self.prompt(task)[0] for task in tasks])
         responses = LengthCurve.of_batch([length for task in tasks for length in self.responses(task)])
@@ -398,7 +398,7 @@ def _find_generation(problem: Problem) -> StageSpec:
     """Return the stage that generates.
 
     Raises:
-        ConfigError: there is not one such stage, or another one comes before it.
+        ConfigError: the number of generating stages is not 1, or another stage comes first.
     """
     kinds = [stage.kind for stage in problem.stages]
     if kinds.count("generate") != 1 or kinds[0] != "generate":
@@ -410,7 +410,7 @@ def _find_generation(problem: Problem) -> StageSpec:
 def _uniform_speed(
     problem: Problem, stage: StageSpec, costs: BaseCostModel, at: tuple[Placement, Pool], mapping: RoleMapping
 ) -> GenerationSpeed:
-    """Return a speed that does not depend on what is decoded: the stage's price by its expected decoding steps."""
+    """Return a constant speed for every decoding step: the stage's price divided by its expected steps."""
     placement = at[0]
     response = LengthCurve.read(problem.response_lengths)
     rows = math.ceil(problem.rows / placement.mesh.data)
@@ -423,26 +423,26 @@ def _uniform_speed(
 def simulate_mapping(
     problem: Problem, mapping: RoleMapping, cost_model: BaseCostModel, steps: int, seed: int = 0
 ) -> SimulatedMapping:
-    """Play steps of a mapping event by event, with lengths drawn from those of the problem.
+    """Simulate steps of a mapping event by event, with lengths drawn from the distributions of the problem.
 
-    Replicas take groups from one queue and decode at the cost model's speed for the sequences that they have at that
-    moment. Other stages take the cost model's price for the drawn lengths; each starts after those that it waits for
-    and after the earlier ones of its pool. A role is switched before its first stage of a step. No replica decodes
-    during a weight sync. With ``max_staleness`` above 0 and a rollout of its own devices, groups start ahead, paced by
-    the admission ``windowed_fifo``.
+    Replicas take groups from one queue and decode at the cost model's speed for the sequences that they currently
+    hold. The duration of any other stage is the cost model's price for the drawn lengths; a stage starts after the
+    stages that it waits for and after the earlier stages of its pool. A role is switched before its first stage of a
+    step. No replica decodes during a weight sync. With ``max_staleness`` above 0 and a rollout on devices of its own,
+    groups start ahead, paced by the admission ``windowed_fifo``.
 
     Args:
-        problem: the problem; its first stage, and no other, generates.
-        mapping: the mapping.
-        cost_model: prices stages; one without ``generation_speed`` decodes each step in the same time.
-        steps: steps that are counted, 1 or more; a run that generates ahead plays ``max_staleness + 1`` more at first.
-        seed: of the lengths.
+        problem: problem whose first stage, and no other, generates.
+        mapping: mapping to simulate.
+        cost_model: model that prices stages; without ``generation_speed``, every decoding step takes the same time.
+        steps: steps to count, 1 or more; a run that generates ahead simulates ``max_staleness + 1`` more before them.
+        seed: seed of the drawn lengths.
 
     Raises:
-        ConfigError: the problem has no single stage of generation that comes first, or ``steps`` is below 1.
+        ConfigError: the problem does not start with its only generating stage, or ``steps`` is below 1.
     """
     if steps < 1:
-        raise ConfigError(f"a simulation of {steps} steps was asked for; simulate 1 or more")
+        raise ConfigError(f"steps is {steps}; simulate 1 step or more")
     draws = _Draws(problem, seed)
     player = _Player(problem, mapping, cost_model, draws)
     at = player.placed[player.generation.role]
@@ -482,7 +482,7 @@ def _collect(player: _Player, run: TrainingSimulation, warm_up: int) -> Simulate
 
 
 def _union(spans: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Return the spans of time that at least one of ``spans`` covers."""
+    """Return the union of time spans as disjoint spans in rising order."""
     found: list[tuple[float, float]] = []
     for start, end in sorted(spans):
         if found and start <= found[-1][1]:

@@ -4,7 +4,7 @@ from rollcast.contracts.config import ConfigSchema
 from rollcast_profiling.contract import ProfilerConfig, profilers
 from rollcast_profiling.schemas import NsysConfig, TorchMemoryConfig, TorchProfilerConfig
 
-__all__ = ["SCHEMAS", "profilers"]  # the registry, because a config is checked against those that are declared
+__all__ = ["SCHEMAS", "profilers"]  # exported because profiler names in a config are checked against the registry
 
 SCHEMAS = (
     ConfigSchema(path="profiler", schema=ProfilerConfig, group="profiler"),
