@@ -124,7 +124,7 @@ def test_config_as_json(run: Run, cli_plugin: Path) -> None:
     assert shown["keys"]["runtime.num_cpus"] == {
         "value": None,
         "origin": "default of rollcast_ray.schemas.RayRuntimeConfig",
-        "doc": "Logical CPUs of an embedded Ray; null for all cores, or more if there are more processes.",
+        "doc": "Logical CPUs of an embedded Ray; null for the number of cores, or of processes if there are more.",
     }
 
 
