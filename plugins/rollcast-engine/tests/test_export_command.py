@@ -94,7 +94,7 @@ def test_export_with_a_config_of_its_own(run: Run, checkpoint: Path) -> None:
         (["nowhere", "out"], "nowhere does not exist; a checkpoint is a folder RUN_DIR/checkpoints/step_N"),
         (["runs/old/checkpoints/step_3", "runs"], "runs exists and is not an empty folder"),
         (["runs/old/checkpoints/step_3", "out", "--config", "none.yaml"], "none.yaml cannot be read"),
-        (["runs/old/checkpoints/step_3", "out", "--config", "list.yaml"], "list.yaml holds no mapping"),
+        (["runs/old/checkpoints/step_3", "out", "--config", "list.yaml"], "list.yaml is not a mapping"),
         (["runs/old/checkpoints/step_3", "out", "--config", "torn.yaml"], "torn.yaml cannot be read"),
         (["runs/old/checkpoints/step_3", "out", "--config", "bare.yaml"], "bare.yaml has no actor.engine.name"),
         (["runs/old/checkpoints/step_3", "out", "--config", "model.yaml"], "model.path must be set; model.yaml"),

@@ -124,9 +124,9 @@ def test_the_base_model_is_the_reference(ranks: Any, model_folder: Path) -> None
 def test_only_an_engine_with_an_adapter_has_a_base_model(model_folder: Path) -> None:
     engine = scenarios.build(ALONE, model_folder)
     assert engine.get_adapter() is None
-    with pytest.raises(CapabilityError, match=r"holds no adapter; set model\.lora_rank"):
+    with pytest.raises(CapabilityError, match=r"has no adapter; set model\.lora_rank"):
         engine.disable_adapter()
-    with pytest.raises(CapabilityError, match="holds no adapter"):
+    with pytest.raises(CapabilityError, match="has no adapter"):
         engine.set_reference(engine)
 
 

@@ -68,7 +68,7 @@ def test_a_tied_head_may_come_once_or_twice(model: Any) -> None:
 def test_an_untied_head_must_come(tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(tiny_model_folder(tmp_path / "untied", tied=False))
     named = [(name, value) for name, value in model.named_parameters() if "lm_head" not in name]
-    with pytest.raises(WeightUpdateError, match=r"without lm_head\.weight"):
+    with pytest.raises(WeightUpdateError, match=r"lacks lm_head\.weight"):
         load_buckets(model, [named], 2)
 
 

@@ -35,7 +35,10 @@ pytest.importorskip("vllm")
 @pytest.mark.parametrize(
     ("extra", "message"),
     [
-        ({"enable_chunked_prefil": True}, r"enable_chunked_prefil is no argument.*did you mean enable_chunked_prefill"),
+        (
+            {"enable_chunked_prefil": True},
+            r"enable_chunked_prefil is not an argument.*did you mean enable_chunked_prefill",
+        ),
         ({"max_num_seqs": 3}, r"set rollout\.max_num_seqs instead"),
         ({"tensor_parallel_size": 2}, r"set rollout\.tensor_model_parallel_size instead"),
         ({"logprobs_mode": "raw_logprobs"}, r"logprobs_mode cannot be set"),
