@@ -257,7 +257,7 @@ def test_rollouts_ahead_of_training_have_their_bound(small_task: SmallTask, tmp_
 def test_what_is_generated_beyond_the_batch_is_noted(config_folder: Path) -> None:
     changes = ["algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=4"]
     plan = make_plan(gsm8k(config_folder, "algorithm=remax", *changes), read_data=False)
-    assert plan.notes[1].startswith("algorithm.filter_groups: up to 4 batches of 1,024 prompts are taken")
+    assert plan.notes[1].startswith("algorithm.filter_groups: up to 4 batches of 1,024 prompts are read")
     assert plan.notes[2] == "algorithm.adv_estimator=remax: one additional greedy response to each prompt"
 
 

@@ -1,1 +1,1 @@
-"""The memory model and the plan of a run."""
+"""Planning of a run: its memory, the mapping of its roles to devices, and simulated speeds."""

@@ -132,7 +132,7 @@ class _Partition:
         return sorted(found, key=lambda each: each[:2])
 
     def bound(self, chosen: Sequence[_Floor], free: Free) -> float:
-        """Return a lower bound of the step time for all ways to share free resources among the remaining groups."""
+        """Return a lower bound of the step time for all ways to share the free resources among the other groups."""
         floors = list(chosen)
         others = len(self.groups) - len(chosen) - 1
         for group in range(len(chosen), len(self.groups)):

@@ -1,13 +1,13 @@
 "use strict";
 (() => {
-  // Bars of a chart: the arrow keys go along a lane and from lane to lane, and each bar says what it is.
+  // Keyboard and tooltip support for the bars: arrow keys move along a lane and between lanes.
   for (const chart of document.querySelectorAll(".gantt")) {
     const svg = chart.querySelector("svg");
     const lanes = [...svg.querySelectorAll("[data-lane]")].map((lane) => [...lane.querySelectorAll("[data-tip]")]);
     const rows = lanes.filter((bars) => bars.length);
     const tip = document.createElement("div");
     tip.className = "tip";
-    tip.setAttribute("aria-hidden", "true"); // the label of the bar says the same
+    tip.setAttribute("aria-hidden", "true"); // screen readers get the same text from the bar's label
     tip.hidden = true;
     chart.append(tip);
     const show = (bar) => {
@@ -25,7 +25,7 @@
     };
     for (const bar of rows.flat()) {
       const title = bar.querySelector("title");
-      if (title) title.remove(); // the browser would show it on top; aria-label says the same
+      if (title) title.remove(); // else the browser shows a second tooltip; aria-label has the same text
       bar.addEventListener("pointerenter", () => show(bar));
       bar.addEventListener("pointerleave", hide);
       bar.addEventListener("focus", () => show(bar));
