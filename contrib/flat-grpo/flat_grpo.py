@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -263,15 +264,18 @@ def run(
     tokenizer = AutoTokenizer.from_pretrained(data / "model")
     runtime_class = runtimes.get(runtime)
     machines = runtime_class.from_config(runtime_class.config_schema(), processes=ranks)
-    common = {"betas": [0.9, 0.95], "weight_decay": 0.0, "min_lr_ratio": 0.1}
-    supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, **common)
-    # One step of the schedule is one mini-batch here.
-    schedule = {"lr_scheduler_type": "linear", "total_training_steps": steps * MINI_BATCHES}
-    reinforced = OptimConfig(lr=4e-4, lr_warmup_steps=10, **schedule, **common)
+    supervised = OptimConfig(lr=1e-3, lr_warmup_steps=20, betas=[0.9, 0.95], weight_decay=0.0)
+    reinforced = replace(
+        supervised,
+        lr=4e-4,
+        lr_warmup_steps=10,
+        lr_scheduler_type="linear",
+        min_lr_ratio=0.1,
+        total_training_steps=steps * MINI_BATCHES,  # the schedule moves with each mini-batch
+    )
+    drawn = ModelConfig(path=str(data / "model"), random_init=True)
     try:
-        with started(
-            machines, ranks, ModelConfig(path=str(data / "model"), random_init=True), supervised, seed
-        ) as policy:
+        with started(machines, ranks, drawn, supervised, seed) as policy:
             warm_up(policy, data, tokenizer, warm_up_steps, seed)
             policy.export(data / "warm")
         with started(machines, ranks, ModelConfig(path=str(data / "warm")), reinforced, seed) as policy:
