@@ -54,16 +54,25 @@ class Registry(Generic[T]):
         config_key: the configuration key, or keys, that name plugins of the group: a composed
             configuration is checked against them, and messages name the first.
         description: one line about the plugins of the group, for people.
+        probe: further check, which may call the plugin, of ``rollcast plugins --check`` alone; :meth:`get` does not
+            run it.
 
     Raises:
         PluginConflictError: another module has declared a registry for this group.
     """
 
     def __init__(
-        self, group: str, expect: Check, config_key: str | tuple[str, ...] = (), *, description: str = ""
+        self,
+        group: str,
+        expect: Check,
+        config_key: str | tuple[str, ...] = (),
+        *,
+        description: str = "",
+        probe: Check | None = None,
     ) -> None:
         self.group = group
         self.expect = expect
+        self.probe = probe
         self.config_keys = (config_key,) if isinstance(config_key, str) else config_key
         self.description = description
         self.defined_in = _find_caller()
