@@ -7,7 +7,9 @@ source. A plugin's command never replaces a built-in one, and a broken plugin fa
 from __future__ import annotations
 
 import ast
+import faulthandler
 import platform
+import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.metadata import version as find_version
 from typing import Annotated, Any
@@ -178,4 +180,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; never returns."""
+    # A plugin whose native code crashes ends the process; the stack names the file that was running.
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
     build_app()(prog_name="rollcast")
