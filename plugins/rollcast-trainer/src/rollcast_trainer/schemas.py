@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, Positive, PositiveOrOff, config
+from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.errors import ConfigError
 
@@ -187,6 +187,23 @@ class CriticConfig:
 
 
 @config
+class StopAtConfig:
+    """A metric of the validation files that ends a run early."""
+
+    metric: str = "val/accuracy"
+    """Metric of the validation, sampled as `rollout.val_kwargs` says; higher is better."""
+    value: float | None = None
+    """End as soon as the metric is at least this; null to run all steps."""
+    patience: Positive | None = None
+    """End after this many validations in a row without a new highest value of the metric; null for no limit."""
+
+    @property
+    def set_key(self) -> str:
+        """Name of the key that is set, for messages; empty if neither is."""
+        return next((key for key in ("value", "patience") if getattr(self, key) is not None), "")
+
+
+@config
 class TrainerConfig:
     """Keys of every trainer."""
 
@@ -221,13 +238,15 @@ class TrainerConfig:
     on_driver: bool = True
     """Run the training loop in the command's process; false runs it in a process on the cluster, where the runtime
     can start one. For jobs submitted by `ray job submit`."""
-    warm_start: str | None = None
+    warm_start: Annotated[str | None, OptionOf("recipe")] = None
     """Recipe that is trained first, in `run_dir/warm_start`; this run starts from the model that it exports."""
     export: bool = False
     """Write the final model to `run_dir/export` as a Hugging Face folder."""
     balance_batch: bool = True
     """Choose the data-parallel rank of each row so that all ranks have about as many tokens; the rows of each
     mini-batch stay the same. Without effect on one rank."""
+    stop_at: StopAtConfig = field(default_factory=StopAtConfig)
+    """The validation that ends the run before its last step."""
 
     def check(self) -> None:
         """Refuse keys that do not fit each other.
@@ -235,6 +254,12 @@ class TrainerConfig:
         Raises:
             ConfigError: the keys.
         """
+        key = self.stop_at.set_key
+        if key and self.test_freq == -1:
+            raise ConfigError(
+                f"trainer.stop_at.{key} is {getattr(self.stop_at, key):g}, but trainer.test_freq=-1 never validates; "
+                "set trainer.test_freq to the steps between two validations"
+            )
 
     def steps(self, batches_per_epoch: int) -> int:
         """Return the training steps of the run."""
@@ -271,35 +296,11 @@ class PpoTrainerConfig(TrainerConfig):
 
 
 @config
-class StopAtConfig:
-    """A goal on the validation files that ends a run."""
-
-    metric: str = "val/accuracy"
-    """Metric of the validation, sampled as `rollout.val_kwargs` says."""
-    value: float | None = None
-    """End as soon as the metric is at least this; null to run all steps."""
-
-
-@config
 class SftTrainerConfig(TrainerConfig):
     """Keys of ``trainer=sft``."""
 
     name: str = "sft"
     """Registry name of the trainer."""
-    stop_at: StopAtConfig = field(default_factory=StopAtConfig)
-    """The goal that ends the run before its last step."""
-
-    def check(self) -> None:
-        """Refuse a goal that is never measured.
-
-        Raises:
-            ConfigError: The keys that do not fit each other.
-        """
-        if self.stop_at.value is not None and self.test_freq == -1:
-            raise ConfigError(
-                f"trainer.stop_at.value is {self.stop_at.value:g}, but trainer.test_freq=-1 never validates; "
-                "set trainer.test_freq to the steps between two validations"
-            )
 
 
 @config
