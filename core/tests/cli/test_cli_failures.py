@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -103,6 +104,41 @@ def test_output_into_a_closed_pipe_is_no_error_message(run_apart: Run, tmp_path:
     )
     assert "error:" not in done.stderr
     assert "Traceback" not in done.stderr
+
+
+# -- plugins that hang or crash -------------------------------------------------------------------
+
+
+def test_an_import_that_takes_long_is_reported(
+    run: Run, make_dist: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told = threading.Event()
+    monkeypatch.setattr("rollcast.config.assembly._SLOW_IMPORT_S", 0.05)
+    monkeypatch.setattr(sys, "tp_told", told, raising=False)
+    # It ends when the warning came, so that no pause has to be long enough.
+    source = "import sys\nassert sys.tp_told.wait(60)\nfrom tp_cli_code import Trainer\n"
+    make_dist("tp-slow", {"rollcast.trainers": {"tp_slow": "tp_slow_code:Trainer"}}, {"tp_slow_code.py": source})
+
+    class Tell(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            told.set()
+
+    handler = Tell(logging.WARNING)
+    logging.getLogger("rollcast.config.assembly").addHandler(handler)
+    try:
+        done = run(*TRAIN, "trainer.name=tp_slow")
+    finally:
+        logging.getLogger("rollcast.config.assembly").removeHandler(handler)
+    assert done.code == 0, done.err
+    assert "importing trainer.name=tp_slow, the plugin of tp-slow 1.0 (tp_slow_code:Trainer) has taken 0.05" in done.err
+
+
+def test_a_crash_of_native_code_shows_the_file(run_apart: Run, make_dist: Callable[..., Path]) -> None:
+    source = "import ctypes\nctypes.string_at(0)\n"
+    make_dist("tp-crash", {"rollcast.trainers": {"tp_crash": "tp_crash_code:Trainer"}}, {"tp_crash_code.py": source})
+    done = run_apart(*TRAIN, "trainer.name=tp_crash")
+    assert done.code == -signal.SIGSEGV
+    assert "tp_crash_code.py" in done.err
 
 
 # -- signals ------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import subprocess
 import sys
 from pathlib import Path
@@ -173,6 +174,31 @@ def test_recipe_tunes_one_option_without_breaking_another(tmp_path: Path) -> Non
     assert square == {"name": "square", "size": 2, "side": 0.25}
 
 
+def test_keys_of_a_replaced_option_are_left_out_with_a_note(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    recipe = "# @package _global_\ndefaults:\n  - tp_recipe\n  - _self_\nlearner:\n  unit: {size: 6, radius: 8}\n"
+    write(tmp_path / "my", "recipe/mine.yaml", recipe)
+    folder = tmp_path / "my"
+    assert compose(["recipe=mine"], folder).config.learner.unit == {"name": "round", "size": 6, "radius": 8.0}
+    assert caplog.text == ""
+    with caplog.at_level(logging.INFO):
+        square = compose(["recipe=mine", "tp_unit=square"], folder)
+    assert square.config.learner.unit == {"name": "square", "size": 6, "side": 0.25}
+    assert "learner.unit.radius" not in square.origins
+    (note,) = [each.getMessage() for each in caplog.records]
+    assert note == f"left out learner.unit.radius of {folder}/recipe/mine.yaml: tp_unit=square has no such key"
+    named = compose(["recipe=mine", "learner.unit.name=square"], folder).config.learner.unit
+    assert named == {"name": "square", "size": 6, "side": 0.25}
+    # What the user typed has to fit.
+    with pytest.raises(ConfigError, match=r"override 'learner.unit.radius=3': there is no key 'learner.unit.radius'"):
+        compose(["recipe=mine", "tp_unit=square", "learner.unit.radius=3"], folder)
+    with pytest.raises(ConfigError, match=r"there is no key 'learner.unit.radius'"):
+        compose(["recipe=mine", "tp_unit=square", "learner.unit={radius: 3}"], folder)
+    # A recipe whose own choice does not fit its keys has a mistake.
+    write(folder, "recipe/wrong.yaml", recipe.replace("  - _self_", "  - override /tp_unit: square\n  - _self_"))
+    with pytest.raises(ConfigError, match=r"wrong.yaml: there is no key 'learner.unit.radius'"):
+        compose(["recipe=wrong"], folder)
+
+
 def test_choices() -> None:
     choices = compose([*RECIPE, "runtime=local", "tp_engine=large"]).choices
     assert {**choices, "trainer": "tp_trainer", "recipe": "tp_recipe", "runtime": "local"} == choices
@@ -209,6 +235,7 @@ def test_free_mapping_takes_any_key() -> None:
     assert composed.config.reward.reward_kwargs == {"x": 1, "deep": {"er": ["a", "b"]}, "y": 2}
     assert composed.origins["reward.reward_kwargs.x"] == "override 'reward.reward_kwargs.x=1'"
     assert compose([*RECIPE, *overrides, "~reward.reward_kwargs.x"]).config.reward.reward_kwargs.keys() == {"deep", "y"}
+    assert compose([*RECIPE, "trainer_kwargs.beta=0.1"]).config.trainer_kwargs == {"beta": 0.1}
 
 
 # -- a folder of the user's ---------------------------------------------------------------------

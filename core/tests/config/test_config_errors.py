@@ -125,11 +125,41 @@ def test_unknown_option_lists_options_and_the_nearest() -> None:
     assert "did you mean recipe=tp_recipe?" in message
 
 
-def test_unknown_option_that_a_first_party_distribution_would_provide() -> None:
+def test_unknown_option_that_a_first_party_distribution_would_provide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollcast.config.overrides.find_plugins", lambda group: ())  # as if it were not installed
     message = explain_option("engine", "megatron", ["fsdp"], broken=["one more line"])
     assert message.startswith("engine=megatron: no installed plugin provides it; installed: fsdp;")
     assert "pip install rollcast-megatron" in message
     assert message.endswith("\none more line")
+
+
+def test_plugin_without_a_file_of_its_name(make_dist: Callable[..., Path]) -> None:
+    make_dist("tp-own", {"rollcast.rollouts": {"tp_own": "tp_own:Rollout"}}, {"tp_own.py": "Rollout = object"})
+    message = explain_option("rollout", "tp_own", ["hf"], broken=[])
+    assert message.startswith("rollout=tp_own: tp-own 1.0 provides the plugin 'tp_own', but no installed package has a")
+    assert "file rollout/tp_own.yaml" in message
+    assert "set rollout.name=tp_own" in message
+
+
+def test_key_that_names_an_option(make_dist: Callable[..., Path]) -> None:
+    schema = """
+        from typing import Annotated
+        from rollcast.contracts.config import ConfigSchema, OptionOf, config
+
+        @config
+        class Warm:
+            first: Annotated[str | None, OptionOf("recipe")] = None
+
+        SCHEMAS = (ConfigSchema(path="tp_warm", schema=Warm),)
+    """
+    make_dist("tp-warm", {"rollcast.configs": {"warm": "tp_warm_conf"}}, {"tp_warm_conf/__init__.py": schema})
+    assert compose([RECIPE, "tp_warm.first=tp_recipe"]).config.tp_warm.first == "tp_recipe"
+    assert compose([RECIPE]).config.tp_warm.first is None
+    message = refused(RECIPE, "tp_warm.first=tp_recpie")
+    assert message.startswith(
+        "override 'tp_warm.first=tp_recpie': tp_warm.first: recipe=tp_recpie: no installed plugin"
+    )
+    assert "did you mean recipe=tp_recipe?" in message
 
 
 def test_options_are_those_of_every_source(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -12,11 +14,13 @@ from rollcast.contracts.algorithm import (
     PolicyLossInputs,
     PolicyLossOutput,
     advantage,
+    advantages,
     needs_of,
     policy_loss,
     prepare_policy_loss,
+    try_estimator,
 )
-from rollcast.errors import ColumnError
+from rollcast.errors import ColumnError, PluginTypeError
 
 ONES = torch.ones(2, 3)
 
@@ -85,3 +89,68 @@ def test_a_policy_loss_declares_columns_and_a_preparation() -> None:
     assert float(prepare_policy_loss(trusting, given)["mean"][1, 2]) == 3.0
     assert prepare_policy_loss(unprepared, given) == {}
     assert prepare_policy_loss(len, given) == {}  # type: ignore[arg-type]
+
+
+def _sums(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs.from_scores(inputs.token_level_rewards.sum(-1), inputs.response_mask)
+
+
+def _mistyped(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs.from_scores(inputs.token_rewards.sum(-1), inputs.response_mask)  # type: ignore[attr-defined]
+
+
+def _bare(inputs: AdvantageInputs) -> Any:
+    return inputs.token_level_rewards
+
+
+def _narrow(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs(inputs.token_level_rewards.sum(-1), inputs.token_level_rewards.sum(-1))
+
+
+def _needs_option(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs.from_scores(
+        inputs.token_level_rewards.sum(-1) * inputs.options["scale"], inputs.response_mask
+    )
+
+
+@advantage(needs={"values"})
+def _with_values(inputs: AdvantageInputs) -> AdvantageOutputs:
+    return AdvantageOutputs(inputs.token_level_rewards - inputs.values, inputs.token_level_rewards)
+
+
+@advantage(needs={"a_column_of_a_stranger"})
+def _with_stranger(inputs: AdvantageInputs) -> AdvantageOutputs:
+    raise AssertionError("what the column holds is not known, so it must not be called")
+
+
+@pytest.mark.parametrize("estimator", [_sums, _with_values, _with_stranger])
+def test_an_estimator_that_works_passes_its_trial(estimator: Any) -> None:
+    before = torch.random.get_rng_state()
+    try_estimator(estimator, "mine")
+    try_estimator(estimator, "mine", samples=1)
+    assert advantages.probe is not None
+    assert advantages.probe(estimator) is None
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "words"),
+    [
+        (_mistyped, "mine fails on a small batch: AttributeError: .*token_rewards"),
+        (_bare, "mine returned a Tensor, not an AdvantageOutputs"),
+        (_narrow, r"advantages that are torch.float32 \[8\] .* have to be float32 \[8, 4\]"),
+    ],
+)
+def test_a_mistake_of_an_estimator_is_found_on_a_small_batch(estimator: Any, words: str) -> None:
+    with pytest.raises(PluginTypeError, match=words):
+        try_estimator(estimator, "mine")
+    assert advantages.probe is not None
+    assert "does not work: the estimator" in str(advantages.probe(estimator))
+
+
+def test_an_estimator_may_need_an_option_that_only_a_run_has() -> None:
+    assert advantages.probe is not None
+    assert advantages.probe(_needs_option) is None
+    try_estimator(_needs_option, "mine", options={"scale": 2.0})
+    with pytest.raises(PluginTypeError, match="KeyError: 'scale'"):
+        try_estimator(_needs_option, "mine")

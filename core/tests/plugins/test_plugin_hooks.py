@@ -10,7 +10,8 @@ import pytest
 
 from rollcast.contracts import hooks as hookspecs
 from rollcast.contracts.hooks import build_hook_manager, hookimpl, hooks
-from rollcast.errors import PluginError, PluginTypeError
+from rollcast.errors import ConfigError, PluginError, PluginTypeError
+from rollcast.plugins.health import report
 
 GROUP = "rollcast.hooks"
 
@@ -219,3 +220,64 @@ def test_an_error_in_a_listener_is_not_swallowed() -> None:
 
     with pytest.raises(RuntimeError, match="listener"):
         build_hook_manager([Bad()]).hook.on_batch_after_reward(batch=None)
+
+
+def test_an_error_of_an_installed_listener_names_its_distribution(make_dist) -> None:
+    source = """
+        from rollcast.contracts.hooks import hookimpl
+        from rollcast.errors import ConfigError
+        @hookimpl
+        def on_step_end(step):
+            raise ConfigError("on purpose") if step else KeyError("lost")
+    """
+    make_dist("loud", {GROUP: {"l": "tp_loud"}}, {"tp_loud.py": source}, version="3.0")
+    hook = build_hook_manager().hook
+    with pytest.raises(PluginError, match=r"hooks 'l' of loud 3.0 \(tp_loud\) failed in on_step_end: KeyError: 'lost'"):
+        hook.on_step_end(trainer=None, step=0, metrics={})
+    with pytest.raises(ConfigError, match=r"^on purpose$"):
+        hook.on_step_end(trainer=None, step=1, metrics={})
+
+
+class _Static:
+    @staticmethod
+    @hookimpl
+    def on_step_end(step: int, wide: bool = False) -> None: ...
+
+
+class _Halfway(Recorder):
+    def on_step_start(self, step: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("listener", "mistake"),
+    [
+        (Recorder, None),
+        (Recorder(), None),
+        (_Static, None),
+        (_WrongArgument, "listens to 'on_step_end' with the argument 'stepp'; the hook has: trainer, step, metrics"),
+        (_WrongArgument(), "listens to 'on_step_end' with the argument 'stepp'; the hook has: trainer, step, metrics"),
+        (_Halfway, "has a function on_step_start, which is never called: mark it with"),
+    ],
+)
+def test_mistakes_are_found_without_running_a_listener(listener: object, mistake: str | None) -> None:
+    found = hookspecs.find_hook_mistake(listener)
+    assert found == mistake if mistake is None else mistake in str(found)
+
+
+def test_check_reports_listeners_and_trackers_that_would_hear_nothing(make_dist) -> None:
+    source = """
+        from rollcast.contracts.hooks import hookimpl
+        from rollcast.contracts.tracker import BaseTracker
+        @hookimpl
+        def on_stepend(step): ...
+        class Deaf(BaseTracker):
+            @hookimpl
+            def on_metrics(self, metric): ...
+    """
+    points = {GROUP: {"h": "tp_deaf"}, "rollcast.trackers": {"t": "tp_deaf:Deaf"}}
+    make_dist("deaf", points, {"tp_deaf.py": source})
+    modules = ["rollcast.contracts.hooks", "rollcast.contracts.tracker"]
+    rows = {row.name: row for row in report(check=True, groups=points, registries=modules)}
+    assert (rows["h"].state, rows["t"].state) == ("broken", "broken")
+    assert "did you mean 'on_step_end'?" in rows["h"].cause
+    assert "'metric'; the hook has: trainer, step, metrics" in rows["t"].cause

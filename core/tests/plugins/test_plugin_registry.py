@@ -524,6 +524,14 @@ class CallableSquare(Square):
         (is_callable(2), lambda *a: a, None),
         (is_callable(1), lambda *, a: a, "takes 0"),
         (is_callable(1), 3, "cannot be called"),
+        (is_callable(1), lambda a, b: a, None),
+        (is_callable(1, exact=True), lambda a, b=1, *, c=2: a, None),
+        (
+            is_callable(1, exact=True),
+            lambda a, b: a,
+            "requires the argument 'b', but is called with 1 positional ones alone",
+        ),
+        (is_callable(1, exact=True), lambda a, *, c: a, "requires the argument 'c'"),
         (is_callable(1), print, None),
         (any_of(subclass_of(Base), is_callable(1)), function, None),
         (

@@ -106,11 +106,37 @@ def test_report_imports_no_plugin(make_dist) -> None:
 
 
 def test_config_packages_are_checked_like_any_plugin(make_dist) -> None:
-    files = {"tp_c/__init__.py": "", "tp_c/conf/a.yaml": "x: 1"}
-    make_dist("c", {"rollcast.configs": {"good": "tp_c.conf", "bad": "tp_c.gone"}}, files)
+    packages = {"tp_c/__init__.py": "", "tp_c/conf/__init__.py": "", "tp_c/conf/a.yaml": "x: 1"}
+    points = {"good": "tp_c.conf", "bad": "tp_c.gone", "bare": "tp_c.bare"}
+    make_dist("c", {"rollcast.configs": points}, {**packages, "tp_c/bare/a.yaml": "x: 1"})
     rows = rows_of("c", check=True, groups=["rollcast.configs"], registries=["rollcast.config.sources"])
     assert rows["good"].state == "ok"
     assert rows["bad"].state == "broken"
+    assert rows["bare"].state == "broken"  # its files are not on the search path
+    assert "has no __init__.py" in rows["bare"].cause
+
+
+def test_files_of_config_packages_are_checked(make_dist) -> None:
+    empty = {"__init__.py": ""}
+    files = {
+        "tp_torn": {**empty, "recipe/torn.yaml": "a: [1"},
+        "tp_one": {**empty, "recipe/same.yaml": "a: 1", "recipe/one.yaml": "a: 1"},
+        "tp_two": {**empty, "recipe/same.yaml": "a: 2", "recipe/two.yaml": "a: 1"},
+        "tp_three": {**empty, "recipe/three.yaml": "a: 1"},
+    }
+    for name, content in files.items():
+        packaged = {f"{name}/{path}": text for path, text in content.items()}
+        make_dist(name, {"rollcast.configs": {name: name}}, packaged)
+    rows = report(check=True, groups=["rollcast.configs"], registries=["rollcast.config.sources"])
+    found = {row.name: row for row in rows}
+    assert {name: found[name].state for name in files} == {
+        "tp_torn": "broken",
+        "tp_one": "broken",
+        "tp_two": "broken",
+        "tp_three": "ok",
+    }
+    assert "has recipe/torn.yaml, which is not YAML" in found["tp_torn"].cause
+    assert "has recipe/same.yaml, as tp-two 1.0 (tp_two) has: recipe=same is refused" in found["tp_one"].cause
 
 
 # ---------------------------------------------------------------------------- check=True

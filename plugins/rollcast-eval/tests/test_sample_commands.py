@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from trainer_tools import SmallTask, read_jsonl
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from rollcast.config import compose
+from rollcast.contracts.rollout import rollouts
 from rollcast.errors import ConfigError, DataError, RollcastError
 from rollcast_eval.commands import eval_app, generate_app
 from rollcast_eval.job import SampleJob
@@ -159,6 +161,35 @@ def test_a_file_with_something_else_in_it(tmp_path: Path) -> None:
         SamplesFile(path, {"a": 1}, 1)
     with pytest.raises(DataError, match="cannot be written"):
         SamplesFile(path / "below", {"a": 1}, 1)
+
+
+def test_a_file_of_other_settings_is_kept_unless_it_is_empty_or_to_be_overwritten(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    SamplesFile(path, {"a": 1}, 1)  # the command failed before its first samples
+    SamplesFile(path, {"a": 2}, 1).add([ROWS])
+    before = path.read_bytes()
+    with pytest.raises(ConfigError, match=r"a was 2, is 3\); go on with its settings, .*--overwrite"):
+        SamplesFile(path, {"a": 3}, 1)
+    assert path.read_bytes() == before
+    replaced = SamplesFile(path, {"a": 3}, 1, overwrite=True)
+    assert replaced.rows == {}
+    assert path.read_bytes() == b""
+    mine = tmp_path / "mine.jsonl"
+    mine.write_text("something of mine\n")
+    with pytest.raises(ConfigError, match="is no file of samples"):
+        SamplesFile(mine, {"a": 3}, 1, overwrite=True)
+    assert mine.read_text() == "something of mine\n"
+
+
+def test_another_rollout_does_not_continue_a_file(small_task: SmallTask, tmp_path: Path) -> None:
+    output, prompts = tmp_path / "out.jsonl", small_task.folder / "train.jsonl"
+    config: Any = OmegaConf.create(OmegaConf.to_container(compose(["trainer=sample", *settings(small_task)]).config))
+    SampleJob(config, prompts, output, scored=False).file.add([{**ROWS, "sample": number} for number in range(3)])
+    with rollouts.temporarily("test_other", rollouts.get("hf")):
+        config.rollout.name = "test_other"
+        with pytest.raises(ConfigError, match=r"rollout.name was 'hf', is 'test_other'"):
+            SampleJob(config, prompts, output, scored=False)
+        assert SampleJob(config, prompts, output, scored=False, overwrite=True).file.rows == {}
 
 
 def test_samples_do_not_depend_on_the_order(small_task: SmallTask, generated: Path, tmp_path: Path) -> None:

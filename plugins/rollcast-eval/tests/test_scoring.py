@@ -11,7 +11,7 @@ import torch
 
 from rollcast import WorkerGroup
 from rollcast.contracts.pools import ResourcePool
-from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, rewards
+from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward, rewards
 from rollcast.contracts.worker import ClassWithInitArgs
 from rollcast.errors import ConfigError, RewardError
 from rollcast.protocol import DataProto, Jagged
@@ -283,3 +283,39 @@ def test_a_bad_sample_at_a_worker_is_the_reward_s_error(model_folder: Path, toke
         scorer.score_by(RewardWorkers(group))
         with pytest.raises(RewardError, match=r"reward test_fails failed: KeyError: '8'[\s\S]*prompt: '7\+1='"):
             scorer.score(generated(tokenizer))
+
+
+class _Held(BaseReward):
+    """Counts how often it was closed; ``broken`` fails in it."""
+
+    def __init__(self, broken: bool = False) -> None:
+        self.broken, self.closed = broken, 0
+
+    def score(self, sample: RewardSample) -> float:
+        return 0.0
+
+    def close(self) -> None:
+        self.closed += 1
+        if self.broken:
+            raise OSError("no server")
+
+
+@pytest.mark.parametrize("broken", [False, True])
+def test_a_reward_is_closed_once(tokenizer: Any, caplog: pytest.LogCaptureFixture, broken: bool) -> None:
+    with rewards.temporarily("test_held", _Held):
+        scorer = RewardScorer(RewardSetup("test_held", {"broken": broken}), tokenizer)
+    scorer.close()
+    scorer.close()
+    assert isinstance(scorer.reward, _Held)
+    assert scorer.reward.closed == 1
+    told = ["reward test_held: close failed: OSError: no server"] if broken else []
+    assert [record.getMessage() for record in caplog.records] == told
+
+
+def test_a_weighted_sum_closes_all_its_rewards() -> None:
+    with rewards.temporarily("test_held", _Held):
+        parts = [{"name": "test_held", "reward_kwargs": {"broken": broken}} for broken in (True, False, True)]
+        total: Any = build_reward("weighted_sum", {"rewards": parts})
+    with pytest.raises(OSError, match="no server"):
+        total.close()
+    assert [reward.closed for _, reward in total._parts.values()] == [1, 1, 1]

@@ -113,7 +113,20 @@ def test_finished_run(tmp_path: Path) -> None:
     assert "before training" in page.text and "Became correct3" in page.text
     assert "lr: 1e-6" in page.text and "x: '<b>'" in page.text and "pad_token: keep" in page.text
     assert "secret-value" not in page.text
-    assert json.loads((tmp_path / "status.json").read_text())["state"] == "finished"
+    status = json.loads((tmp_path / "status.json").read_text())
+    last = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (status["state"], status["step"]) == ("finished", 20)
+    assert status["metrics"] == {name: value for name, value in last.items() if name != "step" and value is not None}
+
+
+def test_metrics_of_the_user_have_curves(tmp_path: Path) -> None:
+    lines = [
+        {"step": n, "reward/<b>": n, "reward/max": 1, "mine": 2.0 * n, "perf/x": n, "actor/odd": n} for n in (1, 2)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    page = _page(write_report(tmp_path))
+    drawn = [attrs["aria-label"] for tag, attrs in page.tags if tag == "svg" and "aria-label" in attrs]
+    assert [label.partition(":")[0] for label in drawn] == ["actor/odd", "mine", "reward/<b>"]
 
 
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:

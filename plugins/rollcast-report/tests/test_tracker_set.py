@@ -11,7 +11,7 @@ import pytest
 
 from rollcast.contracts.hooks import build_hook_manager, hookimpl
 from rollcast.contracts.tracker import BaseTracker, trackers
-from rollcast.errors import ConfigError, PluginLoadError, PluginNotFoundError
+from rollcast.errors import ConfigError, PluginLoadError, PluginNotFoundError, PluginTypeError
 from rollcast_report.tracker_set import TrackerSet
 
 EVENTS: list[tuple[Any, ...]] = []
@@ -66,7 +66,19 @@ class Stopping(BaseTracker):
         raise KeyboardInterrupt
 
 
+class Misspelt(BaseTracker):
+    @hookimpl
+    def on_metric(self, step: int) -> None: ...
+
+
+class WrongArgument(BaseTracker):
+    @hookimpl
+    def on_metrics(self, stepp: int) -> None: ...
+
+
 PARTS = {
+    "test_misspelt": Misspelt,
+    "test_argument": WrongArgument,
     "test_listening": Listening,
     "test_failing": Failing,
     "test_stillborn": Stillborn,
@@ -132,6 +144,10 @@ def test_what_is_refused_before_anything_starts(tmp_path: Path) -> None:
         TrackerSet(["test_listening", "test_lacking"])
     with pytest.raises(PluginNotFoundError, match="test_listning"):
         TrackerSet(["test_listning"])
+    with pytest.raises(PluginTypeError, match=r"'test_misspelt'.*listens to 'on_metric'.*did you mean 'on_metrics'\?"):
+        TrackerSet(["test_misspelt"])
+    with pytest.raises(PluginTypeError, match=r"'test_argument'.*argument 'stepp'; the hook has: trainer, step"):
+        TrackerSet(["test_argument"])
     with pytest.raises(ConfigError, match=r"test_listening: there is no option 'lable'; options: label, wrong"):
         TrackerSet(["test_listening"], {"test_listening": {"lable": "mine"}})
     with pytest.raises(ConfigError, match=r"tracker_kwargs.test_listening is set, but trackers has no"):

@@ -11,6 +11,7 @@ import pytest
 from trainer_tools import launch, read_jsonl, read_metrics
 
 from rollcast.config import compose
+from rollcast.errors import ConfigError
 from rollcast_data.contract import preprocessors
 from rollcast_testing.tiny import CHAT_TEMPLATE, tiny_model_folder
 from rollcast_trainer.ppo import PpoTrainer
@@ -98,3 +99,13 @@ def test_two_steps_on_a_tiny_model(tmp_path: Path, model: Path, data: tuple[Path
     state = json.loads((run_dir / "checkpoints" / "step_2" / "trainer.json").read_text())
     assert 0 < state["data"]["rows"] <= data[1]["train.parquet"]
     assert "reward" in (run_dir / "report.html").read_text()
+
+
+def test_the_recipe_runs_on_another_engine() -> None:
+    pytest.importorskip("rollcast_megatron")
+    composed = compose(["recipe=gsm8k_grpo", "engine=megatron"], allow_missing=True)
+    assert composed.config.actor.engine.name == "megatron"
+    assert "param_dtype" not in composed.config.actor.engine
+    assert composed.config.actor.optim.lr == 1e-6  # keys of every engine stay
+    with pytest.raises(ConfigError, match=r"override 'actor.engine.param_dtype=bf16': there is no key"):
+        compose(["recipe=gsm8k_grpo", "engine=megatron", "actor.engine.param_dtype=bf16"], allow_missing=True)

@@ -16,6 +16,12 @@ from trainer_tools import SmallTask, files_of, launch
 from typer.testing import CliRunner, Result
 
 from rollcast.cli.app import build_app
+from rollcast.config import compose
+from rollcast.contracts.algorithm import AdvantageInputs, advantages
+from rollcast.contracts.hooks import hookimpl
+from rollcast.contracts.tracker import BaseTracker, trackers
+from rollcast_trainer.ppo import PpoTrainer
+from rollcast_trainer.run.task_runner import TaskRunner
 
 #: Written by every start.
 _REWRITTEN = (".lock", "config.yaml", "status.json", "report.html")
@@ -290,6 +296,40 @@ def test_bad_setting(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert_refused(train(tmp_path / "run", change), says)
+
+
+def _returns_scores(inputs: AdvantageInputs) -> Any:
+    return inputs.token_level_rewards.sum(-1)
+
+
+class _Deaf(BaseTracker):
+    @hookimpl
+    def on_metrics(self, stepp: int) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        (["algorithm.adv_kwargs={wrong: 1}"], "algorithm.adv_estimator=grpo of rollcast-algorithms"),
+        (["algorithm.adv_estimator=test_scores"], "returned a Tensor, not an AdvantageOutputs"),
+        (["trainer_kwargs.beta=1"], "trainer_kwargs.beta is set, but trainer=ppo takes no free options"),
+        (["trackers=[test_deaf]"], "listens to 'on_metrics' with the argument 'stepp'"),
+    ],
+)
+def test_a_plugin_that_cannot_work_is_refused_before_anything_is_written(
+    train: Callable[..., Result], tmp_path: Path, changes: list[str], says: str
+) -> None:
+    with advantages.temporarily("test_scores", _returns_scores), trackers.temporarily("test_deaf", _Deaf):
+        assert_refused(train(tmp_path / "run", *changes), says)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_trainer_may_take_free_options(small_task: SmallTask, tmp_path: Path) -> None:
+    class Mine(PpoTrainer):
+        takes_kwargs = True
+
+    config = compose(small_task.ppo(tmp_path / "run", "trainer_kwargs.beta=1")).config
+    assert Mine(TaskRunner(config, Mine.schema)).task.config.trainer_kwargs == {"beta": 1}
 
 
 @pytest.mark.parametrize(

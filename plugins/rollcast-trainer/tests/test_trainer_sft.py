@@ -13,6 +13,8 @@ from rollcast import Composed, compose
 from rollcast.errors import ConfigError
 from rollcast_data.tokenizer import load_tokenizer
 from rollcast_testing.tiny import plain_model, tiny_model_folder
+from rollcast_trainer.run.goal import Goal
+from rollcast_trainer.schemas import StopAtConfig
 
 
 def test_the_loss_is_the_mean_over_the_response_tokens(small_task: SmallTask, tmp_path: Path) -> None:
@@ -137,6 +139,29 @@ def test_a_goal_that_is_never_measured_is_refused(
         launch(small_task.sft(tmp_path, "trainer.stop_at.value=0.5", *changes))
 
 
+def test_a_run_of_a_policy_ends_when_its_metric_rises_no_more(small_task: SmallTask, tmp_path: Path) -> None:
+    goal = ["trainer.stop_at.metric=val/samples", "trainer.stop_at.patience=1"]  # as many at every validation
+    for _ in range(2):
+        assert launch(small_task.ppo(tmp_path, *goal)).step == 2
+        assert [row["step"] for row in read_metrics(tmp_path)] == [0, 1, 2]
+
+
+def test_patience_counts_validations_without_a_rise() -> None:
+    goal = Goal(StopAtConfig(metric="m", value=0.9, patience=2))
+    for value in (0.1, 0.3, 0.3, 0.4, 0.2):
+        goal.see({"m": value})
+        assert goal.reason == ""
+    again = Goal(StopAtConfig(metric="m", patience=2))
+    again.load_state_dict(goal.state_dict())
+    again.see({"m": 0.4})
+    assert again.reason == "m did not rise above 0.4 in 2 validations, and trainer.stop_at.patience is 2"
+    goal.see({"m": 0.95})
+    assert goal.reason == "m is 0.95, and trainer.stop_at.value is 0.9"
+    other = Goal(StopAtConfig(metric="n", patience=2))
+    other.load_state_dict(again.state_dict())
+    assert other.reason == ""
+
+
 def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"actor\.clip_ratio_low"):
         launch(small_task.sft(tmp_path, "actor.clip_ratio_low=0.1"))
@@ -144,16 +169,16 @@ def test_keys_of_the_policy_loss_do_not_exist(small_task: SmallTask, tmp_path: P
 
 @pytest.fixture
 def warm_recipe(small_task: SmallTask, monkeypatch: pytest.MonkeyPatch) -> str:
-    """The name of a supervised recipe that exists for this test only."""
+    """An override that warms up with a supervised recipe of this test, under the name of an installed one."""
 
     def compose_warm(overrides: list[str]) -> Composed:
         given = dict(each.split("=", 1) for each in overrides)
-        assert given.pop("recipe") == "warm"
+        assert given.pop("recipe") == "gsm8k_grpo"  # a recipe that this distribution has
         run_dir = Path(given.pop("run_dir").strip("'"))
         return compose(small_task.sft(run_dir, *(f"{key}={value}" for key, value in given.items())))
 
     monkeypatch.setattr("rollcast_trainer.run.preparation.compose", compose_warm)
-    return "trainer.warm_start=warm"
+    return "trainer.warm_start=gsm8k_grpo"
 
 
 def test_a_warm_start_is_trained_once_and_started_from(small_task: SmallTask, tmp_path: Path, warm_recipe: str) -> None:

@@ -7,7 +7,9 @@ from the source. A plugin cannot replace a built-in command, and a broken plugin
 from __future__ import annotations
 
 import ast
+import faulthandler
 import platform
+import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError
@@ -196,4 +198,7 @@ def build_app() -> typer.Typer:
 
 def main() -> None:
     """Run the command line; never returns."""
+    # A plugin whose native code crashes ends the process; the stack names the file that was running.
+    if sys.__stderr__ is not None:
+        faulthandler.enable(sys.__stderr__)
     build_app()(prog_name="rollcast")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib
+import logging
 import pkgutil
 import re
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from rollcast.config.overrides import REMOVED, Override, check_option, explain_option, parse_override, with_mappings
-from rollcast.config.sections import Sections, origin_of, place_schemas
+from rollcast.config.sections import MISSING, Sections, find, option_of, origin_of, place_schemas
 from rollcast.config.sources import (
     ConfigSource,
     Sources,
@@ -31,6 +33,10 @@ if TYPE_CHECKING:
     from omegaconf import DictConfig
 
 __all__ = ["Composed", "compose", "registry_modules"]
+
+logger = logging.getLogger(__name__)
+#: Seconds after which the import of a plugin is reported; heavy libraries on a cold disk take half of that.
+_SLOW_IMPORT_S = 60.0
 
 _NO_GROUP = re.compile(r"(?:In '(?P<file>[^']+)': )?Could not override '(?P<group>[^'@]+)(?:@[^']*)?'")
 
@@ -58,7 +64,8 @@ class Composed:
             PluginError: A plugin is missing, broken, or does not pass the check of its group; the cause is chained.
         """
         for registry, key, name in _find_named(self.config, self.sections):
-            registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
+            with _telling_if_slow(f"{key}={name}, the plugin of {registry.find(name)}"):
+                registry.get(name, requested_by=f"{key} ({origin_of(key, self.origins)})")
 
     def plain(self) -> dict[str, Any]:
         """Return the tree as nested mutable mappings."""
@@ -109,11 +116,13 @@ def compose(
     _add_origins(origins, values)
     tree: Any = OmegaConf.to_container(composed, throw_on_missing=False)
     sections = place_schemas(schemas, choices, tree)
+    _take_out_foreign(sections, tree, origins, chosen, values)
     sections.check_keys(tree, origins)
     _take_out_removed(tree)
     sections.fill(tree, origins)
     tree = _resolve(OmegaConf.create(tree), origins)
     sections.validate(tree, origins, allow_missing)
+    _check_options(sections, tree, origins, sources)
     if not tree["run_dir"]:
         raise ConfigError(f"{origin_of('run_dir', origins)}: run_dir is empty; give a folder to write into")
     config = OmegaConf.create(tree)
@@ -123,6 +132,27 @@ def compose(
     for registry, key, name in _find_named(config, sections):  # from metadata alone
         registry.find(name, requested_by=f"{key} ({origin_of(key, origins)})")
     return Composed(config, origins, choices, sections)
+
+
+@contextmanager
+def _telling_if_slow(what: str) -> Iterator[None]:
+    """Warn if the block takes long: an import that hangs says nothing by itself."""
+    timer = threading.Timer(
+        _SLOW_IMPORT_S,
+        logger.warning,
+        (
+            "importing %s has taken %g seconds so far; if it hangs, end this command and mend or uninstall the plugin: "
+            "rollcast plugins --check imports each one with a time limit",
+            what,
+            _SLOW_IMPORT_S,
+        ),
+    )
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def registry_modules() -> tuple[str, ...]:
@@ -169,6 +199,39 @@ def _add_origins(origins: dict[str, str], values: Sequence[Override]) -> None:
             for key in [key for key in origins if f"{key}.".startswith(f"{override.key}.")]:
                 del origins[key]
         origins |= dict.fromkeys(leaves, override.origin)
+
+
+def _take_out_foreign(
+    sections: Sections,
+    tree: dict[str, Any],
+    origins: dict[str, str],
+    chosen: Sequence[Override],
+    values: Sequence[Override],
+) -> None:
+    """Take out keys that a recipe sets for its own engine or rollout where the user chose another, and say so."""
+    typed = {key for each in values for key in flatten({each.key: each.value}) if not each.deletes}
+    notes: dict[tuple[str, str], list[str]] = {}
+    for key in sections.take_out_foreign(tree, {each.key for each in chosen}, typed):
+        path, group = sections.foreign[key]
+        option = sections.options.get(path) or next((each.value for each in chosen if each.key == group), "")
+        notes.setdefault((origin_of(key, origins), f"{group}={option}"), []).append(key)
+        for name in [name for name in origins if f"{name}.".startswith(f"{key}.")]:
+            del origins[name]
+    for (origin, choice), keys in notes.items():
+        logger.info("left out %s of %s: %s has no such key", ", ".join(keys), origin, choice)
+
+
+def _check_options(sections: Sections, tree: Mapping[str, Any], origins: Mapping[str, str], sources: Sources) -> None:
+    """Refuse a key that names an option of a config group which no installed package has."""
+    # Not the user's folder: who reads the option later may not know of it.
+    installed = [each for each in sources.found if each.package]
+    for key, kind in sections.known().items():
+        mark, value = option_of(kind), find(tree, key)
+        if mark is None or value in (None, MISSING) or find_config_files(installed, f"{mark.group}/{value}"):
+            continue
+        options = sorted({file.stem for each in installed for file in (each.folder / mark.group).glob("*.yaml")})
+        where = f"{origin_of(key, origins)}: {key}: "
+        raise ConfigError(explain_option(mark.group, value, options, sources.broken, where))
 
 
 def _take_out_removed(tree: dict[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollcast.config.sections import nearest
 from rollcast.errors import ConfigError
-from rollcast.plugins.discovery import find_known
+from rollcast.plugins.discovery import find_known, find_plugins
 
 __all__ = [
     "REMOVED",
@@ -26,16 +26,16 @@ __all__ = [
 REMOVED = "__rollcast_removed__"
 #: Key of the override that names a mapping file.
 _MAPPING = "mapping"
-#: Config group → the registry group whose plugins its options name.
+#: Config group → the registry group whose plugins its options name, and the key of that name.
 _PLUGIN_GROUPS = {
-    "engine": "rollcast.engines",
-    "rollout": "rollcast.rollouts",
-    "trainer": "rollcast.trainers",
-    "profiler": "rollcast.profilers",
-    "runtime": "rollcast.runtimes",
-    "algorithm": "rollcast.advantages",
-    "reward": "rollcast.rewards",
-    "data": "rollcast.datasets",
+    "engine": ("rollcast.engines", "actor.engine.name"),
+    "rollout": ("rollcast.rollouts", "rollout.name"),
+    "trainer": ("rollcast.trainers", "trainer.name"),
+    "profiler": ("rollcast.profilers", "profiler.name"),
+    "runtime": ("rollcast.runtimes", "runtime.name"),
+    "algorithm": ("rollcast.advantages", "algorithm.adv_estimator"),
+    "reward": ("rollcast.rewards", "reward.name"),
+    "data": ("rollcast.datasets", "data.dataset"),
 }
 
 
@@ -156,11 +156,20 @@ def check_option(override: Override, options: Sequence[str], broken: Sequence[st
 
 def explain_option(group: str, option: str, options: Sequence[str], broken: Iterable[str], where: str = "") -> str:
     """Return the message for an option that no source provides."""
+    registry, key = _PLUGIN_GROUPS.get(group, ("", ""))
+    plugin = next((each for each in find_plugins(registry) if each.name == option), None)
+    if plugin is not None:
+        message = (
+            f"{where}{group}={option}: {plugin.owner} provides the plugin {option!r}, but no installed package has a "
+            f"file {group}/{option}.yaml, which makes it an option; set {key}={option}, or have its package ship the "
+            f"file; options: {', '.join(options) or 'none'}"
+        )
+        return "\n".join([message, *broken])
     message = f"{where}{group}={option}: no installed plugin provides it; installed: {', '.join(options) or 'none'}"
     close = nearest(option, options)
     if close:
         message += f"; did you mean {group}={close}?"
-    provider = find_known(_PLUGIN_GROUPS[group]).get(option) if group in _PLUGIN_GROUPS else None
+    provider = find_known(registry).get(option)
     if provider:
         message += f"; to add it: pip install {provider}"
     return "\n".join([message, *broken])

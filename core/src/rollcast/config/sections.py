@@ -7,12 +7,12 @@ import difflib
 import inspect
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
-from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, config, field_docs, flatten
+from rollcast.contracts.config import ConfigSchema, Ge, Gt, Hosts, Le, Len, Lt, OptionOf, config, field_docs, flatten
 from rollcast.errors import ConfigError
 
 __all__ = [
@@ -22,6 +22,7 @@ __all__ = [
     "build_section",
     "declarations",
     "nearest",
+    "option_of",
     "origin_of",
     "place_schemas",
     "unknown_key",
@@ -45,6 +46,8 @@ class RootConfig:
     """Registry names of the trackers."""
     tracker_kwargs: dict[str, Any] = field(default_factory=dict)
     """Options of the trackers, by tracker name."""
+    trainer_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Options of a trainer that accepts free keys; only that trainer reads them."""
     disabled_hooks: list[str] = field(default_factory=list)
     """Names of installed listeners (group `rollcast.hooks`) that are not called in the run."""
 
@@ -96,6 +99,11 @@ def _is_mapping(kind: Any) -> bool:
 
 def hosts_of(kind: Any) -> Hosts | None:
     return next((each for each in _unwrap(kind)[1] if isinstance(each, Hosts)), None)
+
+
+def option_of(kind: Any) -> OptionOf | None:
+    """Return the mark of a field that names an option of a config group, else None."""
+    return next((each for each in _unwrap(kind)[1] if isinstance(each, OptionOf)), None)
 
 
 def _join(path: str, name: str) -> str:
@@ -183,7 +191,14 @@ def place_schemas(schemas: Sequence[ConfigSchema], choices: Mapping[str, str], t
         for schema in able:
             if schema.option in ("", options[path]):
                 placed.append(Section(path, schema.schema, mark))
-    return Sections(tuple(placed), options)
+    foreign = {
+        key: (path, schema.group)
+        for schema in ranked
+        for path in ([schema.path] if schema.path is not None else [p for p in found if found[p].group == schema.group])
+        if schema.option and schema.option != options.get(path, choices.get(schema.group))
+        for key, _ in walk(path, schema.schema)
+    }
+    return Sections(tuple(placed), options, foreign)
 
 
 @dataclass(frozen=True)
@@ -193,10 +208,12 @@ class Sections:
     Attributes:
         placed: Schemas that apply, with their paths.
         options: Path of each section that hosts a group → option whose schema applies.
+        foreign: Dotted key of an option that was not chosen → its section and config group.
     """
 
     placed: tuple[Section, ...]
     options: Mapping[str, str | None]
+    foreign: Mapping[str, tuple[str, str]] = field(default_factory=dict)
 
     def known(self) -> dict[str, Any]:
         """Return the annotation of every key and section by dotted path; None for a section without an annotation."""
@@ -233,6 +250,29 @@ class Sections:
                     check(value, key)
 
         check(tree, "")
+
+    def take_out_foreign(self, tree: dict[str, Any], chosen: Collection[str], typed: Collection[str]) -> list[str]:
+        """Remove, in place, keys of an option that the user has replaced by another; return them.
+
+        A recipe may set keys of its own engine. They mean nothing to the engine that the user chose instead.
+
+        Args:
+            tree: The composed tree.
+            chosen: Config groups whose option the user chose.
+            typed: Dotted keys that the user set, which stay, and are refused if no schema has them.
+        """
+        known = self.known()
+        removed = []
+        for key, (path, group) in self.foreign.items():
+            if key in known or not (group in chosen or f"{path}.name" in typed):
+                continue
+            section, _, leaf = key.rpartition(".")
+            node = find(tree, section)
+            is_typed = any(f"{each}.".startswith(f"{key}.") or f"{key}.".startswith(f"{each}.") for each in typed)
+            if isinstance(node, dict) and leaf in node and not is_typed:
+                del node[leaf]
+                removed.append(key)
+        return removed
 
     def fill(self, tree: dict[str, Any], origins: dict[str, str]) -> None:
         """Add missing keys in place, with the values of the ``like`` section if there is one, else the defaults."""

@@ -13,7 +13,7 @@ from typing import Any
 from rollcast.contracts.config import ConfigSchema
 from rollcast.errors import ConfigError
 from rollcast.plugins import Registry
-from rollcast.plugins.discovery import find_plugins
+from rollcast.plugins.discovery import find_plugins, find_source
 
 __all__ = [
     "ConfigSource",
@@ -32,8 +32,36 @@ def _is_package(obj: object) -> str | None:
     return None if isinstance(obj, ModuleType) else f"is a {type(obj).__name__}, not a package"
 
 
+def _find_bad_file(package: object) -> str | None:
+    """Return a complaint about a file that cannot be read, or that another installed package ships too."""
+    from omegaconf import OmegaConf
+    from omegaconf.errors import OmegaConfBaseException
+    from yaml import YAMLError
+
+    file_of_package = getattr(package, "__file__", None)
+    if file_of_package is None:
+        return "has no __init__.py, which rollcast needs to find its files"
+    folder = Path(file_of_package).parent
+    sources = ((part, find_source(part)) for part in find_plugins(configs.group))
+    others = [(part, source.parent) for part, source in sources if source is not None and source.parent != folder]
+    for file in sorted(folder.rglob("*.yaml")):
+        path = file.relative_to(folder)
+        try:
+            OmegaConf.load(file)
+        except (OSError, UnicodeDecodeError, YAMLError, OmegaConfBaseException) as error:
+            return f"has {path}, which is not YAML: {' '.join(str(error).split())}"
+        for part, other in others:
+            if len(path.parts) > 1 and (other / path).is_file():
+                chosen = f"{path.parent}={path.stem}"
+                return f"has {path}, as {part} has: {chosen} is refused until one of them is renamed or uninstalled"
+    return None
+
+
 configs: Registry[ModuleType] = Registry(
-    "rollcast.configs", _is_package, description="packages of YAML files on the configuration search path"
+    "rollcast.configs",
+    _is_package,
+    description="packages of YAML files on the configuration search path",
+    probe=_find_bad_file,
 )
 
 _state: dict[str, tuple[ConfigSource, ...]] = {"sources": ()}

@@ -31,7 +31,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
 
-from rollcast.errors import ColumnError
+from rollcast.errors import ColumnError, PluginTypeError, RollcastError
 from rollcast.plugins import Registry, is_callable
 
 if TYPE_CHECKING:
@@ -62,6 +62,7 @@ __all__ = [
     "policy_losses",
     "prepare_policy_loss",
     "prepares_batch",
+    "try_estimator",
 ]
 
 REWARD_COMPONENT = "reward_component/"
@@ -391,21 +392,123 @@ def prepare_policy_loss(loss: PolicyLoss, inputs: PolicyLossInputs) -> Mapping[s
     return {} if prepare is None else prepare(inputs)
 
 
+#: Columns of a trial: name → dtype and True for ``[B, T]``, False for ``[B]``.
+_TRIED = {
+    "values": ("float32", True),
+    "old_log_probs": ("float32", True),
+    "ref_log_prob": ("float32", True),
+    "sum_pi_squared": ("float32", True),
+    "rollout_is_weights": ("float32", True),
+    "reward_baselines": ("float32", False),
+    "turn_ids": ("int32", True),
+    "anchor_ids": ("int64", True),
+}
+
+
+def try_estimator(estimator: AdvantageEstimator, name: str, samples: int = 4, **settings: Any) -> None:
+    """Call an estimator with a small batch, so that a mistake in it is found before a run has cost anything.
+
+    The batch has two prompts and four response positions. An estimator that declares columns other than those in the
+    table of this module's docstring, or all with a prefix, is not called: what they hold is not known here.
+
+    Args:
+        estimator: the estimator.
+        name: its name in messages.
+        samples: rows of a prompt.
+        settings: fields of :class:`AdvantageInputs` such as ``gamma`` and ``options``.
+
+    Raises:
+        PluginTypeError: it fails, or does not return an :class:`AdvantageOutputs` of the batch's shape.
+        RollcastError: its own, raised on purpose, such as for an option that it does not have.
+    """
+    import torch
+
+    needs = needs_of(estimator)
+    if not needs.columns <= set(_TRIED):
+        return
+    rows, width = 2 * samples, 4
+    mask = (torch.arange(width) < (torch.arange(rows) % 3 + 2).unsqueeze(-1)).long()
+    score = torch.arange(rows) % 3 + 0.5 * (torch.arange(rows) % 2)
+    columns = {
+        column: torch.full((rows, width) if is_wide else (rows,), 0 if dtype.startswith("int") else 0.5).to(
+            getattr(torch, dtype)
+        )
+        for column, (dtype, is_wide) in _TRIED.items()
+    }
+    inputs = AdvantageInputs(
+        token_level_rewards=(mask.cumsum(-1) == mask.sum(-1, keepdim=True)).float() * mask * score.unsqueeze(-1),
+        response_mask=mask,
+        group_ids=torch.arange(2).repeat_interleave(samples),
+        columns=needs.select(columns),
+        **settings,
+    )
+    try:
+        with torch.random.fork_rng(devices=()):  # a run goes on with the random numbers that it would have had
+            output: Any = estimator(inputs)
+    except RollcastError:
+        raise
+    except Exception as error:
+        raise PluginTypeError(f"{name} fails on a small batch: {type(error).__name__}: {error}") from error
+    if not isinstance(output, AdvantageOutputs):
+        raise PluginTypeError(f"{name} returned a {type(output).__name__}, not an AdvantageOutputs")
+    for part in ("advantages", "returns"):
+        found: Any = getattr(output, part)
+        if not isinstance(found, torch.Tensor) or found.shape != mask.shape or not found.is_floating_point():
+            got = f"{found.dtype} {list(found.shape)}" if isinstance(found, torch.Tensor) else type(found).__name__
+            raise PluginTypeError(
+                f"{name} returned {part} that are {got} for a batch of {rows} rows and {width} positions; they have to "
+                f"be float32 [{rows}, {width}]. AdvantageOutputs.from_scores spreads one score a row"
+            )
+
+
+class _NoOptions(dict[str, Any]):
+    """Empty options that remember if any was asked for."""
+
+    is_asked = False
+
+    def __missing__(self, key: str) -> Any:
+        self.is_asked = True
+        raise KeyError(key)
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.is_asked = True
+        return default
+
+
+def _probe_estimator(estimator: Any) -> str | None:
+    """Return why an estimator does not work on a small batch, for ``rollcast plugins --check``."""
+    options = _NoOptions()
+    try:
+        try_estimator(estimator, "the estimator", options=options)
+    except RollcastError as error:
+        # It may need an option, which only a run gives it.
+        is_own = isinstance(error, PluginTypeError) and not (error.__cause__ is not None and options.is_asked)
+        return f"does not work: {error}" if is_own else None
+    return None
+
+
 advantages: Registry[AdvantageEstimator] = Registry(
-    "rollcast.advantages", is_callable(1), "algorithm.adv_estimator", description="advantage estimators"
+    "rollcast.advantages",
+    is_callable(1, exact=True),
+    "algorithm.adv_estimator",
+    description="advantage estimators",
+    probe=_probe_estimator,
 )
 policy_losses: Registry[PolicyLoss] = Registry(
-    "rollcast.policy_losses", is_callable(1), "actor.policy_loss", description="policy losses over per-token quantities"
+    "rollcast.policy_losses",
+    is_callable(1, exact=True),
+    "actor.policy_loss",
+    description="policy losses over per-token quantities",
 )
 loss_aggregations: Registry[LossAggregation] = Registry(
     "rollcast.loss_aggregations",
-    is_callable(3),
+    is_callable(3, exact=True),
     "actor.loss_agg_mode",
     description="reductions of per-token losses to one number",
 )
 kl_penalties: Registry[KlPenalty] = Registry(
     "rollcast.kl_penalties",
-    is_callable(2),
+    is_callable(2, exact=True),
     ("actor.kl_loss_type", "algorithm.kl_penalty"),
     description="estimators of the KL divergence per token",
 )

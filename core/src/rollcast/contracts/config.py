@@ -40,6 +40,7 @@ __all__ = [
     "Len",
     "Lt",
     "NonNegative",
+    "OptionOf",
     "Positive",
     "PositiveOrOff",
     "Seconds",
@@ -90,6 +91,20 @@ class Hosts:
 
     group: str
     like: str = ""
+
+
+@dataclass(frozen=True)
+class OptionOf:
+    """A field that names an option of a config group, or null, such as the recipe of a warm start.
+
+    Written ``warm_start: Annotated[str | None, OptionOf("recipe")] = None``. An option that no installed package has
+    is refused when the config is composed.
+
+    Attributes:
+        group: Name of the config group.
+    """
+
+    group: str
 
 
 @dataclass(frozen=True, kw_only=True)

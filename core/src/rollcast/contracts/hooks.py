@@ -5,7 +5,8 @@ names below, marked ``@hookimpl`` and registered in the entry-point group ``roll
 function may omit arguments that it does not need. An event can have any number of listeners; to
 choose one of several plugins, use the registry of its group.
 
-An exception in a listener stops the run, so a listener must catch exceptions that should not.
+An exception in a listener stops the run, with a message that names the listener, so a listener must catch exceptions
+that should not.
 
 Example::
 
@@ -19,16 +20,17 @@ Example::
 from __future__ import annotations
 
 import difflib
+import functools
 import inspect
 import logging
 import sys
-from collections.abc import Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any, TypeAlias
 
 import pluggy
 
 from rollcast.contracts.runtime import Runtime
-from rollcast.errors import PluginError, PluginTypeError
+from rollcast.errors import PluginError, PluginTypeError, RollcastError
 from rollcast.plugins import Registry
 
 PROJECT = "rollcast"
@@ -208,7 +210,48 @@ def _is_listener(obj: object) -> str | None:
     return "has no function that is marked with rollcast.contracts.hooks.hookimpl"
 
 
-hooks: Registry[Any] = Registry("rollcast.hooks", _is_listener, description="listeners to the events of a run")
+def find_hook_mistake(listener: object) -> str | None:
+    """Return why a listener would miss an event, as a text that completes "it …"; None if nothing shows it.
+
+    Found are marked functions of an unknown hook or with an unknown argument, and functions that are named like a
+    hook and not marked. A function marked ``optionalhook`` may listen to a hook that does not exist.
+
+    Args:
+        listener: module, object or class; nothing of it runs.
+    """
+    known = {name: inspect.signature(each).parameters for name, each in globals().items() if name.startswith("on_")}
+    for attribute, event, options in _find_hookimpls(listener):
+        if event not in known:
+            if options.get("optionalhook"):
+                continue
+            near = difflib.get_close_matches(event, known, n=1, cutoff=0.4)
+            hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+            return f"listens to {event!r}, but there is no such hook; {hint}"
+        unknown = [name for name in _required_arguments(listener, attribute) if name not in known[event]]
+        if unknown:
+            return f"listens to {event!r} with the argument {unknown[0]!r}; the hook has: {', '.join(known[event])}"
+    for name in known:
+        member = inspect.getattr_static(listener, name, None)
+        if inspect.isfunction(member) and not hasattr(member, f"{PROJECT}_impl"):
+            return f"has a function {name}, which is never called: mark it with rollcast.contracts.hooks.hookimpl"
+    return None
+
+
+def _required_arguments(listener: object, attribute: str) -> list[str]:
+    """Return the arguments that pluggy passes to a hook implementation by name; those with a default are left alone."""
+    member = inspect.getattr_static(listener, attribute)
+    function = getattr(member, "__func__", member)
+    parameters = list(inspect.signature(function).parameters.values())
+    is_own = not isinstance(listener, type) and attribute in getattr(listener, "__dict__", {})
+    if not is_own and not isinstance(member, staticmethod) and not inspect.ismethod(member):
+        parameters = parameters[1:]
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [each.name for each in parameters if each.kind in positional and each.default is each.empty]
+
+
+hooks: Registry[Any] = Registry(
+    "rollcast.hooks", _is_listener, description="listeners to the events of a run", probe=find_hook_mistake
+)
 
 
 def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = ()) -> pluggy.PluginManager:
@@ -232,6 +275,7 @@ def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = 
     manager = pluggy.PluginManager(PROJECT)
     manager.add_hookspecs(sys.modules[__name__])
     names = hooks.names()
+    added: list[object] = []
     for unknown in sorted(set(without) - set(names)):
         _log.warning("no hooks %r to leave out; installed: %s", unknown, ", ".join(names) or "none")
     for name in (name for name in names if name not in without):
@@ -244,7 +288,10 @@ def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = 
         except Exception as error:  # noqa: BLE001  # the listener's own constructor
             _log.warning("left out the %s: %r", owner, error, exc_info=error)
         else:
-            _add(manager, listener, owner)
+            _check(listener, owner)
+            # An installed listener is a stranger's: its errors say who raised them.
+            manager.register(_Named(listener, owner), name=owner)
+            added.append(listener)
     for each in extra:
         owner = f"extra hooks {getattr(each, '__name__', None) or f'of type {type(each).__qualname__}'}"
         complaint = _is_listener(each)
@@ -254,7 +301,12 @@ def build_hook_manager(extra: Iterable[object] = (), without: Collection[str] = 
             listener = _create(each)
         except Exception as error:
             raise PluginTypeError(f"{owner} could not be created: {error!r}") from error
-        _add(manager, listener, owner)
+        if any(listener is other for other in added):
+            continue  # installed, or passed in twice
+        _check(listener, owner)
+        # Two objects may have the same owner, so the name of a registration needs its id as well.
+        manager.register(listener, name=f"{owner} #{id(listener)}")
+        added.append(listener)
     return manager
 
 
@@ -263,29 +315,49 @@ def _create(listener: Any) -> object:
     return listener() if isinstance(listener, type) else listener
 
 
-def _find_hookimpls(obj: object) -> Iterator[tuple[str, dict[str, Any]]]:
+def _find_hookimpls(obj: object) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Yield attribute, hook and options of each marked function."""
     for name in dir(obj):
         # getattr would run the object's properties; getattr_static does not.
         member = inspect.getattr_static(obj, name, None)
         member = getattr(member, "__func__", member)
         options = getattr(member, f"{PROJECT}_impl", None)
         if isinstance(options, dict):
-            yield options.get("specname") or name, options
+            yield name, options.get("specname") or name, options
 
 
-def _add(manager: pluggy.PluginManager, listener: object, owner: str) -> None:
-    if manager.is_registered(listener):
-        return  # an installed listener that was also passed in ``extra``
-    known = [name for name in globals() if name.startswith("on_")]
-    for name, options in _find_hookimpls(listener):
-        if name in known or options.get("optionalhook"):
-            continue
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.4)
-        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
-        raise PluginTypeError(f"{owner}: there is no hook {name!r}; {hint}")
-    try:
-        # Two objects may have the same owner, so the id makes the registration's name unique.
-        manager.register(listener, name=f"{owner} #{id(listener)}")
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        raise PluginTypeError(f"{owner}: {error}") from error
+def _check(listener: object, owner: str) -> None:
+    mistake = find_hook_mistake(listener)
+    if mistake is not None:
+        raise PluginTypeError(f"{owner}: it {mistake}")
+
+
+class _Named:
+    """The hook implementations of an installed listener, with errors that name it.
+
+    Attributes are those of the listener that are marked. A hook wrapper is passed on as it is: its errors are those of
+    the listeners within it.
+    """
+
+    def __init__(self, listener: object, owner: str) -> None:
+        for attribute, event, options in _find_hookimpls(listener):
+            function = getattr(listener, attribute)
+            wraps = options.get("hookwrapper") or options.get("wrapper")
+            setattr(self, attribute, function if wraps else _naming(function, owner, event))
+
+
+def _naming(function: Callable[..., Any], owner: str, event: str) -> Callable[..., Any]:
+    @functools.wraps(function)  # pluggy reads mark and argument names
+    def named(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except RollcastError:  # raised on purpose; its kind decides what the run does
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise PluginError(
+                f"{owner} failed in {event}: {reason}\n"
+                "Mend or uninstall it, or leave it out with disabled_hooks=[NAME]; --traceback shows where it failed"
+            ) from error
+
+    return named

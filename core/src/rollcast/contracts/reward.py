@@ -162,6 +162,12 @@ class BaseReward(ABC):
         """True if :meth:`score` returns an awaitable."""
         return inspect.iscoroutinefunction(self.score)
 
+    def close(self) -> None:  # noqa: B027 -- most rewards hold nothing
+        """Release what the reward holds, such as a client or a file; called once, after the last sample.
+
+        Called where the reward was built. Copies in the processes of the manager ``prime`` end with their process.
+        """
+
 
 class _FunctionReward(BaseReward):
     def __init__(self, function: RewardFunction) -> None:

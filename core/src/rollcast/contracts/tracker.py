@@ -14,6 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.hooks import find_hook_mistake
 from rollcast.plugins import Registry, subclass_of
 
 __all__ = ["BaseTracker", "trackers"]
@@ -51,5 +52,9 @@ class BaseTracker:
 
 
 trackers: Registry[type[BaseTracker]] = Registry(
-    "rollcast.trackers", subclass_of(BaseTracker), "trackers", description="destinations of metrics"
+    "rollcast.trackers",
+    subclass_of(BaseTracker),
+    "trackers",
+    description="destinations of metrics",
+    probe=find_hook_mistake,
 )

@@ -6,7 +6,10 @@ Example::
         @classmethod
         def launch(cls, config):
             ...
-            return RunResult(step=10, run_dir=Path(config.trainer.run_dir))
+            return RunResult(step=config.trainer_kwargs.get("steps", 10), run_dir=Path(config.run_dir))
+
+Its keys are those of a schema of its own (``rollcast.contracts.config``); or, without one, the free mapping
+``trainer_kwargs``.
 """
 
 from __future__ import annotations
@@ -44,6 +47,9 @@ class BaseTrainer(ABC):
     @abstractmethod
     def launch(cls, config: DictConfig) -> RunResult:
         """Run training from a composed config to its end; start and stop all processes it needs.
+
+        A trainer reads ``config.trainer_kwargs``, or refuses a mapping that is not empty: a key without effect is a
+        mistake that nobody sees.
 
         Raises:
             RollcastError: a problem that the user can solve, explained by its message.

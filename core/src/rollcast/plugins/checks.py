@@ -42,20 +42,30 @@ def instance_of(base: type) -> Check:
     return check
 
 
-def is_callable(min_positional: int = 0) -> Check:
-    """Return a check for callables that take at least ``min_positional`` positional arguments."""
+def is_callable(min_positional: int = 0, *, exact: bool = False) -> Check:
+    """Return a check for callables that take at least ``min_positional`` positional arguments.
+
+    Args:
+        min_positional: number of positional arguments of a call.
+        exact: the call has no other arguments, so that the callable may require none.
+    """
 
     def check(obj: object) -> str | None:
         if not callable(obj):
             return f"is {_describe(obj)}, which cannot be called"
         try:
-            kinds = [parameter.kind for parameter in inspect.signature(obj).parameters.values()]
+            parameters = inspect.signature(obj).parameters.values()
         except (TypeError, ValueError):
             return None  # builtins may have no signature; a wrong call fails later
-        count = sum(kind in (kind.POSITIONAL_ONLY, kind.POSITIONAL_OR_KEYWORD) for kind in kinds)
-        if inspect.Parameter.VAR_POSITIONAL in kinds or count >= min_positional:
-            return None
-        return f"takes {count} positional arguments, but is called with {min_positional}"
+        positional = [each for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+        has_more = any(each.kind is each.VAR_POSITIONAL for each in parameters)
+        if len(positional) < min_positional and not has_more:
+            return f"takes {len(positional)} positional arguments, but is called with {min_positional}"
+        keywords = [each for each in parameters if each.kind is each.KEYWORD_ONLY]
+        required = [each.name for each in (*positional[min_positional:], *keywords) if each.default is each.empty]
+        if exact and required:
+            return f"requires the argument {required[0]!r}, but is called with {min_positional} positional ones alone"
+        return None
 
     return check
 

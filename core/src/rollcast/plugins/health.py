@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from rollcast.errors import PluginConflictError, PluginError, PluginVersionError
+from rollcast.errors import PluginConflictError, PluginError, PluginTypeError, PluginVersionError
 from rollcast.plugins import inprocess
 from rollcast.plugins.discovery import (
     PluginInfo,
@@ -246,12 +246,7 @@ def serve(request: dict[str, Any]) -> None:
     answer("ready")
     for group, name in request["plugins"]:
         try:
-            for claim in find_claims(group, name):
-                load_plugin(claim)
-            # Looked up after the import, which may have declared the registry of the group.
-            for registry in find_registries():
-                if registry.group == group:
-                    registry.get(name)
+            _try(group, name)
         except PluginError as error:
             kinds: dict[type, State] = {PluginVersionError: "incompatible", PluginConflictError: "conflict"}
             answer(kinds.get(type(error), "broken"), str(error))
@@ -259,3 +254,23 @@ def serve(request: dict[str, Any]) -> None:
             answer("ok")
     # Exit without waiting for threads and exit handlers that plugins left behind.
     os._exit(0)
+
+
+def _try(group: str, name: str) -> None:
+    """Import a plugin, and run the checks of its group.
+
+    Raises:
+        PluginError: it cannot be imported, or does not pass.
+    """
+    for claim in find_claims(group, name):
+        load_plugin(claim)
+    # Only now, because the import may have declared the registry of the group.
+    for registry in find_registries():
+        if registry.group == group:
+            obj = registry.get(name)
+            try:
+                complaint = None if registry.probe is None else registry.probe(obj)
+            except Exception as error:  # noqa: BLE001  # a probe may call a stranger's code
+                complaint = f"fails when it is tried: {type(error).__name__}: {error}"
+            if complaint is not None:
+                raise PluginTypeError(f"{registry.find(name)} does not work as {name!r} in {group}: it {complaint}")

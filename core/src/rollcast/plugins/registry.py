@@ -54,16 +54,24 @@ class Registry(Generic[T]):
         config_key: config key or keys whose values name plugins of the group. A composed configuration is checked for
             these keys, and messages name the first one.
         description: one-line description of the group's plugins, shown to users.
+        probe: further check of a plugin, which may call it; ``rollcast plugins --check`` runs it, :meth:`get` does not.
 
     Raises:
         PluginConflictError: another module has declared a registry for this group.
     """
 
     def __init__(
-        self, group: str, expect: Check, config_key: str | tuple[str, ...] = (), *, description: str = ""
+        self,
+        group: str,
+        expect: Check,
+        config_key: str | tuple[str, ...] = (),
+        *,
+        description: str = "",
+        probe: Check | None = None,
     ) -> None:
         self.group = group
         self.expect = expect
+        self.probe = probe
         self.config_keys = (config_key,) if isinstance(config_key, str) else config_key
         self.description = description
         self.defined_in = _find_caller()

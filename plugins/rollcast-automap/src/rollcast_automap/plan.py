@@ -72,8 +72,13 @@ def plan_run(trainer: LoopTrainer, read_data: bool = True, device_bytes: int | N
     warm_start = trainer.task.trainer.warm_start
     if warm_start is not None:
         plan.notes.append(f"recipe {warm_start} is trained first, in {trainer.task.run_dir / 'warm_start'}")
-    goal = getattr(trainer.task.trainer, "stop_at", None)
-    if goal is not None and goal.value is not None:
+    goal = trainer.task.trainer.stop_at
+    if goal.patience is not None:
+        plan.notes.append(
+            f"trainer.stop_at may end the run before its last step, after {goal.patience} validations without a new "
+            f"highest {goal.metric}"
+        )
+    if goal.value is not None:
         plan.notes.append(f"trainer.stop_at may end the run before its last step, at {goal.metric} >= {goal.value:g}")
     return plan
 

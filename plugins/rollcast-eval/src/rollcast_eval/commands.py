@@ -30,6 +30,8 @@ Settings = Annotated[
     typer.Argument(metavar="OVERRIDES", help="group=option or section.key=value, such as model.path=M rollout.n=8."),
 ]
 
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the samples that the file already has.")]
+
 
 @generate_app.command()
 def generate(
@@ -37,9 +39,10 @@ def generate(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="JSONL of samples; goes on where it ends.")],
     overrides: Settings = None,
     config_dir: ConfigDir = None,
+    overwrite: Overwrite = False,
 ) -> None:
     """Write rollout.n samples for each prompt, from the model in model.path."""
-    job = _build(prompts, output, overrides, config_dir, scored=False)
+    job = _build(prompts, output, overrides, config_dir, scored=False, overwrite=overwrite)
     with _progress(job) as progress:
         rows = job.run(progress)
     print_lines(f"{len(rows)} samples of {len(rows) // job.samples} prompts are in {output}")
@@ -53,13 +56,14 @@ def evaluate(
         Path | None, typer.Option("--output", help="JSONL of scored samples [default: eval/PROMPTS.jsonl].")
     ] = None,
     config_dir: ConfigDir = None,
+    overwrite: Overwrite = False,
     as_json: Annotated[bool, typer.Option("--json", help="All metrics as a JSON object.")] = False,
 ) -> None:
     """Score rollout.n samples of each prompt with the reward: accuracy, pass@k and maj@k by data source."""
     from rollcast_eval.statistics import answer_extractor, summarize_notes, summarize_samples
 
     target = output or Path("eval") / f"{prompts.stem}.jsonl"
-    job = _build(prompts, target, overrides, config_dir, scored=True)
+    job = _build(prompts, target, overrides, config_dir, scored=True, overwrite=overwrite)
     with _progress(job) as progress:
         rows = job.run(progress)
     extract = answer_extractor(job.scorer.reward if job.scorer is not None else None)
@@ -73,7 +77,7 @@ def evaluate(
 
 
 def _build(
-    prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool
+    prompts: Path, output: Path, overrides: list[str] | None, config_dir: Path | None, scored: bool, overwrite: bool
 ) -> SampleJob:
     from rollcast.errors import DataError
     from rollcast_eval.composition import compose_samples
@@ -85,7 +89,7 @@ def _build(
     hide_library_bars()
     from rollcast_eval.job import SampleJob
 
-    return SampleJob(composed.config, prompts, output, scored)
+    return SampleJob(composed.config, prompts, output, scored, overwrite)
 
 
 @contextmanager

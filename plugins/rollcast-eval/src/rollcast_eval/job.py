@@ -53,12 +53,13 @@ class SampleJob:
         prompts: JSONL or Parquet file.
         output: file of samples; samples that it already has are kept.
         scored: score the samples with the config's reward.
+        overwrite: drop the samples that the output already has.
 
     Raises:
         RollcastError: the config, the prompts or the output is not usable; nothing has been started.
     """
 
-    def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool) -> None:
+    def __init__(self, config: DictConfig, prompts: Path, output: Path, scored: bool, overwrite: bool = False) -> None:
         self._config = config
         self._model: ModelConfig = self._section("model", ModelConfig)
         self._data: DataConfig = self._section("data", DataConfig)
@@ -80,18 +81,20 @@ class SampleJob:
         self.dataset: BaseDataset = FirstRows(rows, self._data.val_max_samples) if scored else rows
         self.scorer = self._build_scorer() if scored else None
         self._generator = self._build_generator(output)
-        self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n)
+        self.file = SamplesFile(output, self._settings(prompts, scored), self._rollout.n, overwrite)
 
     def _section(self, path: str, schema: type) -> Any:
         return build_section(schema, OmegaConf.select(self._config, path), path)
 
     def _settings(self, prompts: Path, scored: bool) -> dict[str, Any]:
-        """Return the settings that samples depend on; rollout and placement are not among them."""
+        """Return the settings that samples depend on; placement is not among them."""
         rollout, data = self._rollout, self._data
         digest = hashlib.blake2b(prompts.read_bytes(), digest_size=8).hexdigest()
         return {
             "model.path": str(Path(self._model.path).resolve()),
             "prompts": f"{prompts.name} ({digest})",
+            # Two engines draw different samples from the same seed.
+            "rollout.name": self._config.rollout.name,
             **{f"rollout.{key}": getattr(rollout, key) for key in ("n", *SAMPLING_KEYS)},
             # The file of samples is JSON, whose keys are texts.
             "rollout.logit_bias": {str(token): bias for token, bias in sorted(rollout.logit_bias.items())},

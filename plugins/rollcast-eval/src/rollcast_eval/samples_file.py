@@ -21,13 +21,14 @@ class SamplesFile:
         path: path of the file; the settings are in ``PATH.settings.json``.
         settings: settings that the samples depend on.
         samples: number of lines per prompt.
+        overwrite: drop the samples that the file holds.
 
     Raises:
         ConfigError: the file holds samples that were made with other settings.
         DataError: the file holds other data than samples, or cannot be written.
     """
 
-    def __init__(self, path: Path, settings: Mapping[str, Any], samples: int) -> None:
+    def __init__(self, path: Path, settings: Mapping[str, Any], samples: int, overwrite: bool = False) -> None:
         self.path = path
         self._samples = samples
         self._settings = json.loads(json.dumps(settings))
@@ -35,22 +36,29 @@ class SamplesFile:
         self.rows: dict[int, list[dict[str, Any]]] = {}
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists():
-                self._check_settings()
-                self._read()
+            # A command that failed before its first samples leaves an empty file, which has nothing to lose.
+            if path.exists() and path.stat().st_size > 0:
+                self._check_settings(overwrite)
+                if not overwrite:
+                    self._read()
             replace_file(self._beside, json.dumps(self._settings, indent=2) + "\n")
             replace_file(path, "".join(_line(row) for index in sorted(self.rows) for row in self.rows[index]))
         except OSError as error:
             raise DataError(f"samples cannot be written to {path}: {error}") from error
 
-    def _check_settings(self) -> None:
+    def _check_settings(self, overwrite: bool) -> None:
         if not self._beside.exists():
             raise ConfigError(f"{self.path} exists and is no file of samples; choose another")
+        if overwrite:
+            return
         before = json.loads(self._beside.read_text())
         keys = sorted({key for key in {**before, **self._settings} if before.get(key) != self._settings.get(key)})
         if keys:
             shown = "; ".join(f"{key} was {before.get(key)!r}, is {self._settings.get(key)!r}" for key in keys[:4])
-            raise ConfigError(f"{self.path} holds samples with other settings ({shown}); choose another file")
+            raise ConfigError(
+                f"{self.path} holds samples with other settings ({shown}); go on with its settings, choose another "
+                "file, or replace its samples with --overwrite"
+            )
 
     def _read(self) -> None:
         """Read the samples of complete prompts; an interrupted command may have left the last one incomplete."""

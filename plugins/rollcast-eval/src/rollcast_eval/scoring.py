@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 import threading
 from array import array
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +32,8 @@ if TYPE_CHECKING:
     from rollcast_rewards.schemas import RewardConfig
 
 __all__ = ["GeneratedSamples", "RewardScorer", "RewardSetup", "RolloutRows", "Scored", "summarize"]
+
+logger = logging.getLogger(__name__)
 
 #: Object column with results that are already known.
 RESULTS = "reward_results"
@@ -353,6 +356,7 @@ class RewardScorer:
                 f"be async, and reward.reward_manager={setup.manager} has to await it, as naive, batch and remote do"
             )
         self._tokenizer = tokenizer
+        self._is_closed = False
         #: Managers have workers and state; rollouts that are scored as they end come from other threads.
         self._turn: AbstractContextManager[Any] = nullcontext() if self._manager.is_concurrent else threading.Lock()
         self._wait_for: Callable[[Callable[[], Sequence[RewardResult]]], Sequence[RewardResult]] = _call
@@ -453,8 +457,18 @@ class RewardScorer:
             return self._manager(samples)
 
     def close(self) -> None:
-        """Release the manager's processes and threads."""
+        """Release the manager's processes and threads, then what the reward holds; may be called again.
+
+        A reward that fails here is reported and stops nothing: all samples are scored.
+        """
         self._manager.close()
+        if self._is_closed:
+            return
+        self._is_closed = True
+        try:
+            self.reward.close()
+        except Exception as error:  # noqa: BLE001 -- a stranger's; the run is over and must not end with it
+            logger.warning("reward %s: close failed: %s: %s", self.reward.name, type(error).__name__, error)
 
 
 def _call(function: Callable[[], Sequence[RewardResult]]) -> Sequence[RewardResult]:

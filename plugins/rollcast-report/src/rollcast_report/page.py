@@ -42,6 +42,38 @@ _SMALL = (
     ChartSpec("rollout/idle_s", "Engines idle", "s", floor=0.0),
     ChartSpec("rollout/logprob_gap_max", "Log-probability gap, largest", "nats", floor=0.0),
 )
+# Metrics without a curve: groups and names that every run has. Every other metric, such as one that a reward, a loss or
+# a stage of the user's recorded, is drawn under its own name.
+_COMMON_GROUPS = (
+    "agent/",
+    "critic/",
+    "judge/",
+    "perf/",
+    "recovery/",
+    "response_length/",
+    "rollout/",
+    "sft/",
+    "staleness/",
+    "sync/",
+    "time/",
+    "val/",
+)
+_COMMON = {
+    "actor/clip_fraction_lower",
+    "actor/entropy_loss",
+    "actor/kl_loss",
+    "actor/lr",
+    "actor/pg_loss",
+    "actor/reward_kl_penalty",
+    "actor/skipped_steps",
+    "actor/zero_advantage_rows",
+    "reward/accuracy",
+    "reward/baseline_mean",
+    "reward/max",
+    "reward/min",
+    "reward/model_mean",
+}
+_MAX_CUSTOM = 24
 # Subject of the first sentence: the first of these metrics that was recorded.
 _LEADING = (
     ("val/accuracy", "Validation accuracy", "%"),
@@ -139,10 +171,22 @@ def _charts(run: RunData) -> str:
     small = [
         render_chart(run.series[spec.metric], spec, 360, 190, x_max) for spec in _SMALL if spec.metric in run.series
     ]
+    small += [render_chart(run.series[name], ChartSpec(name, name), 360, 190, x_max) for name in _custom_metrics(run)]
     return (
         f'<section aria-label="Curves"><div class="large">{"".join(large)}</div>'
         f'<div class="small">{"".join(small)}</div></section>'
     )
+
+
+def _custom_metrics(run: RunData) -> list[str]:
+    """Return the metrics that no package of rollcast records and that changed with the steps, sorted."""
+    drawn = {spec.metric for spec in (*_LARGE, *_SMALL)}
+    names = (
+        name
+        for name in sorted(run.series)
+        if name not in drawn and name not in _COMMON and not name.startswith(_COMMON_GROUPS)
+    )
+    return [name for name in names if len(run.values(name)) > 1][:_MAX_CUSTOM]
 
 
 def _phases(run: RunData) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import time
@@ -50,7 +51,8 @@ class ReportTracker(BaseTracker):
     """A tracker that writes report.html at each validation and at the end of the run, however the run ends.
 
     The report is made from the files of the tracker ``jsonl``; without that tracker it has no curves.
-    This tracker also writes status.json, from which a later report of a killed run reads the number of planned steps.
+    This tracker also writes status.json at each step, which shows how far the run is; a later report of a killed run
+    reads the number of planned steps from it.
     """
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
@@ -75,9 +77,13 @@ class ReportTracker(BaseTracker):
     # Not in on_validation_end: the tracker jsonl has written the step's samples and metrics only after this hook.
     @hookimpl(trylast=True)
     def on_metrics(self, trainer: object, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the report if the step had a validation."""
+        """Write the status, and the report if the step had a validation."""
+        self._status.step = step
+        self._status.metrics = {name: float(value) for name, value in metrics.items() if math.isfinite(value)}
         if any(name.startswith("val/") for name in metrics):
             self._write()
+        else:
+            self._write_status()
 
     @hookimpl(trylast=True)
     def on_exception(self, trainer: object, error: BaseException) -> None:
@@ -114,6 +120,9 @@ class ReportTracker(BaseTracker):
             self.logger.warning("%s could not be written: %s", self.run_dir / REPORT_FILE, failure)
 
     def _write(self) -> None:
+        self._write_status()
+        write_report(self.run_dir, self.config)
+
+    def _write_status(self) -> None:
         self._status.elapsed_s = self._elapsed_before + time.monotonic() - self._started
         write_status(self.run_dir, self._status)
-        write_report(self.run_dir, self.config)

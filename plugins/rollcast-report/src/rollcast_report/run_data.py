@@ -40,6 +40,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "int": (int,),
     "float": (float, int),
     "int | None": (int, type(None)),
+    "dict[str, float]": (dict,),
 }
 RECOVERIES_FILE = "recoveries.jsonl"
 
@@ -61,6 +62,8 @@ class Status:
         state: ``running``, ``finished``, ``interrupted`` or ``failed``; ``unknown`` without a status file.
         message: reason for a failure.
         run_name: name of the run, set by the trainer.
+        step: last step with metrics; None before any.
+        metrics: finite metrics of that step.
         total_steps: number of planned steps.
         elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
         host, pid: process that wrote the status.
@@ -69,6 +72,8 @@ class Status:
     state: str = "unknown"
     message: str = ""
     run_name: str = ""
+    step: int | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
     total_steps: int | None = None
     elapsed_s: float = 0.0
     host: str = ""

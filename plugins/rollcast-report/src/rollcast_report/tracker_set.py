@@ -9,9 +9,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rollcast.contracts.hooks import PROJECT
+from rollcast.contracts.hooks import PROJECT, find_hook_mistake
 from rollcast.contracts.tracker import BaseTracker, trackers
-from rollcast.errors import ConfigError, DataError, RollcastError
+from rollcast.errors import ConfigError, DataError, PluginTypeError, RollcastError
 
 if TYPE_CHECKING:
     from pluggy import PluginManager
@@ -34,7 +34,8 @@ class TrackerSet:
         options: value of ``tracker_kwargs``: tracker → keyword arguments.
 
     Raises:
-        PluginError: a tracker does not exist, does not load, or lacks a library.
+        PluginError: a tracker does not exist, does not load, lacks a library, or listens to a hook or an argument
+            that does not exist.
         ConfigError: a tracker has no such option, or there are options for a tracker that is not in ``names``.
     """
 
@@ -47,6 +48,9 @@ class TrackerSet:
             )
         self._parts = {name: (trackers.get(name), given.get(name, {})) for name in names}
         for name, (part, values) in self._parts.items():
+            mistake = find_hook_mistake(part)
+            if mistake is not None:
+                raise PluginTypeError(f"tracker {name!r} of {trackers.find(name)}: it {mistake}")
             _check_options(name, part, values)
             part.check_requirements()
         self._trackers: dict[str, BaseTracker] = {}

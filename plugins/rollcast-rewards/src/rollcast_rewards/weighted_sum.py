@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 from rollcast.contracts.reward import BaseReward, Judge, RewardResult, RewardSample, build_reward
@@ -56,6 +57,12 @@ class WeightedSum(BaseReward):
         super().bind_judge(judge)
         for _, reward in self._parts.values():
             reward.bind_judge(judge)
+
+    def close(self) -> None:
+        """Close every reward, also after one that failed; raises the first error."""
+        with ExitStack() as stack:
+            for _, reward in self._parts.values():
+                stack.callback(reward.close)
 
     def score(self, sample: RewardSample) -> RewardResult | Awaitable[RewardResult]:
         """Return the sum; an awaitable if a reward is asynchronous.

@@ -86,7 +86,7 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
 
     @pytest.fixture
     def build(self, engine_class: type[BaseEngine], folder: Path) -> Build:
-        """Return a function that builds an engine: ``build(optim=, model_type=, path=, keys=, lora_rank=)``."""
+        """Return a function that builds an engine: ``build(optim=, path=, keys=, random_init=, seed=, ...)``."""
 
         def make(
             optim: OptimConfig | None = OPTIM,
@@ -94,10 +94,12 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             path: Path = folder,
             keys: Mapping[str, Any] = self.engine_config,
             lora_rank: int = 0,
+            random_init: bool = False,
+            seed: int = 0,
         ) -> BaseEngine:
             config = engine_class.config_schema(**copy.deepcopy(dict(keys)))
-            model = ModelConfig(path=str(path), lora_rank=lora_rank)
-            setup = EngineSetup(model_type, model, config, optim, WorkerContext())
+            model = ModelConfig(path=str(path), lora_rank=lora_rank, random_init=random_init)
+            setup = EngineSetup(model_type, model, config, optim, WorkerContext(), seed)
             engine = engine_class(setup)
             engine.initialize()
             return engine
@@ -337,6 +339,18 @@ class EngineSuite(StateLaws, RankLaws, VocabularyLaws):
             engine.infer_batch(batch, ALL_ROWS, nll_loss)
             require(engine.optimizer_step()[0] == 0.0, "inference leaves no gradient behind")
         require_equal(weights(build()), before, "weights")
+
+    def test_random_initial_weights(self, build: Build) -> None:
+        """With ``model.random_init`` weights are those of the setup's seed, and none is read from the folder."""
+        stored = weights(build(optim=None))
+        first, again, other = (weights(build(optim=None, random_init=True, seed=seed)) for seed in (1, 1, 2))
+        drawn = [name for name, tensor in stored.items() if tensor.ndim > 1]
+        read = [name for name in drawn if torch.equal(first[name], stored[name])]
+        require(not read, f"with model.random_init no weight is the folder's; these are: {', '.join(read)}")
+        require(all(torch.equal(first[name], again[name]) for name in stored), "one seed gives the same random weights")
+        require(
+            not any(torch.equal(first[name], other[name]) for name in drawn), "another seed gives other random weights"
+        )
 
     def test_infers_without_an_optimizer(self, build: Build, batch: DataProto) -> None:
         expected = infer(build(), batch, ALL_ROWS)["log_probs"]

@@ -93,12 +93,14 @@ class LoopTrainer(StagedTrainer):
             self.saver.settle()
             with mark(f"step {self.step + 1}"):
                 self.train_step()
+        if self.step < self.total_steps and self.goal.reason:
+            logger.info("stopped at step %d of %d: %s", self.step, self.total_steps, self.goal.reason)
         self.saver.settle(wait=True)
         if self.task.trainer.export:
             self.export()
 
     def _is_complete(self) -> bool:
-        return self.step >= self.total_steps or self.should_stop()
+        return self.step >= self.total_steps or bool(self.goal.reason) or self.should_stop()
 
     def train_step(self) -> None:
         """Run one training step with its weight sync, and validation and checkpoint if they are due."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import field
 from typing import Annotated, Any, Literal
 
-from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, Positive, PositiveOrOff, config
+from rollcast.contracts.config import Ge, Gt, Hosts, NonNegative, OptionOf, Positive, PositiveOrOff, config
 from rollcast.contracts.engine import ModelConfig, OptimConfig
 from rollcast.errors import ConfigError
 
@@ -192,6 +192,23 @@ class CriticConfig:
 
 
 @config
+class StopAtConfig:
+    """A metric of the validation files that ends a run early."""
+
+    metric: str = "val/accuracy"
+    """Metric of the validation, sampled as `rollout.val_kwargs` says; higher is better."""
+    value: float | None = None
+    """End as soon as the metric is at least this; null to run all steps."""
+    patience: Positive | None = None
+    """End after this many validations in a row without a new highest value of the metric; null for no limit."""
+
+    @property
+    def set_key(self) -> str:
+        """Name of the key that is set, for messages; empty if neither is."""
+        return next((key for key in ("value", "patience") if getattr(self, key) is not None), "")
+
+
+@config
 class TrainerConfig:
     """Keys of every trainer."""
 
@@ -229,7 +246,7 @@ class TrainerConfig:
     """Run the training loop in the command's process; false runs it in a process on the cluster, if the runtime can
     start one. Use false for jobs submitted by `ray job submit`.
     """
-    warm_start: str | None = None
+    warm_start: Annotated[str | None, OptionOf("recipe")] = None
     """Recipe to train first, in `run_dir/warm_start`; this run starts from the model that it exports."""
     export: bool = False
     """Write the final model to `run_dir/export` as a Hugging Face folder."""
@@ -237,6 +254,8 @@ class TrainerConfig:
     """Assign rows to data-parallel ranks so that all ranks have about as many tokens; the rows of each mini-batch
     stay the same. No effect on one rank.
     """
+    stop_at: StopAtConfig = field(default_factory=StopAtConfig)
+    """Validation that ends the run before its last step."""
 
     def check(self) -> None:
         """Check that the keys fit each other.
@@ -244,6 +263,12 @@ class TrainerConfig:
         Raises:
             ConfigError: they do not; the message names the keys.
         """
+        key = self.stop_at.set_key
+        if key and self.test_freq == -1:
+            raise ConfigError(
+                f"trainer.stop_at.{key} is {getattr(self.stop_at, key):g}, but trainer.test_freq=-1 never validates; "
+                "set trainer.test_freq to the steps between two validations"
+            )
 
     def steps(self, batches_per_epoch: int) -> int:
         """Return the training steps of the run."""
@@ -284,35 +309,11 @@ class PpoTrainerConfig(TrainerConfig):
 
 
 @config
-class StopAtConfig:
-    """A validation metric that ends the run when it reaches a value."""
-
-    metric: str = "val/accuracy"
-    """Name of a validation metric, sampled with the settings of `rollout.val_kwargs`."""
-    value: float | None = None
-    """End the run as soon as the metric is at least this value; null runs all steps."""
-
-
-@config
 class SftTrainerConfig(TrainerConfig):
     """Keys of ``trainer=sft``."""
 
     name: str = "sft"
     """Registry name of the trainer."""
-    stop_at: StopAtConfig = field(default_factory=StopAtConfig)
-    """Goal that ends the run before its last step."""
-
-    def check(self) -> None:
-        """Check that the goal is measured if there is one.
-
-        Raises:
-            ConfigError: the goal is set and validation is off; the message names the keys.
-        """
-        if self.stop_at.value is not None and self.test_freq == -1:
-            raise ConfigError(
-                f"trainer.stop_at.value is {self.stop_at.value:g}, but trainer.test_freq=-1 never validates; "
-                "set trainer.test_freq to the steps between two validations"
-            )
 
 
 @config

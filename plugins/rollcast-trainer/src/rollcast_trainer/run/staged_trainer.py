@@ -16,6 +16,7 @@ from rollcast.protocol import DataProto
 from rollcast_data.loader import EpochIterator
 from rollcast_trainer.batch.sizes import ParallelSizes
 from rollcast_trainer.run.checkpoint_saver import CheckpointSaver
+from rollcast_trainer.run.goal import Goal
 from rollcast_trainer.run.prompts import Prompts
 from rollcast_trainer.run.recovery import Recovery
 from rollcast_trainer.run.replay import RolloutRecord, fingerprints
@@ -42,6 +43,7 @@ class StagedTrainer(BaseTrainer):
         places, stages: the stages of a step: name and reason of each, and the stage objects.
         step, total_steps: completed training steps, and steps of the whole run; the latter is known after
             :meth:`setup`.
+        goal: validation that ends the run early (``trainer.stop_at``).
         best_accuracy: highest ``val/accuracy`` so far, ``-inf`` before any.
         metrics, latest: metrics of the last step, and the last value of each metric of the run.
         batches, val_batches: training and validation prompts; set by :meth:`setup`.
@@ -58,6 +60,8 @@ class StagedTrainer(BaseTrainer):
     """
 
     schema: ClassVar[type[RunConfig]] = RunConfig
+    #: True if a subclass reads ``task.config.trainer_kwargs``.
+    takes_kwargs: ClassVar[bool] = False
 
     batches: EpochIterator
     val_batches: list[DataProto]
@@ -69,7 +73,14 @@ class StagedTrainer(BaseTrainer):
         self.best_accuracy = float("-inf")
         self.metrics: dict[str, float] = {}
         self.latest: dict[str, float] = {}
+        free = task.config.get("trainer_kwargs")
+        if free and not self.takes_kwargs:
+            raise ConfigError(
+                f"trainer_kwargs.{next(iter(free))} is set, but trainer={task.trainer.name} takes no free options; its "
+                "keys are those of the section trainer"
+            )
         task.trainer.check()
+        self.goal = Goal(task.trainer.stop_at)
         longest = task.data.max_prompt_length + task.data.max_response_length
         task.actor.check(longest, ParallelSizes.read(task.engine).context)
         self.run = TrainingRun(task, self)
@@ -126,6 +137,7 @@ class StagedTrainer(BaseTrainer):
         run.prompts = Prompts(self.batches)
         self.total_steps = run.total_steps = task.trainer.steps(self.batches.batches_per_epoch)
         if task.replay_of is None:
+            self.goal.check_files(task.data.val_files)
             run.scorer = task.scorer()
             self.val_batches = self.load_val_batches()
         else:
@@ -162,6 +174,7 @@ class StagedTrainer(BaseTrainer):
         """Generate and score the validation prompts, and return the metrics."""
         metrics = validate(self.run, self.val_batches, self.step)
         self.best_accuracy = max(self.best_accuracy, metrics["val/accuracy"])
+        self.goal.see(metrics)
         return metrics
 
     def export(self) -> None:
@@ -177,6 +190,7 @@ class StagedTrainer(BaseTrainer):
             "data": self.batches.state_dict(),
             "best_accuracy": self.best_accuracy if self.best_accuracy > float("-inf") else None,
             "accuracy": self.metrics.get("val/accuracy"),
+            "stop_at": self.goal.state_dict(),
             "trainer": self.state_dict(),
             "stages": {name: each for name, each in kept.items() if each},
         }
@@ -195,6 +209,8 @@ class StagedTrainer(BaseTrainer):
             if place.name in kept:
                 with _naming_state(step, f"stages.{place.name}"):
                     stage.load_state_dict(kept[place.name])
+        with _naming_state(step, "stop_at"):
+            self.goal.load_state_dict(state.get("stop_at", {}))
         with _naming_state(step, "trainer"):
             self.load_state_dict(state.get("trainer", {}))
         path = self.task.checkpoints.path(step)

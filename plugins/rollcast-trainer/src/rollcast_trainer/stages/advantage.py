@@ -8,7 +8,13 @@ from typing import ClassVar
 
 import torch
 
-from rollcast.contracts.algorithm import AdvantageEstimator, AdvantageInputs, advantages, needs_of
+from rollcast.contracts.algorithm import (
+    AdvantageEstimator,
+    AdvantageInputs,
+    advantages,
+    needs_of,
+    try_estimator,
+)
 from rollcast.contracts.engine import engines
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError
@@ -44,7 +50,8 @@ class Advantage(Stage):
     def declare(cls, run: TrainingRun) -> StageSpec:
         algorithm: AlgorithmConfig = run.section("algorithm", AlgorithmConfig)
         name = algorithm.adv_estimator
-        needs = needs_of(advantages.get(name))
+        estimator = advantages.get(name)
+        needs = needs_of(estimator)
         if needs.compares_samples and run.task.rollout.n < 2:
             raise ConfigError(
                 f"algorithm.adv_estimator={name} compares the samples of a prompt with each other, "
@@ -56,6 +63,16 @@ class Advantage(Stage):
                 raise CapabilityError(
                     f"algorithm.adv_estimator={name} needs {column}, which {section}.engine.name={engine} lacks"
                 )
+        try_estimator(
+            estimator,
+            f"algorithm.adv_estimator={name} of {advantages.find(name)}",
+            run.task.rollout.n,
+            gamma=algorithm.gamma,
+            lam=algorithm.lam,
+            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            options=algorithm.adv_kwargs,
+            whiten=not (needs.by_group and needs.whitens),
+        )
         weights = ["rollout_is_weights"] if correction_of(run).rollout_is is not None else []
         return StageSpec(
             reads=("token_level_rewards", "response_mask", "uid", *sorted(needs.columns), *weights),
