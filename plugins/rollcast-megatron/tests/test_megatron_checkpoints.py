@@ -108,7 +108,7 @@ def test_what_is_refused(two_ranks: Ranks, model_of: Callable[..., Path], tmp_pa
     assert f"lacks shards/{shard.name}" in two_ranks.run(scenarios.fail_to_load, **options)[1]["text"]
     summary = checkpoint / "engine.json"
     summary.write_text(json.dumps({"engine": "fsdp"}), encoding="utf-8")
-    assert "not of the megatron engine" in two_ranks.run(scenarios.fail_to_load, **options)[0]["text"]
+    assert "was not written by the megatron engine" in two_ranks.run(scenarios.fail_to_load, **options)[0]["text"]
 
 
 @pytest.mark.parametrize(("tied", "keys"), [(False, SP2), (True, PP2)], ids=["sp2", "pp2-tied"])

@@ -53,7 +53,11 @@ from rollcast_trainer.run.task_runner import TaskRunner
         (["trainer.resume_mode=never"], ConfigError, r"trainer.resume_mode must be one of auto, disable, got 'never'"),
         (["placement.device=tpu"], ConfigError, r"placement.device is 'tpu'"),
         (["placement.nnodes=0"], ConfigError, r"placement.nnodes must be at least 1, got 0"),
-        (["placement.mapping={critic: apart}"], ConfigError, r"placement.mapping.critic is 'apart', no pool"),
+        (
+            ["placement.mapping={critic: apart}"],
+            ConfigError,
+            r"placement.mapping.critic is 'apart', which is not a pool",
+        ),
         (
             ["placement.mapping={jury: global_pool}"],
             ConfigError,

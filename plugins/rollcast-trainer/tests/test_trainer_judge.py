@@ -124,7 +124,11 @@ def test_a_killed_judge_is_started_again(small_task: SmallTask, judged: list[str
         (["+judge.rollout.weight_sync=disk"], ConfigError, r"judge\.rollout\.weight_sync is not used"),
         (["+judge.rollout.max_batchsize=1"], ConfigError, r"judge\.rollout\.max_batchsize[\s\S]*max_batch_size"),
         (["reward.reward_manager=prime"], ConfigError, r"reward\.reward_manager=prime has to await it, as naive"),
-        (["placement.mapping={judge: benches}"], ConfigError, r"placement\.mapping\.judge is 'benches', no pool"),
+        (
+            ["placement.mapping={judge: benches}"],
+            ConfigError,
+            r"placement\.mapping\.judge is 'benches', which is not a pool",
+        ),
     ],
 )
 def test_what_no_judge_can_do_is_refused(

@@ -121,7 +121,7 @@ def test_a_stopped_run_goes_on_and_its_critic_trains_whole(small_task: SmallTask
         (
             {"lora": True, "in_process_module": True},
             {"in_process": True},
-            r"rollout 'r' takes no adapters .*this would work: .*mode=hybrid, rollout\.weight_sync=in_process",
+            r"rollout 'r' does not support adapters .*this would work: .*mode=hybrid, rollout\.weight_sync=in_process",
         ),
     ],
 )
