@@ -102,7 +102,7 @@ def test_a_run_that_does_not_fit_says_which_phase_and_what_would_help(folders: d
             ["actor.engine.tensor_model_parallel_size=4", "placement.n_gpus_per_node=4"],
             "actor.engine.tensor_model_parallel_size is 4, but the model in",
         ),
-        ("gsm8k_qwen2_5_32b_64gpu", "32B", ["actor.engine.pipeline_model_parallel_size=3"], "sizes that would fit"),
+        ("gsm8k_qwen2_5_32b_64gpu", "32B", ["actor.engine.pipeline_model_parallel_size=3"], "=3 need a multiple of "),
         ("gsm8k_qwen2_5_32b_64gpu_fsdp", "32B", ["actor.engine.fsdp_size=48"], "fsdp_size is 48"),
         ("gsm8k_qwen2_5_7b_8gpu", "7B", ["rollout.tensor_model_parallel_size=8"], "28 attention heads"),
         ("gsm8k_qwen2_5_32b_64gpu", "32B", ["rollout.gpu_memory_utilization=0.1"], "a replica's weights take 15.3 GiB"),

@@ -175,9 +175,9 @@ def test_checkpoints_of_other_kinds_are_refused(model_folder: Path, tmp_path: Pa
     engine, plain = lora.build(ALONE, model_folder), scenarios.build(ALONE, model_folder)
     engine.save_checkpoint(tmp_path / "adapter")
     plain.save_checkpoint(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=r"plain does not fit .* holds the whole model, the engine trains a LoRA"):
+    with pytest.raises(CheckpointError, match=r"plain does not fit .* contains the whole model, but the engine trains a LoRA"):
         engine.load_checkpoint(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match="holds a LoRA adapter, the engine trains the whole model"):
+    with pytest.raises(CheckpointError, match="contains a LoRA adapter, but the engine trains the whole model"):
         plain.load_checkpoint(tmp_path / "adapter")
     other = tiny_model_folder(tmp_path / "other", seed=7)
     stranger = lora.build(ALONE, other)
@@ -233,7 +233,7 @@ def test_adapters_of_other_kinds_are_refused(
     ("targets", "message"),
     [
         (["no_such"], "target_modules=.*no_such.* cannot be adapted"),
-        (["lm_head"], "chooses lm_head, the vocabulary head"),
+        (["lm_head"], "selects lm_head, the vocabulary head"),
         (["embed_tokens"], r"selects model\.embed_tokens, which is not a linear layer"),
         (3, "target_modules is 3; allowed are names"),
     ],

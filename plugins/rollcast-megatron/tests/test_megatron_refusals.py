@@ -30,7 +30,7 @@ PP2 = {"pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("keys", "ranks", "message"),
     [
-        ({"tensor_model_parallel_size": 3}, 8, r"multiple of 3 ranks, but the group has 8; .*would fit: 1x1, .*8x1"),
+        ({"tensor_model_parallel_size": 3}, 8, r"multiple of 3 ranks, but the group has 8; .*sizes that fit: 1x1, .*8x1"),
         ({**TP2, **PP2}, 2, r"multiple of 4 ranks, but the group has 2"),
         (
             {"pipeline_model_parallel_size": 0},
@@ -85,7 +85,7 @@ def test_only_its_own_config() -> None:
     [
         ({"tensor_model_parallel_size": 4}, {}, r"does not divide the model's 2 key-value heads; .*heads: 1, 2"),
         (TP2, {"intermediate_size": 45}, r"does not divide the model's 45 rows of the MLP"),
-        ({"pipeline_model_parallel_size": 3}, {}, r"does not divide the model's 4 layers; .*would fit: 1, 2, 4"),
+        ({"pipeline_model_parallel_size": 3}, {}, r"does not divide the model's 4 layers; .*sizes that fit: 1, 2, 4"),
     ],
     ids=["heads", "mlp", "layers"],
 )
