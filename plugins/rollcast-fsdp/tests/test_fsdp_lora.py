@@ -187,7 +187,7 @@ def test_checkpoints_of_other_kinds_are_refused(model_folder: Path, tmp_path: Pa
         FsdpEngine.export_checkpoint(tmp_path / "adapter", ModelConfig(str(other)), tmp_path / "hf")
     wider = lora.build(ALONE, model_folder, lora_rank=8)
     with pytest.raises(
-        CheckpointError, match=r"lora_A\.default\.weight: float32\[4, 64\] there, float32\[8, 64\] here"
+        CheckpointError, match=r"lora_A\.default\.weight: float32\[4, 64\] in the checkpoint, float32\[8, 64\] here"
     ):
         wider.load_checkpoint(tmp_path / "adapter")
 
