@@ -175,7 +175,9 @@ def test_checkpoints_of_other_kinds_are_refused(model_folder: Path, tmp_path: Pa
     engine, plain = lora.build(ALONE, model_folder), scenarios.build(ALONE, model_folder)
     engine.save_checkpoint(tmp_path / "adapter")
     plain.save_checkpoint(tmp_path / "plain")
-    with pytest.raises(CheckpointError, match=r"plain does not fit .* contains the whole model, but the engine trains a LoRA"):
+    with pytest.raises(
+        CheckpointError, match=r"plain does not fit .* contains the whole model, but the engine trains a LoRA"
+    ):
         engine.load_checkpoint(tmp_path / "plain")
     with pytest.raises(CheckpointError, match="contains a LoRA adapter, but the engine trains the whole model"):
         plain.load_checkpoint(tmp_path / "adapter")

@@ -30,7 +30,11 @@ PP2 = {"pipeline_model_parallel_size": 2}
 @pytest.mark.parametrize(
     ("keys", "ranks", "message"),
     [
-        ({"tensor_model_parallel_size": 3}, 8, r"multiple of 3 ranks, but the group has 8; .*sizes that fit: 1x1, .*8x1"),
+        (
+            {"tensor_model_parallel_size": 3},
+            8,
+            r"multiple of 3 ranks, but the group has 8; .*sizes that fit: 1x1, .*8x1",
+        ),
         ({**TP2, **PP2}, 2, r"multiple of 4 ranks, but the group has 2"),
         (
             {"pipeline_model_parallel_size": 0},

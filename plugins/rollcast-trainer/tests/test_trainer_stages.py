@@ -210,7 +210,7 @@ def test_what_a_recipe_names_has_to_exist(small_task: SmallTask, tmp_path: Path)
         places_of(small_task.ppo(tmp_path, "trainer.stages.insert=[nowhere]"))
     with pytest.raises(ConfigError, match=r"values.*no stage writes"):
         places_of(small_task.ppo(tmp_path, "algorithm=gae", "trainer.stages.remove=[values]"))
-    with pytest.raises(ConfigError, match=r"kl_in_reward.*no part"):
+    with pytest.raises(ConfigError, match=r"kl_in_reward.*does not apply"):
         places_of(small_task.ppo(tmp_path, "trainer.stages.insert=[kl_in_reward]"))
 
 
