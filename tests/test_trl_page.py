@@ -127,7 +127,7 @@ def test_the_script(rollcast: Commands) -> None:
     """GRPO with an asynchronous function and one that applies to half of the prompts, over conversations."""
     write_rows(rollcast.folder)
     (rollcast.folder / "my_rewards.py").write_text(titled_blocks(PAGE)["my_rewards.py"])
-    first, *arguments = shlex.split(titled_blocks(PAGE)["train.sh"])
+    first, *arguments = shlex.split(titled_blocks(PAGE)["train.sh"].replace("\\\n", ""))
     assert first == "rollcast"
     small = [each for each in SMALL if each.split("=")[0] not in " ".join(arguments)]
     rollcast.must_run(*arguments, *small, "runtime=local")

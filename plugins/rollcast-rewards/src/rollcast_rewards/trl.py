@@ -241,7 +241,6 @@ class TrlReward(BaseReward):
         paths = [reward_funcs] if isinstance(reward_funcs, str) else list(reward_funcs)
         if not paths:
             raise ConfigError(f"{_KEY} is empty; give at least one function as {FORM}")
-        self.max_score = float("inf")
         self._correct_from = correct_from
         found = [_find(path, f"{_KEY}[{place}]") for place, path in enumerate(paths)]
         self._paths = [each.path for each in found]
@@ -334,8 +333,8 @@ def _find(path: Any, key: str) -> UserFunction:
         return find_function(path, key)
     if Path(path).expanduser().is_dir():
         raise ConfigError(
-            f"{key}: {path} is a folder; a reward model is reward_model.enable=true reward_model.model.path={path}, "
-            "beside the functions"
+            f"{key}: {path} is a folder; a reward model is reward_model.enable=true reward_model.model.path={path} "
+            "reward_model.rule_weight=1, whose score is added to that of the functions"
         )
     plugin = rewards.get(path)
     if isinstance(plugin, type):
