@@ -165,7 +165,7 @@ def _read_jsonl(path: Path) -> list[Row]:
 
 
 def _read_json(path: Path) -> list[Row]:
-    """Read a file that is one list of objects, or has an object in each line, as those that are called .json often do."""
+    """Read a file that is one list of objects, or has an object in each line, as many files of this name do."""
     with path.open("rb") as file:
         start = next((line.lstrip()[:1] for line in file if line.strip()), b"")
     if start != b"[":
