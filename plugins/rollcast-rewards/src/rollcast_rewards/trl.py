@@ -110,7 +110,7 @@ class _Batch:
 
 
 class _Function:
-    """One of the reward functions: of a batch, as TRL's, or a reward of this framework, which gets each sample.
+    """A function of the user, called as TRL calls it.
 
     Args:
         found: function and its place.
