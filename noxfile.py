@@ -11,6 +11,7 @@ python -m nox -s lint types docs
 python -m nox -s dev                      an editable environment of all distributions, in .venv
 python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
 python -m nox -s release -- 0.2.0         the same after this version was written everywhere
+python -m nox -s changes                  the change log of the next release, from the files in changes/
 python -m nox -s config_docs              write the tables of configuration keys into the docs
 python -m nox -s index                    write the core's index of the plugins of this repository, known.json
 python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
@@ -39,7 +40,7 @@ CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "t
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = [
     *("pytest", "pytest-timeout", "pytest-xdist"),
-    *("hypothesis", "psutil", "hatchling"),
+    *("hypothesis", "psutil", "hatchling", "towncrier"),
 ]
 PYTEST = ["-m", "pytest", "-q"]
 #: Failed tests of a whole run that get a second attempt; more of them are no accident.
@@ -340,15 +341,24 @@ def install_trainer(session: nox.Session) -> Path:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's rules and format."""
+    """Ruff's rules and format; workflows, change-log fragments and the configuration of pre-commit."""
     environment(session)
-    session.install("-q", "-c", str(CPU), "ruff")
+    session.install("-q", "-c", str(CPU), "ruff", "towncrier", "packaging")
     session.run("ruff", "check", *session.posargs, ".")
     session.run("ruff", "format", "--check", ".")
     session.install("-q", "check-jsonschema>=0.33", "pre-commit>=4")
     check = ["check-jsonschema", "-q", "--builtin-schema"]
     session.run(*check, "vendor.github-workflows", *map(str, sorted(Path(".github/workflows").glob("*.yml"))))
     session.run("pre-commit", "validate-config")
+    session.run("python", ".ci/release.py", "--fragments")
+
+
+@nox.session(default=False)
+def changes(session: nox.Session) -> None:
+    """Show the change log of the next release, from the files in changes/."""
+    environment(session)
+    session.install("-q", "-c", str(CPU), "towncrier")
+    session.run("towncrier", "build", "--draft", "--version", "next")
 
 
 @nox.session
@@ -394,7 +404,7 @@ def release(session: nox.Session) -> None:
     """Write the version after `--` into every distribution and the change log, and build all of it."""
     if len(session.posargs) != 1:
         session.error("say the version: nox -s release -- 0.2.0")
-    session.install("-q", "packaging")
+    session.install("-q", "-c", str(CPU), "packaging", "towncrier")
     session.run("python", ".ci/release.py", *session.posargs)
     session.posargs.clear()
     wheels(session)

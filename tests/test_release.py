@@ -20,7 +20,8 @@ FOLDERS = [ROOT / "core", *sorted([*ROOT.glob("plugins/rollcast-*"), *ROOT.glob(
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """The files of a release in a folder of their own."""
-    for path in [SCRIPT, ROOT / "CHANGELOG.md", *(folder / "pyproject.toml" for folder in FOLDERS)]:
+    files = [SCRIPT, ROOT / "CHANGELOG.md", ROOT / "pyproject.toml", *(ROOT / "changes").iterdir()]
+    for path in [*files, *(folder / "pyproject.toml" for folder in FOLDERS)]:
         target = tmp_path / path.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, target)
@@ -41,13 +42,19 @@ def test_licence_and_version_are_those_of_the_repository(folder: Path) -> None:
 
 
 def test_a_release_writes_every_version_and_pin(copy: Path) -> None:
+    (copy / "changes" / "7.fixed.md").write_text("A mended thing.\n")
     done = release(copy, "0.2.0")
     assert done.returncode == 0, done.stderr
     for folder in FOLDERS:
         text = (copy / folder.relative_to(ROOT) / "pyproject.toml").read_text()
         assert tomllib.loads(text)["project"]["version"] == "0.2.0"
         assert not re.findall(r'"rollcast[^"]*[=~]=0\.1\.0', text)
-    assert re.search(r"^## 0\.2\.0 \(20\d\d-\d\d-\d\d\)$", (copy / "CHANGELOG.md").read_text(), re.MULTILINE)
+    log = (copy / "CHANGELOG.md").read_text()
+    assert re.search(r"^## 0\.2\.0 \(20\d\d-\d\d-\d\d\)$", log, re.MULTILINE)
+    assert "### Fixed\n\n- A mended thing. (#7)\n" in log
+    assert [path.name for path in (copy / "changes").iterdir()] == ["README.md"]
+    again = release(copy, "0.3.0")
+    assert (again.returncode, "changes/ has no fragment" in again.stderr) == (1, True)
     assert release(copy, "--tag", "v0.2.0").returncode == 0
     wrong = release(copy, "--tag", "v0.3.0")
     assert wrong.returncode == 1
@@ -61,6 +68,25 @@ def test_a_wrong_version_changes_nothing(copy: Path, version: str, message: str)
     assert done.returncode == 1
     assert message in done.stderr
     assert {path: path.read_bytes() for path in copy.rglob("*") if path.is_file()} == before
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("+x.improved.md", "Better.\n", "Invalid news fragment name: +x.improved.md"),
+        ("+x.added.txt", "New.\n", "changes/+x.added.txt is not well-formed"),
+        ("+x.added.md", "- New.\n", "changes/+x.added.md is not well-formed"),
+        ("+x.added.md", "New.\n\n## More\n", "changes/+x.added.md is not well-formed"),
+        ("+x.added.md", " \n", "changes/+x.added.md is not well-formed"),
+    ],
+)
+def test_a_fragment_that_is_not_well_formed_is_refused(copy: Path, name: str, text: str, message: str) -> None:
+    assert release(copy, "--fragments").returncode == 0
+    (copy / "changes" / name).write_text(text)
+    for arguments in (["--fragments"], ["0.2.0"]):
+        done = release(copy, *arguments)
+        assert (done.returncode, message in done.stderr) == (1, True), done.stderr
+    assert (copy / "CHANGELOG.md").read_bytes() == (ROOT / "CHANGELOG.md").read_bytes()
 
 
 def test_the_workflow_runs_every_distribution() -> None:
