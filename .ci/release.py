@@ -73,8 +73,8 @@ def check_fragments(root: Path = ROOT) -> None:
     for path in fragments(root):
         if path.suffix != ".md" or _MISPLACED.search(path.read_text("utf-8")):
             raise ValueError(
-                f"changes/{path.name} is not well-formed: its name ends with .md, and it starts with a sentence, not with "
-                "a bullet, and has no heading; see changes/README.md"
+                f"changes/{path.name} is not well-formed: its name ends with .md, and it starts with a sentence, not "
+                "with a bullet, and has no heading; see changes/README.md"
             )
 
 

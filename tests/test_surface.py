@@ -13,9 +13,7 @@ import surface
 def require_current(found: str, file: str, text: str) -> None:
     difference = list(difflib.unified_diff(text.splitlines(), found.splitlines(), file, "the code", lineterm="", n=1))
     if difference:
-        pytest.fail(
-            "\n".join([*difference[:60], f"run `{surface.COMMAND}` and add a file to changes/"]), pytrace=False
-        )
+        pytest.fail("\n".join([*difference[:60], f"run `{surface.COMMAND}` and add a file to changes/"]), pytrace=False)
 
 
 def test_signatures_are_frozen() -> None:
