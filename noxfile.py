@@ -273,8 +273,11 @@ def wheels(session: nox.Session) -> None:
     session.install("-q", "build", "hatchling", "twine", "packaging")
     if session.posargs:
         session.run("python", ".ci/release.py", *session.posargs)
-    shutil.rmtree("dist", ignore_errors=True)
-    for folder in FOLDERS:
+    sources = workspace(session) / "sources"
+    for old in (Path("dist"), sources):
+        shutil.rmtree(old, ignore_errors=True)
+    session.run("python", ".ci/package_pages.py", str(sources))
+    for folder in sorted(sources.iterdir()):
         session.run("python", "-m", "build", "-q", "--no-isolation", "--outdir", "dist", str(folder))
     session.run("twine", "check", "--strict", *map(str, sorted(Path("dist").iterdir())))
 

@@ -90,6 +90,47 @@ def test_a_fragment_that_is_not_well_formed_is_refused(copy: Path, name: str, te
     assert (copy / "CHANGELOG.md").read_bytes() == (ROOT / "CHANGELOG.md").read_bytes()
 
 
+def test_links_of_readmes_work_on_a_package_index(tmp_path: Path) -> None:
+    script = [sys.executable, str(ROOT / ".ci" / "package_pages.py")]
+    address = "https://example.org/rollcast"
+    done = subprocess.run(
+        [*script, str(tmp_path), "--repository", address], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert {folder.name for folder in tmp_path.iterdir()} == {folder.name for folder in FOLDERS}
+    links = 0
+    for folder in tmp_path.iterdir():
+        text = (folder / "README.md").read_text()
+        targets = re.findall(r"\]\(([^)]+)\)", text)
+        assert not [target for target in targets if not target.startswith(("https://", "#"))], folder.name
+        for target in targets:
+            if target.startswith(f"{address}/blob/v"):
+                _, path = target.removeprefix(f"{address}/blob/").split("#")[0].split("/", 1)
+                assert (ROOT / path).exists(), target
+                links += 1
+        urls = tomllib.loads((folder / "pyproject.toml").read_text())["project"]["urls"]
+        assert urls["Repository"] == address
+        assert (folder / "LICENSE").is_file()
+    assert links > 20
+
+
+def test_a_dead_link_of_a_readme_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(ROOT / ".ci")
+    import package_pages
+
+    monkeypatch.setattr(package_pages, "ROOT", tmp_path)
+    page = tmp_path / "README.md"
+    page.write_text("See [the guide](docs/guide.md#start) and [this](https://example.org).")
+    with pytest.raises(ValueError, match=r"README.md links to docs/guide.md, which does not exist"):
+        package_pages.link_absolutely(page, "https://example.org/blob/v1")
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "docs" / "guide.md").touch()
+    assert "[the guide](https://example.org/blob/v1/docs/guide.md#start)" in package_pages.link_absolutely(
+        page, "https://example.org/blob/v1"
+    )
+    assert package_pages.link_absolutely(page, None) == "See the guide and [this](https://example.org)."
+
+
 def nox_list(*options: str) -> list[dict[str, str]]:
     command = [sys.executable, "-m", "nox", *options, "--list", "--json"]
     return json.loads(subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout)
@@ -107,4 +148,19 @@ def test_the_workflow_runs_every_distribution() -> None:
 def test_the_workflow_runs_sessions_that_exist() -> None:
     jobs = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())["jobs"]
     named = {session for job in ("static", "whole") for session in jobs[job]["strategy"]["matrix"]["session"]}
-    assert named <= {each["name"] for each in nox_list()}
+    assert named <= {each["name"] for each in nox_list("-k", "not none")}
+
+
+def test_the_guide_says_what_each_session_does() -> None:
+    sessions = {each["name"]: each["description"] for each in nox_list("-k", "not none")}
+    rows = [f"| `{name}` | {description} |" for name, description in sessions.items()]
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    table = guide.split("| session | what it does |\n|---|---|\n")[1].split("\n\n")[0]
+    assert table.splitlines() == rows, "the table of CONTRIBUTING.md should be:\n" + "\n".join(rows)
+
+
+def test_commands_of_the_guide_name_sessions_that_exist() -> None:
+    guide = (ROOT / "CONTRIBUTING.md").read_text()
+    named = set(re.findall(r"nox -s \"?([a-z_]+)", guide))
+    assert named <= {each["name"] for each in nox_list("-k", "not none")}
+    assert "dev" in named
