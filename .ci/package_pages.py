@@ -2,9 +2,9 @@
 
 python .ci/package_pages.py FOLDER [--repository https://github.com/OWNER/NAME]
 
-A relative link of a README becomes a link to the file in the repository at the version's tag, and the repository is added
-as a project URL. Without --repository, the address is that of the workflow that runs, or of git's remote `origin`; without
-either, links become plain text.
+A relative link of a README becomes a link to the file in the repository at the version's tag, and the repository is
+added as a project URL. Without --repository, the address is that of the running workflow, or of git's remote `origin`;
+without either, links become plain text.
 """
 
 from __future__ import annotations
