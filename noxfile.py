@@ -1,7 +1,7 @@
-"""Every task that a person runs; `python -m nox -l` lists them, and CONTRIBUTING.md says when to use which.
+"""Development tasks: `python -m nox -l` lists them, and CONTRIBUTING.md has a table of them.
 
-Each session but `dev` and `coverage` builds the wheels and installs those, never the source tree. The sessions come
-first; below them stands how their environments are made.
+Every session but `dev` and `coverage` installs wheels built from the source tree. The sessions come first, then the
+functions that run tests and make environments.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
-#: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
+#: Pinned versions: for a machine without a GPU, and the same with the trackers' libraries.
 CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = [
@@ -32,9 +32,9 @@ TEST_TOOLS = [
 #: Tools that the tests of the repository itself use, in tests/.
 REPOSITORY_TOOLS = ["nox", "towncrier"]
 PYTEST = ["-m", "pytest", "-q"]
-#: Failed tests of a whole run that get a second attempt; more of them are no accident.
+#: Maximum number of failed tests that run a second time; more failures are not accidental.
 RETRIED = 10
-#: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
+#: Libraries of extras that a distribution's tests use; tests that need other extras are skipped.
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
@@ -45,21 +45,21 @@ TEST_LIBRARIES = {
 #: What an editable installation of every distribution needs beside their requirements.
 EDITABLE_TOOLS = [*TEST_TOOLS, *REPOSITORY_TOOLS, "editables", *chain.from_iterable(TEST_LIBRARIES.values())]
 QUICKSTART = "rollcast-quickstart"
-#: Distributions whose engine has pins of its own.
+#: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
-#: Wheels by the checksum of their sources.
+#: Built wheels, by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"
-#: The environment of the trainer whose replicas run in an engine's environment; the same for each engine.
+#: Environment of the trainer whose replicas run in an engine's environment; shared by all engines.
 TRAINER = ROOT / ".nox" / "trainer"
-#: Of tests/benchmarks, those that need no other project.
+#: Benchmarks in tests/benchmarks that need no other project.
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
     *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export", "mapping_search"),
 )
-#: Benchmarks that run only where they are named, since each takes more than ten minutes.
+#: Benchmarks that run only if they are named, because each takes more than ten minutes.
 LONG_BENCHMARKS = ("quickstart_seeds",)
-#: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
+#: Requirements of verl's controller and algorithms; its other requirements are for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
     "orjson",
@@ -82,16 +82,16 @@ DISTRIBUTIONS = {str(project(folder)["name"]): folder for folder in FOLDERS}
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """Train the quick start's model into runs/quickstart; overrides such as `trainer.seed=3` go after `--`."""
+    """Train the quick start's model into runs/quickstart; put overrides such as `trainer.seed=3` after `--`."""
     install(session, requirements(QUICKSTART))
     session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")
 def dev(session: nox.Session) -> None:
-    """Install every distribution, editable, with the tools of a contributor into .venv, or the folder after `--`.
+    """Create an editable environment of all distributions with development tools in .venv, or the folder after `--`.
 
-    `--gpu` leaves the versions of torch and the rest to pip.
+    With `--gpu`, pip chooses the versions of torch and all other packages.
     """
     folder = Path(next((each for each in session.posargs if not each.startswith("-")), ".venv"))
     pins = [] if "--gpu" in session.posargs else ["-c", str(CPU)]
@@ -106,7 +106,7 @@ def dev(session: nox.Session) -> None:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Check code, workflows, change-log fragments and the configuration of pre-commit."""
+    """Check the code with ruff, the workflows, the change-log fragments and the configuration of pre-commit."""
     environment(session)
     tools = ["ruff", "zizmor", "towncrier", "packaging", "check-jsonschema>=0.33", "pre-commit>=4"]
     session.install("-q", "-c", str(CPU), *tools)
@@ -123,7 +123,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Check the types of every distribution's source, with mypy in strict mode."""
+    """Check the types of every distribution with mypy."""
     install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
@@ -143,7 +143,7 @@ def docs(session: nox.Session) -> None:
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Run every distribution's tests and those in tests/ on wheels; a path or `-k` after `--` narrows them."""
+    """Run all tests on installed wheels; put a path or `-k` after `--` to select some."""
     libraries = chain.from_iterable(TEST_LIBRARIES.values())
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *REPOSITORY_TOOLS, *libraries)
     session.env["OMP_NUM_THREADS"] = "1"
@@ -153,7 +153,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
 def plugin(session: nox.Session, name: str) -> None:
-    """Run one distribution's own tests with nothing installed but what it and they require."""
+    """Run one distribution's tests with only its requirements and those of its tests installed."""
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
@@ -161,12 +161,12 @@ def plugin(session: nox.Session, name: str) -> None:
 
 @nox.session(default=False)
 def coverage(session: nox.Session) -> None:
-    """Measure which source lines the tests run, and write the table of docs/coverage.md."""
+    """Measure which source lines the tests run, and write the table in docs/coverage.md."""
     environment(session)
     pip = ["-q", "-c", str(CPU)]
     session.install(*pip, *EDITABLE_TOOLS, "coverage")
     session.install(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
-    # Every Python of the environment runs a .pth file at its start; coverage.py's own comes first in the alphabet.
+    # Every Python process of the environment runs its .pth files in alphabetical order, coverage.py's own before this.
     packages = next(Path(session.virtualenv.location).glob("lib/python*/site-packages"))
     start = f"import sys; sys.path.append({str(ROOT / '.ci')!r}); import coverage_saver\n"
     (packages / "rollcast_coverage.pth").write_text(start)
@@ -182,24 +182,24 @@ def coverage(session: nox.Session) -> None:
 
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
-    """Run rollcast-vllm's tests on vLLM for CPU, in an environment with vLLM's own pins."""
+    """Run rollcast-vllm's tests with vLLM and its pins, on a machine without a GPU."""
     engine_tests(session, "rollcast-vllm")
 
 
 @nox.session
 def tests_sglang(session: nox.Session) -> None:
-    """Run rollcast-sglang's tests on SGLang for CPU, in an environment with SGLang's own pins."""
+    """Run rollcast-sglang's tests with SGLang and its pins, on a machine without a GPU."""
     engine_tests(session, "rollcast-sglang")
 
 
 @nox.session
 def tests_environments(session: nox.Session) -> None:
-    """Run rollcast-agents' tests of games and task sources with textarena, gem-llm and reasoning-gym."""
+    """Run rollcast-agents' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
     name = "rollcast-agents"
     extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
     libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
-    # It requires an antlr that hydra excludes, and older versions of what the extras name.
+    # gem-llm requires an antlr that hydra excludes, and older versions of the extras' packages.
     session.install("-q", "--no-deps", "gem-llm==0.1.0")
     session.env["OMP_NUM_THREADS"] = "1"
     files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
@@ -219,7 +219,7 @@ def tests_verifiers(session: nox.Session) -> None:
 
 @nox.session
 def tests_trackers(session: nox.Session) -> None:
-    """Run rollcast-trackers' tests with every library that the trackers write to."""
+    """Run rollcast-trackers' tests with all tracker libraries."""
     name = "rollcast-trackers"
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
@@ -228,7 +228,7 @@ def tests_trackers(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """Run the tests that need a CUDA device, with the machine's own torch instead of the CPU pins."""
+    """Run the tests that need a CUDA device, with the versions that pip chooses."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
     session.run("python", *PYTEST, "-m", "gpu", *session.posargs)
 
@@ -238,13 +238,13 @@ def gpu(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def config_docs(session: nox.Session) -> None:
-    """Write the tables of configuration keys into the docs, from the schemas."""
+    """Write the tables of configuration keys in the docs from the schemas."""
     session.run("python", ".ci/config_tables.py", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")
 def index(session: nox.Session) -> None:
-    """Write the index of plugins that the core reads for its hints, known.json."""
+    """Write known.json, the core's index of the plugins in this repository."""
     session.run("python", ".ci/index.py")
 
 
@@ -284,7 +284,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Write the version after `--` into every distribution, collect the change log and build as `wheels` does."""
+    """Write the version after `--` into every distribution, collect the change log, and build as `wheels` does."""
     if len(session.posargs) != 1:
         session.error("say the version: nox -s release -- 0.2.0")
     session.install("-q", "-c", str(CPU), "packaging", "towncrier")
@@ -310,7 +310,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def bench_peers(session: nox.Session) -> None:
-    """Run the benchmarks against TRL and verl; `-- trl`, `verl` or `verl_algorithms` runs one."""
+    """Run the benchmarks against TRL and, in a separate environment, verl, or those named after `--`."""
     names = chosen(session, "verl", "verl_algorithms", "trl")
     install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
     if peers := [name for name in names if name.startswith("verl")]:
@@ -327,7 +327,7 @@ def bench_peers(session: nox.Session) -> None:
 
 
 def chosen(session: nox.Session, *names: str) -> list[str]:
-    """Those of the benchmarks that are named after `--`; all by default."""
+    """Return the benchmarks named after `--`, by default all."""
     unknown = set(session.posargs) - set(names)
     if unknown:
         session.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names)}")
@@ -338,10 +338,10 @@ def chosen(session: nox.Session, *names: str) -> list[str]:
 
 
 def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
-    """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
+    """Run pytest with the options ``spread``; run failed tests a second time, alone and in a new process.
 
-    Both attempts are printed: a test that passes only at its second depends on time, load or another test. What the
-    user wrote after ``--`` replaces ``spread`` and runs once.
+    Both attempts are printed: a test that passes only the second time depends on time, load or another test.
+    Arguments after ``--`` replace ``spread``, and the tests then run once.
     """
     if session.posargs:
         session.run(python, *PYTEST, *folders, *session.posargs, external=True)
@@ -361,14 +361,14 @@ def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), p
 
 
 def in_processes() -> list[str]:
-    """Return pytest's options for several processes: a third of the time they wait for others that they started."""
+    """Return pytest's options for 1.5 processes per core, since tests often wait for their own child processes."""
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     count = max(1, min(3 * (os.cpu_count() or 1) // 2, gigabytes // 5))
     return ["-n", str(count), "--dist", "loadfile", "--no-loadscope-reorder"]
 
 
 def engine_tests(session: nox.Session, name: str) -> None:
-    """A distribution's tests with its engine, installed as its requirements files say."""
+    """Run a distribution's tests with its engine, installed from its requirements files."""
     folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
@@ -383,7 +383,7 @@ def engine_tests(session: nox.Session, name: str) -> None:
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
-    """A trainer in an environment of its own, with replicas in the session's."""
+    """Run the tests of a trainer in one environment with replicas in the session's environment."""
     trainer = install_trainer(session)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
@@ -391,7 +391,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
 
 
 def install_trainer(session: nox.Session) -> Path:
-    """Return the Python of the trainer's environment, with the plugins of every engine and none of the engines."""
+    """Return the Python of the trainer's environment, which has every engine's plugin and no engine."""
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
@@ -412,7 +412,7 @@ def install_trainer(session: nox.Session) -> Path:
 
 
 def requirements(name: str) -> set[str]:
-    """A distribution with the first-party ones that it needs."""
+    """Return a distribution and the distributions of this repository that it requires, directly or indirectly."""
     found, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
@@ -427,29 +427,29 @@ def requirements(name: str) -> set[str]:
 
 
 def test_requirements(name: str) -> set[str]:
-    """What a distribution's tests need beside it: the group `test` of its pyproject.toml."""
+    """Return the distributions of this repository that a distribution's tests require: its dependency group `test`."""
     groups = tomllib.loads((DISTRIBUTIONS[name] / "pyproject.toml").read_text()).get("dependency-groups", {})
     return set().union(*(requirements(other) for other in groups.get("test", ())))
 
 
 def workspace(session: nox.Session) -> Path:
-    """Return a folder of the session's own.
+    """Return a folder for the session's files.
 
-    Not nox's: that would become TMPDIR, and Ray's workers refuse to start with their files inside a
-    virtual environment.
+    nox's own temporary folder would become TMPDIR, and Ray's workers do not start with their files inside a virtual
+    environment.
     """
     return Path(session.virtualenv.location) / "rollcast"
 
 
 def environment(session: nox.Session) -> None:
-    """Hide the caller's Python from the session's processes, and give them caches of their own."""
+    """Hide the caller's Python packages and caches from the session's processes."""
     session.env["PYTHONPATH"] = ""
     session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
 
 def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
-    """Install the wheels of ``names`` with their dependencies and the tools, unless the session has just these."""
+    """Install the wheels of ``names``, their dependencies and the tools, unless the session has exactly these."""
     environment(session)
     pinned = ["-c", str(pins)] if pins else []
     marker = workspace(session) / "installed"
@@ -464,19 +464,19 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     wheels.mkdir(parents=True)
     built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
     session.install("-q", *pinned, *map(str, built), *tools)
-    # A wheel of the same version would otherwise be taken for the one that is there.
+    # pip would otherwise keep an installed wheel of the same version.
     session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
     marker.write_text(wanted)
 
 
 def what_is_installed(names: set[str], tools: Iterable[str], pins: Path | None) -> str:
-    """Return what an environment's marker says: the pins, the tools, and each distribution's checksum."""
+    """Return the content of an environment's marker: the pins, the tools, and each distribution's checksum."""
     fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
     return "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
 
 
 def pins_without(session: nox.Session, *names: str) -> Path:
-    """Return a copy of the CPU pins that leaves the versions of these packages to pip."""
+    """Return a copy of the CPU pins without these packages, whose versions pip then chooses."""
     kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
     pins = workspace(session) / "constraints.txt"
     pins.parent.mkdir(parents=True, exist_ok=True)
@@ -485,7 +485,7 @@ def pins_without(session: nox.Session, *names: str) -> Path:
 
 
 def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
-    """Return the wheels of ``names``; a wheel is built once, for all sessions and runs, until its sources change."""
+    """Return the wheels of ``names``. A wheel is built once for all sessions, and again if its sources change."""
     wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
     with locked(WHEELS):
         missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
@@ -503,7 +503,7 @@ def build_wheels(session: nox.Session, names: set[str], python: str = "python") 
 
 
 def digest(folder: Path) -> str:
-    """Return a checksum of what a distribution's wheel is built from."""
+    """Return a checksum of the files that a distribution's wheel is built from."""
     found = hashlib.sha256()
     files = [
         *(folder / name for name in ("pyproject.toml", "README.md", "LICENSE")),
@@ -517,7 +517,7 @@ def digest(folder: Path) -> str:
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Keep other processes of nox from writing to ``place`` meanwhile."""
+    """Lock ``place`` against other nox processes."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f"{place.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
