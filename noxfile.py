@@ -1,19 +1,19 @@
-"""Every task that a person runs. Each session builds the wheels and installs those, never the source tree.
+"""Development tasks. Sessions that run code install wheels built from the source tree, except `dev`.
 
-python -m nox -s quickstart               the main job, into runs/quickstart; overrides go after `--`
-python -m nox -s tests                    every test; a path or -k after `--` narrows it
-python -m nox -s "plugin(fsdp)"           one distribution's tests, with only what it needs installed
-python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on them, in environments of their own
-python -m nox -s tests_trackers           the trackers' tests with every library that they write to
-python -m nox -s tests_environments       rollcast-agents' tests with textarena, gem-llm and reasoning-gym
-python -m nox -s tests_verifiers          the same for verifiers' tasksets; installing verifiers takes four minutes
-python -m nox -s lint types docs
-python -m nox -s dev                      an editable environment of all distributions, in .venv
-python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
-python -m nox -s release -- 0.2.0         the same after this version was written everywhere
+python -m nox -s quickstart               train the quick start into runs/quickstart; put overrides after `--`
+python -m nox -s tests                    run all tests; put a path or -k after `--` to select some
+python -m nox -s "plugin(fsdp)"           run one distribution's tests with only its requirements installed
+python -m nox -s tests_vllm tests_sglang  run these plugins' tests with their engines, in separate environments
+python -m nox -s tests_trackers           run the trackers' tests with all tracker libraries
+python -m nox -s tests_environments       run rollcast-agents' tests with textarena, gem-llm and reasoning-gym
+python -m nox -s tests_verifiers          run its tests of verifiers' tasksets; installing verifiers takes four minutes
+python -m nox -s lint types docs          run ruff and mypy, and build the documentation
+python -m nox -s dev                      create an editable environment of all distributions in .venv
+python -m nox -s wheels                   build wheels and source distributions into dist/ and check their metadata
+python -m nox -s release -- 0.2.0         write this version everywhere, then build as `wheels` does
 python -m nox -s config_docs              write the tables of configuration keys into the docs
-python -m nox -s index                    write the core's index of the plugins of this repository, known.json
-python -m nox -s bench bench_peers        all benchmarks but the long ones; the names of some after `--`
+python -m nox -s index                    write known.json, the core's index of the plugins in this repository
+python -m nox -s bench bench_peers        run all benchmarks except the long ones; put names after `--` to select some
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from nox.command import CommandFailed
 from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parent
-#: Versions to install: of everything on a machine without a GPU; and where the trackers' libraries are too.
+#: Pinned versions: for a machine without a GPU, and the same with the trackers' libraries.
 CPU, TRACKERS = (ROOT / ".ci" / f"constraints-{name}.txt" for name in ("cpu", "trackers"))
 FOLDERS = [ROOT / "core", *sorted(ROOT.glob("plugins/rollcast-*")), *sorted(ROOT.glob("contrib/rollcast-*"))]
 TEST_TOOLS = [
@@ -42,9 +42,9 @@ TEST_TOOLS = [
     *("hypothesis", "psutil", "hatchling"),
 ]
 PYTEST = ["-m", "pytest", "-q"]
-#: Failed tests of a whole run that get a second attempt; more of them are no accident.
+#: Maximum number of failed tests that run a second time; more failures are not accidental.
 RETRIED = 10
-#: Libraries behind extras that a distribution's tests use; tests of others are skipped without theirs.
+#: Libraries of extras that a distribution's tests use; tests that need other extras are skipped.
 TEST_LIBRARIES = {
     "rollcast-agents": ["httpx", "mcp>=2,<3", "openai", "renderers"],
     "rollcast-automap": ["aiconfigurator-core>=0.12,<0.13"],
@@ -53,21 +53,21 @@ TEST_LIBRARIES = {
     "rollcast-trackers": ["tensorboard"],
 }
 QUICKSTART = "rollcast-quickstart"
-#: Distributions whose engine has pins of its own.
+#: Distributions whose engine has its own pins.
 ENGINES = ("rollcast-vllm", "rollcast-sglang")
-#: Wheels by the checksum of their sources.
+#: Built wheels, by the checksum of their sources.
 WHEELS = ROOT / ".nox" / "wheels"
-#: The environment of the trainer whose replicas run in an engine's environment; the same for each engine.
+#: Environment of the trainer whose replicas run in an engine's environment; shared by all engines.
 TRAINER = ROOT / ".nox" / "trainer"
-#: Of tests/benchmarks, those that need no other project.
+#: Benchmarks in tests/benchmarks that need no other project.
 BENCHMARKS = (
     *("controller", "plain_loop", "rewards", "algorithms", "resume"),
     *("weight_sync", "replica_kill"),
     *("fsdp_step", "megatron_step", "packing", "logprob_memory", "export", "mapping_search"),
 )
-#: Benchmarks that run only where they are named, since each takes more than ten minutes.
+#: Benchmarks that run only if they are named, because each takes more than ten minutes.
 LONG_BENCHMARKS = ("quickstart_seeds",)
-#: What verl's controller and its algorithms import; the rest of what verl requires is for its trainers.
+#: Requirements of verl's controller and algorithms; its other requirements are for its trainers.
 VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
     "orjson",
@@ -86,7 +86,7 @@ DISTRIBUTIONS = {str(project(folder)["name"]): folder for folder in FOLDERS}
 
 
 def requirements(name: str) -> set[str]:
-    """A distribution with the first-party ones that it needs."""
+    """Return a distribution and the distributions of this repository that it requires, directly or indirectly."""
     found, waiting = set(), [name]
     while waiting:
         current = waiting.pop()
@@ -101,29 +101,29 @@ def requirements(name: str) -> set[str]:
 
 
 def test_requirements(name: str) -> set[str]:
-    """What a distribution's tests need beside it: the group `test` of its pyproject.toml."""
+    """Return the distributions of this repository that a distribution's tests require: its dependency group `test`."""
     groups = tomllib.loads((DISTRIBUTIONS[name] / "pyproject.toml").read_text()).get("dependency-groups", {})
     return set().union(*(requirements(other) for other in groups.get("test", ())))
 
 
 def workspace(session: nox.Session) -> Path:
-    """Return a folder of the session's own.
+    """Return a folder for the session's files.
 
-    Not nox's: that would become TMPDIR, and Ray's workers refuse to start with their files inside a
-    virtual environment.
+    nox's own temporary folder would become TMPDIR, and Ray's workers do not start with their files inside a virtual
+    environment.
     """
     return Path(session.virtualenv.location) / "rollcast"
 
 
 def environment(session: nox.Session) -> None:
-    """Hide the caller's Python from the session's processes, and give them caches of their own."""
+    """Hide the caller's Python packages and caches from the session's processes."""
     session.env["PYTHONPATH"] = ""
     session.env["XDG_CACHE_HOME"] = str(workspace(session) / "cache")
     session.env["PIP_DISABLE_PIP_VERSION_CHECK"] = "1"
 
 
 def digest(folder: Path) -> str:
-    """Return a checksum of what a distribution's wheel is built from."""
+    """Return a checksum of the files that a distribution's wheel is built from."""
     found = hashlib.sha256()
     files = [
         *(folder / name for name in ("pyproject.toml", "README.md", "LICENSE")),
@@ -137,7 +137,7 @@ def digest(folder: Path) -> str:
 
 @contextmanager
 def locked(place: Path) -> Iterator[None]:
-    """Keep other processes of nox from writing to ``place`` meanwhile."""
+    """Lock ``place`` against other nox processes."""
     place.parent.mkdir(parents=True, exist_ok=True)
     with place.with_name(f"{place.name}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -145,7 +145,7 @@ def locked(place: Path) -> Iterator[None]:
 
 
 def build_wheels(session: nox.Session, names: set[str], python: str = "python") -> list[Path]:
-    """Return the wheels of ``names``; a wheel is built once, for all sessions and runs, until its sources change."""
+    """Return the wheels of ``names``. A wheel is built once for all sessions, and again if its sources change."""
     wanted = {name: WHEELS / digest(DISTRIBUTIONS[name]) for name in sorted(names)}
     with locked(WHEELS):
         missing = [name for name, place in wanted.items() if not list(place.glob("*.whl"))]
@@ -163,13 +163,13 @@ def build_wheels(session: nox.Session, names: set[str], python: str = "python") 
 
 
 def what_is_installed(names: set[str], tools: Iterable[str], pins: Path | None) -> str:
-    """Return what an environment's marker says: the pins, the tools, and each distribution's checksum."""
+    """Return the content of an environment's marker: the pins, the tools, and each distribution's checksum."""
     fixed = hashlib.sha256(pins.read_bytes()).hexdigest() if pins else ""
     return "\n".join([fixed, *sorted(tools), *(f"{name} {digest(DISTRIBUTIONS[name])}" for name in sorted(names))])
 
 
 def install(session: nox.Session, names: set[str], *tools: str, pins: Path | None = CPU) -> None:
-    """Install the wheels of ``names`` with their dependencies and the tools, unless the session has just these."""
+    """Install the wheels of ``names``, their dependencies and the tools, unless the session has exactly these."""
     environment(session)
     pinned = ["-c", str(pins)] if pins else []
     marker = workspace(session) / "installed"
@@ -184,13 +184,13 @@ def install(session: nox.Session, names: set[str], *tools: str, pins: Path | Non
     wheels.mkdir(parents=True)
     built = [shutil.copy(wheel, wheels) for wheel in build_wheels(session, names)]
     session.install("-q", *pinned, *map(str, built), *tools)
-    # A wheel of the same version would otherwise be taken for the one that is there.
+    # pip would otherwise keep an installed wheel of the same version.
     session.install("-q", "--no-deps", "--force-reinstall", *map(str, built))
     marker.write_text(wanted)
 
 
 def pins_without(session: nox.Session, *names: str) -> Path:
-    """Return a copy of the CPU pins that leaves the versions of these packages to pip."""
+    """Return a copy of the CPU pins without these packages, whose versions pip then chooses."""
     kept = [line for line in CPU.read_text().splitlines() if line.partition("==")[0] not in names]
     pins = workspace(session) / "constraints.txt"
     pins.parent.mkdir(parents=True, exist_ok=True)
@@ -199,10 +199,10 @@ def pins_without(session: nox.Session, *names: str) -> Path:
 
 
 def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), python: str = "python") -> None:
-    """Run pytest, with the options ``spread`` over processes; try the failed tests again, alone and in a new process.
+    """Run pytest with the options ``spread``; run failed tests a second time, alone and in a new process.
 
-    Both attempts are printed: a test that passes only at its second depends on time, load or another test. What the
-    user wrote after ``--`` replaces ``spread`` and runs once.
+    Both attempts are printed: a test that passes only the second time depends on time, load or another test.
+    Arguments after ``--`` replace ``spread``, and the tests then run once.
     """
     if session.posargs:
         session.run(python, *PYTEST, *folders, *session.posargs, external=True)
@@ -223,20 +223,20 @@ def run_tests(session: nox.Session, *folders: str, spread: Iterable[str] = (), p
 
 @nox.session
 def quickstart(session: nox.Session) -> None:
-    """Train the quick start's model; `-- trainer.seed=3` and the like are passed on."""
+    """Train the quick start's model; put overrides such as trainer.seed=3 after `--`."""
     install(session, requirements(QUICKSTART))
     session.run("rollcast", "train", "recipe=quickstart", "trainer.resume_mode=disable", *session.posargs)
 
 
 def count_processes() -> int:
-    """Return how many processes run tests: a third of the time they wait for others that they started."""
+    """Return the number of test processes: 1.5 per core, since tests often wait for their own child processes."""
     gigabytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") >> 30
     return max(1, min(3 * (os.cpu_count() or 1) // 2, gigabytes // 5))
 
 
 @nox.session
 def tests(session: nox.Session) -> None:
-    """Every distribution's tests and those that cross them, on installed wheels."""
+    """Run all tests on installed wheels."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, spread=["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"])
@@ -245,7 +245,7 @@ def tests(session: nox.Session) -> None:
 @nox.session
 @nox.parametrize("name", [nox.param(name, id=name.partition("-")[2] or "core") for name in DISTRIBUTIONS])
 def plugin(session: nox.Session, name: str) -> None:
-    """One distribution's own tests, with nothing installed but what it and they require."""
+    """Run one distribution's tests with only its requirements and those of its tests installed."""
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *TEST_LIBRARIES.get(name, []))
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, str(DISTRIBUTIONS[name] / "tests"))
@@ -253,24 +253,24 @@ def plugin(session: nox.Session, name: str) -> None:
 
 @nox.session
 def tests_vllm(session: nox.Session) -> None:
-    """rollcast-vllm's tests on vLLM itself, which has pins of its own; for a machine without a GPU."""
+    """Run rollcast-vllm's tests with vLLM and its pins, on a machine without a GPU."""
     engine_tests(session, "rollcast-vllm")
 
 
 @nox.session
 def tests_sglang(session: nox.Session) -> None:
-    """rollcast-sglang's tests on SGLang itself, which has pins of its own; for a machine without a GPU."""
+    """Run rollcast-sglang's tests with SGLang and its pins, on a machine without a GPU."""
     engine_tests(session, "rollcast-sglang")
 
 
 @nox.session
 def tests_environments(session: nox.Session) -> None:
-    """rollcast-agents' tests with textarena, gem-llm and reasoning-gym, a part of which needs a C compiler."""
+    """Run rollcast-agents' tests with textarena, gem-llm and reasoning-gym; building them needs a C compiler."""
     name = "rollcast-agents"
     extras = project(DISTRIBUTIONS[name])["optional-dependencies"]
     libraries = [*extras["textarena"], *extras["reasoning-gym"], *TEST_LIBRARIES[name], "msgspec"]
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
-    # It requires an antlr that hydra excludes, and older versions of what the extras name.
+    # gem-llm requires an antlr that hydra excludes, and older versions of the extras' packages.
     session.install("-q", "--no-deps", "gem-llm==0.1.0")
     session.env["OMP_NUM_THREADS"] = "1"
     files = [DISTRIBUTIONS[name] / "tests" / f"test_{part}.py" for part in ("games", "sources", "commands")]
@@ -279,7 +279,7 @@ def tests_environments(session: nox.Session) -> None:
 
 @nox.session
 def tests_verifiers(session: nox.Session) -> None:
-    """rollcast-agents' tests of verifiers' tasksets, with verifiers, which pins older versions of mcp and openai."""
+    """Run rollcast-agents' tests of verifiers' tasksets; verifiers pins older versions of mcp and openai."""
     name = "rollcast-agents"
     pins = pins_without(session, "mcp", "mcp-types", "openai")
     libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verifiers"]
@@ -290,7 +290,7 @@ def tests_verifiers(session: nox.Session) -> None:
 
 @nox.session
 def tests_trackers(session: nox.Session) -> None:
-    """rollcast-trackers' tests with every library that it writes to."""
+    """Run rollcast-trackers' tests with all tracker libraries."""
     name = "rollcast-trackers"
     libraries = chain.from_iterable(project(DISTRIBUTIONS[name])["optional-dependencies"].values())
     install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries, pins=TRACKERS)
@@ -298,7 +298,7 @@ def tests_trackers(session: nox.Session) -> None:
 
 
 def engine_tests(session: nox.Session, name: str) -> None:
-    """A distribution's tests with its engine, installed as its requirements files say."""
+    """Run a distribution's tests with its engine, installed from its requirements files."""
     folder = DISTRIBUTIONS[name]
     environment(session)
     session.install("-q", "-r", str(folder / "requirements-cpu.txt"))
@@ -313,7 +313,7 @@ def engine_tests(session: nox.Session, name: str) -> None:
 
 
 def train_elsewhere(session: nox.Session, name: str) -> None:
-    """A trainer in an environment of its own, with replicas in the session's."""
+    """Run the tests of a trainer in one environment with replicas in the session's environment."""
     trainer = install_trainer(session)
     session.env["ROLLCAST_ROLLOUT"] = name.removeprefix("rollcast-")
     session.env["ROLLCAST_REPLICA_PYTHON"] = str(Path(session.virtualenv.location) / "bin" / "python")
@@ -321,7 +321,7 @@ def train_elsewhere(session: nox.Session, name: str) -> None:
 
 
 def install_trainer(session: nox.Session) -> Path:
-    """Return the Python of the trainer's environment, with the plugins of every engine and none of the engines."""
+    """Return the Python of the trainer's environment, which has every engine's plugin and no engine."""
     python = TRAINER / "bin" / "python"
     marker = TRAINER / "installed"
     names = requirements(QUICKSTART) | set(ENGINES)
@@ -340,7 +340,7 @@ def install_trainer(session: nox.Session) -> Path:
 
 @nox.session
 def lint(session: nox.Session) -> None:
-    """Ruff's rules and format."""
+    """Check the code with ruff, and the workflows against their schema."""
     environment(session)
     session.install("-q", "-c", str(CPU), "ruff")
     session.run("ruff", "check", *session.posargs, ".")
@@ -353,7 +353,7 @@ def lint(session: nox.Session) -> None:
 
 @nox.session
 def types(session: nox.Session) -> None:
-    """Mypy, strict, over every distribution's source."""
+    """Check the types of every distribution with mypy."""
     install(session, set(DISTRIBUTIONS), "mypy", *TEST_TOOLS)
     sources = [folder / "src" for folder in FOLDERS]
     session.env["MYPYPATH"] = os.pathsep.join(map(str, sources))
@@ -362,9 +362,9 @@ def types(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def dev(session: nox.Session) -> None:
-    """Install every distribution, editable, with the tools of a contributor into .venv, or the folder after `--`.
+    """Create an editable environment of all distributions with development tools in .venv, or the folder after `--`.
 
-    `--gpu` leaves the versions of torch and the rest to pip.
+    With `--gpu`, pip chooses the versions of torch and all other packages.
     """
     folder = Path(next((each for each in session.posargs if not each.startswith("-")), ".venv"))
     pins = [] if "--gpu" in session.posargs else ["-c", str(CPU)]
@@ -391,7 +391,7 @@ def wheels(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def release(session: nox.Session) -> None:
-    """Write the version after `--` into every distribution and the change log, and build all of it."""
+    """Write the version after `--` into every distribution and the change log, and build the distributions."""
     if len(session.posargs) != 1:
         session.error("say the version: nox -s release -- 0.2.0")
     session.install("-q", "packaging")
@@ -402,13 +402,13 @@ def release(session: nox.Session) -> None:
 
 @nox.session(default=False, venv_backend="none")
 def config_docs(session: nox.Session) -> None:
-    """Write the tables of configuration keys into the docs, from the schemas."""
+    """Write the tables of configuration keys in the docs from the schemas."""
     session.run("python", ".ci/config_tables.py", *session.posargs)
 
 
 @nox.session(default=False, venv_backend="none")
 def index(session: nox.Session) -> None:
-    """Write the index of plugins and their distributions that the core reads for its hints."""
+    """Write the index of plugins and distributions that the core reads for its hints."""
     session.run("python", ".ci/index.py")
 
 
@@ -421,7 +421,7 @@ def surface(session: nox.Session) -> None:
 
 @nox.session
 def bench(session: nox.Session) -> None:
-    """The controller and the quick start's step against what the machine can do; the rest."""
+    """Run the benchmarks, or those named after `--`."""
     install(
         session,
         requirements(QUICKSTART) | requirements("rollcast-megatron") | requirements("rollcast-testing"),
@@ -433,7 +433,7 @@ def bench(session: nox.Session) -> None:
 
 @nox.session
 def bench_peers(session: nox.Session) -> None:
-    """The quick start's step against TRL; controller and algorithms against verl, in an environment of its own."""
+    """Run the benchmarks against TRL and, in a separate environment, verl."""
     names = chosen(session, "verl", "verl_algorithms", "trl")
     install(session, requirements(QUICKSTART), *(["trl==1.16.*"] if "trl" in names else []))
     if peers := [name for name in names if name.startswith("verl")]:
@@ -450,7 +450,7 @@ def bench_peers(session: nox.Session) -> None:
 
 
 def chosen(session: nox.Session, *names: str) -> list[str]:
-    """Those of the benchmarks that are named after `--`; all by default."""
+    """Return the benchmarks named after `--`, by default all."""
     unknown = set(session.posargs) - set(names)
     if unknown:
         session.error(f"no benchmark {', '.join(sorted(unknown))}; there are {', '.join(names)}")
@@ -467,6 +467,6 @@ def docs(session: nox.Session) -> None:
 
 @nox.session(default=False)
 def gpu(session: nox.Session) -> None:
-    """The tests that need a CUDA device, with the machine's own torch (no CPU pins)."""
+    """Run the tests that need a CUDA device, with the versions that pip chooses."""
     install(session, set(DISTRIBUTIONS), *TEST_TOOLS, pins=None)
     session.run("python", *PYTEST, "-m", "gpu", *session.posargs)
