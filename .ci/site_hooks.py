@@ -52,16 +52,16 @@ def rewrite_links(text: str, source: str, root: Path) -> str:
         root: Folder of the repository.
     """
     pages = find_pages(root)
-    here = os.path.dirname(pages[source])
+    here = Path(pages[source]).parent
     pages["README.md"] = "index.md"
 
     def replace(link: re.Match[str]) -> str:
         words, file, anchor = link[1], link[2], link[3] or ""
-        target = os.path.normpath(os.path.join(os.path.dirname(source), file))
+        target = os.path.normpath(Path(source).parent / file)
         page = pages.get(target) or (target.removeprefix("docs/") if target.startswith("docs/") else None)
         if page is None:
             return words if (root / target).exists() else f"[{words}](missing/{target})"
-        return f"[{words}]({os.path.relpath(page, here or '.')}{anchor})"
+        return f"[{words}]({os.path.relpath(page, here)}{anchor})"
 
     parts, end = [], 0
     for code in _FENCED.finditer(text):
