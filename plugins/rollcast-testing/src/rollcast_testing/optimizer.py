@@ -121,12 +121,12 @@ class OptimizerSuite:
                 [(each - goal).square().sum() for each, goal in zip(parameters, goals, strict=True)]
             ).sum()
 
-        first = float(distance())
+        first = float(distance().detach())
         for _ in range(100):
             optimizer.zero_grad()
             distance().backward()
             optimizer.step()
-        last = float(distance())
+        last = float(distance().detach())
         require(last < first, f"100 steps on a square decrease it; it was {first:.4g} and is {last:.4g}")
 
     def test_the_learning_rate_of_the_groups_counts(self, factory: OptimizerFactory) -> None:
@@ -139,7 +139,9 @@ class OptimizerSuite:
                 group["lr"] = factor * optim.lr
             before = _copies(parameters)
             _step(optimizer, parameters, 0)
-            moved.append(sum(float((each - old).abs().sum()) for each, old in zip(parameters, before, strict=True)))
+            moved.append(
+                sum(float((each.detach() - old).abs().sum()) for each, old in zip(parameters, before, strict=True))
+            )
         require(moved[0] == 0.0, "with the rate 0 a step moves nothing")
         require(0.0 < moved[2] < moved[1], f"half the rate moves less: {moved[2]:.4g} and {moved[1]:.4g}")
 

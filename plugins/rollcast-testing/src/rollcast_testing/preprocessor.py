@@ -13,6 +13,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -34,8 +35,8 @@ class PreprocessorSuite:
 
     #: Name of the preprocessor in ``rollcast.preprocessors``.
     name: ClassVar[str] = ""
-    #: Columns that each row of each file has to have.
-    columns: ClassVar[Sequence[str]] = ("prompt", "ground_truth")
+    #: Pattern of a file's name → columns that each of its rows has to have.
+    columns: ClassVar[Mapping[str, Sequence[str]]] = {"*": ("prompt",)}
     #: True if another seed gives other files.
     uses_seed: ClassVar[bool] = False
 
@@ -85,8 +86,9 @@ class PreprocessorSuite:
     ) -> None:
         report = self.run(preprocessor_class, source, tmp_path / "out")
         for name in report.rows:
+            columns = [each for pattern, some in self.columns.items() if fnmatch(name, pattern) for each in some]
             for number, row in enumerate(read_files([tmp_path / "out" / name])):
-                missing = [column for column in self.columns if row.values.get(column) is None]
+                missing = [column for column in columns if row.values.get(column) is None]
                 require(not missing, f"row {number} of {name} has the columns {missing}")
 
     def test_rows_survive_json(

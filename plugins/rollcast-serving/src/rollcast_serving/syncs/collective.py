@@ -200,7 +200,7 @@ class _Sender(Transport):
 
     def break_off(self) -> None:
         """Leave the group in the middle of a broadcast; members that wait for this one notice that it is gone."""
-        # Members that wait for the next bucket are told. A traceback may keep this object, and with it the store, alive.
+        # Members that wait for the next bucket are told, because a traceback may keep this object and its store alive.
         for number in (self._sent, self._sent + 1):
             self._store.set(f"{self._number}/bucket/{number}", json.dumps({"broken": True}))
         group, work = self._group, self._work
