@@ -12,9 +12,8 @@ from string import Template
 from typing import Any
 
 from rollcast_report.charts import ChartSpec, format_number, render_chart
-from rollcast_report.conversations import render_trajectories
+from rollcast_report.explorer import render_explorer
 from rollcast_report.run_data import RunData
-from rollcast_report.samples import render_samples
 from rollcast_report.timeline import render_timeline
 
 __all__ = ["fill_page", "render_page"]
@@ -253,20 +252,19 @@ def _details(run: RunData) -> str:
 
 def render_page(run: RunData) -> str:
     """Return the whole report as one HTML page, which needs no other file and no network."""
-    trajectories = render_trajectories(run)
+    explorer = render_explorer(run)
     sections = [
         _header(run),
         _charts(run),
         _recoveries(run) + _phases(run) + render_timeline(run.timeline),
-        render_samples(run),
-        trajectories,
+        explorer,
         _details(run),
     ]
     return fill_page(
         f"{run.name} · rollcast",
         sections,
         "Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
-        script=_asset("trajectories.js") if trajectories else "",
+        script=_asset("explorer.js") if explorer else "",
     )
 
 

@@ -14,6 +14,7 @@ from rollcast.contracts.files import replace_file
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import DataError
+from rollcast_report.archive import PageLimits
 from rollcast_report.page import render_page
 from rollcast_report.run_data import STATUS_FILE, Status, read_run, read_status, write_status
 
@@ -23,7 +24,9 @@ REPORT_FILE = "report.html"
 _MAX_MESSAGE = 2000
 
 
-def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -> Path:
+def write_report(
+    run_dir: Path | str, config: Mapping[str, Any] | None = None, limits: PageLimits | None = None
+) -> Path:
     """Write the report of a run from the files in its directory.
 
     The run may be finished, still running, or killed at any moment.
@@ -31,6 +34,7 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
     Args:
         run_dir: directory of the run.
         config: config to show if the directory has no config.yaml.
+        limits: limits for samples and trajectories.
 
     Returns:
         Path of the report.
@@ -43,7 +47,7 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a run directory: there is no such folder")
     path = run_dir / REPORT_FILE
-    replace_file(path, render_page(read_run(run_dir, config)))
+    replace_file(path, render_page(read_run(run_dir, config, limits=limits)))
     return path
 
 
@@ -121,7 +125,9 @@ class ReportTracker(BaseTracker):
 
     def _write(self) -> None:
         self._write_status()
-        write_report(self.run_dir, self.config)
+        # While the run goes on it waits for the page, so that one is smaller.
+        limits = PageLimits.live() if self._status.state == "running" else PageLimits()
+        write_report(self.run_dir, self.config, limits)
 
     def _write_status(self) -> None:
         self._status.elapsed_s = self._elapsed_before + time.monotonic() - self._started

@@ -100,38 +100,4 @@
     }
     choose(Number(steps.value), false);
   }
-
-  // Long texts: clipped, with a button.
-  const clip = () => {
-    for (const text of document.querySelectorAll(".clip:not(.done)")) {
-      if (text.clientHeight === 0) continue;
-      text.classList.add("done");
-      if (text.scrollHeight <= text.clientHeight + 4) continue;
-      const button = document.createElement("button");
-      button.className = "more";
-      button.textContent = "Show all";
-      button.setAttribute("aria-expanded", "false");
-      text.classList.add("long");
-      button.addEventListener("click", () => {
-        const open = text.classList.toggle("open");
-        button.textContent = open ? "Show less" : "Show all";
-        button.setAttribute("aria-expanded", String(open));
-      });
-      text.after(button);
-    }
-  };
-  clip();
-
-  // Filters of the sample table.
-  const buttons = [...document.querySelectorAll(".filters button")];
-  for (const button of buttons) {
-    button.addEventListener("click", () => {
-      for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
-      const kind = button.dataset.kind;
-      for (const row of document.querySelectorAll("tr[data-kind]")) {
-        row.hidden = kind !== "all" && row.dataset.kind !== kind;
-      }
-      clip();
-    });
-  }
 })();
