@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from rollcast.cli.terminal import interrupted
-from rollcast.contracts.command import ConfigDir, Overrides, Traceback, hide_library_bars
+from rollcast.contracts.command import ConfigDir, Overrides, Traceback, hide_library_bars, record_command
 from rollcast.contracts.files import find_newest_checkpoint
 from rollcast.errors import ResourceError, RollcastError, WorkerError
 
@@ -31,6 +31,8 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
     trainer = trainers.get(composed.config.trainer.name)
     run_dir = Path(composed.config.run_dir)
     hide_library_bars()
+    folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    record_command(["train", *folder, *(overrides or ())])
     try:
         result = trainer.launch(composed.config)
     except BaseException as error:

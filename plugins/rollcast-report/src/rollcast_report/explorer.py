@@ -1,4 +1,4 @@
-"""The explorer of samples and trajectories: its data, and the frame that ``assets/explorer.js`` fills in the browser."""
+"""The explorer of samples and trajectories: its data, and the frame that ``explorer.js`` fills in the browser."""
 
 from __future__ import annotations
 

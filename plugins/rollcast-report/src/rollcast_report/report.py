@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.command import read_command
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
@@ -61,7 +62,10 @@ class ReportTracker(BaseTracker):
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
         super().__init__(run_dir, config, start_step)
-        self._status = Status(state="running", host=socket.gethostname(), pid=os.getpid())
+        command, folder = read_command()
+        self._status = Status(
+            state="running", host=socket.gethostname(), pid=os.getpid(), command=command, folder=folder
+        )
         self._elapsed_before = 0.0
         self._started = time.monotonic()
         for name in (STATUS_FILE, REPORT_FILE):

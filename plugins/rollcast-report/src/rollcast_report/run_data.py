@@ -42,6 +42,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "int | None": (int, type(None)),
     "dict[str, float]": (dict,),
+    "list[str]": (list,),
 }
 RECOVERIES_FILE = "recoveries.jsonl"
 
@@ -68,6 +69,8 @@ class Status:
         total_steps: number of planned steps.
         elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
         host, pid: process that wrote the status.
+        command: arguments after ``rollcast`` of the command that started this part of the run; empty if unknown.
+        folder: folder in which that command was started.
     """
 
     state: str = "unknown"
@@ -79,6 +82,8 @@ class Status:
     elapsed_s: float = 0.0
     host: str = ""
     pid: int = 0
+    command: list[str] = field(default_factory=list)
+    folder: str = ""
 
 
 @dataclass
