@@ -18,6 +18,7 @@ import pytest
 from packed_page import PackedPage
 
 from rollcast.contracts import hooks as hookspecs
+from rollcast.contracts.command import record_command
 from rollcast.errors import DataError
 from rollcast_report.archive import PageLimits
 from rollcast_report.charts import ChartSpec, format_number, render_chart, smooth, thin
@@ -309,3 +310,12 @@ def test_recoveries_are_a_table(tmp_path: Path) -> None:
     page = _page(tmp_path / "report.html")
     assert "Recoveries" in page.text and f"rank 1 died {_EVIL}" in page.text
     assert "recoveries.jsonl: 1 unreadable (line 2)" in page.text
+
+
+def test_the_status_tells_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCAST_COMMAND", "")
+    monkeypatch.chdir(tmp_path)
+    record_command(["train", "recipe=x"])
+    _drive(tmp_path, steps=1)
+    status = read_run(tmp_path).status
+    assert (status.command, status.folder) == (["train", "recipe=x"], str(tmp_path))

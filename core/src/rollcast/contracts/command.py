@@ -15,8 +15,8 @@ import typer
 
 if TYPE_CHECKING:
     from rich.console import Console
-    from rich.progress import TaskID
     from rich.progress import Progress as RichProgress
+    from rich.progress import TaskID
     from rich.text import Text
 
 __all__ = [
@@ -94,7 +94,7 @@ _COMMAND = "ROLLCAST_COMMAND"
 
 def record_command(arguments: Sequence[str]) -> None:
     """Remember the arguments after ``rollcast`` and the current folder, for this process and those that it starts."""
-    os.environ[_COMMAND] = json.dumps({"arguments": list(arguments), "folder": os.getcwd()})
+    os.environ[_COMMAND] = json.dumps({"arguments": list(arguments), "folder": str(Path.cwd())})
 
 
 def read_command() -> tuple[list[str], str]:

@@ -1,9 +1,11 @@
-"""``rollcast runs``, which lists, compares, diffs and reports run directories."""
+"""``rollcast runs``, which lists, compares, diffs, reports and resumes run directories."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -13,6 +15,7 @@ import typer
 from rollcast.contracts.command import build_console, print_lines
 from rollcast.contracts.config import flatten
 from rollcast.errors import DataError
+from rollcast_report.resume import check_resumable, python_command, resume_arguments, resume_command
 
 if TYPE_CHECKING:
     from rollcast_report.run_data import RunData
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["find_runs", "runs_app", "summarize"]
 
 runs_app = typer.Typer(
-    help="List, compare, diff and report run directories.",
+    help="List, compare, diff, report and resume run directories.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -70,6 +73,7 @@ def summarize(run: RunData, path: Path) -> dict[str, Any]:
         "accuracy": accuracy[-1] if accuracy else None,
         "best_accuracy": max(accuracy, default=None),
         "recoveries": len(run.recoveries),
+        "resume": resume_command(run.status) if run.status.state in ("interrupted", "failed") else None,
     }
 
 
@@ -88,6 +92,8 @@ def list_runs(
         print_lines(f"there is no run in {folder}")
     else:
         _print_table(["run", "state", "step", "time", "reward", "accuracy", "best"], map(_list_row, found))
+        stopped = [each for each in found if each["resume"]]
+        print_lines(*(f"rollcast runs resume {each['run']}   # {each['state']}" for each in stopped))
 
 
 @runs_app.command()
@@ -133,6 +139,26 @@ def report(run: Run) -> None:
     from rollcast_report.report import write_report
 
     print_lines(str(write_report(_existing(run))))
+
+
+@runs_app.command()
+def resume(
+    run: Run,
+    execute: Annotated[bool, typer.Option("--execute", help="Run the command instead of printing it.")] = False,
+) -> None:
+    """Print the command that resumes a run which was interrupted or failed, with its overrides as recorded."""
+    status = _read(_existing(run)).status
+    check_resumable(run, status, status.state)
+    if not execute:
+        print_lines(str(resume_command(status)))
+        return
+    command = python_command(resume_arguments(status))
+    if status.folder:
+        if not Path(status.folder).is_dir():
+            raise DataError(f"the run was started in {status.folder}, which is gone; make it, or start it elsewhere")
+        os.chdir(status.folder)
+    sys.stdout.flush()
+    os.execv(command[0], command)  # this process becomes the run, so that signals and exit codes are its own
 
 
 def _existing(path: Path) -> Path:

@@ -29,6 +29,7 @@ __all__ = [
     "RunData",
     "Series",
     "Status",
+    "is_alive",
     "read_run",
     "read_status",
     "write_status",
@@ -157,7 +158,7 @@ def _require_types(path: Path, status: Status) -> None:
         raise DataError(f"{path}: elapsed_s is {status.elapsed_s}")
 
 
-def _is_alive(status: Status) -> bool:
+def is_alive(status: Status) -> bool:
     """Return True if the process that wrote a ``running`` status may still live."""
     if status.host != socket.gethostname():
         return False
@@ -197,7 +198,7 @@ def read_run(
     except DataError as error:  # curves are shown without a status too
         status = Status()
         notes.append(str(error))
-    if status.state == "running" and not _is_alive(status):
+    if status.state == "running" and not is_alive(status):
         status.state = "interrupted"
     run = RunData(name=status.run_name or run_dir.resolve().name, status=status, notes=notes)
     readers: dict[str, Callable[[], None]] = {
