@@ -130,3 +130,65 @@ def test_controls_have_names(page: Page) -> None:
         and not node.get("name", {}).get("value")
     ]
     assert unnamed == []
+
+
+# -- the timeline and the curves --------------------------------------------------------------
+
+
+@pytest.fixture
+def timeline(tab: Page, tmp_path: Path) -> Page:
+    line = {"began": 0.0, "seconds": 2.0, "stages": {"generate": [[0, 1]], "update_actor": [[1, 2]]}}
+    line["pools"] = {"pool": {"busy_s": 1.0, "calls": {"update_actor": [[1.0, 2.0]]}}}
+    lines = [json.dumps({"step": step, **line}) for step in range(1, 26)]
+    (tmp_path / "timeline.jsonl").write_text("\n".join(lines) + "\n")
+    metrics = [{"step": step, "reward/mean": 0.5, "reward/mean/low": 0.4, "reward/mean/high": 0.6} for step in (1, 2)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in metrics))
+    tab.open(write_report(tmp_path))
+    tab.wait("document.getElementById('timeline-shown')")
+    return tab
+
+
+_LANES = "document.querySelector('.lanes:not([hidden])')"
+_SHOWN = "document.getElementById('timeline-shown').textContent"
+
+
+def test_the_timeline_is_zoomed_and_moved_with_keys(timeline: Page) -> None:
+    steps = f"[...{_LANES}.querySelectorAll('.start')].filter((each) => each.getAttribute('visibility') !== 'hidden')"
+    steps += ".map((each) => each.textContent).join(' ')"
+    timeline.run(f"{_LANES}.querySelector('svg').focus()")
+    assert timeline.run(steps) == "21 22 23 24 25" and timeline.run(_SHOWN) == ""
+    timeline.press("PageUp")
+    assert timeline.run("document.getElementById('timeline-steps').value") == "1"
+    assert timeline.run(steps) == "11 12 13 14 15 16 17 18 19 20"
+    timeline.press("+")
+    timeline.press("+")
+    assert timeline.run(_SHOWN) == "7.50 s to 12.5 s of 20.0 s" and timeline.run(steps) == "15 16 17"
+    timeline.press("ArrowRight")
+    assert timeline.run(_SHOWN) == "8.75 s to 13.8 s of 20.0 s"
+    timeline.press("End")
+    assert timeline.run(_SHOWN) == "15.0 s to 20.0 s of 20.0 s" and timeline.run(steps) == "19 20"
+    timeline.press("0")
+    assert timeline.run(_SHOWN) == "" and timeline.run("document.activeElement.tagName") == "svg"
+    timeline.press("Home")
+    assert timeline.run("document.getElementById('timeline-steps').value") == "0"
+
+
+def test_the_timeline_is_zoomed_with_buttons(timeline: Page) -> None:
+    assert timeline.run("document.querySelector('[data-zoom=\"0.5\"]').disabled")
+    timeline.run("document.querySelector('[data-zoom=\"2\"]').click()")
+    box = timeline.run(f"{_LANES}.querySelector('.plot').getAttribute('viewBox')").split()
+    assert float(box[2]) == 468 and timeline.run(_SHOWN) == "2.50 s to 7.50 s of 10.0 s"
+    timeline.run("document.querySelector('[data-zoom=\"0\"]').click()")
+    assert timeline.run(_SHOWN) == ""
+
+
+def test_a_curve_tells_its_values_with_the_arrow_keys(timeline: Page) -> None:
+    timeline.run("document.querySelector('.chart svg').focus()")
+    timeline.press("ArrowLeft")
+    assert timeline.run("document.querySelector('.chart .tip').textContent") == "step 2 · 0.5 (0.4 to 0.6)"
+
+
+def test_there_is_no_motion_for_who_wants_none(timeline: Page) -> None:
+    timeline.emulate(1280, 800, prefers_reduced_motion="reduce")
+    moving = "[...document.querySelectorAll('*')].some((each) => getComputedStyle(each).transitionDuration !== '0s'"
+    assert not timeline.run(f"{moving} || getComputedStyle(each).animationName !== 'none')")

@@ -124,7 +124,7 @@ def test_resume_prints_the_recorded_command(tmp_path: Path) -> None:
 
 def test_resume_executes_the_command_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[tuple[str, list[str], str]] = []
-    monkeypatch.setattr(os, "execv", lambda program, argv: calls.append((program, argv, os.getcwd())))
+    monkeypatch.setattr(os, "execv", lambda program, argv: calls.append((program, argv, str(Path.cwd()))))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "home").mkdir()
     call("resume", interrupted(tmp_path / "b", folder=str(tmp_path / "home")), "--execute")

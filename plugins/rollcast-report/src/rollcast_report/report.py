@@ -26,7 +26,10 @@ _MAX_MESSAGE = 2000
 
 
 def write_report(
-    run_dir: Path | str, config: Mapping[str, Any] | None = None, limits: PageLimits | None = None
+    run_dir: Path | str,
+    config: Mapping[str, Any] | None = None,
+    limits: PageLimits | None = None,
+    output: Path | None = None,
 ) -> Path:
     """Write the report of a run from the files in its directory.
 
@@ -36,6 +39,7 @@ def write_report(
         run_dir: directory of the run.
         config: config to show if the directory has no config.yaml.
         limits: limits for samples and trajectories.
+        output: file to write; ``report.html`` in the directory by default.
 
     Returns:
         Path of the report.
@@ -47,7 +51,7 @@ def write_report(
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a run directory: there is no such folder")
-    path = run_dir / REPORT_FILE
+    path = output or run_dir / REPORT_FILE
     replace_file(path, render_page(read_run(run_dir, config, limits=limits)))
     return path
 

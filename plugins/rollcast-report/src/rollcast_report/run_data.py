@@ -29,6 +29,7 @@ __all__ = [
     "RunData",
     "Series",
     "Status",
+    "hide_secrets",
     "is_alive",
     "read_run",
     "read_status",
@@ -273,5 +274,9 @@ def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
         text = path.read_text("utf-8", "replace")
     else:
         text = json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
-    # People send reports to others; keys and passwords must not be in them.
+    return hide_secrets(text)
+
+
+def hide_secrets(text: str) -> str:
+    """Return config text without keys and passwords, because people send reports to others."""
     return _SECRET.sub(r"\g<key> (hidden)", text)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -41,7 +42,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
         return ""
     if len(values) > width:
         edges = [place * len(values) // width for place in range(width + 1)]
-        values = [sum(values[start:end]) / (end - start) for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        values = [sum(values[start:end]) / (end - start) for start, end in itertools.pairwise(edges)]
     low, high = min(values), max(values)
     if high - low <= 1e-12 * max(abs(low), abs(high)):
         return _BLOCKS[3] * len(values)
