@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollcast.contracts.command import Traceback, hide_library_bars, print_lines
+from rollcast.contracts.command import Traceback, hide_library_bars, print_lines, show_progress
 from rollcast.contracts.files import find_newest_checkpoint
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def export(
     model = build_section(ModelConfig, settings.model, "model", {"model": str(file)})
     model = replace(model, path=_find_model(model.path, str(settings.get("run_dir", "")), run_dir))
     hide_library_bars()
-    engine_class.export_checkpoint(checkpoint / "actor", model, output)
+    with show_progress(f"exporting {checkpoint.name}"):
+        engine_class.export_checkpoint(checkpoint / "actor", model, output)
     print_lines(f"exported {checkpoint} to {output}")
 
 

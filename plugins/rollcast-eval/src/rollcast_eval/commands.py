@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, build_console, hide_library_bars, print_lines
+from rollcast.contracts.command import ConfigDir, build_console, hide_library_bars, print_lines, show_progress
 
 if TYPE_CHECKING:
     from rollcast_eval.job import SampleJob
@@ -94,15 +94,11 @@ def _build(
 
 @contextmanager
 def _progress(job: SampleJob) -> Iterator[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     total, done = len(job.dataset), len(job.file.rows)
     if done:
         logger.info("%s has the samples of %d of %d prompts already", job.file.path, done, total)
-    columns = (TextColumn("prompts"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=build_console(stderr=True), transient=True) as bar:
-        task = bar.add_task("prompts", total=total, completed=done)
-        yield lambda done, of: bar.update(task, completed=done, total=of)
+    with show_progress("prompts", total, done) as line:
+        yield line.update
 
 
 def _table(metrics: Mapping[str, float]) -> Any:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Self, cast
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import WorkerGroup, build_section, start_groups
+from rollcast.contracts.command import show_progress
 from rollcast.contracts.device import hide_accelerators
 from rollcast.contracts.engine import BaseEngine, engines
 from rollcast.contracts.hooks import build_hook_manager
@@ -225,7 +226,8 @@ class TaskRunner:
             ResourceError: the machines lack the resources that the run asks for.
         """
         if self._runtime is None:
-            self._runtime = self._build_runtime()
+            with show_progress(f"starting the runtime {self._name_of('runtime')}"):
+                self._runtime = self._build_runtime()
         self.pools.check(self._runtime.nodes())
         if self.trainer.warm_start is not None:
             # Recording applies to the run itself, not to its warm start.
@@ -414,14 +416,22 @@ class TaskRunner:
         if self._runtime is None:
             raise RuntimeError("TaskRunner.start has to be called first, inside the context")
         chosen = dict(workers)
-        fresh = self._restart_groups(chosen) if self.groups else None
-        if fresh is None:
-            fresh = self._start_groups(self._runtime, chosen)
+        with show_progress("starting workers"):
+            fresh = self._restart_groups(chosen) if self.groups else None
+            if fresh is None:
+                fresh = self._start_groups(self._runtime, chosen)
         self._with_model -= fresh
-        for role, worker in chosen.items():
-            if role not in self._with_model and hasattr(worker.cls, "init_model"):
+        waiting = [
+            role
+            for role, worker in chosen.items()
+            if role not in self._with_model and hasattr(worker.cls, "init_model")
+        ]
+        with show_progress("loading models", len(waiting)) as line:
+            for role in waiting:
+                line.update(note=role)
                 self.groups[role].init_model()
                 self._with_model.add(role)
+                line.advance()
         return dict(self.groups)
 
     def _start_groups(self, runtime: Runtime, chosen: dict[str, ClassWithInitArgs[Any]]) -> set[str]:
