@@ -181,9 +181,10 @@ def _joined(entries: Sequence[_Entry]) -> dict[str, Any]:
             else:
                 meta[name] = value
     if metrics:
-        meta["metrics"] = {name: [found[name] for found in metrics if name in found] for name in dict.fromkeys(
-            name for found in metrics for name in found
-        )}
+        meta["metrics"] = {
+            name: [found[name] for found in metrics if name in found]
+            for name in dict.fromkeys(name for found in metrics for name in found)
+        }
     return meta
 
 

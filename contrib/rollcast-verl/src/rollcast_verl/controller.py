@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
 
-import ray
 from ray import cloudpickle
 from verl.plugin.platform import get_platform
 from verl.protocol import DataProtoFuture
@@ -460,7 +459,9 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
             group = self._attach(ray_cls_with_init, worker_names or (), worker_handles or (), timeout)
         else:
             if use_gpu is not None and use_gpu != resource_pool.use_gpu:
-                raise ResourceError(f"use_gpu is {use_gpu}, but the pool {resource_pool.name_prefix!r} has it otherwise")
+                raise ResourceError(
+                    f"use_gpu is {use_gpu}, but the pool {resource_pool.name_prefix!r} has it otherwise"
+                )
             group = self._launch(resource_pool, ray_cls_with_init, bin_pack, detached, worker_env or {}, timeout)
         self._lease = _Lease()
         if resource_pool is not None and not detached:
@@ -603,7 +604,7 @@ class RayWorkerGroup(WorkerGroup):  # type: ignore[misc]
         return method.collect(self, outputs[0] if method.rank_zero else outputs)
 
     def _spread(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[RankCall]:
-        """Return the call of each rank: its item of lists with an item for each rank, if all arguments are such lists."""
+        """Return the call of each rank; arguments that are all lists with an item for each rank are split."""
         values = [*args, *kwargs.values()]
         if not all(isinstance(value, list) and len(value) == self.world_size for value in values):
             return [RankCall(tuple(args), kwargs)] * self.world_size

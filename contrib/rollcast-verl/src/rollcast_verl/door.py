@@ -129,9 +129,7 @@ def attribute_of(path: str) -> str:
     return f"verl:{path}" if path.startswith("_") or hasattr(WorkerGroup, path) else path
 
 
-def door_class(
-    name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]
-) -> type[Door]:
+def door_class(name: str, methods: Mapping[str, tuple[Callable[..., Any], DispatchMode | None, bool]]) -> type[Door]:
     """Return the class that hosts a worker of verl.
 
     Args:

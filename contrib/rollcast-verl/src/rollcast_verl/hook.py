@@ -1,7 +1,7 @@
 """The import hook: ``import rollcast_verl.hook`` puts verl's worker groups on rollcast.
 
-Import this module before ``verl.single_controller``. Afterwards ``verl.single_controller.ray`` has the worker groups and
-resource pools of :mod:`rollcast_verl.controller`. verl's declarations (``Worker``, ``register``, ``Dispatch``,
+Import this module before ``verl.single_controller``. Afterwards ``verl.single_controller.ray`` has the worker groups
+and resource pools of :mod:`rollcast_verl.controller`. verl's declarations (``Worker``, ``register``, ``Dispatch``,
 ``Execute`` and the dispatch functions) stay verl's own classes; rollcast reads them. Workers install the hook by
 themselves.
 
