@@ -139,7 +139,9 @@ def _components(inputs: AdvantageInputs, mask: Tensor) -> dict[str, Any]:
     if not names:
         return {}
     parts = {name.removeprefix(REWARD_COMPONENT): inputs.columns[name].cpu().numpy() for name in names}
-    batch = {"prompts": mask.new_zeros(len(mask), 1), "attention_mask": torch.nn.functional.pad(mask, (1, 0), value=1)}
+    # verl places a component at the last token that is there, which here is the last one of the policy.
+    there = mask.long().flip(-1).cummax(-1).values.flip(-1)
+    batch = {"prompts": there.new_zeros(len(mask), 1), "attention_mask": torch.nn.functional.pad(there, (1, 0), value=1)}
     return {"non_tensor_batch": parts, "batch": batch}
 
 
@@ -150,7 +152,8 @@ def policy_loss(name: str) -> PolicyLoss:
     """Return a policy loss that calls verl's loss ``name``; verl is imported at the first call.
 
     verl's losses return one number; rollcast aggregates losses per token over the whole mini-batch. The adapter takes
-    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's.
+    the losses per token that verl's function passes to ``agg_loss``, so ``actor.loss_agg_mode`` is rollcast's. A function
+    that does not call ``agg_loss`` (``geo_mean``) returns a mean over the micro-batch, which each of its tokens gets.
     Metrics are numbers for a micro-batch; their names lose the prefix ``actor/``.
     """
 
@@ -169,7 +172,7 @@ def _lose(name: str, inputs: PolicyLossInputs) -> PolicyLossOutput:
     function = _registered("POLICY_LOSS_REGISTRY", name, plugin)
     mask = inputs.response_mask.to(inputs.log_probs.dtype)
     with _caught(function) as caught:
-        _, metrics = function(
+        value, metrics = function(
             old_log_prob=inputs.old_log_probs,
             log_prob=inputs.log_probs,
             advantages=inputs.advantages,
@@ -178,16 +181,16 @@ def _lose(name: str, inputs: PolicyLossInputs) -> PolicyLossOutput:
             config=_actor_config(name, inputs),
             rollout_is_weights=inputs.columns.get("rollout_is_weights"),
         )
-    if len(caught) != 1:
+    if len(caught) > 1:
         raise PluginTypeError(
-            f"{plugin} called verl's agg_loss {len(caught)} times; it has to pass its losses per token to it once, so "
-            "that they can be aggregated over the mini-batch"
+            f"{plugin} called verl's agg_loss {len(caught)} times; with one call, its losses per token can be "
+            "aggregated over the mini-batch"
         )
-    losses, chosen = caught[0]
-    numbers = {key.removeprefix("actor/"): float(value) for key, value in metrics.items()}
+    losses, chosen = caught[0] if caught else (value.expand(mask.shape), mask)
+    numbers = {key.removeprefix("actor/"): float(number) for key, number in metrics.items()}
     return PolicyLossOutput(
         torch.where(chosen != 0, losses, torch.zeros((), device=losses.device)),
-        {key: torch.full_like(mask, value) for key, value in numbers.items()},
+        {key: torch.full_like(mask, number) for key, number in numbers.items()},
     )
 
 
