@@ -20,7 +20,7 @@ __all__ = ["Line", "Translation", "load", "translate"]
 
 State = Literal["same", "translated", "not set", "no counterpart", "unknown"]
 #: Options that a run of verl always means; a key of the file may choose another.
-_BASE = {"trainer": "ppo", "data": "prompts"}
+_BASE = {"trainer": "ppo", "data": "prompts", "data.ground_truth_key": "reward_model.ground_truth"}
 #: Groups whose options have to come before keys, in this order.
 _GROUPS = ("trainer", "engine", "rollout", "data", "algorithm", "reward")
 #: Strings that need no quotes in an override.
