@@ -139,6 +139,7 @@ class StagedTrainer(BaseTrainer):
         if task.replay_of is None:
             self.goal.check_files(task.data.val_files)
             run.scorer = task.scorer()
+            run.scorer.follow(lambda: (self.step, self.total_steps))
             self.val_batches = self.load_val_batches()
         else:
             self.val_batches = []  # validation would need to generate
