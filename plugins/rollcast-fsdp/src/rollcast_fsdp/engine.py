@@ -117,9 +117,12 @@ class FsdpEngine(TorchEngine):
         plan.fill(self.device)
         self.module, self.adapter = module.eval(), plan.adapter
         with naming_keys(self.setup.section):
+            kernel = None
             if self.config.use_remove_padding:
-                use_packed_attention(transformer(self.module), self.setup.model.attn_implementation)
-            self.forward = TokenForward(self.module, self.config, self.sharding)
+                dtype = DTYPES[self.config.param_dtype or self.config.model_dtype]
+                attention = self.setup.model.attn_implementation
+                kernel = use_packed_attention(transformer(self.module), attention, self.device, dtype)
+            self.forward = TokenForward(self.module, self.config, self.sharding, kernel)
         self.passes = Passes(self.forward, self.config, self.sharding, self.device)
         if self.setup.optim is not None:
             self.optimizer = build_optimizer(self.module.parameters(), self.setup.optim)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from rollcast_engine.batching import MicroBatch
+    from rollcast_fsdp.varlen import VarlenKernel
 
 __all__ = ["Pack", "pack_rows"]
 
@@ -42,12 +43,13 @@ class Pack:
     targets: Tensor
 
 
-def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
+def pack_rows(micro: MicroBatch, group: Any = None, kernel: VarlenKernel | None = None) -> Pack:
     """Pack a micro-batch without padding and without each row's last token, which predicts nothing.
 
     Args:
         micro: micro-batch in which every token under the response mask has a token before it.
         group: ranks that take equal parts of the tokens; None for a single rank.
+        kernel: kernel of attention; None for SDPA.
     """
     inputs = micro.model_inputs
     present = inputs["attention_mask"] > 0
@@ -73,7 +75,7 @@ def pack_rows(micro: MicroBatch, group: Any = None) -> Pack:
     return Pack(
         input_ids=ids[start : start + size].unsqueeze(0),
         position_ids=positions[start : start + size].unsqueeze(0),
-        rows=PackedRows(tuple(lengths), bounds, group),
+        rows=PackedRows(tuple(lengths), bounds, group, kernel),
         places=before[mine] - start,
         tokens=micro.responses.flatten()[chosen][mine],
         targets=chosen.nonzero().flatten()[mine],

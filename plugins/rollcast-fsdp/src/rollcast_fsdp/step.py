@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from rollcast_engine.batching import MicroBatch
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
+    from rollcast_fsdp.varlen import VarlenKernel
 
 __all__ = ["Score", "Scored", "TokenForward"]
 
@@ -71,12 +72,21 @@ Score: TypeAlias = "Callable[[MicroBatch, float], Scored]"
 class TokenForward:
     """Forward of one module from micro-batches to per-token quantities, configured by the engine's keys.
 
+    Args:
+        module: the model.
+        config: keys of the engine.
+        sharding: sharding of the model; None on a single rank.
+        kernel: kernel of attention within packs; None for SDPA.
+
     Raises:
         ConfigError: the module does not support a key's value.
     """
 
-    def __init__(self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None) -> None:
+    def __init__(
+        self, module: nn.Module, config: FsdpConfig, sharding: Sharding | None, kernel: VarlenKernel | None = None
+    ) -> None:
         self.module = module
+        self._kernel = kernel
         self.packs = config.use_remove_padding
         self.is_value_model = isinstance(module, ValueModel)
         self._group = None if sharding is None else sharding.sequence_group
@@ -125,7 +135,7 @@ class TokenForward:
         return Scored(micro.responses.flatten()[chosen], chosen.nonzero().flatten(), None, kept, self._head)
 
     def _score_pack(self, micro: MicroBatch, temperature: float) -> Scored:
-        pack = pack_rows(micro, self._group)
+        pack = pack_rows(micro, self._group, self._kernel)
         inputs: dict[str, Any] = {
             "input_ids": pack.input_ids,
             "position_ids": pack.position_ids,
@@ -146,7 +156,7 @@ class TokenForward:
         if not self.packs:
             values = response_values(self.module, micro.model_inputs, micro.responses.size(1))
             return values.where(micro.response_mask > 0, 0.0)
-        pack = pack_rows(micro, self._group)
+        pack = pack_rows(micro, self._group, self._kernel)
         whole: Tensor = self.module(
             input_ids=pack.input_ids, attention_mask=None, position_ids=pack.position_ids, packed_rows=pack.rows
         )
