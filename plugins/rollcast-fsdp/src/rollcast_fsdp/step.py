@@ -6,7 +6,7 @@ those under the mask.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -24,7 +24,7 @@ from rollcast_fsdp.logprobs import (
     token_entropy,
     token_log_probs,
 )
-from rollcast_fsdp.packing import pack_rows
+from rollcast_fsdp.packing import Pack, pack_rows
 from rollcast_fsdp.ulysses import sum_over
 
 if TYPE_CHECKING:
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
     from rollcast.contracts.algorithm import KlPenalty
     from rollcast.contracts.engine import ForwardSettings
     from rollcast_engine.batching import MicroBatch
+    from rollcast_fsdp.attention import PackedRows
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
     from rollcast_fsdp.varlen import VarlenKernel
 
-__all__ = ["Score", "Scored", "TokenForward"]
+__all__ = ["ForwardInputs", "Score", "Scored", "TokenForward"]
 
 #: Maximum number of logits (positions times words) for which two models are compared at a time, if logits are not kept.
 _COMPARED_ELEMENTS = 1 << 22
@@ -65,8 +66,16 @@ class Scored:
     head: VocabularyHead | None = None
 
 
+@dataclass(frozen=True)
+class ForwardInputs:
+    """A micro-batch, and its rows as one sequence if the model takes them so."""
+
+    micro: MicroBatch
+    pack: Pack | None = None
+
+
 #: Function that runs a language model's forward at a temperature, such as :meth:`TokenForward.score`.
-Score: TypeAlias = "Callable[[MicroBatch, float], Scored]"
+Score: TypeAlias = "Callable[[ForwardInputs, float], Scored]"
 
 
 class TokenForward:
@@ -99,48 +108,52 @@ class TokenForward:
         parts = 1 if self._group is None else torch.distributed.get_world_size(self._group)
         return self.packs, self._head is not None, parts
 
+    def prepare(self, micro: MicroBatch) -> ForwardInputs:
+        """Return the inputs of a pass in host memory, where packing waits for nothing."""
+        return ForwardInputs(micro, pack_rows(micro, self._group) if self.packs else None)
+
     def quantities(
-        self, micro: MicroBatch, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
+        self, inputs: ForwardInputs, settings: ForwardSettings, reference: Score | None, penalty: KlPenalty | None
     ) -> dict[str, Tensor]:
         """Return ``values``, or ``log_probs`` and the other requested quantities: float32 ``[b, t]``, zero outside the
         mask.
 
         Args:
-            micro: the micro-batch.
+            inputs: result of :meth:`prepare`, on the model's device.
             settings: settings of the pass.
             reference: forward of the model that ``vocabulary_kl`` is measured against; its layout equals this one's.
             penalty: KL penalty that measures ``vocabulary_kl``.
         """
+        micro = inputs.micro
         if self.is_value_model:
-            return {"values": self._values(micro)}
-        scored = self.score(micro, settings.temperature)
+            return {"values": self._values(inputs)}
+        scored = self.score(inputs, settings.temperature)
         given = _statistics(scored, settings)
         if reference is not None and penalty is not None:
-            other = reference(micro, settings.temperature)
+            other = reference(inputs, settings.temperature)
             given["vocabulary_kl"] = _compare(scored, other, settings.temperature, penalty)
         return {name: self._place(values, scored.targets, micro) for name, values in given.items()}
 
-    def score(self, micro: MicroBatch, temperature: float) -> Scored:
+    def score(self, inputs: ForwardInputs, temperature: float) -> Scored:
         """Run one forward of a language model."""
-        if self.packs:
-            return self._score_pack(micro, temperature)
+        if inputs.pack is not None:
+            return self._score_pack(inputs.pack, temperature)
+        micro = inputs.micro
         length = micro.responses.size(1)
         if self._head is None:
             logits = response_logits(self.module, micro.model_inputs, length, temperature, self._share_prompts)
             return Scored(micro.responses.flatten(), None, logits.flatten(0, 1))
         with self._head.held_back():
             states = self._head.states(response_states(self.module, micro.model_inputs, length))
-        chosen = (micro.response_mask > 0).flatten()
-        kept = states[:, -length:].flatten(0, 1)[chosen]
-        return Scored(micro.responses.flatten()[chosen], chosen.nonzero().flatten(), None, kept, self._head)
+        kept = states[:, -length:].flatten(0, 1)[micro.trained]
+        return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head)
 
-    def _score_pack(self, micro: MicroBatch, temperature: float) -> Scored:
-        pack = pack_rows(micro, self._group, self._kernel)
+    def _score_pack(self, pack: Pack, temperature: float) -> Scored:
         inputs: dict[str, Any] = {
             "input_ids": pack.input_ids,
             "position_ids": pack.position_ids,
             "attention_mask": None,
-            "packed_rows": pack.rows,
+            "packed_rows": self._rows(pack),
             "use_cache": False,
         }
         if self._head is not None:
@@ -152,13 +165,20 @@ class TokenForward:
         logits = (logits if kept else logits[pack.places]).float()
         return Scored(pack.tokens, pack.targets, logits if temperature == 1.0 else logits / temperature)
 
-    def _values(self, micro: MicroBatch) -> Tensor:
-        if not self.packs:
+    def _rows(self, pack: Pack) -> PackedRows:
+        # Not in prepare: a reference computes on the same pack, with a kernel of its own.
+        return replace(pack.rows, kernel=self._kernel)
+
+    def _values(self, inputs: ForwardInputs) -> Tensor:
+        micro, pack = inputs.micro, inputs.pack
+        if pack is None:
             values = response_values(self.module, micro.model_inputs, micro.responses.size(1))
             return values.where(micro.response_mask > 0, 0.0)
-        pack = pack_rows(micro, self._group, self._kernel)
         whole: Tensor = self.module(
-            input_ids=pack.input_ids, attention_mask=None, position_ids=pack.position_ids, packed_rows=pack.rows
+            input_ids=pack.input_ids,
+            attention_mask=None,
+            position_ids=pack.position_ids,
+            packed_rows=self._rows(pack),
         )
         return self._place(whole[0, pack.places, 0].float(), pack.targets, micro)
 
