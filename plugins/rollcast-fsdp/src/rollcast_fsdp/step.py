@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from rollcast_engine.hf import ValueModel
-from rollcast_fsdp.fused import linear_stats
+from rollcast_fsdp.fused import CHUNK_SIZE, linear_stats
 from rollcast_fsdp.head import VocabularyHead
 from rollcast_fsdp.logprobs import (
     keep_logits,
@@ -42,9 +42,6 @@ if TYPE_CHECKING:
 
 __all__ = ["ForwardInputs", "Score", "Scored", "TokenForward"]
 
-#: Maximum number of logits (positions times words) for which two models are compared at a time, if logits are not kept.
-_COMPARED_ELEMENTS = 1 << 22
-
 
 @dataclass(frozen=True)
 class Scored:
@@ -57,6 +54,7 @@ class Scored:
         logits: float32 ``[M, V]``, divided by the temperature; None if ``head`` is set.
         states: input of the vocabulary head, ``[M, H]``; None if ``logits`` is set.
         head: vocabulary head to compute logits with; None if ``logits`` is set.
+        chunk_size: positions whose logits ``head`` computes at a time.
     """
 
     tokens: Tensor
@@ -64,6 +62,7 @@ class Scored:
     logits: Tensor | None
     states: Tensor | None = None
     head: VocabularyHead | None = None
+    chunk_size: int = CHUNK_SIZE
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,7 @@ class TokenForward:
         self._share_prompts = config.share_prompts and sharding is None
         fused = config.use_fused_kernels and not self.is_value_model
         self._head = VocabularyHead(module) if fused else None
+        self._chunk_size = config.log_probs_chunk_size
 
     def layout(self) -> tuple[bool, bool, int]:
         """Return the properties that two forwards must share to be compared position by position."""
@@ -146,7 +146,7 @@ class TokenForward:
         with self._head.held_back():
             states = self._head.states(response_states(self.module, micro.model_inputs, length))
         kept = states[:, -length:].flatten(0, 1)[micro.trained]
-        return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head)
+        return Scored(micro.responses.flatten()[micro.trained], micro.trained, None, kept, self._head, self._chunk_size)
 
     def _score_pack(self, pack: Pack, temperature: float) -> Scored:
         inputs: dict[str, Any] = {
@@ -159,7 +159,8 @@ class TokenForward:
         if self._head is not None:
             with self._head.held_back():
                 states = self._head.states(self.module(**inputs).logits)
-            return Scored(pack.tokens, pack.targets, None, states[0, pack.places], self._head)
+            kept_states = states[0, pack.places]
+            return Scored(pack.tokens, pack.targets, None, kept_states, self._head, self._chunk_size)
         kept = keep_logits(self.module, pack.places)
         logits: Tensor = self.module(**inputs, **kept).logits[0]
         logits = (logits if kept else logits[pack.places]).float()
@@ -202,6 +203,7 @@ def _statistics(scored: Scored, settings: ForwardSettings) -> dict[str, Tensor]:
             settings.temperature,
             settings.calculate_entropy,
             settings.calculate_sum_pi_squared,
+            scored.chunk_size,
         )
         given = {"log_probs": stats.log_probs}
         if settings.calculate_entropy:
@@ -232,7 +234,7 @@ def _compare(scored: Scored, other: Scored, temperature: float, penalty: KlPenal
         )
         return _penalty(penalty, *both)
 
-    size = max(1, _COMPARED_ELEMENTS // len(head.weight))
+    size = scored.chunk_size
     parts: list[Tensor] = [
         checkpoint(compare, ours, theirs, use_reentrant=False, preserve_rng_state=False)
         for ours, theirs in zip(torch.split(states, size), torch.split(others, size), strict=True)
