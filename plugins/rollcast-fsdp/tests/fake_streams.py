@@ -29,12 +29,13 @@ class RecordingStream(CopyStream):
         self.pinned: list[int] = []
         self._inside = False
         self._marks = 0
-        self._hosts: set[int] = set()
+        #: Host buffers by address; held, so that no other memory gets their address.
+        self._hosts: dict[int, Tensor] = {}
 
     def host_buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         buffer = torch.empty(tuple(shape), dtype=dtype)
         self.pinned.append(buffer.nbytes)
-        self._hosts.add(buffer.untyped_storage().data_ptr())
+        self._hosts[buffer.untyped_storage().data_ptr()] = buffer
         return buffer
 
     @contextmanager
@@ -62,6 +63,9 @@ class RecordingStream(CopyStream):
     def make_compute_wait(self, mark: Any, tensors: Sequence[Tensor] = ()) -> None:
         if mark is not None:
             self.events.append(("compute waits", mark))
+
+    def hold(self, tensor: Tensor) -> None:
+        self.events.append(("hold", tensor.nbytes))
 
     def wait(self, mark: Any) -> None:
         self.events.append(("host waits", mark))

@@ -1,4 +1,4 @@
-"""Log-probs without full logits: values, gradients and memory; activations that go to host memory."""
+"""Log-probs without full logits: values, gradients and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from rollcast.contracts.engine import ForwardSettings
 from rollcast.errors import ConfigError
 from rollcast_fsdp.fused import linear_stats
 from rollcast_fsdp.head import VocabularyHead
-from rollcast_fsdp.offload import ActivationOffload
 from rollcast_testing.tiny import random_batch
 
 ALONE = scenarios.ALONE
@@ -150,25 +149,3 @@ def test_a_head_that_is_no_plain_layer_is_refused() -> None:
 
     with pytest.raises(ConfigError, match="vocabulary head of Model is Sequential, not a plain linear layer"):
         VocabularyHead(Model())
-
-
-def test_offloaded_activations_come_back() -> None:
-    """On a machine of one kind of memory they are copied within it; what matters is which, and the gradient."""
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-    rows = torch.randn(32, 64)
-    module(rows).sum().backward()
-    expected = [parameter.grad.clone() for parameter in module.parameters()]
-    module.zero_grad()
-    offload = ActivationOffload(torch.device("cpu"), least_bytes=1024)
-    with offload:
-        loss = module(rows).sum()
-    loss.backward()
-    for parameter, gradient in zip(module.parameters(), expected, strict=True):
-        assert torch.equal(parameter.grad, gradient)
-    # The input of each linear layer, and tanh's result, which is one of them; no weights.
-    assert offload.bytes_offloaded in (2 * 32 * 64 * 4, 3 * 32 * 64 * 4)
-    elsewhere = ActivationOffload(torch.device("meta"), least_bytes=0)
-    with elsewhere:
-        module(rows).sum().backward()
-    assert not elsewhere.bytes_offloaded

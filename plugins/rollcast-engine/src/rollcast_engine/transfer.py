@@ -75,6 +75,11 @@ class CopyStream:
         for tensor in tensors:
             tensor.record_stream(compute)
 
+    def hold(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory, even if the tensor is dropped, until the copies so far are done."""
+        if self._stream is not None:
+            tensor.record_stream(self._stream)
+
     def wait(self, mark: Any) -> None:
         """Block the host until an event of :meth:`mark` has occurred."""
         if mark is not None:

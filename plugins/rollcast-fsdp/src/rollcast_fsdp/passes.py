@@ -12,7 +12,7 @@ from rollcast.contracts.engine import ForwardSettings
 from rollcast_engine.batching import dummy_micro_batch
 from rollcast_engine.loss import loss_share, quantity_names, zero_loss
 from rollcast_engine.reduce import MetricSums
-from rollcast_engine.transfer import CopyStream, move, prefetched
+from rollcast_engine.transfer import move, prefetched
 from rollcast_fsdp.offload import ActivationOffload
 
 if TYPE_CHECKING:
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from rollcast.contracts.engine import LossFunction
     from rollcast_engine.batching import BatchPlan
     from rollcast_engine.reduce import AgreedCounts
+    from rollcast_engine.transfer import CopyStream
     from rollcast_fsdp.schemas import FsdpConfig
     from rollcast_fsdp.sharding import Sharding
     from rollcast_fsdp.step import ForwardInputs, Score, TokenForward
@@ -36,15 +37,15 @@ class Passes:
     """Runner of micro-batches through one module; ranks that share it run the same number."""
 
     def __init__(
-        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, device: torch.device
+        self, forward: TokenForward, config: FsdpConfig, sharding: Sharding | None, copies: CopyStream
     ) -> None:
         self.forward = forward
         self._sharding = sharding
-        self._device = device
+        self._device = copies.device
+        self._copies = copies
         # On a CPU, activations are in host memory anyway.
-        self._offloads = config.enable_activation_offload and device.type != "cpu"
+        self._offloads = config.enable_activation_offload and copies.is_asynchronous
         self._has_unreduced_gradients = False
-        self._copies = CopyStream(device)
 
     def run(
         self,
@@ -81,7 +82,7 @@ class Passes:
                 micro = inputs.micro
                 if training and self._sharding is not None:
                     self._sharding.set_gradient_sync(index == agreed.micro_batches - 1)
-                with ActivationOffload(self._device) if self._offloads and training else nullcontext():
+                with ActivationOffload(self._copies) if self._offloads and training else nullcontext():
                     given = self.forward.quantities(inputs, settings, reference, penalty)
                 if loss_function is not None:
                     loss = loss_share(given, micro, agreed.denominators, loss_function, sums)

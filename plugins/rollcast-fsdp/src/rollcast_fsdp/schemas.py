@@ -35,7 +35,9 @@ class FsdpConfig:
     param_offload: bool = False
     """Keep the weights in host memory outside `train_mode` and `eval_mode`."""
     optimizer_offload: bool = False
-    """Keep the optimizer's state in host memory between its steps."""
+    """Keep the optimizer's state in host memory between updates; the first step of an update loads it, and the end of
+    the update offloads it.
+    """
     enable_gradient_checkpointing: bool = False
     """Recompute activations in the backward pass."""
     enable_activation_offload: bool = False
