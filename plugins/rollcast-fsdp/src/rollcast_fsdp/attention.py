@@ -113,6 +113,8 @@ def plain_attention(module: Any, attention: str) -> Iterator[None]:
         module.set_attn_implementation(PACKED)
 
 
+# Not traced by torch.compile: it would compile the layers anew for each number of rows.
+@torch.compiler.disable
 def packed_attention(
     module: nn.Module,
     query: Tensor,
