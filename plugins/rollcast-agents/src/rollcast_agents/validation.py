@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rollcast import build_section
+from rollcast.contracts.command import track
 from rollcast.contracts.environment import BaseEnvironment
 from rollcast.contracts.renderer import Message
 from rollcast.contracts.reward import BaseReward, RewardResult, RewardSample, build_reward
@@ -63,7 +64,7 @@ def validate_rows(prompts: Path, config: DictConfig, answer: str, limit: int) ->
     needs_truth = agent.environment is None
     check, judge = _reward_check(config) if needs_truth else _environment_check(agent)
     rows = read_files([prompts])[:limit]
-    checked = [(row.number, *check(*_task(row, data, answer, needs_truth))) for row in rows]
+    checked = [(row.number, *check(*_task(row, data, answer, needs_truth))) for row in track(rows, "rows")]
     faults = tuple((number, fault) for number, found, _ in checked for fault in found)
     return TaskReport(judge, len(rows), faults, sum(not is_known for _, _, is_known in checked))
 
