@@ -62,9 +62,20 @@ def test_another_mesh_goes_on(
         assert_resumed(before[0], after)
 
 
-def test_the_same_mesh_goes_on_bitwise(two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path) -> None:
+def test_training_goes_on_while_a_checkpoint_is_written(
+    two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path
+) -> None:
+    answers = two_ranks.run(scenarios.write_slowly, folder=model_of(), checkpoint=tmp_path / "checkpoint")
+    assert answers == [(False, True)] * 2
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_the_same_mesh_goes_on_bitwise(
+    two_ranks: Ranks, model_of: Callable[..., Path], tmp_path: Path, background: bool
+) -> None:
     options: dict[str, Any] = {"folder": model_of(), "checkpoint": tmp_path / "checkpoint"}
-    before, after = two_ranks.run(scenarios.save, **options), two_ranks.run(scenarios.resume, **options)
+    before = two_ranks.run(scenarios.save, **options, background=background)
+    after = two_ranks.run(scenarios.resume, **options)
     for expected, result in zip(before, after, strict=True):
         assert torch.equal(result["noise"], expected["noise"])
         assert result["history"] == expected["history"]
