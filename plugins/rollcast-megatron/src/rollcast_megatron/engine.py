@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from rollcast.contracts.engine import BaseEngine, ForwardSettings, LossFunction, ModelConfig, ModelType, OptimConfig
+    from rollcast_megatron.maps import ModelMap
     from rollcast_megatron.module import DecoderModel
     from rollcast_megatron.optimizer import StageOptimizer
 
@@ -113,7 +114,7 @@ class MegatronEngine(TorchEngine):
         self.shapes = hf_shapes(setup.model, setup.model_type)
         folder = None if setup.model.random_init else open_folder(Path(setup.model.path))
         self.mesh = join_mesh(self, self.config, context, setup.seed)
-        self.plan = Plan(model_map, self.mesh, setup.model_type == "value_model")
+        self.plan = self._plan(model_map)
         self.stage = build_model(self.plan, self.config, self.device)
         parameters = dict(self.stage.named_parameters())
         if folder is not None:
@@ -124,6 +125,11 @@ class MegatronEngine(TorchEngine):
         if setup.optim is not None:
             self._build_optimizer()
         self._offload()
+
+    def _plan(self, model: ModelMap) -> Plan:
+        check_model(model, self.config)
+        stages = self.config.stage_layers(model.layers)
+        return Plan(model, self.mesh, self.setup.model_type == "value_model", stages or ())
 
     def _build_optimizer(self) -> None:
         from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
@@ -350,7 +356,7 @@ class MegatronEngine(TorchEngine):
         model_map = find_map(load_hf_config(self.setup.model))
         self.shapes = hf_shapes(self.setup.model, self.setup.model_type)
         self.mesh = join_mesh(self, self.config, self.setup.context, self.setup.seed)
-        self.plan = Plan(model_map, self.mesh, self.setup.model_type == "value_model")
+        self.plan = self._plan(model_map)
         self.stage = build_model(self.plan, self.config, self.device)
 
     def get_data_parallel_rank(self) -> int:
