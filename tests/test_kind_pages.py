@@ -132,7 +132,9 @@ def test_the_trainers_train(installed: Commands) -> None:
     (row,) = read_metrics(installed.folder / "runs/bestof")
     assert row["bestof/score"] >= row["reward/mean"]
     assert row["sft/loss"] > 0
-    counted = installed.must_run("train", "+trainer.name=counter", "runtime=local", "trainer_kwargs.steps=5")
+    counted = installed.must_run(
+        "train", "recipe=quickstart", "trainer.name=counter", "runtime=local", "trainer_kwargs.steps=5"
+    )
     assert "trained to step 5" in counted.text
 
 
