@@ -42,6 +42,8 @@ TEST_TOOLS = [
     *("hypothesis", "psutil", "hatchling"),
 ]
 PYTEST = ["-m", "pytest", "-q"]
+#: What runs the notebooks of the docs.
+NOTEBOOKS = ["nbclient", "ipykernel"]
 #: What the documentation site is built with.
 SITE = ["mkdocs-material>=9.7,<10", "latex2mathml>=3.78,<4"]
 #: Failed tests of a whole run that get a second attempt; more of them are no accident.
@@ -239,7 +241,7 @@ def count_processes() -> int:
 @nox.session
 def tests(session: nox.Session) -> None:
     """Every distribution's tests and those that cross them, on installed wheels."""
-    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *chain.from_iterable(TEST_LIBRARIES.values()))
+    install(session, set(DISTRIBUTIONS), *TEST_TOOLS, *NOTEBOOKS, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.env["OMP_NUM_THREADS"] = "1"
     run_tests(session, spread=["-n", str(count_processes()), "--dist", "loadfile", "--no-loadscope-reorder"])
 
@@ -373,7 +375,7 @@ def dev(session: nox.Session) -> None:
     session.run("python", "-m", "venv", str(folder))
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
     pip = [str(python), "-m", "pip", "install", "-q", *pins]
-    tools = [*TEST_TOOLS, "editables", "ruff", "mypy", "nox", "pre-commit"]
+    tools = [*TEST_TOOLS, *NOTEBOOKS, *SITE, "editables", "ruff", "mypy", "nox", "pre-commit"]
     session.run(*pip, *tools, *chain.from_iterable(TEST_LIBRARIES.values()))
     session.run(*pip, "--no-build-isolation", *chain.from_iterable(("-e", str(folder)) for folder in FOLDERS))
 
