@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 
 from rollcast.cli.terminal import interrupted
-from rollcast.contracts.command import ConfigDir, Overrides, Traceback
+from rollcast.contracts.command import ConfigDir, Overrides, Traceback, record_command
 from rollcast.contracts.files import find_newest_checkpoint
 from rollcast.errors import ResourceError, RollcastError, WorkerError
 
@@ -26,6 +26,8 @@ def train(overrides: Overrides = None, config_dir: ConfigDir = None, _traceback:
 
     composed = prepare(overrides or (), config_dir)
     run_dir = Path(composed.config.run_dir)
+    folder = [] if config_dir is None else ["--config-dir", str(config_dir)]
+    record_command(["train", *folder, *(overrides or ())])
     try:
         result = launch(composed)
     except BaseException as error:
