@@ -1,7 +1,8 @@
 """Hooks of the documentation site: pages that are kept outside docs/, and formulas that need no script.
 
-The guide to contributing, the change log, the README of each distribution and the notebooks become pages. Their relative links are
-turned into links between pages, so that the strict build also fails at a dead link or anchor in a README.
+The guide to contributing, the change log, the README of each distribution and the notebooks become pages. Their
+relative links are turned into links between pages, so that the strict build also fails at a dead link or anchor in a
+README.
 A block ```` ```math ```` holds LaTeX; it becomes MathML, which browsers draw without a script or a network.
 """
 
