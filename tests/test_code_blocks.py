@@ -37,6 +37,7 @@ RUN_BY = {
     "docs/agents.md": "tests/test_agents_pages.py",
     "docs/algorithms.md": "tests/test_algorithms_page.py",
     "docs/asynchronous.md": "tests/test_asynchronous_page.py",
+    "docs/coming-from-trl.md": "tests/test_trl_page.py",
     "docs/configuration.md": "tests/test_code_blocks.py",
     "docs/cost-models.md": "tests/test_cost_models_page.py",
     "docs/doctor.md": "tests/test_doctor.py",
@@ -73,7 +74,7 @@ RUN_BY = {
 #: Pages whose blocks without a title are run by that module too.
 WHOLE = {"docs/agent-tokens.md", "docs/simulated-cluster.md", "docs/write-an-engine-adapter.md"}
 #: Programs of others that pages call, which are not checked any further.
-OTHERS = {"curl", "ray", "source", "export", "cd", "pre-commit", "docker"}
+OTHERS = {"curl", "ray", "source", "export", "cd", "pre-commit", "docker", "sbatch", "kubectl"}
 #: Files that a page's commands name and its other blocks make.
 MADE = re.compile(r"(make_data|use_\w+|first_run)\.py|rollcast-\w+(/tests)?")
 DISTRIBUTIONS = {
@@ -303,6 +304,12 @@ def flat(value: Any) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(flat, value)) + "]"
     return json.dumps(value)
+
+
+@of("math")
+def test_formulas_convert(block: Block) -> None:
+    latex2mathml = pytest.importorskip("latex2mathml.converter", reason="nox -s docs converts them")
+    assert "<math" in latex2mathml.convert(block.text.strip())
 
 
 @of("json")
