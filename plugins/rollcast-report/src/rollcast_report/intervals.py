@@ -21,7 +21,7 @@ class Band:
 
     Attributes:
         points: step, lower and upper bound, in order.
-        method: name of the method that computed the interval, as a phrase.
+        method: name of the computation, as a phrase.
     """
 
     points: list[tuple[int, float, float]]
