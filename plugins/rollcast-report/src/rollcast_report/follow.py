@@ -1,4 +1,4 @@
-"""Following a run from another process by its files: what has been recorded, and what is wrong."""
+"""Reader that follows a run from another process by its files, with the alarms that they call for."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Frame:
         series: metric → values of the last steps, in order.
         step_s: median seconds of the last 20 steps; None if unknown.
         idle_s: seconds since the run last wrote a file.
-        alarms: what is wrong, in sentences.
+        alarms: problems of the run, as sentences.
         command: command that resumes the run; None while it runs and after its end.
     """
 
