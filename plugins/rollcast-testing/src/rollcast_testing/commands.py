@@ -13,24 +13,28 @@ Example, in a plugin's tests::
 
 from __future__ import annotations
 
+import functools
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import typer
 
 from rollcast.contracts.hooks import build_hook_manager, find_hook_mistake, hooks
+from rollcast.errors import RollcastError
 from rollcast_testing.laws import require
 
 __all__ = ["CommandSuite", "HooksSuite"]
 
 
 class CommandSuite:
-    """Conformance tests of one command, in processes of their own; set :attr:`name`."""
+    """Conformance tests of one command; set :attr:`name`."""
 
     #: Name of the command in ``rollcast.commands``.
     name: ClassVar[str] = ""
@@ -39,35 +43,61 @@ class CommandSuite:
     #: Arguments of its sub-commands; each call ``rollcast <name> <arguments> --help`` shows a help text.
     sub_commands: ClassVar[Sequence[Sequence[str]]] = ()
 
-    def run(self, *arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-        """Run ``rollcast`` with arguments."""
-        command = [sys.executable, "-m", "rollcast", *arguments]
-        environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
-        return subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    @pytest.fixture
+    def command(self) -> Any:
+        """Return the command under test, a Typer application or a click command; by default the plugin :attr:`name`."""
+        if not self.name:
+            raise NotImplementedError(f"{type(self).__name__} must set `name` or override the fixture `command`")
+        found = [each for each in entry_points(group="rollcast.commands") if each.name == self.name]
+        require(len(found) == 1, f"one distribution announces {self.name} in rollcast.commands, not {len(found)}")
+        return found[0].load()
 
-    def test_rollcast_help_has_its_line(self, tmp_path: Path) -> None:
+    def run(self, command: Any, *arguments: str) -> Any:
+        """Call the command in this process; return click's result, with exit code and output."""
+        environment = {"COLUMNS": "200", "NO_COLOR": "1"}
+        if isinstance(command, typer.Typer):
+            from typer.testing import CliRunner
+
+            return CliRunner().invoke(command, list(arguments), env=environment)
+        from click.testing import CliRunner as ClickRunner
+
+        return ClickRunner().invoke(command, list(arguments), env=environment)
+
+    def test_rollcast_help_has_its_line(self) -> None:
         """Check that the list of commands has a line about this one, which is read without importing the plugin."""
-        done = self.run("--help", cwd=tmp_path)
-        found = re.search(rf"^\W*{re.escape(self.name)}\s+(\S.*?)\W*$", done.stdout, re.MULTILINE)
-        require(found is not None, f"rollcast --help lists {self.name}:\n{done.stdout}")
+        listed = _read_help()
+        found = re.search(rf"^\W*{re.escape(self.name)}\s+(\S.*?)\W*$", listed, re.MULTILINE)
+        require(found is not None, f"rollcast --help lists {self.name}:\n{listed}")
         line = found[1] if found else ""
         law = f"its line is the command's own help, not {line!r}: give the function, or the callback, a docstring"
         require(not line.startswith("A command of "), law)
 
-    def test_it_has_a_help_text(self, tmp_path: Path) -> None:
+    def test_it_has_a_help_text(self, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)
         for arguments in ((), *self.sub_commands):
-            done = self.run(self.name, *arguments, "--help", cwd=tmp_path)
+            done = self.run(command, *arguments, "--help")
             words = " ".join(("rollcast", self.name, *arguments, "--help"))
-            require(done.returncode == 0, f"{words} ends with 0, not {done.returncode}: {done.stderr}")
-            require("Usage:" in done.stdout, f"{words} shows the usage:\n{done.stdout}")
+            require(done.exit_code == 0, f"{words} ends with 0, not {done.exit_code}: {done.output}")
+            require("Usage:" in done.output, f"{words} shows the usage:\n{done.output}")
         require(not list(tmp_path.iterdir()), "--help writes nothing")
 
-    def test_a_wrong_call_is_one_message(self, tmp_path: Path) -> None:
-        done = self.run(self.name, *self.bad_arguments, cwd=tmp_path)
-        text = done.stdout + done.stderr
-        require(done.returncode == 2, f"a wrong call ends with 2, not {done.returncode}: {text}")
-        require("Traceback" not in text, f"a wrong call shows no traceback: {text}")
-        require(bool(text.strip()), "a wrong call says what is wrong")
+    def test_a_wrong_call_is_one_message(self, command: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Check that a wrong call is a usage error, or raises an error that ``rollcast`` shows as a message."""
+        monkeypatch.chdir(tmp_path)
+        done = self.run(command, *self.bad_arguments)
+        is_told = isinstance(done.exception, RollcastError) or done.exit_code == 2
+        require(is_told, f"a wrong call is refused with a message, not with {done.exception!r}: {done.output}")
+        require(bool(done.output.strip() or str(done.exception)), "a wrong call says what is wrong")
+
+
+@functools.cache
+def _read_help() -> str:
+    """Return the list of commands, of a process that imports none of them."""
+    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1"}
+    command = [sys.executable, "-m", "rollcast", "--help"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)  # noqa: S603
+    require(done.returncode == 0, f"rollcast --help ends with 0, not {done.returncode}: {done.stderr}")
+    return done.stdout
 
 
 class HooksSuite:

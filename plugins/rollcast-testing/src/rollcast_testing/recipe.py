@@ -25,6 +25,10 @@ from rollcast_testing.laws import require
 __all__ = ["RecipeSuite"]
 
 
+#: Composed recipes by name and overrides.
+_composed: dict[tuple[str, ...], Composed] = {}
+
+
 class RecipeSuite:
     """Conformance tests of one recipe, without a run; set :attr:`name`, and :attr:`overrides` for what a user gives."""
 
@@ -41,22 +45,29 @@ class RecipeSuite:
             raise NotImplementedError(f"{type(self).__name__} must set `name`")
         return compose([f"recipe={self.name}", *self.overrides, *more], needs_trainer=True)
 
+    def composed(self) -> Composed:
+        """Return :meth:`compose` of earlier tests; a composed configuration is frozen."""
+        key = (self.name, *self.overrides)
+        if key not in _composed:
+            _composed[key] = self.compose()
+        return _composed[key]
+
     def test_it_composes(self) -> None:
-        config = self.compose().config
+        config = self.composed().config
         require(str(config.trainer.name) in trainers, f"the trainer {config.trainer.name!r} is installed")
         require(bool(config.run_dir), "the recipe has a run_dir")
 
     def test_it_composes_the_same_each_time(self) -> None:
-        require(self.compose().plain() == self.compose().plain(), "the recipe is the same each time")
+        require(self.compose().plain() == self.composed().plain(), "the recipe is the same each time")
 
     def test_its_plugins_load(self) -> None:
         if not self.loads:
             pytest.skip("loads is False")
-        self.compose().load_plugins()
+        self.composed().load_plugins()
 
     def test_nothing_is_missing(self) -> None:
         """Check that ``overrides`` has all that a user has to give: no value is ``???``."""
-        missing = [path for path, value in _leaves(self.compose().plain()) if value == "???"]
+        missing = [path for path, value in _leaves(self.composed().plain()) if value == "???"]
         require(not missing, f"every mandatory key has a value, by the recipe or by overrides: {missing}")
 
     def test_a_user_can_override_it(self) -> None:
@@ -66,7 +77,7 @@ class RecipeSuite:
 
     def test_files_move_with_the_run_directory(self) -> None:
         """Check that no path of the recipe is of the machine where it was written."""
-        plain = self.compose().plain()
+        plain = self.composed().plain()
         given = " ".join(self.overrides)
         wrong = [
             f"{path}={value}"

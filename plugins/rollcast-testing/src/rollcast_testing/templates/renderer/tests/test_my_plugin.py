@@ -11,7 +11,7 @@ from rollcast_my_plugin import MyPlugin
 def folder(tmp_path_factory):
     """A tokenizer of single characters; give the suite your model's instead."""
     characters = ["<eos>", "\n", *map(chr, range(32, 127))]
-    tokenizer = Tokenizer(models.WordLevel({text: id for id, text in enumerate(characters)}, unk_token="?"))
+    tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(characters)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
     tokenizer.decoder = decoders.Fuse()
     folder = tmp_path_factory.mktemp("model")
