@@ -25,7 +25,7 @@ from rollcast.cli.explain import explain
 from rollcast.cli.plugins import plugins
 from rollcast.cli.terminal import readable_errors, set_up_logging, stoppable
 from rollcast.cli.train import train
-from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines
+from rollcast.contracts.command import TRACEBACK_KEY, Traceback, print_lines, recorded_exit_code
 from rollcast.errors import PluginError
 from rollcast.plugins import Registry
 from rollcast.plugins.discovery import CORE_DISTRIBUTION, PluginInfo, find_groups, find_plugins, find_source
@@ -204,4 +204,5 @@ def main() -> None:
     # A plugin whose native code crashes ends the process; the stack names the file that was running.
     if sys.__stderr__ is not None:
         faulthandler.enable(sys.__stderr__)
-    build_app()(prog_name="rollcast")
+    with recorded_exit_code():
+        build_app()(prog_name="rollcast")
