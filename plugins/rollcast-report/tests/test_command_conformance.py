@@ -7,3 +7,7 @@ from rollcast_testing import CommandSuite
 
 class TestRuns(CommandSuite):
     name = "runs"
+
+
+class TestWatch(CommandSuite):
+    name = "watch"
