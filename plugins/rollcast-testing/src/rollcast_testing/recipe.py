@@ -30,11 +30,11 @@ _composed: dict[tuple[str, ...], Composed] = {}
 
 
 class RecipeSuite:
-    """Conformance tests of one recipe, without a run; set :attr:`name`, and :attr:`overrides` for what a user gives."""
+    """Conformance tests of one recipe, without a run; set :attr:`name`, and :attr:`overrides` for the user's keys."""
 
     #: Name of the recipe, as in ``recipe=<name>``.
     name: ClassVar[str] = ""
-    #: Overrides that a user has to give, such as ``model.path=...``.
+    #: Overrides that every user has to write, such as ``model.path=...``.
     overrides: ClassVar[Sequence[str]] = ()
     #: True if the plugins that the recipe names are installed with it, so that they load here.
     loads: ClassVar[bool] = True
@@ -66,7 +66,7 @@ class RecipeSuite:
         self.composed().load_plugins()
 
     def test_nothing_is_missing(self) -> None:
-        """Check that ``overrides`` has all that a user has to give: no value is ``???``."""
+        """Check that the recipe and ``overrides`` set every mandatory key: no value is ``???``."""
         missing = [path for path, value in _leaves(self.composed().plain()) if value == "???"]
         require(not missing, f"every mandatory key has a value, by the recipe or by overrides: {missing}")
 

@@ -9,7 +9,7 @@ from rollcast_my_plugin import MyPlugin
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A tokenizer of single characters; give the suite your model's instead."""
+    """A tokenizer of single characters; return your model's folder instead."""
     characters = ["<eos>", "\n", *map(chr, range(32, 127))]
     tokenizer = Tokenizer(models.WordLevel({text: number for number, text in enumerate(characters)}, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"<eos>|[\s\S]"), "isolated")
