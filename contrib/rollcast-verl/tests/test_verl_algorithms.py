@@ -182,7 +182,9 @@ def test_an_option_that_verl_does_not_have_is_refused(theirs: ModuleType, batch:
 
 def test_functions_of_a_user_are_adapted(theirs: ModuleType, batch: dict[str, Tensor]) -> None:
     @theirs.register_adv_est("half_of_values")
-    def half(token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    def half(
+        token_level_rewards: Tensor, response_mask: Tensor, values: Tensor, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
         return values / 2, values
 
     @theirs.register_policy_loss("twice")

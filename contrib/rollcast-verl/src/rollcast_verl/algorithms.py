@@ -141,7 +141,10 @@ def _components(inputs: AdvantageInputs, mask: Tensor) -> dict[str, Any]:
     parts = {name.removeprefix(REWARD_COMPONENT): inputs.columns[name].cpu().numpy() for name in names}
     # verl places a component at the last token that is there, which here is the last one of the policy.
     there = mask.long().flip(-1).cummax(-1).values.flip(-1)
-    batch = {"prompts": there.new_zeros(len(mask), 1), "attention_mask": torch.nn.functional.pad(there, (1, 0), value=1)}
+    batch = {
+        "prompts": there.new_zeros(len(mask), 1),
+        "attention_mask": torch.nn.functional.pad(there, (1, 0), value=1),
+    }
     return {"non_tensor_batch": parts, "batch": batch}
 
 
