@@ -7,6 +7,7 @@ python -m nox -s tests_vllm tests_sglang  the tests of these engines' plugins on
 python -m nox -s tests_trackers           the trackers' tests with every library that they write to
 python -m nox -s tests_environments       rollcast-agents' tests with textarena, gem-llm and reasoning-gym
 python -m nox -s tests_verifiers          the same for verifiers' tasksets; installing verifiers takes four minutes
+python -m nox -s tests_verl               rollcast-verl's tests with verl, and verl's own of its worker groups
 python -m nox -s lint types docs
 python -m nox -s dev                      an editable environment of all distributions, in .venv
 python -m nox -s wheels                   every wheel and source distribution into dist/, with their metadata checked
@@ -72,6 +73,7 @@ VERL_NEEDS = [
     *("torch", "ray", "tensordict", "transformers", "hydra-core", "codetiming", "pandas", "numpy", "packaging"),
     "orjson",
 ]
+VERL = "verl==0.9.1"
 
 nox.needs_version = ">=2024.4.15"
 nox.options.reuse_existing_virtualenvs = True
@@ -289,6 +291,18 @@ def tests_verifiers(session: nox.Session) -> None:
 
 
 @nox.session
+def tests_verl(session: nox.Session) -> None:
+    """rollcast-verl's tests with verl, among them verl's own tests of its worker groups, which its wheel has."""
+    name = "rollcast-verl"
+    libraries = project(DISTRIBUTIONS[name])["optional-dependencies"]["verl"]
+    install(session, requirements(name) | test_requirements(name), *TEST_TOOLS, *libraries)
+    # Its requirements pin older versions of torch's and transformers' companions; what these tests import is above.
+    session.install("-q", "--no-deps", VERL)
+    session.env["OMP_NUM_THREADS"] = "1"
+    run_tests(session, str(DISTRIBUTIONS[name] / "tests"), "tests/test_verl_page.py")
+
+
+@nox.session
 def tests_trackers(session: nox.Session) -> None:
     """rollcast-trackers' tests with every library that it writes to."""
     name = "rollcast-trackers"
@@ -441,7 +455,7 @@ def bench_peers(session: nox.Session) -> None:
         session.run("python", "-m", "venv", str(theirs))
         pip = [str(theirs / "bin" / "python"), "-m", "pip", "install", "-q"]
         session.run(*pip, "-c", str(CPU), *VERL_NEEDS, external=True)
-        session.run(*pip, "--no-deps", "verl==0.9.1", external=True)
+        session.run(*pip, "--no-deps", VERL, external=True)
         python = str(theirs / "bin" / "python")
         for name in peers:
             session.run("python", f"tests/benchmarks/bench_{name}.py", "--verl-python", python)
