@@ -72,7 +72,9 @@ def test_rows_and_the_metrics_of_ranks_are_joined_as_verl_joins_them() -> None:
         part.meta_info = {"temperature": 0.7, "metrics": {"loss": float(rank), "lr": 0.5}}
     joined = DataProto.concat([batches.from_verl(part, rank) for rank, part in enumerate(parts)])
     back, expected = batches.to_verl(joined), verl.DataProto.concat(parts)
-    assert back.meta_info == expected.meta_info == {"temperature": 0.7, "metrics": {"loss": [0.0, 1.0], "lr": [0.5, 0.5]}}
+    assert (
+        back.meta_info == expected.meta_info == {"temperature": 0.7, "metrics": {"loss": [0.0, 1.0], "lr": [0.5, 0.5]}}
+    )
     assert torch.equal(back.batch["ids"], expected.batch["ids"])
     assert back.non_tensor_batch["name"].tolist() == expected.non_tensor_batch["name"].tolist()
 
