@@ -29,9 +29,9 @@ def test_files_of_agents_are_shown(tmp_path: Path) -> None:
     records.save_records(records.record_path(tmp_path, 12), [record, records.Record(trajectory)])
     saved = trajectories.read_trajectories(tmp_path)
     assert saved.unreadable == {}
-    first, second = saved.shown
-    assert (first["step"], first["reward"], first["truth"]) == (12, 0.5, "Ho")
-    assert first["messages"][1]["turn"] == 0 and first["failure"] == ["tool", "broke"]
+    first, second = saved.entries
+    assert (first.step, first.reward, first.detail["truth"]) == (12, 0.5, "Ho")
+    assert first.detail["messages"][1]["turn"] == 0 and first.detail["failure"] == ["tool", "broke"]
     expected = {"turn": 0, "sampled": True, "tokens": 2, "text": "Ho.<e>", "versions": [7], "logProb": -0.5}
-    assert first["segments"][1] == expected
-    assert second["segments"][1]["text"] is None and second["reward"] is None
+    assert first.detail["segments"][1] == expected
+    assert second.detail["segments"][1]["text"] is None and second.reward is None

@@ -15,13 +15,17 @@ from typing import Any
 
 import pluggy
 import pytest
+from packed_page import PackedPage
 
 from rollcast.contracts import hooks as hookspecs
+from rollcast.contracts.command import record_command
 from rollcast.errors import DataError
+from rollcast_report.archive import PageLimits
 from rollcast_report.charts import ChartSpec, format_number, render_chart, smooth, thin
 from rollcast_report.jsonl import JsonlTracker
 from rollcast_report.report import ReportTracker, write_report
 from rollcast_report.run_data import read_run
+from rollcast_report.samples import read_samples
 
 _EVIL = "<script>alert('x')</script><img src=x onerror=alert(1)> & \"q\" $style ${title}"
 _TRAINER = SimpleNamespace(total_steps=20, run_name="demo <run>")
@@ -30,7 +34,7 @@ _TRAINER = SimpleNamespace(total_steps=20, run_name="demo <run>")
 class _Page(HTMLParser):
     """What a browser would make of the page."""
 
-    void = frozenset({"meta", "line", "circle", "path", "br"})
+    void = frozenset({"meta", "line", "circle", "path", "br", "input"})
 
     def __init__(self, text: str) -> None:
         super().__init__()
@@ -110,7 +114,7 @@ def test_finished_run(tmp_path: Path) -> None:
     assert page.count("svg") == 6
     assert "KL to the policy before the update" in page.text and "Age of trained tokens" in page.text
     assert all(attrs["role"] == "img" and attrs["aria-label"] for tag, attrs in page.tags if tag == "svg")
-    assert "before training" in page.text and "Became correct3" in page.text
+    assert "before training" in page.text
     assert "lr: 1e-6" in page.text and "x: '<b>'" in page.text and "pad_token: keep" in page.text
     assert "secret-value" not in page.text
     status = json.loads((tmp_path / "status.json").read_text())
@@ -132,8 +136,11 @@ def test_metrics_of_the_user_have_curves(tmp_path: Path) -> None:
 def test_what_a_model_wrote_stays_text(tmp_path: Path) -> None:
     _drive(tmp_path)
     page = _page(tmp_path / "report.html")
-    assert page.text.count(_EVIL) == 6  # shown as written, before and after
-    assert page.count("script") == 1 and page.count("img") == 0
+    packed = PackedPage((tmp_path / "report.html").read_text("utf-8"))
+    assert sum(_EVIL in each["response"] for each in packed.details) == 9  # kept as written
+    assert page.count("img") == 0
+    executable = [attrs for tag, attrs in page.tags if tag == "script" and "type" not in attrs]
+    assert len(executable) == 1
     assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
 
 
@@ -158,7 +165,9 @@ def test_only_its_own_script_may_run(tmp_path: Path) -> None:
 def test_report_of_the_validation_itself_is_current(tmp_path: Path) -> None:
     _drive(tmp_path, steps=10, end=False)
     page = _page(tmp_path / "report.html")
-    assert "Running" in page.text and "10 of 20" in page.text and "answer of step 10" in page.text
+    assert "Running" in page.text and "10 of 20" in page.text
+    packed = PackedPage((tmp_path / "report.html").read_text("utf-8"))
+    assert "answer of step 10" in packed.details[-1]["response"]
 
 
 @pytest.mark.parametrize(
@@ -169,7 +178,9 @@ def test_run_that_ended_early(tmp_path: Path, error: BaseException, word: str) -
     _drive(tmp_path, steps=7, error=error)
     page = _page(tmp_path / "report.html")
     assert word in page.text and "7 of 20" in page.text
-    assert ("Failed" in page.text) is isinstance(error, ValueError)
+    assert ('</h1><span class="pill bad">Failed' in (tmp_path / "report.html").read_text()) is isinstance(
+        error, ValueError
+    )
 
 
 def test_killed_run(tmp_path: Path) -> None:
@@ -224,11 +235,37 @@ def test_resumed_run_adds_up_its_time(tmp_path: Path) -> None:
 
 
 def test_single_validation_and_chat_prompt(tmp_path: Path) -> None:
-    record = {"step": 4, "prompt": [{"role": "user", "content": "hi <b>"}], "response": "x" * 7000, "correct": True}
+    record = {"step": 4, "prompt": [{"role": "user", "content": "hi <b>"}], "response": "x" * 700, "correct": True}
     (tmp_path / "samples.jsonl").write_text((json.dumps(record) + "\n") * 450)
-    page = _page(write_report(tmp_path))
-    assert "user: hi <b>" in page.text and "(1000 more characters in samples.jsonl)" in page.text
-    assert "200 of 450 samples" in page.text and "Step 4" in page.text
+    text = write_report(tmp_path, limits=PageLimits(samples=200, characters=100_000)).read_text("utf-8")
+    packed = PackedPage(text)
+    assert packed.details[0]["prompt"] == "user: hi <b>"
+    assert packed.details[0]["response"] == "x" * 400 + "\n… (300 more characters in samples.jsonl)"
+    assert "200 of 450 samples, of 1 of 1 validations" in text and packed.index["step"] == [4] * 200
+
+
+def test_samples_of_several_validations_are_compared_by_prompt(tmp_path: Path) -> None:
+    lines = []
+    for step, marks in ((0, "0011"), (5, "0101"), (10, "1101")):
+        lines += [
+            {"step": step, "prompt": f"p{n}", "response": "r", "correct": mark == "1"} for n, mark in enumerate(marks)
+        ]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines) + "odd\n")
+    packed = PackedPage(write_report(tmp_path).read_text("utf-8"))
+    fixed, broken = (1 << packed.index["flagNames"].index(name) for name in ("fixed", "broken"))
+    assert packed.index["flags"] == [0] * 4 + [0, fixed, broken, 0] + [fixed, fixed, broken, 0]
+    assert packed.index["prompt"] == [0, 1, 2, 3] * 3
+    assert "samples.jsonl: 1 unreadable (line 13)" in packed.text
+
+
+def test_a_long_run_keeps_its_first_and_last_validation(tmp_path: Path) -> None:
+    lines = [{"step": step, "prompt": f"p{n}", "response": ""} for step in range(0, 50, 5) for n in range(10)]
+    (tmp_path / "samples.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    found = read_samples(tmp_path / "samples.jsonl", PageLimits(samples=39))
+    assert [each.step for each in found.entries] == [0] * 10 + [20] * 10 + [45] * 10
+    few = read_samples(tmp_path / "samples.jsonl", PageLimits(samples=6))
+    assert [(each.step, each.opening) for each in few.entries] == [(s, f"p{n}") for s in (0, 45) for n in (0, 4, 9)]
+    assert (few.total, few.validations, few.shown_validations) == (100, 10, 2)
 
 
 @pytest.mark.parametrize(
@@ -273,3 +310,12 @@ def test_recoveries_are_a_table(tmp_path: Path) -> None:
     page = _page(tmp_path / "report.html")
     assert "Recoveries" in page.text and f"rank 1 died {_EVIL}" in page.text
     assert "recoveries.jsonl: 1 unreadable (line 2)" in page.text
+
+
+def test_the_status_tells_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ROLLCAST_COMMAND", "")
+    monkeypatch.chdir(tmp_path)
+    record_command(["train", "recipe=x"])
+    _drive(tmp_path, steps=1)
+    status = read_run(tmp_path).status
+    assert (status.command, status.folder) == (["train", "recipe=x"], str(tmp_path))

@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import json
 import struct
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
+from packed_page import PackedPage
 
 from rollcast_report import trajectories
+from rollcast_report.archive import PageLimits, clip_texts, evenly
 from rollcast_report.report import write_report
 from rollcast_report.trajectories import read_trajectories, turns_of_messages
 
@@ -70,38 +71,17 @@ def _save(run_dir: Path, step: int, *records: dict[str, Any]) -> None:
     (folder / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(each) + "\n" for each in records))
 
 
-class _Page(HTMLParser):
-    """Tags of a page, and the text of its data block."""
-
-    def __init__(self, text: str) -> None:
-        super().__init__()
-        self.tags: list[tuple[str, dict[str, str | None]]] = []
-        self.data = ""
-        self._is_data = False
-        self.feed(text)
-        self.close()
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.tags.append((tag, dict(attrs)))
-        self._is_data = dict(attrs).get("id") == "trajectory-data"
-
-    def handle_data(self, data: str) -> None:
-        if self._is_data:
-            self.data += data
-
-    def handle_endtag(self, tag: str) -> None:
-        self._is_data = False
-
-
-def _shown(run_dir: Path) -> tuple[_Page, list[dict[str, Any]]]:
-    page = _Page(write_report(run_dir).read_text("utf-8"))
-    return page, json.loads(page.data)
+def _shown(run_dir: Path) -> tuple[PackedPage, list[dict[str, Any]]]:
+    page = PackedPage(write_report(run_dir).read_text("utf-8"))
+    return page, page.details
 
 
 def test_a_conversation_is_there_with_its_rewards_and_trained_tokens(tmp_path: Path) -> None:
     _save(tmp_path, 12, _record())
-    _, (shown,) = _shown(tmp_path)
-    assert (shown["step"], shown["reward"], shown["turnRewards"], shown["truth"]) == (12, 1.5, {"0": 0.5}, "42")
+    page, (shown,) = _shown(tmp_path)
+    assert (page.index["step"], page.index["reward"]) == ([12], [1.5])
+    assert (page.index["turns"], page.index["tokens"], page.index["sampled"]) == ([2], [18], [12])
+    assert (shown["turnRewards"], shown["truth"]) == ({"0": 0.5}, "42")
     assert [each["role"] for each in shown["messages"]] == ["user", "assistant", "tool", "assistant"]
     assert shown["messages"][0]["text"] == "6 times 7?"
     assert shown["messages"][1]["calls"] == [{"name": "multiply", "arguments": '{"a": 6, "b": 7}', "id": "c1"}]
@@ -135,20 +115,21 @@ def test_what_models_and_tools_wrote_stays_text(tmp_path: Path) -> None:
     _save(tmp_path, 1, _record(rollout_id=_EVIL, end=f'done"{_EVIL}', failure={"boundary": "tool", "message": _EVIL}))
     page, (shown,) = _shown(tmp_path)
     assert shown["messages"][2]["text"] == f"42 {_EVIL}" and shown["failure"] == ["tool", _EVIL]
-    assert [attrs.get("type") for tag, attrs in page.tags if tag == "script"] == ["application/json", None]
+    types = [attrs.get("type") for tag, attrs in page.tags if tag == "script"]
+    assert types == ["application/octet-stream"] * 2 + [None]
     assert "img" not in [tag for tag, _ in page.tags]
     assert not any(name.startswith("on") for _, attrs in page.tags for name in attrs)
 
 
 def test_a_script_makes_no_markup_of_texts() -> None:
-    script = (Path(trajectories.__file__).parent / "assets" / "trajectories.js").read_text()
+    script = (Path(trajectories.__file__).parent / "assets" / "explorer.js").read_text()
     assert not [word for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "write(", "eval(") if word in script]
 
 
 def test_a_run_without_agents_has_no_such_part(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "reward/mean": 0.5}\n')
     text = write_report(tmp_path).read_text()
-    assert "<h2>Trajectories</h2>" not in text and "trajectory-data" not in text
+    assert ">Trajectories</h2>" not in text and "explorer-index" not in text
 
 
 def test_lines_of_another_format_are_noted_and_left_out(tmp_path: Path) -> None:
@@ -159,18 +140,41 @@ def test_lines_of_another_format_are_noted_and_left_out(tmp_path: Path) -> None:
     assert "trajectories/step_000003.jsonl: 3 unreadable (line 1, 3, 4)" in (tmp_path / "report.html").read_text()
 
 
-def test_a_page_has_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectories, "_MAX_TRAJECTORIES", 12)
-    monkeypatch.setattr(trajectories, "_MAX_STEPS", 3)
-    monkeypatch.setattr(trajectories, "_MAX_CHARACTERS", 20_000)
+def test_a_page_has_a_limit(tmp_path: Path) -> None:
+    limits = PageLimits(trajectories=12, steps=3, characters=20_000)
     long = [{"role": "user", "content": "x" * 5000}]
     for step in range(1, 8):
         _save(tmp_path, step, *[_record(rollout_id=f"r{index}", messages=long) for index in range(6)])
-    page, shown = _shown(tmp_path)
-    assert [each["step"] for each in shown] == [1] * 4 + [4] * 4 + [7] * 4
-    assert "Up to 4 trajectories of each of 3 of the 7 recorded steps" in (tmp_path / "report.html").read_text()
-    assert shown[0]["messages"][0]["text"].endswith("(3,500 more characters in the run's folder trajectories)")
-    assert len(page.data) < 40_000
+    text = write_report(tmp_path, limits=limits).read_text()
+    page = PackedPage(text)
+    assert page.index["step"] == [1] * 4 + [4] * 4 + [7] * 4
+    assert "Up to 4 trajectories of each of 3 of the 7 recorded steps" in text
+    assert page.details[0]["messages"][0]["text"].endswith("(3,500 more characters in the run's folder trajectories)")
+    assert len(text) < 60_000
+
+
+def test_the_age_of_tokens_is_counted_from_the_start_of_their_step(tmp_path: Path) -> None:
+    versions = [[[4, 2]], [[3, 1], [4, 1]], [[-1, 2]]]
+    records = [
+        _record(rollout_id=str(place), segments=[{**_segment(0, True, "a", 2), "weight_versions": each}])
+        for place, each in enumerate(versions)
+    ]
+    _save(tmp_path, 6, *records)
+    page, _ = _shown(tmp_path)
+    assert page.index["age"] == [0, 1, None]  # without the run's metrics: from the newest version of the step
+    lines = [{"step": step, "rollout/weight_version": step} for step in (4, 5, 6)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(each) + "\n" for each in lines))
+    page, _ = _shown(tmp_path)
+    assert page.index["age"] == [1, 2, None]
+
+
+def test_entries_spread_evenly_and_texts_are_cut_where_they_are_long() -> None:
+    assert list(evenly(range(9), 3)) == [0, 4, 8] and list(evenly(range(2), 3)) == [0, 1]
+    assert list(evenly(range(9), 1)) == [8] and list(evenly(range(9), 0)) == []
+    holder = {"short": "a" * 100, "long": "b" * 30_000}
+    clip_texts([(holder, key) for key in holder], 10_200, "a file")
+    assert holder["short"] == "a" * 100
+    assert holder["long"] == "b" * 10_000 + "\n… (20,000 more characters in a file)"
 
 
 def test_all_of_a_small_run_is_shown_without_a_hint(tmp_path: Path) -> None:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import socket
+import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -95,3 +99,48 @@ def test_report_writes_the_page_of_a_run(runs: Path) -> None:
     assert "Validation accuracy" in page.read_text()
     with pytest.raises(DataError, match="no run directory"):
         call("report", runs / "nothing")
+
+
+COMMAND = ["train", "recipe=quickstart", "model.path=my models/a", "trainer.seed=3", "run_dir=runs/b"]
+
+
+def interrupted(path: Path, **changes: Any) -> Path:
+    make_run(path, "interrupted", [0.5])
+    status = Status(state="interrupted", total_steps=5, command=COMMAND, folder=str(Path.cwd()))
+    write_status(path, replace(status, **changes))
+    return path
+
+
+def test_resume_prints_the_recorded_command(tmp_path: Path) -> None:
+    run = interrupted(tmp_path / "b")
+    expected = "rollcast train recipe=quickstart 'model.path=my models/a' trainer.seed=3 run_dir=runs/b"
+    assert call("resume", run).strip() == expected
+    interrupted(tmp_path / "c", folder="/a folder", command=[*COMMAND, "+trainer.resume_mode='disable'"])
+    assert call("resume", tmp_path / "c").strip() == f"cd '/a folder' && {expected}"
+    (found,) = (each for each in json.loads(call("list", tmp_path, "--json")) if each["run"] == str(run))
+    assert found["resume"] == expected
+    assert f"rollcast runs resume {run}" in call("list", tmp_path)
+
+
+def test_resume_executes_the_command_in_its_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[tuple[str, list[str], str]] = []
+    monkeypatch.setattr(os, "execv", lambda program, argv: calls.append((program, argv, str(Path.cwd()))))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "home").mkdir()
+    call("resume", interrupted(tmp_path / "b", folder=str(tmp_path / "home")), "--execute")
+    assert calls == [(sys.executable, [sys.executable, "-m", "rollcast", *COMMAND], str(tmp_path / "home"))]
+    with pytest.raises(DataError, match=r"was started in .*gone, which is gone"):
+        call("resume", interrupted(tmp_path / "c", folder=str(tmp_path / "gone")), "--execute")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"state": "finished"}, "is finished at step"),
+        ({"state": "running", "host": socket.gethostname(), "pid": os.getpid()}, "is running .process"),
+        ({"command": []}, "does not say which command"),
+    ],
+)
+def test_what_cannot_be_resumed(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        call("resume", interrupted(tmp_path / "b", **changes))

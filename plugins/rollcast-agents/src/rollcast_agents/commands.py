@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, print_lines
+from rollcast.contracts.command import ConfigDir, print_lines, show_progress
 from rollcast.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
@@ -50,7 +50,8 @@ def replay_trajectories(
 
     records = find_records(trajectories)
     config = _compose_for_run(trajectories, overrides or (), config_dir)
-    scored, figures = rescore(records, config)
+    with show_progress(f"scoring {len(records)} trajectories"):
+        scored, figures = rescore(records, config)
     if output is not None:
         save_records(output, scored)
     if as_json:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, Overrides, build_console, print_lines
+from rollcast.contracts.command import ConfigDir, Overrides, build_console, print_lines, show_progress
 from rollcast.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def map_roles(
     prompt, response = _read_lengths(trainer, lengths_file, mean_length, read_data)
     problem = build_problem(trainer, build_cluster(cluster), response, staleness, limits, prompt)
     costs = kind(section)
-    found = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
+    with show_progress("searching placements"):
+        found = list(planners.get(planner, "--planner")().plan(problem, costs, max(count, 2 if explain else 1)))
     texts = [list_overrides(trainer, problem, each.mapping) for each in found]
     if write is not None:
         _write(write, found[0], texts[0])

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rollcast.contracts.command import Traceback, print_lines
+from rollcast.contracts.command import Traceback, print_lines, show_progress
 
 __all__ = ["app", "preprocess"]
 
@@ -37,6 +37,7 @@ def preprocess(
     if output.exists() and not output.is_dir():
         raise DataError(f"--output {output}: there is a file of that name")
     output.mkdir(parents=True, exist_ok=True)
-    report = preprocessor.run(source, output, seed)
+    with show_progress(f"preprocessing {name}"):
+        report = preprocessor.run(source, output, seed)
     width = max((len(f"{rows:,}") for rows in report.rows.values()), default=0)
     print_lines(*(f"{rows:>{width},} rows  {output / file}" for file, rows in report.rows.items()), *report.notes)

@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from rollcast.contracts.command import ConfigDir, Overrides, build_console, hide_library_bars, print_lines
+from rollcast.contracts.command import (
+    ConfigDir,
+    Overrides,
+    build_console,
+    hide_library_bars,
+    print_lines,
+    show_progress,
+)
 
 if TYPE_CHECKING:
-    from rollcast_profiling.cost_job import Grid, Progress
+    from rollcast_profiling.cost_job import Grid
     from rollcast_profiling.costs import CostTable, Measurement, Phase
     from rollcast_trainer.loop import LoopTrainer
 
@@ -66,8 +72,8 @@ def profile(
 
     grid = _grid(trainer, phases, batch_sizes, lengths, repeats, new_tokens)
     job = CostJob(trainer, replace(grid, response_share=response_share))
-    with _status() as tell:
-        table = job.run(tell)
+    with show_progress("measuring") as line:
+        table = job.run(lambda what: line.update(done=line.done + 1, note=what))
     table.write(target)
     console = build_console()
     console.width = max(console.width, _WIDTH)
@@ -138,13 +144,6 @@ def _phases(text: str) -> list[Phase]:
     if unknown or not wanted:
         raise ConfigError(f"--phases is {text!r}; valid: {', '.join(PHASES)}")
     return [phase for phase in PHASES if phase in wanted]
-
-
-@contextmanager
-def _status() -> Iterator[Progress]:
-    """Show the current measurement in a status line on stderr; silent without a terminal."""
-    with build_console(stderr=True).status("") as status:
-        yield lambda what: status.update(f"measuring {what}")
 
 
 def _render(table: CostTable) -> Any:

@@ -6,11 +6,13 @@ import html
 import itertools
 import json
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rollcast_report.intervals import Band
 from rollcast_report.run_data import Series
 
-__all__ = ["ChartSpec", "format_number", "render_chart", "smooth", "thin"]
+__all__ = ["ChartSpec", "Line", "format_number", "mark_shape", "render_chart", "render_lines", "smooth", "thin"]
 
 _MAX_POINTS = 1200
 _MARKERS_UP_TO = 24
@@ -42,6 +44,8 @@ def format_number(value: float, unit: str = "") -> str:
     if unit == "%":
         return f"{value * 100:.1f} %"
     size = abs(value)
+    if size >= 1e9:
+        return f"{value / 1e9:.3g}G"
     if size >= 1e6:
         return f"{value / 1e6:.3g}M"
     if size >= 1e4:
@@ -75,12 +79,14 @@ def _tick_labels(ticks: list[float], unit: str) -> list[str]:
     """Return labels with the same number of decimals and the same scale."""
     scale, suffix = (100.0, " %") if unit == "%" else (1.0, "")
     top = max(abs(tick) for tick in ticks) * scale
-    if unit != "%" and top >= 1e6:
+    if unit != "%" and top >= 1e9:
+        scale, suffix = 1e-9, "G"
+    elif unit != "%" and top >= 1e6:
         scale, suffix = 1e-6, "M"
     elif unit != "%" and top >= 1e4:
         scale, suffix = 1e-3, "k"
     step = abs(ticks[1] - ticks[0]) * scale
-    if top and (top < 1e-3 or top >= 1e9):
+    if top and (top < 1e-3 or top >= 1e12):
         return ["0" if tick == 0 else f"{tick * scale:.3g}{suffix}".replace("e-0", "e-") for tick in ticks]
     decimals = next((d for d in range(10) if abs(round(step, d) - step) < step * 1e-6), 9)
     return [f"{tick * scale:.{decimals}f}{suffix}" for tick in ticks]
@@ -142,8 +148,11 @@ def thin(series: Series, limit: int = _MAX_POINTS) -> Series:
 class _Frame:
     """The plot area of one chart and its scales."""
 
-    def __init__(self, series: Series, spec: ChartSpec, width: int, height: int, x_max: int) -> None:
+    def __init__(
+        self, series: Series, spec: ChartSpec, width: int, height: int, x_max: int, bands: Sequence[Band] = ()
+    ) -> None:
         values = [value for _, value in series if value is not None]
+        values += [bound for band in bands for _, low, high in band.points for bound in (low, high)]
         y_low, y_high = _y_range(values, spec)
         self.y_ticks = _ticks(y_low, y_high, 5 if height > 220 else 3)
         self.y_labels = _tick_labels(self.y_ticks, spec.unit)
@@ -198,6 +207,21 @@ def _path(series: Series, frame: _Frame, css: str) -> str:
     return f'<path class="{css}" d="{"".join(commands)}"/>' if commands else ""
 
 
+def _band_path(band: Band, frame: _Frame, css: str, span: float) -> str:
+    """Return the area between the bounds, smoothed over ``span`` steps if that is above 1."""
+    points = band.points[:: math.ceil(len(band.points) / _MAX_POINTS)]
+    lows, highs = [low for _, low, _ in points], [high for _, _, high in points]
+    if span > 1:
+        lows, highs = smooth(lows, span), smooth(highs, span)
+    steps = [step for step, _, _ in points]
+    if len(points) == 1:  # one validation: a bar
+        x, top, bottom = frame.x(steps[0]), frame.y(highs[0]), frame.y(lows[0])
+        return f'<path class="{css}" d="M{x - 3} {top}h6V{bottom}h-6z"/>'
+    there = [f"{frame.x(step)} {frame.y(value)}" for step, value in zip(steps, highs, strict=True)]
+    back = [f"{frame.x(step)} {frame.y(value)}" for step, value in zip(steps, lows, strict=True)]
+    return f'<path class="{css}" d="M{"L".join(there + back[::-1])}z"/>'
+
+
 def _is_before(step: int, spec: ChartSpec) -> bool:
     return spec.mark_zero and step == 0
 
@@ -236,7 +260,7 @@ def _describe(series: Series, spec: ChartSpec) -> str:
     )
 
 
-def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max: int) -> str:
+def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max: int, band: Band | None = None) -> str:
     """Return one curve with its heading as an HTML figure.
 
     Args:
@@ -244,6 +268,7 @@ def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max
         spec: metric, title and axis.
         width, height: size of the drawing in pixels.
         x_max: last step of the x axis.
+        band: 95 % interval of the values; None if unknown.
     """
     title, name = html.escape(spec.title), html.escape(spec.metric)
     finite = [value for _, value in series if value is not None]
@@ -251,19 +276,23 @@ def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max
     mark = ""
     if any(_is_before(step, spec) and value is not None for step, value in series):
         mark = '<span class="mark"><i></i>before training</span>'
+    if band is not None:
+        mark += f'<span class="mark band-mark" title="{html.escape(band.method)}"><i></i>95 % interval</span>'
     latest = f'<span class="latest">{format_number(finite[-1], spec.unit)}</span>' if finite else ""
     caption = f'<figcaption><span class="name" title="{name}">{title}{unit}</span>{mark}{latest}</figcaption>'
     if not finite:
         return f'<figure class="chart">{caption}<p class="empty">No value was recorded.</p></figure>'
-    frame = _Frame(series, spec, width, height, x_max)
+    frame = _Frame(series, spec, width, height, x_max, [] if band is None else [band])
     points = thin(series)
-    lines = _path(points, frame, "line")
+    lines, span = _path(points, frame, "line"), 1.0
     if _is_noisy(finite):
-        steps = [step for step, value in series if value is not None]
-        mean: Series = list(zip(steps, smooth(finite, min(100.0, max(5.0, len(finite) / 15))), strict=True))
-        lines = _path(points, frame, "line faint") + _path(thin(mean), frame, "line")
+        span = min(100.0, max(5.0, len(finite) / 15))
+        lines = _path(points, frame, "line faint") + _path(thin(_smoothed(series, span)), frame, "line")
+    bounds = {} if band is None else {step: (low, high) for step, low, high in band.points}
+    if band is not None:
+        lines = _band_path(band, frame, "band", span) + lines
     data = [
-        [frame.x(step), frame.y(value), step, format_number(value, spec.unit)]
+        [frame.x(step), frame.y(value), step, _with_bounds(value, bounds.get(step), spec.unit)]
         for step, value in points
         if value is not None
     ]
@@ -274,3 +303,94 @@ def render_chart(series: Series, spec: ChartSpec, width: int, height: int, x_max
         f"<title>{html.escape(_describe(series, spec))}</title>{frame.axes()}"
         f"{lines}{_dots(points, frame, spec)}</svg></figure>"
     )
+
+
+def _smoothed(series: Series, span: float) -> Series:
+    known = [(step, value) for step, value in series if value is not None]
+    return list(zip((step for step, _ in known), smooth([value for _, value in known], span), strict=True))
+
+
+def _with_bounds(value: float, bounds: tuple[float, float] | None, unit: str) -> str:
+    text = format_number(value, unit)
+    if bounds is None:
+        return text
+    return f"{text} ({format_number(bounds[0], unit)} to {format_number(bounds[1], unit)})"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One of several curves of a chart.
+
+    Attributes:
+        name: its name in descriptions.
+        style: number of its colour and dash pattern.
+        series: steps and values.
+        band: 95 % interval of the values; None if unknown.
+    """
+
+    name: str
+    style: int
+    series: Series
+    band: Band | None = None
+
+
+def render_lines(lines: Sequence[Line], spec: ChartSpec, width: int, height: int, x_max: int) -> str:
+    """Return several curves over the same axes as an HTML figure; lines without a value are left out."""
+    shown = [each for each in lines if any(value is not None for _, value in each.series)]
+    title = html.escape(spec.title)
+    unit = f' <span class="unit">{html.escape(spec.unit)}</span>' if spec.unit not in ("", "%") else ""
+    name = html.escape(spec.metric)
+    bands = [each.band for each in shown if each.band is not None]
+    mark = ""
+    if bands:
+        methods = html.escape("; ".join(sorted({band.method for band in bands})))
+        mark = f'<span class="mark band-mark" title="{methods}"><i></i>95 % interval</span>'
+    caption = f'<figcaption><span class="name" title="{name}">{title}{unit}</span>{mark}</figcaption>'
+    frame = _Frame([point for each in shown for point in each.series], spec, width, height, x_max, bands)
+    parts = []
+    for each in shown:
+        known = [value for _, value in each.series if value is not None]
+        span = min(100.0, max(5.0, len(known) / 15)) if _is_noisy(known) else 1.0
+        drawn = _smoothed(each.series, span) if span > 1 else each.series
+        if each.band is not None:
+            parts.append(_band_path(each.band, frame, f"band c{each.style}", span))
+        parts.append(_path(thin(drawn), frame, f"line c{each.style}"))
+        parts.append(_end_mark(drawn, frame, each.style))
+    described = " ".join(_describe(each.series, ChartSpec(spec.metric, each.name, spec.unit)) for each in shown)
+    label = html.escape(f"{spec.title}. {described}")
+    data = html.escape(json.dumps(_shared_points(shown, frame, spec.unit)))
+    return (
+        f'<figure class="chart">{caption}<svg viewBox="0 0 {width} {height}" role="img" tabindex="0" '
+        f'aria-label="{label}" data-points="{data}" data-top="{frame.top}" data-bottom="{frame.bottom}">'
+        f"<title>{label}</title>{frame.axes()}{''.join(parts)}</svg></figure>"
+    )
+
+
+def _end_mark(series: Series, frame: _Frame, style: int) -> str:
+    """Return a mark at the last value, of another shape for each line."""
+    step, value = next(point for point in reversed(series) if point[1] is not None)
+    return mark_shape(frame.x(step), frame.y(value or 0.0), style)
+
+
+def mark_shape(x: float, y: float, style: int) -> str:
+    """Return the mark of a line as SVG: circle, square, diamond or triangle."""
+    shapes = (
+        f"M{x - 4} {y}a4 4 0 1 0 8 0a4 4 0 1 0 -8 0z",
+        f"M{x - 4} {y - 4}h8v8h-8z",
+        f"M{x} {y - 5.5}l5.5 5.5l-5.5 5.5l-5.5 -5.5z",
+        f"M{x} {y - 5}l5 9h-10z",
+    )
+    return f'<path class="end c{style}" d="{shapes[style % len(shapes)]}"/>'
+
+
+def _shared_points(lines: Sequence[Line], frame: _Frame, unit: str) -> list[list[float | str]]:
+    """Return the points for the tooltip: each step with the values of all lines."""
+    by_step: dict[int, list[tuple[str, float]]] = {}
+    for each in lines:
+        for step, value in thin(each.series, 400):
+            if value is not None:
+                by_step.setdefault(step, []).append((each.name, value))
+    return [
+        [frame.x(step), frame.y(values[0][1]), step, " · ".join(f"{n} {format_number(v, unit)}" for n, v in values)]
+        for step, values in sorted(by_step.items())
+    ]

@@ -1,9 +1,11 @@
-"""``rollcast runs``, which lists, compares, diffs and reports run directories."""
+"""``rollcast runs``, which lists, compares, diffs, reports and resumes run directories."""
 
 from __future__ import annotations
 
 import json
+import os
 import statistics
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,8 +13,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from rollcast.contracts.command import build_console, print_lines
-from rollcast.contracts.config import flatten
 from rollcast.errors import DataError
+from rollcast_report.resume import check_resumable, python_command, resume_arguments, resume_command
+from rollcast_report.settings import differing_keys, read_settings
 
 if TYPE_CHECKING:
     from rollcast_report.run_data import RunData
@@ -20,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["find_runs", "runs_app", "summarize"]
 
 runs_app = typer.Typer(
-    help="List, compare, diff and report run directories.",
+    help="List, compare, diff, report and resume run directories.",
     add_completion=False,
     pretty_exceptions_enable=False,
     no_args_is_help=True,
@@ -70,6 +73,7 @@ def summarize(run: RunData, path: Path) -> dict[str, Any]:
         "accuracy": accuracy[-1] if accuracy else None,
         "best_accuracy": max(accuracy, default=None),
         "recoveries": len(run.recoveries),
+        "resume": resume_command(run.status) if run.status.state in ("interrupted", "failed") else None,
     }
 
 
@@ -88,6 +92,8 @@ def list_runs(
         print_lines(f"there is no run in {folder}")
     else:
         _print_table(["run", "state", "step", "time", "reward", "accuracy", "best"], map(_list_row, found))
+        stopped = [each for each in found if each["resume"]]
+        print_lines(*(f"rollcast runs resume {each['run']}   # {each['state']}" for each in stopped))
 
 
 @runs_app.command()
@@ -116,8 +122,8 @@ def compare(
 @runs_app.command()
 def diff(first: Run, second: Run, as_json: AsJson = False) -> None:
     """Show the configuration keys in which two runs differ; paths inside the run directories are left out."""
-    left, right = (_config_of(_existing(path)) for path in (first, second))
-    keys = sorted(key for key in {**left, **right} if left.get(key) != right.get(key))
+    left, right = (read_settings(_existing(path)) for path in (first, second))
+    keys = differing_keys([left, right])
     if as_json:
         typer.echo(json.dumps({key: [left.get(key), right.get(key)] for key in keys}, indent=2))
     elif not keys:
@@ -128,11 +134,48 @@ def diff(first: Run, second: Run, as_json: AsJson = False) -> None:
 
 
 @runs_app.command()
-def report(run: Run) -> None:
-    """Write report.html from the files of a run that was killed, or of an evaluation of agents."""
+def report(
+    paths: Annotated[list[Path], typer.Argument(metavar="RUN...", help="Run directories.")],
+    output: Annotated[
+        Path | None, typer.Option("--output", metavar="FILE", help="Page to write [default: RUN/report.html].")
+    ] = None,
+) -> None:
+    """Write the report of a run from its files, also of one that was killed; or one page that compares several runs."""
     from rollcast_report.report import write_report
 
-    print_lines(str(write_report(_existing(run))))
+    for path in paths:
+        _existing(path)
+    if output is not None and output.is_dir():
+        raise DataError(f"--output {output} is a folder; name a file in it")
+    if len(paths) == 1:
+        print_lines(str(write_report(paths[0], output=output)))
+        return
+    if output is None:
+        raise DataError("a page that compares several runs needs --output FILE")
+    from rollcast_report.comparison import write_comparison
+
+    print_lines(str(write_comparison(paths, output)))
+
+
+@runs_app.command()
+def resume(
+    run: Run,
+    execute: Annotated[bool, typer.Option("--execute", help="Run the command instead of printing it.")] = False,
+) -> None:
+    """Print the command that resumes a run which was interrupted or failed, with its overrides as recorded."""
+    status = _read(_existing(run)).status
+    check_resumable(run, status, status.state)
+    if not execute:
+        print_lines(str(resume_command(status)))
+        return
+    command = python_command(resume_arguments(status))
+    if status.folder:
+        if not Path(status.folder).is_dir():
+            raise DataError(f"the run was started in {status.folder}, which is gone; make it, or start it elsewhere")
+        os.chdir(status.folder)
+    sys.stdout.flush()
+    # This process becomes the run, so that signals and exit codes are the run's own.
+    os.execv(command[0], command)  # noqa: S606  # no shell is wanted
 
 
 def _existing(path: Path) -> Path:
@@ -145,34 +188,6 @@ def _read(path: Path) -> RunData:
     from rollcast_report.run_data import read_run
 
     return read_run(path, parts=("metrics", "recoveries"))
-
-
-def _config_of(path: Path) -> dict[str, Any]:
-    """Return the configuration of a run by dotted key; its own folder is written as ``${run_dir}``.
-
-    Raises:
-        DataError: ``config.yaml`` is missing or no mapping.
-    """
-    import yaml
-
-    file = path / "config.yaml"
-    try:
-        tree = yaml.safe_load(file.read_text("utf-8"))
-    except (OSError, UnicodeError, yaml.YAMLError) as error:
-        raise DataError(f"{file} cannot be read: {error}") from error
-    if not isinstance(tree, dict):
-        raise DataError(f"{file} holds no mapping")
-    own = str(tree.get("run_dir") or "")
-    values = flatten(tree)
-    values.pop("run_dir", None)
-    return {key: _relative(value, own) for key, value in values.items()}
-
-
-def _relative(value: Any, own: str) -> Any:
-    if isinstance(value, list):
-        return [_relative(each, own) for each in value]
-    inside = isinstance(value, str) and own and (value == own or value.startswith(f"{own}/"))
-    return "${run_dir}" + value[len(own) :] if inside else value
 
 
 def _how(name: str) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rollcast.contracts.command import format_clock
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 
@@ -44,12 +45,6 @@ def _validation_values(metrics: Mapping[str, float]) -> list[tuple[str, str]]:
         if found:
             return found
     return []
-
-
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 class ConsoleTracker(BaseTracker):
@@ -133,7 +128,7 @@ class ConsoleTracker(BaseTracker):
     def on_fit_end(self, trainer: object, error: BaseException | None) -> None:
         """Restore the terminal and print how the run ended."""
         self.close()
-        took = _clock(time.monotonic() - self._started)
+        took = format_clock(time.monotonic() - self._started)
         # The message of an error is left to whoever reports it, so that it is not shown twice.
         self._say(self._step, f"finished in {took}" if error is None else f"stopped after {took}")
 
@@ -175,7 +170,7 @@ class ConsoleTracker(BaseTracker):
             return "-:--"
         per_step = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         since = min(time.monotonic() - self._ends[-1], per_step)
-        return _clock(max(0.0, per_step * (self._total - self._step) - since))
+        return format_clock(max(0.0, per_step * (self._total - self._step) - since))
 
     def _render(self) -> RenderableType:
         """Return the live display: a line with the progress and a line with the metrics."""

@@ -12,14 +12,16 @@ from string import Template
 from typing import Any
 
 from rollcast_report.charts import ChartSpec, format_number, render_chart
-from rollcast_report.conversations import render_trajectories
+from rollcast_report.explorer import render_explorer
+from rollcast_report.intervals import find_band, is_bound
+from rollcast_report.panels import render_memory, render_sync
 from rollcast_report.run_data import RunData
-from rollcast_report.samples import render_samples
 from rollcast_report.timeline import render_timeline
 
-__all__ = ["fill_page", "render_page"]
+__all__ = ["LARGE", "SMALL", "custom_metrics", "describe_time", "fill_page", "render_page"]
 
-_LARGE = (
+#: Curves that every report shows large, and small, if the run has the metric.
+LARGE = (
     ChartSpec("reward/mean", "Reward"),
     ChartSpec("sft/loss", "Training loss"),
     ChartSpec("val/accuracy", "Validation accuracy", "%", 0.0, 1.0, mark_zero=True),
@@ -27,7 +29,7 @@ _LARGE = (
 )
 # Metrics that every reinforcement-learning run should have; the report shows missing ones.
 _EXPECTED = ("reward/mean", "val/accuracy")
-_SMALL = (
+SMALL = (
     ChartSpec("actor/kl", "KL to the policy before the update"),
     ChartSpec("actor/entropy", "Entropy", "nats"),
     ChartSpec("actor/clip_fraction", "Clipped tokens", "%", 0.0, 1.0),
@@ -52,6 +54,7 @@ _COMMON_GROUPS = (
     "recovery/",
     "response_length/",
     "rollout/",
+    "rollout_corr/",
     "sft/",
     "staleness/",
     "sync/",
@@ -69,6 +72,7 @@ _COMMON = {
     "actor/zero_advantage_rows",
     "reward/accuracy",
     "reward/baseline_mean",
+    "reward/errors",
     "reward/max",
     "reward/min",
     "reward/model_mean",
@@ -94,7 +98,8 @@ def _asset(name: str) -> str:
     return resources.files("rollcast_report").joinpath("assets", name).read_text("utf-8")
 
 
-def _duration(seconds: float) -> str:
+def describe_time(seconds: float) -> str:
+    """Return a duration with its units, such as ``3 min 4 s``."""
     if seconds < 10:
         return f"{seconds:.1f} s"
     if seconds < 90:
@@ -133,7 +138,7 @@ def _facts(run: RunData) -> list[tuple[str, str]]:
     facts = [("Steps", f"{done:,} of {total:,}" if total and total != done else f"{done:,}")]
     wall = max(run.status.elapsed_s, sum(step_times))
     if wall > 0:
-        facts.append(("Wall time", _duration(wall)))
+        facts.append(("Wall time", describe_time(wall)))
     if step_times:
         facts.append(("Median step", f"{statistics.median(step_times):.3g} s"))
     for metric in ("rollout/tokens_per_s", "sft/tokens_per_s"):
@@ -164,27 +169,33 @@ def _charts(run: RunData) -> str:
     is_supervised = "sft/loss" in run.series
     x_max = run.steps
     large = [
-        render_chart(run.series.get(spec.metric, []), spec, 560, 290, x_max)
-        for spec in _LARGE
+        render_chart(run.series.get(spec.metric, []), spec, 560, 290, x_max, find_band(spec.metric, run.series))
+        for spec in LARGE
         if spec.metric in run.series or (spec.metric in _EXPECTED and not is_supervised)
     ]
     small = [
-        render_chart(run.series[spec.metric], spec, 360, 190, x_max) for spec in _SMALL if spec.metric in run.series
+        render_chart(run.series[spec.metric], spec, 360, 190, x_max) for spec in SMALL if spec.metric in run.series
     ]
-    small += [render_chart(run.series[name], ChartSpec(name, name), 360, 190, x_max) for name in _custom_metrics(run)]
+    small += [
+        render_chart(run.series[name], ChartSpec(name, name), 360, 190, x_max, find_band(name, run.series))
+        for name in custom_metrics(run)
+    ]
     return (
         f'<section aria-label="Curves"><div class="large">{"".join(large)}</div>'
         f'<div class="small">{"".join(small)}</div></section>'
     )
 
 
-def _custom_metrics(run: RunData) -> list[str]:
+def custom_metrics(run: RunData) -> list[str]:
     """Return the metrics that no package of rollcast records and that changed with the steps, sorted."""
-    drawn = {spec.metric for spec in (*_LARGE, *_SMALL)}
+    drawn = {spec.metric for spec in (*LARGE, *SMALL)}
     names = (
         name
         for name in sorted(run.series)
-        if name not in drawn and name not in _COMMON and not name.startswith(_COMMON_GROUPS)
+        if name not in drawn
+        and name not in _COMMON
+        and not name.startswith(_COMMON_GROUPS)
+        and not is_bound(name, run.series)
     )
     return [name for name in names if len(run.values(name)) > 1][:_MAX_CUSTOM]
 
@@ -253,20 +264,20 @@ def _details(run: RunData) -> str:
 
 def render_page(run: RunData) -> str:
     """Return the whole report as one HTML page, which needs no other file and no network."""
-    trajectories = render_trajectories(run)
+    explorer = render_explorer(run)
     sections = [
         _header(run),
         _charts(run),
         _recoveries(run) + _phases(run) + render_timeline(run.timeline),
-        render_samples(run),
-        trajectories,
+        render_memory(run) + render_sync(run),
+        explorer,
         _details(run),
     ]
     return fill_page(
         f"{run.name} · rollcast",
         sections,
         "Written by rollcast from the run's metrics, samples, trajectories, status and config.yaml.",
-        script=_asset("trajectories.js") if trajectories else "",
+        script=_asset("explorer.js") if explorer else "",
     )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from rollcast.errors import DataError
 
-__all__ = ["RecordWriter", "Unreadable", "check_records", "drop_after", "encode_record", "read_records"]
+__all__ = ["RecordWriter", "Unreadable", "check_records", "drop_after", "encode_record", "parse_record", "read_records"]
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,8 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} has no JSON form; got {value!r:.200}")
 
 
-def _parse(raw: bytes) -> dict[str, Any] | None:
+def parse_record(raw: bytes) -> dict[str, Any] | None:
+    """Return the record of a line; None if the line is no JSON object with an integer ``step``."""
     try:
         record = json.loads(raw)
     except (ValueError, RecursionError):  # also UnicodeDecodeError: the caller reports the line
@@ -81,7 +82,7 @@ def read_records(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | Unreadabl
             if not raw.endswith(b"\n"):
                 yield raw, Unreadable(number, torn=True)
                 continue
-            record = _parse(raw)
+            record = parse_record(raw)
             yield raw, Unreadable(number, torn=False) if record is None else record
 
 

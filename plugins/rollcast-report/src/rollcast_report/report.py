@@ -10,10 +10,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from rollcast.contracts.command import read_command
 from rollcast.contracts.files import replace_file
 from rollcast.contracts.hooks import hookimpl
 from rollcast.contracts.tracker import BaseTracker
 from rollcast.errors import DataError
+from rollcast_report.archive import PageLimits
 from rollcast_report.page import render_page
 from rollcast_report.run_data import STATUS_FILE, Status, read_run, read_status, write_status
 
@@ -23,7 +25,12 @@ REPORT_FILE = "report.html"
 _MAX_MESSAGE = 2000
 
 
-def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -> Path:
+def write_report(
+    run_dir: Path | str,
+    config: Mapping[str, Any] | None = None,
+    limits: PageLimits | None = None,
+    output: Path | None = None,
+) -> Path:
     """Write the report of a run from the files in its directory.
 
     The run may be finished, still running, or killed at any moment.
@@ -31,6 +38,8 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
     Args:
         run_dir: directory of the run.
         config: config to show if the directory has no config.yaml.
+        limits: limits for samples and trajectories.
+        output: file to write; ``report.html`` in the directory by default.
 
     Returns:
         Path of the report.
@@ -42,8 +51,8 @@ def write_report(run_dir: Path | str, config: Mapping[str, Any] | None = None) -
     run_dir = Path(run_dir)
     if not run_dir.is_dir():
         raise DataError(f"{run_dir} is not a run directory: there is no such folder")
-    path = run_dir / REPORT_FILE
-    replace_file(path, render_page(read_run(run_dir, config)))
+    path = output or run_dir / REPORT_FILE
+    replace_file(path, render_page(read_run(run_dir, config, limits=limits)))
     return path
 
 
@@ -57,7 +66,10 @@ class ReportTracker(BaseTracker):
 
     def __init__(self, run_dir: Path, config: dict[str, Any], start_step: int = 0) -> None:
         super().__init__(run_dir, config, start_step)
-        self._status = Status(state="running", host=socket.gethostname(), pid=os.getpid())
+        command, folder = read_command()
+        self._status = Status(
+            state="running", host=socket.gethostname(), pid=os.getpid(), command=command, folder=folder
+        )
         self._elapsed_before = 0.0
         self._started = time.monotonic()
         for name in (STATUS_FILE, REPORT_FILE):
@@ -121,7 +133,9 @@ class ReportTracker(BaseTracker):
 
     def _write(self) -> None:
         self._write_status()
-        write_report(self.run_dir, self.config)
+        # While the run goes on it waits for the page, so that one is smaller.
+        limits = PageLimits.live() if self._status.state == "running" else PageLimits()
+        write_report(self.run_dir, self.config, limits)
 
     def _write_status(self) -> None:
         self._status.elapsed_s = self._elapsed_before + time.monotonic() - self._started

@@ -17,7 +17,9 @@ from typing import Any
 
 from rollcast.contracts.files import replace_file
 from rollcast.errors import DataError
+from rollcast_report.archive import PageLimits
 from rollcast_report.records import Unreadable, read_records
+from rollcast_report.samples import SAMPLES_FILE, SavedSamples, read_samples
 from rollcast_report.timeline import TIMELINE_FILE, TimelineData, read_timeline
 from rollcast_report.trajectories import FOLDER, SavedTrajectories, read_trajectories
 
@@ -27,7 +29,8 @@ __all__ = [
     "RunData",
     "Series",
     "Status",
-    "Validation",
+    "hide_secrets",
+    "is_alive",
     "read_run",
     "read_status",
     "write_status",
@@ -41,6 +44,7 @@ _STATUS_TYPES: dict[str, tuple[type, ...]] = {
     "float": (float, int),
     "int | None": (int, type(None)),
     "dict[str, float]": (dict,),
+    "list[str]": (list,),
 }
 RECOVERIES_FILE = "recoveries.jsonl"
 
@@ -67,6 +71,8 @@ class Status:
         total_steps: number of planned steps.
         elapsed_s: wall time in seconds, with the earlier parts of a resumed run.
         host, pid: process that wrote the status.
+        command: arguments after ``rollcast`` of the command that started this part of the run; empty if unknown.
+        folder: folder in which that command was started.
     """
 
     state: str = "unknown"
@@ -78,14 +84,8 @@ class Status:
     elapsed_s: float = 0.0
     host: str = ""
     pid: int = 0
-
-
-@dataclass
-class Validation:
-    """The samples of one validation."""
-
-    step: int
-    samples: list[dict[str, Any]] = field(default_factory=list)
+    command: list[str] = field(default_factory=list)
+    folder: str = ""
 
 
 @dataclass
@@ -97,7 +97,7 @@ class RunData:
         status: state of the run; ``running`` only if its process is alive.
         series: metric name → steps and values.
         steps: last step; None if nothing was recorded.
-        first, last: first and last validation with samples; ``last`` is None if there is only one.
+        samples: validation samples, a selection that fits a page.
         recoveries: recoveries from lost processes, as the trainer recorded them.
         trajectories: saved trajectories of agents, a selection that fits a page.
         timeline: work of stages and pools over time, a selection that fits a page.
@@ -109,8 +109,7 @@ class RunData:
     status: Status
     series: dict[str, Series] = field(default_factory=dict)
     steps: int | None = None
-    first: Validation | None = None
-    last: Validation | None = None
+    samples: SavedSamples = field(default_factory=SavedSamples)
     recoveries: list[dict[str, Any]] = field(default_factory=list)
     trajectories: SavedTrajectories = field(default_factory=SavedTrajectories)
     timeline: TimelineData = field(default_factory=TimelineData)
@@ -160,7 +159,7 @@ def _require_types(path: Path, status: Status) -> None:
         raise DataError(f"{path}: elapsed_s is {status.elapsed_s}")
 
 
-def _is_alive(status: Status) -> bool:
+def is_alive(status: Status) -> bool:
     """Return True if the process that wrote a ``running`` status may still live."""
     if status.host != socket.gethostname():
         return False
@@ -180,13 +179,19 @@ def _is_alive(status: Status) -> bool:
 PARTS = ("metrics", "samples", "recoveries", "trajectories", "timeline")
 
 
-def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Collection[str] = PARTS) -> RunData:
+def read_run(
+    run_dir: Path,
+    config: Mapping[str, Any] | None = None,
+    parts: Collection[str] = PARTS,
+    limits: PageLimits | None = None,
+) -> RunData:
     """Read the files of a run directory; any of them may be missing.
 
     Args:
         run_dir: directory of the run.
         config: config to show if there is no config.yaml.
         parts: files to read in addition to status and config; names in ``PARTS``.
+        limits: limits for samples and trajectories.
     """
     notes = []
     try:
@@ -194,14 +199,14 @@ def read_run(run_dir: Path, config: Mapping[str, Any] | None = None, parts: Coll
     except DataError as error:  # curves are shown without a status too
         status = Status()
         notes.append(str(error))
-    if status.state == "running" and not _is_alive(status):
+    if status.state == "running" and not is_alive(status):
         status.state = "interrupted"
     run = RunData(name=status.run_name or run_dir.resolve().name, status=status, notes=notes)
     readers: dict[str, Callable[[], None]] = {
         "metrics": lambda: _read_metrics(run_dir / "metrics.jsonl", run),
-        "samples": lambda: _read_samples(run_dir / "samples.jsonl", run),
+        "samples": lambda: _read_samples(run_dir, run, limits),
         "recoveries": lambda: _read_recoveries(run_dir / RECOVERIES_FILE, run),
-        "trajectories": lambda: _read_trajectories(run_dir, run),
+        "trajectories": lambda: _read_trajectories(run_dir, run, limits),
         "timeline": lambda: _read_timeline(run_dir, run),
     }
     for part in parts:
@@ -226,23 +231,9 @@ def _read_metrics(path: Path, run: RunData) -> None:
     _note(path, unreadable, run)
 
 
-def _read_samples(path: Path, run: RunData) -> None:
-    """Read only the first and the last validation, because a long run has more than fit a page."""
-    unreadable: list[Unreadable] = []
-    for _, record in read_records(path):
-        if isinstance(record, Unreadable):
-            unreadable.append(record)
-            continue
-        step = record["step"]
-        if run.first is None:
-            run.first = Validation(step)
-        if step == run.first.step:
-            run.first.samples.append(record)
-            continue
-        if run.last is None or run.last.step != step:
-            run.last = Validation(step)
-        run.last.samples.append(record)
-    _note(path, unreadable, run)
+def _read_samples(run_dir: Path, run: RunData, limits: PageLimits | None) -> None:
+    run.samples = read_samples(run_dir / SAMPLES_FILE, limits)
+    _note_lines(SAMPLES_FILE, run.samples.unreadable, run)
 
 
 def _read_recoveries(path: Path, run: RunData) -> None:
@@ -255,8 +246,9 @@ def _read_recoveries(path: Path, run: RunData) -> None:
     _note(path, unreadable, run)
 
 
-def _read_trajectories(run_dir: Path, run: RunData) -> None:
-    run.trajectories = read_trajectories(run_dir)
+def _read_trajectories(run_dir: Path, run: RunData, limits: PageLimits | None) -> None:
+    versions = {step: value for step, value in run.series.get("rollout/weight_version", []) if value is not None}
+    run.trajectories = read_trajectories(run_dir, limits, versions)
     for name, lines in run.trajectories.unreadable.items():
         _note_lines(f"{FOLDER}/{name}", lines, run)
 
@@ -282,5 +274,9 @@ def _read_config(run_dir: Path, config: Mapping[str, Any] | None) -> str:
         text = path.read_text("utf-8", "replace")
     else:
         text = json.dumps(config, indent=2, ensure_ascii=False, default=str) if config else ""
-    # People send reports to others; keys and passwords must not be in them.
+    return hide_secrets(text)
+
+
+def hide_secrets(text: str) -> str:
+    """Return config text without keys and passwords, because people send reports to others."""
     return _SECRET.sub(r"\g<key> (hidden)", text)

@@ -1,141 +1,176 @@
-"""The sample table of a report, with the first and the last validation side by side."""
+"""Reading of validation samples for the report, a selection of whole validations that fits a page."""
 
 from __future__ import annotations
 
-import html
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
-from rollcast_report.run_data import RunData, Validation
+from rollcast_report.archive import Entry, PageLimits, clip_texts, evenly
+from rollcast_report.records import Unreadable, read_records
 
-__all__ = ["render_samples"]
+__all__ = ["SAMPLES_FILE", "SavedSamples", "read_samples", "text_of"]
 
-_MAX_ROWS = 200
-_MAX_TEXT = 6000
-
-_PAIR_KINDS = (
-    ("fixed", "Became correct"),
-    ("broken", "Became wrong"),
-    ("right", "Both correct"),
-    ("wrong", "Both wrong"),
+SAMPLES_FILE = "samples.jsonl"
+#: The step of a line as the tracker ``jsonl`` writes it; a line in another style is parsed.
+_STEP = re.compile(rb'\{"step": (-?\d+)[,}]')
+#: Keys of a line that the page shows by itself; any other is listed under its name.
+_KNOWN = frozenset(
+    ("step", "prompt", "response", "ground_truth", "data_source", "finished", "score", "correct", "end", "messages")
 )
-_SINGLE_KINDS = (("right", "Correct"), ("wrong", "Wrong"))
 
 
-def _is_correct(sample: Mapping[str, Any]) -> bool | None:
-    """Return True if the answer counts as correct; None if the sample does not say."""
-    correct = sample.get("correct")
-    if correct is None:
-        return None
-    return bool(correct)
+@dataclass
+class SavedSamples:
+    """Validation samples for the report.
+
+    Attributes:
+        entries: samples of the shown validations, in order.
+        total: number of samples in the file.
+        validations: number of validations in the file.
+        shown_validations: number of validations in ``entries``.
+        unreadable: numbers of malformed lines.
+    """
+
+    entries: list[Entry] = field(default_factory=list)
+    total: int = 0
+    validations: int = 0
+    shown_validations: int = 0
+    unreadable: list[int] = field(default_factory=list)
 
 
-def _text(value: Any) -> str:
-    """Return a prompt or answer as text, with chat messages one below the other."""
+def read_samples(path: Path, limits: PageLimits | None = None) -> SavedSamples:
+    """Return samples up to the limit of a page: the first validation, the last one, and as many evenly between as fit.
+
+    If not even two validations fit, samples are picked evenly from each.
+    """
+    limits = limits or PageLimits()
+    saved = SavedSamples()
+    counts = _count(path)
+    saved.total, saved.validations = sum(counts.values()), len(counts)
+    if not counts:
+        return saved
+    steps = _pick_steps(counts, limits.samples)
+    saved.shown_validations = len(steps)
+    # Where even the picked validations are too large, keep the same places of each, so that they can be compared.
+    share = limits.samples // len(steps)
+    kept = {step: set(evenly(range(counts[step]), share)) for step in steps}
+    seen: Counter[int] = Counter()
+    pairs = _Pairs(steps[0])
+    for _, record in read_records(path):
+        if isinstance(record, Unreadable):
+            if not record.torn:
+                saved.unreadable.append(record.line)
+            continue
+        step = record["step"]
+        place, seen[step] = seen[step], seen[step] + 1
+        if step in kept and place in kept[step]:
+            saved.entries.append(pairs.entry(record))
+    clip_texts(_texts(saved.entries), limits.characters, SAMPLES_FILE)
+    return saved
+
+
+def _count(path: Path) -> Counter[int]:
+    """Return step → number of lines, without parsing lines of the usual style."""
+    counts: Counter[int] = Counter()
+    if not path.exists():
+        return counts
+    with path.open("rb") as file:
+        for raw in file:
+            if not raw.endswith(b"\n"):
+                continue
+            match = _STEP.match(raw)
+            if match:
+                counts[int(match[1])] += 1
+                continue
+            try:
+                counts[int(json.loads(raw)["step"])] += 1
+            except (ValueError, KeyError, TypeError, RecursionError):  # the second reading reports the line
+                continue
+    return counts
+
+
+def _pick_steps(counts: Mapping[int, int], limit: int) -> list[int]:
+    steps = sorted(counts)
+    for many in range(len(steps), 2, -1):
+        picked = evenly(steps, many)
+        if sum(counts[step] for step in picked) <= limit:
+            return list(picked)
+    return [steps[0], steps[-1]] if len(steps) > 1 else steps
+
+
+class _Pairs:
+    """The answers of the first validation, by which later answers to the same prompt became correct or wrong."""
+
+    def __init__(self, first: int) -> None:
+        self._first = first
+        self._before: dict[str, bool | None] = {}
+        self._seen: Counter[tuple[int, str]] = Counter()
+
+    def entry(self, record: Mapping[str, Any]) -> Entry:
+        step, prompt = record["step"], text_of(record.get("prompt"))
+        place, self._seen[step, prompt] = self._seen[step, prompt], self._seen[step, prompt] + 1
+        key = f"{place} {prompt}"
+        correct = None if record.get("correct") is None else bool(record["correct"])
+        flags = set()
+        if step == self._first:
+            self._before[key] = correct
+        elif key in self._before and None not in (correct, self._before[key]) and correct != self._before[key]:
+            flags.add("fixed" if correct else "broken")
+        if record.get("error"):
+            flags.add("failure")
+        score = record.get("score")
+        return Entry(
+            kind="sample",
+            step=step,
+            reward=float(score) if isinstance(score, int | float) and not isinstance(score, bool) else None,
+            correct=correct,
+            source=str(record.get("data_source") or ""),
+            end=_end(record),
+            prompt=f"sample {key}",
+            opening=prompt,
+            flags=flags,
+            detail={
+                "prompt": prompt,
+                "response": text_of(record.get("response")),
+                "truth": text_of(record.get("ground_truth")),
+                "more": {str(name): text_of(value) for name, value in record.items() if name not in _KNOWN},
+            },
+        )
+
+
+def _end(record: Mapping[str, Any]) -> str:
+    if record.get("end"):
+        return str(record["end"])
+    finished = record.get("finished")
+    return "" if finished is None else "done" if finished else "length"
+
+
+def text_of(value: Any) -> str:
+    """Return a prompt or answer as text, with chat messages one below the other; empty for None."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value
-    if isinstance(value, list) and value and all(isinstance(item, dict) and "content" in item for item in value):
-        return "\n\n".join(f"{item.get('role', 'message')}: {_text(item['content'])}" for item in value)
+    if _is_chat(value):
+        return "\n\n".join(f"{item.get('role', 'message')}: {text_of(item['content'])}" for item in value)
     return json.dumps(value, ensure_ascii=False)
 
 
-def _clipped(value: Any) -> str:
-    text = _text(value)
-    if len(text) > _MAX_TEXT:
-        text = f"{text[:_MAX_TEXT]}\n… ({len(text) - _MAX_TEXT} more characters in samples.jsonl)"
-    return f'<div class="text clip">{html.escape(text)}</div>'
-
-
-def _pair(first: Validation, last: Validation) -> list[tuple[dict[str, Any], dict[str, Any]]]:
-    """Return pairs of samples of two validations: for each prompt the n-th answers of both."""
-    seen: Counter[str] = Counter()
-    before: dict[tuple[str, int], dict[str, Any]] = {}
-    for sample in first.samples:
-        key = _text(sample.get("prompt"))
-        before[key, seen[key]] = sample
-        seen[key] += 1
-    seen.clear()
-    pairs = []
-    for sample in last.samples:
-        key = _text(sample.get("prompt"))
-        if (key, seen[key]) in before:
-            pairs.append((before[key, seen[key]], sample))
-        seen[key] += 1
-    return pairs
-
-
-def _kind(samples: tuple[dict[str, Any], ...]) -> str:
-    marks = [_is_correct(sample) for sample in samples]
-    if None in marks:
-        return "unknown"
-    if len(marks) == 2 and marks[0] != marks[1]:
-        return "fixed" if marks[1] else "broken"
-    return "right" if marks[0] else "wrong"
-
-
-def _answer(sample: Mapping[str, Any]) -> str:
-    correct = _is_correct(sample)
-    pill = ""
-    if correct is not None:
-        pill = f'<span class="pill {"good" if correct else "bad"}">{"correct" if correct else "wrong"}</span>'
-    score = sample.get("score")
-    shown = f"<span>score {score:g}</span>" if isinstance(score, int | float) and correct is None else ""
-    if isinstance(score, int | float) and correct is not None and float(score) != float(correct):
-        shown = f"<span>score {score:g}</span>"
-    head = f'<div class="head">{pill}{shown}</div>' if pill or shown else ""
-    return f"<td>{head}{_clipped(sample.get('response'))}</td>"
-
-
-def _row(samples: tuple[dict[str, Any], ...]) -> str:
-    truth = samples[-1].get("ground_truth")
-    expected = (
-        f'<div class="truth">Expected: {html.escape(_text(truth)[:_MAX_TEXT])}</div>' if truth is not None else ""
-    )
-    cells = "".join(_answer(sample) for sample in samples)
-    return f'<tr data-kind="{_kind(samples)}"><td>{_clipped(samples[-1].get("prompt"))}{expected}</td>{cells}</tr>'
-
-
-def _pick(rows: list[tuple[dict[str, Any], ...]]) -> list[tuple[dict[str, Any], ...]]:
-    """Return at most 200 rows, evenly spaced over the validation set."""
-    if len(rows) <= _MAX_ROWS:
-        return rows
-    return [rows[index * len(rows) // _MAX_ROWS] for index in range(_MAX_ROWS)]
-
-
-def _heading(step: int) -> str:
-    return "Before training" if step == 0 else f"Step {step}"
-
-
-def render_samples(run: RunData) -> str:
-    """Return the table of samples with its filters; empty if no validation has samples."""
-    if run.first is None:
-        return ""
-    rows: list[tuple[dict[str, Any], ...]] = []
-    shown = [run.first]
-    if run.last is not None:
-        rows = list(_pair(run.first, run.last))
-        shown = [run.first, run.last]
-    if not rows:  # a single validation, or two validations of different prompts
-        shown = [run.last or run.first]
-        rows = [(sample,) for sample in shown[0].samples]
-    picked = _pick(rows)
-    counts = Counter(_kind(row) for row in picked)
-    kinds = _PAIR_KINDS if len(shown) == 2 else _SINGLE_KINDS
-    buttons = [f'<button type="button" data-kind="all" aria-pressed="true">All<b>{len(picked)}</b></button>'] + [
-        f'<button type="button" data-kind="{kind}" aria-pressed="false">{label}<b>{counts[kind]}</b></button>'
-        for kind, label in kinds
-    ]
-    hint = ""
-    if len(picked) < len(rows):
-        hint = f'<p class="hint">{len(picked)} of {len(rows)} samples, evenly picked; all are in samples.jsonl.</p>'
-    heads = "".join(f'<th scope="col">{_heading(validation.step)}</th>' for validation in shown)
+def _is_chat(value: Any) -> bool:
     return (
-        f'<section class="samples"><h2>Validation samples</h2><div class="filters" role="group" '
-        f'aria-label="Filter samples">{"".join(buttons)}</div><div class="scroll"><table><thead><tr>'
-        f'<th scope="col">Prompt</th>{heads}</tr></thead><tbody>{"".join(_row(row) for row in picked)}</tbody>'
-        f"</table></div>{hint}</section>"
+        isinstance(value, list) and bool(value) and all(isinstance(item, dict) and "content" in item for item in value)
     )
+
+
+def _texts(entries: Sequence[Entry]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yield the holder and key of each text of samples."""
+    for each in entries:
+        for key in ("prompt", "response", "truth"):
+            yield each.detail, key
+        for name in each.detail["more"]:
+            yield each.detail["more"], name

@@ -18,6 +18,8 @@ TIMELINE_FILE = "timeline.jsonl"
 _STEPS, _MOST_WINDOWS = 10, 20
 _WIDTH, _LEFT, _RIGHT = 1100.0, 150.0, 14.0
 _LANE, _BAR, _TOP = 34.0, 22.0, 8.0
+#: Pixels that the number of a step takes.
+_LABEL = 34
 #: Stages with a colour of their own; the others share the last one.
 _COLOURS = 8
 
@@ -169,9 +171,13 @@ def _colours(data: TimelineData) -> dict[str, int]:
 
 
 def _choice(data: TimelineData) -> str:
-    """Return the control that chooses the steps; empty if all are drawn at once."""
+    """Return the controls that choose the steps, unless all are drawn at once, and zoom."""
+    zoom = (
+        '<button type="button" data-zoom="2">Zoom in</button><button type="button" data-zoom="0.5">Zoom out</button>'
+        '<button type="button" data-zoom="0">Whole width</button><span id="timeline-shown" role="status"></span>'
+    )
     if len(data.windows) < 2:
-        return ""
+        return f'<div class="controls choice">{zoom}</div>'
     options = []
     for place, lines in enumerate(data.windows):
         chosen = " selected" if place == len(data.windows) - 1 else ""
@@ -181,7 +187,7 @@ def _choice(data: TimelineData) -> str:
     return (
         f'<div class="controls choice"><button type="button" data-move="-1">Earlier</button>'
         f'<label>Steps <select id="timeline-steps">{"".join(options)}</select></label>'
-        f'<button type="button" data-move="1">Later</button>{note}</div>'
+        f'<button type="button" data-move="1">Later</button>{zoom}{note}</div>'
     )
 
 
@@ -199,42 +205,56 @@ def _drawing(lines: Sequence[Mapping[str, Any]], data: TimelineData, colours: Ma
         starts.append(at)
         at += line["seconds"] * scale
     lanes = [("trainer", [line["stages"] for line in lines])]
+    plot = _WIDTH - _LEFT - _RIGHT
     lanes += [(pool, [line["pools"].get(pool, {}).get("calls", {}) for line in lines]) for pool in data.pools]
     bottom = _TOP + _LANE * len(lanes)
-    parts = [_grid(lines, starts, bottom)]
+    names, bars = [], []
     for number, (name, by_line) in enumerate(lanes):
-        parts.append(_lane(name, by_line, starts, scale, _TOP + _LANE * number, colours))
+        top = _TOP + _LANE * number + (_LANE - _BAR) / 2
+        text = name if len(name) <= 20 else f"{name[:19]}…"
+        names.append(f'<text class="y" x="{_LEFT - 8}" y="{top + 15:.1f}">{html.escape(text)}</text>')
+        bars.append(_bars(name, by_line, starts, scale, top, colours))
     label = html.escape(_describe(lines, total))
     return (
-        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 28:.0f}" role="img" tabindex="0" aria-label="{label}">'
-        f"{''.join(parts)}</svg>"
+        f'<svg viewBox="0 0 {_WIDTH:.0f} {bottom + 28:.0f}" role="img" tabindex="0" aria-label="{label}" '
+        f'data-seconds="{total:.6g}">{"".join(names)}{_labels(lines, starts, bottom)}'
+        # A drawing of its own, so that zooming changes its view box only.
+        f'<svg class="plot" x="{_LEFT}" y="0" width="{plot:.0f}" height="{bottom:.1f}" '
+        f'viewBox="{_LEFT} 0 {plot:.0f} {bottom:.1f}" preserveAspectRatio="none">'
+        f"{_grid(starts, bottom)}{''.join(bars)}</svg></svg>"
     )
 
 
-def _grid(lines: Sequence[Mapping[str, Any]], starts: Sequence[float], bottom: float) -> str:
-    parts = ['<g class="grid" aria-hidden="true">']
+def _grid(starts: Sequence[float], bottom: float) -> str:
+    lines = (
+        f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom:.1f}" vector-effect="non-scaling-stroke"/>'
+        for x in starts
+    )
+    return f'<g class="grid" aria-hidden="true">{"".join(lines)}</g>'
+
+
+def _labels(lines: Sequence[Mapping[str, Any]], starts: Sequence[float], bottom: float) -> str:
+    """Return the numbers of the steps; those that would lie on each other are hidden until there is room."""
+    parts = ['<g class="steps" aria-hidden="true">']
     shown = -math.inf
     for line, x in zip(lines, starts, strict=True):
-        parts.append(f'<line x1="{x:.1f}" x2="{x:.1f}" y1="{_TOP}" y2="{bottom:.1f}"/>')
-        if x - shown >= 34:  # labels of short steps would lie on each other
-            parts.append(f'<text class="start" x="{x + 3:.1f}" y="{bottom + 17:.1f}">{line["step"]:,}</text>')
-            shown = x
+        hidden = "" if x - shown >= _LABEL else ' visibility="hidden"'
+        shown = shown if hidden else x
+        parts.append(f'<text class="start" x="{x + 3:.1f}" y="{bottom + 17:.1f}"{hidden}>{line["step"]:,}</text>')
     parts.append(f'<text class="y" x="{_LEFT - 8}" y="{bottom + 17:.1f}">step</text></g>')
     return "".join(parts)
 
 
-def _lane(
+def _bars(
     name: str,
     by_line: Sequence[Mapping[str, Sequence[Sequence[float]]]],
     starts: Sequence[float],
     scale: float,
-    top: float,
+    y: float,
     colours: Mapping[str, int],
 ) -> str:
     """Return the bars of a lane, one path per stage."""
-    text = name if len(name) <= 20 else f"{name[:19]}…"
-    y = top + (_LANE - _BAR) / 2
-    parts = [f'<text class="y" x="{_LEFT - 8}" y="{y + 15:.1f}">{html.escape(text)}</text>']
+    parts = []
     present = {stage for stages in by_line for stage in stages}
     # Draw long work first, so that short work is on top where stages overlap.
     for stage in sorted(present, key=lambda each: (colours[each], each)):
@@ -242,7 +262,7 @@ def _lane(
         for stages, left in zip(by_line, starts, strict=True):
             for start, end in stages.get(stage, ()):
                 width = max((end - start) * scale, 0.6)
-                bars.append(f"M{left + start * scale:.1f} {y:.1f}h{width:.1f}v{_BAR:.0f}h-{width:.1f}z")
+                bars.append(f"M{left + start * scale:.2f} {y:.1f}h{width:.2f}v{_BAR:.0f}h-{width:.2f}z")
         if bars:
             title = html.escape(f"{name}: {stage}")
             parts.append(f'<path class="s{colours[stage]}" d="{"".join(bars)}"><title>{title}</title></path>')
@@ -289,5 +309,6 @@ def _table(data: TimelineData) -> str:
         '<table><thead><tr><th scope="col">Pool</th><th scope="col">Busy</th><th scope="col">Idle</th>'
         f'<th scope="col">Share of the time by stage</th></tr></thead><tbody>{"".join(rows)}</tbody></table>'
         '<p class="hint">A pool is busy while any of its processes works on a call or has a response under way. Stages '
-        "may run beside each other. The lane of the trainer shows the stage that it was in, waiting included.</p>"
+        "may run beside each other. The lane of the trainer shows the stage that it was in, waiting included. Keys on "
+        "a drawing: + and - zoom, 0 shows the whole, the arrows move, Page Up and Page Down change the steps.</p>"
     )

@@ -10,12 +10,16 @@ import base64
 import binascii
 import json
 import re
-import struct
+import sys
+from array import array
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
+
+from rollcast_report.archive import Entry, PageLimits, clip_texts, evenly
 
 __all__ = ["FOLDER", "FORMAT_VERSION", "SavedTrajectories", "read_trajectories", "turns_of_messages"]
 
@@ -24,12 +28,6 @@ FORMAT_VERSION = 1
 _STEP = re.compile(r"step_(\d+)\.jsonl")
 #: Ends of rollouts that are left out of the update.
 _FAILED = ("error", "timeout", "aborted")
-#: Limits of one page: trajectories, the steps that they are taken from, and characters of their texts.
-_MAX_TRAJECTORIES = 1000
-_MAX_STEPS = 20
-_MAX_CHARACTERS = 6_000_000
-#: Characters that one text may have; the largest with which all texts fit the page.
-_CLIPS = (20_000, 10_000, 6_000, 4_000, 3_000, 2_000, 1_500, 1_000, 700, 400, 200)
 
 
 @dataclass
@@ -37,15 +35,15 @@ class SavedTrajectories:
     """Trajectories for the report.
 
     Attributes:
-        shown: one JSON object per trajectory, as read by ``assets/trajectories.js``.
+        entries: shown trajectories, in the order of their steps.
         steps: number of steps that have a file.
-        shown_steps: number of steps in ``shown``.
-        limit: largest number of trajectories of one step in ``shown``.
+        shown_steps: number of steps in ``entries``.
+        limit: largest number of trajectories of one step in ``entries``.
         is_cut: True if one of these steps has more.
         unreadable: file name → numbers of lines that are no trajectory of this format.
     """
 
-    shown: list[dict[str, Any]] = field(default_factory=list)
+    entries: list[Entry] = field(default_factory=list)
     steps: int = 0
     shown_steps: int = 0
     limit: int = 0
@@ -53,37 +51,65 @@ class SavedTrajectories:
     unreadable: dict[str, list[int]] = field(default_factory=dict)
 
 
-def read_trajectories(run_dir: Path) -> SavedTrajectories:
-    """Return the first trajectories of up to 20 steps: the first step, the last one, and others evenly between."""
+def read_trajectories(
+    run_dir: Path, limits: PageLimits | None = None, versions: Mapping[int, float] | None = None
+) -> SavedTrajectories:
+    """Return the first trajectories of the first step, the last one, and others evenly between.
+
+    Args:
+        run_dir: directory of the run.
+        limits: limits of the page.
+        versions: step → weight version after its update, which tell the age of the next step's tokens.
+    """
+    limits = limits or PageLimits()
     found = sorted(
         (int(match[1]), path) for path in (run_dir / FOLDER).glob("*") if (match := _STEP.fullmatch(path.name))
     )
-    picked = _evenly(found, _MAX_STEPS)
+    picked = evenly(found, limits.steps)
     saved = SavedTrajectories(steps=len(found), shown_steps=len(picked))
     if not picked:
         return saved
-    saved.limit = _MAX_TRAJECTORIES // len(picked)
+    saved.limit = limits.trajectories // len(picked)
     for step, path in picked:
+        of_step: list[Entry] = []
         # Read only the shown lines, because a file may have gigabytes.
         with path.open("rb") as file:
             for number, line in enumerate(islice(file, saved.limit), 1):
                 try:
-                    saved.shown.append(_trajectory(step, json.loads(line)))
+                    of_step.append(_entry(step, json.loads(line)))
                 except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
                     saved.unreadable.setdefault(path.name, []).append(number)
             saved.is_cut |= bool(file.read(1))
-    _clip(saved.shown)
+        _complete(of_step, _version_at(step, of_step, versions or {}))
+        saved.entries += of_step
+    clip_texts(_texts(saved.entries), limits.characters, f"the run's folder {FOLDER}")
     return saved
 
 
-def _evenly(items: Sequence[Any], count: int) -> list[Any]:
-    if len(items) <= count:
-        return list(items)
-    return [items[index * (len(items) - 1) // (count - 1)] for index in range(count)]
+def _version_at(step: int, entries: Sequence[Entry], versions: Mapping[int, float]) -> int:
+    """Return the weight version at the start of a step: as recorded, else the newest that sampled a token of it."""
+    newest = max((version for each in entries for version in _versions(each)), default=0)
+    return max(newest, int(versions.get(step - 1, 0)))
 
 
-def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a line to the data that the page shows.
+def _versions(entry: Entry) -> Iterator[int]:
+    for segment in entry.detail["segments"]:
+        yield from segment.get("versions", ())
+
+
+def _complete(entries: Sequence[Entry], version: int) -> None:
+    """Set what depends on the other trajectories of the step: the age of the tokens, and rollouts of several rows."""
+    rows = Counter(each.detail["rollout"] for each in entries)
+    for each in entries:
+        oldest = min(_versions(each), default=None)
+        # A version below 0 marks tokens of unknown weights.
+        each.age = None if oldest is None or oldest < 0 else max(0, version - oldest)
+        if rows[each.detail["rollout"]] > 1:
+            each.flags.add("contexts")
+
+
+def _entry(step: int, data: Mapping[str, Any]) -> Entry:
+    """Convert a line to an entry of the page.
 
     Raises:
         ValueError, KeyError, TypeError, AttributeError: the line is no trajectory of this format.
@@ -97,21 +123,56 @@ def _trajectory(step: int, data: Mapping[str, Any]) -> dict[str, Any]:
     failure = data["failure"]
     # A trajectory without a score is not in the batch of the update; one of a failed rollout has no trained tokens.
     is_trained = data["score"] is not None and failure is None and data["end"] not in _FAILED
-    return {
-        "step": step,
-        "group": str(data["group_id"]),
-        "rollout": str(data["rollout_id"]),
-        "end": str(data["end"]),
-        "reward": _number(data["reward"] if data["score"] is None else data["score"]),
-        "trained": is_trained,
-        "turnRewards": {str(int(turn)): _number(value) for turn, value in data["turn_rewards"].items()},
-        "components": _numbers(data["reward_components"]),
-        "metrics": _numbers(data["metrics"]),
-        "failure": None if failure is None else [str(failure["boundary"]), str(failure["message"])],
-        "truth": _text(data["task"].get("ground_truth")),
-        "messages": messages,
-        "segments": segments,
+    metrics, components = _numbers(data["metrics"]), _numbers(data["reward_components"])
+    sampled = [each for each in segments if each["sampled"]]
+    entry = Entry(
+        kind="trajectory",
+        step=step,
+        reward=_number(data["reward"] if data["score"] is None else data["score"]),
+        correct=_correct(data, components),
+        source=_text(data["task"].get("data_source")),
+        end=str(data["end"]),
+        prompt=f"trajectory {step} {data['group_id']}",
+        opening=_opening(messages, segments) or str(data["rollout_id"]),
+        turns=len({each["turn"] for each in sampled}),
+        tokens=sum(each["tokens"] for each in segments),
+        sampled=sum(each["tokens"] for each in sampled),
+        detail={
+            "group": str(data["group_id"]),
+            "rollout": str(data["rollout_id"]),
+            "trained": is_trained,
+            "turnRewards": {str(int(turn)): _number(value) for turn, value in data["turn_rewards"].items()},
+            "components": components,
+            "metrics": metrics,
+            "failure": None if failure is None else [str(failure["boundary"]), str(failure["message"])],
+            "truth": _text(data["task"].get("ground_truth")),
+            "messages": messages,
+            "segments": segments,
+        },
+    )
+    named = {
+        "calls": (metrics.get("tool_calls") or 0) > 0 or any("calls" in each for each in messages),
+        "errors": (metrics.get("tool_errors") or 0) > 0,
+        "failure": failure is not None,
+        "untrained": not is_trained,
     }
+    entry.flags = {name for name, holds in named.items() if holds}
+    return entry
+
+
+def _correct(data: Mapping[str, Any], components: Mapping[str, float | None]) -> bool | None:
+    """Return True if the reward said that the answer is correct; None if it did not say."""
+    said = data["extra"].get("correct") if isinstance(data.get("extra"), dict) else None
+    if said is None:
+        said = components.get("correct")
+    return None if said is None else bool(said)
+
+
+def _opening(messages: Sequence[Mapping[str, Any]], segments: Sequence[Mapping[str, Any]]) -> str:
+    asked = next((each for each in messages if each["role"] == "user"), messages[0] if messages else None)
+    if asked is not None:
+        return str(asked["text"])
+    return str(segments[0]["text"] or "") if segments else ""
 
 
 def _segment(data: Mapping[str, Any]) -> dict[str, Any]:
@@ -133,7 +194,9 @@ def _mean(packed: str) -> float | None:
         if raw:
             raise binascii.Error(f"{len(raw)} bytes are no float32")
         return None
-    values = [value for (value,) in struct.iter_unpack("<f", raw)]
+    values = array("f", raw)
+    if sys.byteorder == "big":
+        values.byteswap()
     return _number(sum(values) / len(values))
 
 
@@ -220,28 +283,16 @@ def _is_reply(message: Mapping[str, Any], sampled: str) -> bool:
     return all(part in sampled for part in said)
 
 
-def _clip(trajectories: Sequence[dict[str, Any]]) -> None:
-    """Shorten the longest texts until all fit the page."""
-    lengths = [len(holder[key]) for holder, key in _texts(trajectories)]
-    clip = next(
-        (each for each in _CLIPS if sum(min(length, each) for length in lengths) <= _MAX_CHARACTERS), _CLIPS[-1]
-    )
-    for holder, key in _texts(trajectories):
-        if len(holder[key]) > clip:
-            more = len(holder[key]) - clip
-            holder[key] = f"{holder[key][:clip]}\n… ({more:,} more characters in the run's folder {FOLDER})"
-
-
-def _texts(trajectories: Sequence[dict[str, Any]]) -> Iterator[tuple[dict[str, Any], str]]:
+def _texts(entries: Sequence[Entry]) -> Iterator[tuple[dict[str, Any], str]]:
     """Yield the holder and key of each text."""
-    for each in trajectories:
-        yield each, "truth"
-        for message in each["messages"]:
+    for each in entries:
+        yield each.detail, "truth"
+        for message in each.detail["messages"]:
             yield message, "text"
             if "reasoning" in message:
                 yield message, "reasoning"
             for call in message.get("calls", ()):
                 yield call, "arguments"
-        for segment in each["segments"]:
+        for segment in each.detail["segments"]:
             if segment["text"] is not None:
                 yield segment, "text"

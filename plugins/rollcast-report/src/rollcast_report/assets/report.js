@@ -73,65 +73,107 @@
     });
   }
 
-  // Timeline: the steps that are drawn; the arrow keys on a drawing go to the steps before and after.
-  const steps = document.getElementById("timeline-steps");
-  if (steps) {
-    const drawings = [...document.querySelectorAll("[data-window]")];
+  // Timeline: the steps that are drawn, and the part of them that is shown.
+  const lanes = [...document.querySelectorAll("[data-window]")];
+  if (lanes.length) {
+    const steps = document.getElementById("timeline-steps");
     const moves = [...document.querySelectorAll("[data-move]")];
-    const choose = (place, focus) => {
-      const next = Math.max(0, Math.min(drawings.length - 1, place));
-      steps.value = String(next);
-      for (const drawing of drawings) drawing.hidden = drawing.dataset.window !== steps.value;
-      for (const button of moves) button.disabled = drawings[next + Number(button.dataset.move)] === undefined;
-      if (focus) drawings[next].querySelector("svg").focus();
-    };
-    steps.addEventListener("change", () => choose(Number(steps.value), false));
-    for (const button of moves) {
-      button.addEventListener("click", () => choose(Number(steps.value) + Number(button.dataset.move), false));
-    }
-    for (const drawing of drawings) {
-      drawing.addEventListener("keydown", (event) => {
-        const here = Number(steps.value);
-        const place = { ArrowLeft: here - 1, ArrowRight: here + 1, Home: 0, End: drawings.length - 1 }[event.key];
-        if (place === undefined) return;
-        event.preventDefault();
-        choose(place, true);
-      });
-    }
-    choose(Number(steps.value), false);
-  }
+    const zooms = [...document.querySelectorAll("[data-zoom]")];
+    const status = document.getElementById("timeline-shown");
+    let here = lanes.length - 1;
+    let view = [0, 1]; // shares of the drawing's width
 
-  // Long texts: clipped, with a button.
-  const clip = () => {
-    for (const text of document.querySelectorAll(".clip:not(.done)")) {
-      if (text.clientHeight === 0) continue;
-      text.classList.add("done");
-      if (text.scrollHeight <= text.clientHeight + 4) continue;
-      const button = document.createElement("button");
-      button.className = "more";
-      button.textContent = "Show all";
-      button.setAttribute("aria-expanded", "false");
-      text.classList.add("long");
-      button.addEventListener("click", () => {
-        const open = text.classList.toggle("open");
-        button.textContent = open ? "Show less" : "Show all";
-        button.setAttribute("aria-expanded", String(open));
-      });
-      text.after(button);
-    }
-  };
-  clip();
-
-  // Filters of the sample table.
-  const buttons = [...document.querySelectorAll(".filters button")];
-  for (const button of buttons) {
-    button.addEventListener("click", () => {
-      for (const other of buttons) other.setAttribute("aria-pressed", String(other === button));
-      const kind = button.dataset.kind;
-      for (const row of document.querySelectorAll("tr[data-kind]")) {
-        row.hidden = kind !== "all" && row.dataset.kind !== kind;
+    const draw = () => {
+      const svg = lanes[here].querySelector("svg");
+      const plot = svg.querySelector(".plot");
+      const left = Number(plot.getAttribute("x"));
+      const width = Number(plot.getAttribute("width"));
+      const share = view[1] - view[0];
+      const start = left + view[0] * width;
+      plot.setAttribute("viewBox", [start, 0, width * share, plot.getAttribute("height")].join(" "));
+      let last = -Infinity;
+      for (const label of svg.querySelectorAll(".steps .start")) {
+        if (label.dataset.at === undefined) label.dataset.at = label.getAttribute("x");
+        const x = left + (Number(label.dataset.at) - start) / share;
+        const fits = x >= left - 1 && x <= left + width - 8 && x - last >= 34;
+        label.setAttribute("x", x);
+        label.setAttribute("visibility", fits ? "visible" : "hidden");
+        if (fits) last = x;
       }
-      clip();
-    });
+      const seconds = Number(svg.dataset.seconds);
+      const show = (value) => (value * seconds).toPrecision(3);
+      status.textContent = share < 1 ? show(view[0]) + " s to " + show(view[1]) + " s of " + show(1) + " s" : "";
+      for (const button of zooms) button.disabled = Number(button.dataset.zoom) < 1 && share >= 1;
+    };
+    const choose = (place, focus) => {
+      here = Math.max(0, Math.min(lanes.length - 1, place));
+      view = [0, 1];
+      if (steps) steps.value = String(here);
+      lanes.forEach((lane, index) => { lane.hidden = index !== here; });
+      for (const button of moves) button.disabled = lanes[here + Number(button.dataset.move)] === undefined;
+      draw();
+      if (focus) lanes[here].querySelector("svg").focus();
+    };
+    const zoom = (factor, at) => {
+      const share = factor === 0 ? 1 : Math.min(1, Math.max(1 / 4096, (view[1] - view[0]) / factor));
+      const centre = view[0] + (view[1] - view[0]) * at;
+      const start = Math.max(0, Math.min(1 - share, centre - share * at));
+      view = [start, start + share];
+      draw();
+    };
+    const pan = (shares) => {
+      const share = view[1] - view[0];
+      const start = Math.max(0, Math.min(1 - share, view[0] + shares * share));
+      view = [start, start + share];
+      draw();
+    };
+    if (steps) steps.addEventListener("change", () => choose(Number(steps.value), false));
+    for (const button of moves) button.addEventListener("click", () => choose(here + Number(button.dataset.move), false));
+    for (const button of zooms) button.addEventListener("click", () => zoom(Number(button.dataset.zoom), 0.5));
+    for (const lane of lanes) {
+      const svg = lane.querySelector("svg");
+      const plot = svg.querySelector(".plot");
+      const shareAt = (event) => {
+        const box = svg.getBoundingClientRect();
+        const x = ((event.clientX - box.left) / box.width) * svg.viewBox.baseVal.width;
+        return Math.max(0, Math.min(1, (x - Number(plot.getAttribute("x"))) / Number(plot.getAttribute("width"))));
+      };
+      lane.addEventListener("keydown", (event) => {
+        if (event.ctrlKey || event.metaKey || event.altKey) return;
+        const isWhole = view[1] - view[0] >= 1;
+        const actions = {
+          "+": () => zoom(2, 0.5), "=": () => zoom(2, 0.5), "-": () => zoom(0.5, 0.5), 0: () => zoom(0, 0.5),
+          ArrowLeft: () => (isWhole ? choose(here - 1, true) : pan(-0.25)),
+          ArrowRight: () => (isWhole ? choose(here + 1, true) : pan(0.25)),
+          PageUp: () => choose(here - 1, true), PageDown: () => choose(here + 1, true),
+          Home: () => (isWhole ? choose(0, true) : pan(-Infinity)),
+          End: () => (isWhole ? choose(lanes.length - 1, true) : pan(Infinity)),
+        };
+        const action = actions[event.key];
+        if (action === undefined) return;
+        event.preventDefault();
+        action();
+      });
+      // A plain wheel scrolls the page; with Ctrl, as a pinch on a touchpad sends it, it zooms.
+      lane.addEventListener("wheel", (event) => {
+        if (!event.ctrlKey) return;
+        event.preventDefault();
+        zoom(event.deltaY < 0 ? 1.25 : 0.8, shareAt(event));
+      }, { passive: false });
+      let from = null;
+      svg.addEventListener("pointerdown", (event) => {
+        if (view[1] - view[0] >= 1) return;
+        from = shareAt(event);
+        svg.setPointerCapture(event.pointerId);
+      });
+      svg.addEventListener("pointermove", (event) => {
+        if (from === null) return;
+        const to = shareAt(event);
+        pan(from - to);
+        from = to;
+      });
+      for (const name of ["pointerup", "pointercancel"]) svg.addEventListener(name, () => { from = null; });
+    }
+    choose(here, false);
   }
 })();

@@ -8,7 +8,10 @@ import torch
 
 from rollcast.protocol import DataProto
 
-__all__ = ["first_groups", "first_rows", "groups_that_differ", "join_groups"]
+__all__ = ["first_groups", "first_rows", "groups_that_differ", "join_groups", "mean_interval"]
+
+#: Quantile of the normal distribution for an interval of 95 %.
+_Z = 1.959964
 
 
 def groups_that_differ(uid: torch.Tensor, score: torch.Tensor, counted: torch.Tensor | None = None) -> torch.Tensor:
@@ -24,6 +27,27 @@ def groups_that_differ(uid: torch.Tensor, score: torch.Tensor, counted: torch.Te
     low = torch.full((groups,), torch.inf).scatter_reduce(0, places, scores, "amin")
     high = torch.full((groups,), -torch.inf).scatter_reduce(0, places, scores, "amax")
     return (high > low)[uid]
+
+
+def mean_interval(uid: torch.Tensor, score: torch.Tensor) -> tuple[float, float] | None:
+    """Return the 95 % interval of the mean score, by the normal approximation over the means of the groups.
+
+    Answers to one prompt are not independent of each other, so the groups count and not the rows.
+
+    Args:
+        uid: group of each row, int64 ``[B]``.
+        score: score of each row, float ``[B]``.
+
+    Returns:
+        Lower and upper bound; None with fewer than two groups.
+    """
+    groups, place, sizes = uid.unique(return_inverse=True, return_counts=True)
+    if len(groups) < 2:
+        return None
+    values = score.double()
+    means = torch.zeros(len(groups), dtype=torch.float64).index_add_(0, place, values) / sizes
+    half = _Z * float(means.std()) / len(groups) ** 0.5
+    return float(values.mean()) - half, float(values.mean()) + half
 
 
 def first_groups(batch: DataProto, count: int) -> DataProto:

@@ -11,6 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from rollcast import compose, format_override
+from rollcast.contracts.command import show_progress
 from rollcast.contracts.trainer import trainers
 from rollcast.errors import ConfigError
 from rollcast_data.contract import preprocessors
@@ -38,7 +39,8 @@ def preprocess_data(data: DataConfig, seed: int) -> None:
     if files and all(Path(file).exists() for file in files):
         return
     source = None if data.preprocess_source is None else Path(data.preprocess_source)
-    report = preprocessor.run(source, Path(data.preprocess_dir), seed)
+    with show_progress(f"preprocessing {data.preprocess}"):
+        report = preprocessor.run(source, Path(data.preprocess_dir), seed)
     written = ", ".join(f"{rows} rows of {name}" for name, rows in report.rows.items())
     logger.info("%s wrote %s", data.preprocess, written)
 

@@ -13,6 +13,7 @@ from rollcast.contracts.algorithm import (
     REWARD_COMPONENT,
     kl_penalties,
     needs_vocabulary,
+    try_kl_penalty,
 )
 from rollcast.contracts.stage import Stage, StageSpec
 from rollcast.errors import CapabilityError, ConfigError, RewardError
@@ -21,7 +22,7 @@ from rollcast_algorithms.kl_controllers import KlControllerSettings, kl_controll
 from rollcast_algorithms.schemas import AlgorithmConfig
 from rollcast_eval.scoring import Scored
 from rollcast_trainer.batch.columns import MODEL
-from rollcast_trainer.batch.groups import groups_that_differ, join_groups
+from rollcast_trainer.batch.groups import groups_that_differ, join_groups, mean_interval
 from rollcast_trainer.run.training_run import TrainingRun
 from rollcast_trainer.schemas import RewardModelConfig
 from rollcast_trainer.workers.reward_model import check_reward_model
@@ -83,7 +84,7 @@ class Reward(Stage):
         rewards = [] if algorithm.use_kl_in_reward else ["token_level_rewards"]
         return StageSpec(
             reads=("responses", "response_mask", "finished", *(["rm_scores"] if has_model else [])),
-            optional=("rollout_index", "is_final", "is_scored", "environment_scores", "turn_ids", "messages"),
+            optional=("uid", "rollout_index", "is_final", "is_scored", "environment_scores", "turn_ids", "messages"),
             writes=("token_level_scores", *rewards, REWARD_COMPONENT, *([_FILTERED] if filters else [])),
             brings=("filter_groups",) if filters else (),
             is_recorded=True,
@@ -107,16 +108,24 @@ class Reward(Stage):
             columns |= {REWARD_COMPONENT + name: values for name, values in scored.components().items()}
         if self._algorithm.filter_groups.enable:
             columns[_FILTERED] = filtered_scores(scored, self._algorithm.filter_groups.metric)
+        spread = self._spread(batch, scored)
         batch = batch.with_columns(columns)
         if not bool(scored.kept.all()):
             if not bool(scored.kept.any()):
                 raise RewardError(f"no sample of step {self.run.step} has a score: {scored.results[0].error}")
             batch = batch.select_idxs(scored.kept.nonzero().flatten())
         judged = self.run.scorer.take_metrics()
-        self.run.record({**scored.metrics("reward"), "reward/accuracy": scored.accuracy, **judged})
+        self.run.record({**scored.metrics("reward"), **spread, "reward/accuracy": scored.accuracy, **judged})
         if not self._algorithm.filter_groups.enable:
             self.run.emit_batch("on_batch_after_reward", batch)
         return batch
+
+    @staticmethod
+    def _spread(batch: DataProto, scored: Scored) -> dict[str, float]:
+        """Return the bounds of the 95 % interval of the mean reward; none with fewer than two prompts."""
+        counted = scored.kept & scored.final
+        bounds = mean_interval(batch["uid"][counted], scored.rollout_scores[counted]) if "uid" in batch else None
+        return {} if bounds is None else {"reward/mean/low": bounds[0], "reward/mean/high": bounds[1]}
 
 
 def filtered_scores(scored: Scored, metric: str) -> torch.Tensor:
@@ -197,8 +206,12 @@ class KlInReward(Stage):
 
     @classmethod
     def declare(cls, run: TrainingRun) -> StageSpec | None:
-        if not run.section("algorithm", AlgorithmConfig).use_kl_in_reward:
+        algorithm = run.section("algorithm", AlgorithmConfig)
+        if not algorithm.use_kl_in_reward:
             return None
+        name = algorithm.kl_penalty
+        found = kl_penalties.find(name, "algorithm.kl_penalty")
+        try_kl_penalty(kl_penalties.get(name), f"algorithm.kl_penalty={name} of {found}")
         return StageSpec(
             reads=("token_level_scores", "response_mask", "old_log_probs", "ref_log_prob"),
             writes=("token_level_rewards",),
