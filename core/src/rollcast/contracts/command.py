@@ -128,7 +128,7 @@ class ProgressLine:
         label: name of the task, such as ``prompts``.
         done: number of finished items.
         total: number of all items; None if unknown.
-        note: what is being worked on.
+        note: name of the item in work.
     """
 
     def __init__(self, label: str, total: int | None = None, done: int = 0) -> None:

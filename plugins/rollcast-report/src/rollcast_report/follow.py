@@ -1,4 +1,4 @@
-"""Following a run from another process by its files: what has been recorded, and what is wrong."""
+"""Reader that follows a run from another process by its files, and the alarms that they give cause to."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ class Frame:
         state: ``starting``, ``running``, ``finished``, ``interrupted``, ``failed`` or ``unknown``.
         status: status as the run wrote it.
         step: last step with metrics; None before any.
-        metrics: last value of each metric.
+        metrics: last value of each metric; ``time/`` of the last step only.
         validated: step and ``val/`` metrics of the last validation.
         series: metric → values of the last steps, in order.
         step_s: median seconds of the last 20 steps; None if unknown.
         idle_s: seconds since the run last wrote a file.
-        alarms: what is wrong, in sentences.
+        alarms: problems of the run, as sentences.
         command: command that resumes the run; None while it runs and after its end.
     """
 
@@ -151,6 +151,8 @@ class Follower:
         validation = {name: float(value) for name, value in values.items() if name.startswith("val/")}
         if validation:
             self._validated = (record["step"], validation)
+        # A phase that this step did not have, such as a validation, took no time in it.
+        self._metrics = {name: value for name, value in self._metrics.items() if not name.startswith("time/")}
         for name, value in values.items():
             self._metrics[name] = float(value)
             self._series.setdefault(name, deque(maxlen=_KEPT)).append(float(value))
