@@ -133,6 +133,18 @@ def test_a_run_that_starts(tmp_path: Path) -> None:
         Follower(tmp_path / "nothing").read()
 
 
+def test_a_warm_start_is_shown_while_it_is_on(tmp_path: Path) -> None:
+    warm = tmp_path / "warm_start"
+    warm.mkdir()
+    (tmp_path / ".lock").write_text("host 1")
+    _append(warm, 3)
+    _status(warm)
+    follower = Follower(tmp_path)
+    assert (follower.read().name, follower.read().step) == (f"{tmp_path.name}: warm start", 3)
+    _status(warm, "finished")
+    assert (follower.read().state, follower.read().step) == ("starting", None)  # and watching goes on
+
+
 def test_once_prints_one_frame_also_of_a_finished_run(run: Path) -> None:
     _status(run, "finished")
     done = CliRunner().invoke(watch_app, [str(run), "--once"])
